@@ -135,6 +135,14 @@ class WorkerInfo(msgspec.Struct, frozen=True):
     mesh_key: str = ""  # public key of both addresses; empty where the mesh is not encrypted
     process: str = ""  # its identity, by `orchestrator.process.parent.identity_of`
     generation: int = 0  # of its configuration; KV passes within one generation
+    ranks: tuple[str, ...] = ()  # the workers of its unit in their order; none: it is a unit by itself
+    settled: int = 0  # the last order of a role for which its requests have ended
+
+    @property
+    def unit(self) -> str:
+        """What joins, drains, takes a role, restarts and ends as one; it has the id of its first rank, whose entry has
+        its role and its orders. Requests, KV and load are the ranks' own."""
+        return self.ranks[0] if self.ranks else self.id
 
     def can_be(self, role: Role) -> bool:
         """Whether it may take this role. An engine of several pipeline stages only prefills."""
@@ -184,40 +192,6 @@ class WorkerLoad(msgspec.Struct, tag="load", frozen=True, omit_defaults=True):
     prefix_sequence: int = 0  # of the last `PrefixEvents` published before it; 0 = none ever
     pause: PauseState = PauseState()  # the newest that it has received
     corrupt_messages: int = 0  # messages from frontends that could not be read
-
-
-class WorkerStatus(msgspec.Struct, frozen=True):
-    """One worker as `/fleet` and `orchestrator status` show it. None stands for an unknown load."""
-
-    id: str
-    role: Role
-    state: str  # a WorkerState, or "unreachable"
-    engine: str
-    host: str
-    pid: int
-    blocks_total: int
-    blocks_free: int | None
-    running: int | None
-    waiting: int | None
-    step_ms: float | None
-    generation: int = 0  # of its configuration
-
-    @classmethod
-    def of(cls, info: WorkerInfo, load: WorkerLoad | None = None, connected: bool = True) -> WorkerStatus:
-        return cls(
-            id=info.id,
-            role=info.role,
-            state=info.state.value if connected else "unreachable",
-            engine=info.identity.engine,
-            host=info.host,
-            pid=info.pid,
-            blocks_total=load.blocks_total if load else info.blocks_total,
-            blocks_free=load.blocks_free if load else None,
-            running=load.running if load else None,
-            waiting=load.waiting if load else None,
-            step_ms=round(load.step_ms, 2) if load else None,
-            generation=info.generation,
-        )
 
 
 class PrefixEvents(msgspec.Struct, tag="prefix", frozen=True):

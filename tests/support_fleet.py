@@ -28,6 +28,7 @@ from orchestrator.launch.host.run_folder import RunFolder
 from orchestrator.telemetry.logs import request_in
 
 ROOT = Path(__file__).parents[1]
+DEMO_VOCABULARY = 49_152
 START_TIMEOUT_S = 180
 CHECKOUT = (sys.executable, "-m", "orchestrator.cli.main")  # `orchestrator` of this folder
 
@@ -191,7 +192,12 @@ def descendants(pid: int) -> list[int]:
 
 def small_model(folder: Path) -> str:
     """Random float32 weights behind the demo model's tokenizer: as real to every moving part, and quick on one core."""
-    tiny_model(folder, layers=4, heads=4, kv_heads=4, vocabulary=49_152)
+    tiny_model(folder, layers=4, heads=4, kv_heads=4, vocabulary=DEMO_VOCABULARY)
+    return with_demo_tokenizer(folder)
+
+
+def with_demo_tokenizer(folder: Path) -> str:
+    """The folder of a model of the demo's vocabulary."""
     demo = Path(resolve_model("demo"))
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         shutil.copy(demo / name, folder / name)

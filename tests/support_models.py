@@ -85,7 +85,17 @@ def _guessing() -> Any:
     return Qwen2Config(**_COMMON, num_hidden_layers=2)
 
 
+def _experts() -> Any:
+    """Every layer has experts, two for each token."""
+    from transformers import Qwen3MoeConfig
+
+    return Qwen3MoeConfig(
+        **_COMMON, head_dim=32, num_hidden_layers=2, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=64
+    )
+
+
 MODELS = {
+    "experts": _experts,
     "windows": _windows,
     "some-windows": _some_windows,
     "recurrent": _recurrent,
@@ -94,14 +104,15 @@ MODELS = {
 }
 
 
-def special_model(folder: Path, kind: str) -> Path:
-    """Written once per folder; a few MB."""
+def special_model(folder: Path, kind: str, vocabulary: int = VOCABULARY) -> Path:
+    """Written once per folder; a few MB, but for a large vocabulary."""
     import torch
     from transformers import AutoModelForCausalLM
 
     if not (folder / "config.json").exists():
         torch.manual_seed(7)
         config = MODELS[kind]()
+        config.vocab_size = vocabulary
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         model.save_pretrained(folder)
         if kind == "mtp":

@@ -15,7 +15,7 @@ from support_wait import until
 from orchestrator.config.settings import KVConfig
 from orchestrator.types import KVSource
 from orchestrator.wire.addresses import free_ports
-from workers.engine import EngineInfo, EngineLoad, EngineRequest, Phase
+from workers.engine import EngineInfo, EngineLoad, EngineRequest, Group, Phase
 
 BLOCK_SIZE = 32
 VOCABULARY = 512
@@ -117,6 +117,7 @@ class Driver:
         cores = args.pop("cores", None)
         profile, warm = args.pop("profile", False), args.pop("warm", False)
         kv_port = args.pop("kv_port", None) or next(free_ports("127.0.0.1"))
+        group = args.pop("group", Group())
         defaults = {
             "skip_tokenizer_init": True,
             "dtype": "float32",
@@ -137,6 +138,7 @@ class Driver:
             prefix_events=True,
             profile=profile,
             warm=warm,
+            group=group,
         )
         return cls(engine, await engine.start())
 

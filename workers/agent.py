@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from orchestrator.config.settings import Config, ConfigError
+from orchestrator.config.settings import Config
 from orchestrator.process.parent import EXIT_AGAIN, own_identity
 from orchestrator.store.client import Redis, RedisAway
 from orchestrator.store.fields import Heartbeat
@@ -29,7 +29,7 @@ from orchestrator.wire.ticks import ticks
 from orchestrator.wire.transport import WorkerTransport
 from workers.attempts import Attempts
 from workers.claims import ClaimLoop
-from workers.engine import Engine, EngineDead, EngineInfo
+from workers.engine import Engine, EngineDead, EngineInfo, started
 from workers.lifecycle import Drain, Lifecycle, LifecycleState, Moves
 from workers.peers import FRONTEND_GONE_S, FRONTENDS_CHECK_S, Frontends, IdInUse, Meetings, Peers, refuse_duplicate_id
 from workers.prefills import Prefills
@@ -42,17 +42,22 @@ JOIN_RETRY_S = 0.25
 EXIT_LEFT, EXIT_ENGINE_DEAD = 0, 1
 
 
-class EngineStartFailed(RuntimeError):
-    """The engine did not start. One line."""
-
-
 class Agent:
     """`run()` once. `request_stop` may be called from a signal handler on the loop."""
 
     def __init__(
-        self, engine: Engine, redis: Redis, config: Config, worker_id: str, role: Role, at: Listening, generation: int
+        self,
+        engine: Engine,
+        redis: Redis,
+        config: Config,
+        worker_id: str,
+        role: Role,
+        at: Listening,
+        generation: int,
+        ranks: tuple[str, ...] = (),
     ) -> None:
-        self.worker_id = worker_id
+        """`ranks`: the workers of its unit in their order; none where it is alone."""
+        self.worker_id, self._ranks = worker_id, ranks
         self.life = Lifecycle(role)
         self._generation = generation
         self.info: WorkerInfo | None = None
@@ -73,7 +78,7 @@ class Agent:
         Raises IncompatibleWorker, IdInUse, EngineStartFailed, ConfigError, OSError.
         """
         started_at = time.time()
-        engine_info = await self._start_engine()
+        engine_info = await started(self._engine, self._config.workers.start_timeout_s, self._ended)
         if engine_info is None:
             return EXIT_LEFT
         self._keys = KeyPair.new() if self._config.security.mesh == "curve" else None
@@ -91,6 +96,7 @@ class Agent:
             pid=os.getpid(),
             process=own_identity(),
             generation=self._generation,
+            ranks=self._ranks,
             request_address=self._transport.request_address,
             load_address=self._transport.load_address,
             started_at=started_at,
@@ -152,33 +158,11 @@ class Agent:
             life=self.life,
             drain=drain,
             config=self._config,
-            can_be=info.can_be,
+            info=info,
             clear_orders=lambda sequence: self._registry.clear_orders(info.id, sequence),
             announce=self._heartbeat_now,
             end=self._ended.set,
         )
-
-    async def _start_engine(self) -> EngineInfo | None:
-        """None if the worker was told to stop meanwhile. Raises EngineStartFailed, ConfigError."""
-        limit_s = self._config.workers.start_timeout_s
-        starting = asyncio.create_task(self._engine.start(), name="engine-start")
-        stopped = asyncio.create_task(self._ended.wait())
-        try:
-            await asyncio.wait({starting, stopped}, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
-            if starting.done():
-                return starting.result()
-        except EngineDead as error:
-            raise EngineStartFailed(f"the engine did not start: {error}") from error
-        except (ValueError, TypeError) as error:  # vLLM's errors for arguments that cannot work
-            raise ConfigError(str(error)) from error
-        finally:
-            stopped.cancel()
-            starting.cancel()
-        await asyncio.gather(starting, return_exceptions=True)
-        await self._engine.stop()
-        if self._ended.is_set():
-            return None
-        raise EngineStartFailed(f"the engine did not start within workers.start_timeout_s ({limit_s:g} s)")
 
     async def _serve(self) -> int:
         tasks: list[asyncio.Task[None]] = []
@@ -277,19 +261,20 @@ class Agent:
 
     def _current(self) -> WorkerInfo:
         assert self.info is not None
-        self.info = msgspec.structs.replace(self.info, role=self.life.role, state=self.life.registered)
+        now = {"role": self.life.role, "state": self.life.registered, "settled": self._moves.settled}
+        self.info = msgspec.structs.replace(self.info, **now)
         return self.info
 
     async def _heartbeat(self) -> None:
         while True:
             try:
                 last = self._told.last_departure if self._peers.concerned else ""
-                timeout_s = self._config.workers.timeout_s
-                self._told = await self._registry.refresh(self._current(), timeout_s, last, refuse_duplicate_id)
+                timeout_s, mine = self._config.workers.timeout_s, self._current()
+                self._told = await self._registry.refresh(mine, timeout_s, last, refuse_duplicate_id)
                 self._note_redis(None)
                 self._peers.note(self._told.departed, idle=not self._load.held)
-                self._meetings.note(self._told, self._current())
-                await self._moves.carry_out(self._told.orders)
+                self._meetings.note(self._told, mine)
+                await self._moves.carry_out(self._told, mine)
             except RedisAway as error:
                 self._note_redis(error)
             try:
@@ -313,7 +298,8 @@ class Agent:
                 log.info("Redis is back")
 
     async def _follow_orders(self) -> None:
-        async for _ in self._registry.ordered(self.worker_id):
+        assert self.info is not None
+        async for _ in self._registry.ordered(self.info.unit):
             self._beat_now.set()
 
     async def _peer_died(self, peer: Departed) -> None:

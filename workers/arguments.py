@@ -33,6 +33,7 @@ from orchestrator.store.configuration import Version
 from orchestrator.store.servers import redis_elsewhere
 from orchestrator.types import Role
 from orchestrator.wire.addresses import Listening, address_towards, is_local, is_unspecified, resolve
+from workers.engine import Group
 
 
 class WorkerSettings(msgspec.Struct, frozen=True):
@@ -50,6 +51,8 @@ class WorkerSettings(msgspec.Struct, frozen=True):
     health_port: int | None = None  # answers /live and /ready; 0 takes a free one
     die_with_parent: bool = False
     id_claimed: bool = False  # by the launcher that starts it
+    ranks: tuple[str, ...] = ()  # the workers of its unit in their order; none: it is alone
+    rendezvous: str = ""  # host:port at which they meet
     generation: int | None = None  # of `config`; None: no launcher started this, so the fleet is to be asked
 
 
@@ -81,10 +84,12 @@ def parse(role: Role, arguments: list[str], fleets: Version | None = None) -> Wo
         raise ConfigError(
             f"{passed_through[0]}: unknown argument; the simulated engine is set up by `sim:` in the --config file"
         )
+    worker_id = _generated_id() if options.id is None else check_name("--id", options.id)
+    ranks = _ranks(options, worker_id, of_engine.get("data_parallel_size", 1))
     bind = options.bind or config.workers.bind
     check_mesh(config, bind)
     return WorkerSettings(
-        worker_id=_generated_id() if options.id is None else check_name("--id", options.id),
+        worker_id=worker_id,
         role=role,
         redis_url=redis_url,
         bind=bind,
@@ -95,9 +100,28 @@ def parse(role: Role, arguments: list[str], fleets: Version | None = None) -> Wo
         cores=_cores(options.cores),
         health_port=options.health_port,
         die_with_parent=options.die_with_parent,
-        id_claimed=options.id_claimed,
+        id_claimed=options.id_claimed or worker_id in ranks[1:],  # a unit's id is its first rank's
+        ranks=ranks,
+        rendezvous=options.rendezvous or "",
         generation=options.generation if fleets is None else fleets.generation,
     )
+
+
+def _ranks(options: argparse.Namespace, worker_id: str, size: int) -> tuple[str, ...]:
+    """The ids of the workers of its unit; none for one that is alone. Raises ConfigError."""
+    ranks = tuple(check_name("--ranks", name) for name in options.ranks.split(",")) if options.ranks else ()
+    if max(1, len(ranks)) != size or len({*ranks}) != len(ranks):
+        raise ConfigError(
+            f"--ranks: expected {size} different ids, as many as workers.engine_args.data_parallel_size, got "
+            f"{options.ranks or 'none'}; name the worker of each rank, as --ranks d,d.1"
+        )
+    if ranks and worker_id not in ranks:
+        raise ConfigError(f"--id: expected one of --ranks ({options.ranks}), got {worker_id}")
+    if ranks and not re.fullmatch(r".+:[0-9]{1,5}", options.rendezvous or ""):
+        raise ConfigError(
+            f"--rendezvous: expected HOST:PORT, a free port of the first rank's host, got {options.rendezvous!r}"
+        )
+    return ranks
 
 
 def _parser(role: Role) -> argparse.ArgumentParser:
@@ -116,6 +140,8 @@ def _parser(role: Role) -> argparse.ArgumentParser:
     parser.add_argument("--advertise", help="address or name that frontends and other workers reach it at")
     parser.add_argument("--config", type=Path, help="the fleet's YAML file")
     parser.add_argument("--kv-port", type=int, default=0, help="port for KV handshakes; 0 takes a free one")
+    parser.add_argument("--ranks", help="of a data-parallel group: the ids of its workers in their order, as d,d.1")
+    parser.add_argument("--rendezvous", help="HOST:PORT where they meet: a free port of the first rank's host")
     parser.add_argument("--health-port", type=int, help="port that answers /live and /ready, for probes")
     parser.add_argument("--cores", help="CPU cores to compute on, as 0,1")
     parser.add_argument("--die-with-parent", action="store_true", help="stop when the parent process dies")
@@ -172,3 +198,10 @@ def listening_at(settings: WorkerSettings) -> Listening:
             f"address of this host ({address_towards(redis or '')} leads to Redis), or to 0.0.0.0 for all"
         )
     return Listening(bind, address, port_range(settings.config))
+
+
+def group_of(settings: WorkerSettings) -> Group:
+    if len(settings.ranks) < 2:
+        return Group()
+    host, _, port = settings.rendezvous.rpartition(":")
+    return Group(settings.ranks.index(settings.worker_id), len(settings.ranks), host.strip("[]"), int(port))

@@ -5,6 +5,7 @@ An engine identifies requests by key (`types.engine_key`): one key per attempt, 
 
 from __future__ import annotations
 
+import asyncio
 import enum
 import logging
 from collections.abc import Iterable
@@ -12,6 +13,7 @@ from typing import Any, Protocol
 
 import msgspec
 
+from orchestrator.config.settings import ConfigError
 from orchestrator.types import EngineIdentity, EngineSpeed, KVCounters, KVEndpoint, KVSource
 
 log = logging.getLogger("pd.engine")
@@ -22,6 +24,16 @@ _MIN_RATE_BYTES = 1 << 20  # a smaller WRITE takes mostly the link's latency
 class Phase(str, enum.Enum):
     PREFILL = "prefill"  # compute the prompt, keep and push its KV, sample one token
     DECODE = "decode"  # generate; the prompt's KV is received if there is a KV source, else computed here
+
+
+class Group(msgspec.Struct, frozen=True):
+    """An engine's place among those that share a model's experts, and step together. They meet at `host` and `port`,
+    where the first one listens."""
+
+    rank: int = 0
+    size: int = 1
+    host: str = "127.0.0.1"
+    port: int = 0
 
 
 class EngineInfo(msgspec.Struct, frozen=True):
@@ -140,6 +152,10 @@ class EngineDead(RuntimeError):
     """The engine process ended. None of its state can be recovered."""
 
 
+class EngineStartFailed(RuntimeError):
+    """The engine did not start. One line."""
+
+
 class InvalidEngineRequest(ValueError):
     """The frames cannot be decoded, or this engine cannot run the request."""
 
@@ -185,6 +201,28 @@ class Engine(Protocol):
         ...
 
     async def stop(self) -> None: ...
+
+
+async def started(engine: Engine, limit_s: float, stopped: asyncio.Event) -> EngineInfo | None:
+    """Start an engine. None if `stopped` was set meanwhile. Raises EngineStartFailed, ConfigError."""
+    starting = asyncio.create_task(engine.start(), name="engine-start")
+    stop = asyncio.create_task(stopped.wait())
+    try:
+        await asyncio.wait({starting, stop}, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
+        if starting.done():
+            return starting.result()
+    except EngineDead as error:
+        raise EngineStartFailed(f"the engine did not start: {error}") from error
+    except (ValueError, TypeError) as error:  # vLLM's errors for arguments that cannot work
+        raise ConfigError(str(error)) from error
+    finally:
+        stop.cancel()
+        starting.cancel()
+    await asyncio.gather(starting, return_exceptions=True)
+    await engine.stop()
+    if stopped.is_set():
+        return None
+    raise EngineStartFailed(f"the engine did not start within workers.start_timeout_s ({limit_s:g} s)")
 
 
 async def submit(engine: Engine, request: EngineRequest) -> Refusal | None:

@@ -7,14 +7,15 @@ engine can do both roles, so a change of role is a drain and a registry update; 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import enum
 import logging
 import time
 from collections.abc import Awaitable, Callable
 
 from orchestrator.config.settings import Config
-from orchestrator.store.fields import WorkerOrders
-from orchestrator.types import Role, WorkerState
+from orchestrator.store.fields import Heartbeat
+from orchestrator.types import Role, WorkerInfo, WorkerState
 from workers.attempts import Attempts
 from workers.claims import ClaimLoop
 from workers.engine import Engine, EngineDead
@@ -24,12 +25,13 @@ from workers.serving import Serving
 log = logging.getLogger("pd.worker")
 
 POLL_S = 0.02
+_FOR_GOOD = 2**53 - 1  # greater than the sequence of any order: settled, and about to leave
 
 
 class LifecycleState(enum.Enum):
     STARTING = "starting"  # the engine loads its model
     READY = "ready"
-    FLIPPING = "flipping"  # finishes its requests, then takes the other role
+    FLIPPING = "flipping"  # finishes its requests, then takes the other role once all ranks of its unit have
     LEAVING = "leaving"  # finishes its requests, then exits
     GONE = "gone"  # sends and receives nothing any more
 
@@ -136,57 +138,87 @@ class Moves:
         drain: Drain,
         config: Config,
         *,
-        can_be: Callable[[Role], bool],
+        info: WorkerInfo,
         clear_orders: Callable[[int], Awaitable[None]],
         announce: Callable[[], None],
         end: Callable[[], None],
     ) -> None:
-        """`can_be`: whether this engine can take a role. `clear_orders(sequence)`: removes the orders up to it from the
+        """`info`: what does not change of it. `clear_orders(sequence)`: removes the orders up to it from the
         registry. `announce`: registers the new state now. `end`: lets the process exit."""
-        self._can_be = can_be
-        self._life, self._drain, self._drain_timeout_s = life, drain, config.workers.drain_timeout_s
+        self.info, self._leads = info, info.id == info.unit
+        self._others = max(0, len(info.ranks) - 1)  # ranks of the unit
+        self._complete_at = 0.0  # when all of them were there; 0 before
+        self._flipped_at = 0.0
+        self._life, self._drain, self._config = life, drain, config.workers
         self._clear_orders, self._announce, self._end = clear_orders, announce, end
         self.restarts = False  # it leaves in order to be started again
         self._move: asyncio.Task[None] | None = None
         self._begun = 0  # the last role order that was begun, and the last that was done, by sequence
         self._done = 0
+        self._all_settled = asyncio.Event()  # all ranks of the unit that are there
+        self._wanted: Role | None = None  # to be taken as soon as its unit can
+        self.settled = 0  # the last role order for which no request is left here
 
-    async def carry_out(self, orders: WorkerOrders) -> None:
-        """Carry out the orders in this worker's registry entry. They come again until cleared. Raises RedisAway."""
+    async def carry_out(self, told: Heartbeat, knew: WorkerInfo) -> None:
+        """Carry out the orders of this worker's unit. They come again until cleared. `knew`: what the registry had of
+        this worker when it told this. Raises RedisAway, EngineDead."""
+        orders, now = told.orders, time.monotonic()
+        if told.ranks > self._others:
+            self._complete_at = now
+        elif self._complete_at and now - self._complete_at > self._config.timeout_s:
+            # The others wait for its next step. A launcher that runs all ranks ends them sooner.
+            raise EngineDead(f"cannot go on: a rank of {self.info.unit} is gone")
         if orders.drain or orders.restart:
             self.restarts = orders.restart and not orders.drain
-            self.leave(self._drain_timeout_s)
+            self.leave(self._config.drain_timeout_s)
         elif orders.role is not None and orders.sequence > self._begun:
             self._flip(orders.role, orders.sequence)
-        if orders.role is not None and orders.sequence <= self._done:
+        elif not self._leads and orders.role is None and told.role not in (None, self._wanted or self._life.role):
+            self._flip(told.role, self._begun)  # an order that this rank has missed
+        if knew.settled == self.settled and told.settled >= told.ranks - 1:
+            self._all_settled.set()
+        if self._wanted is not None and knew.settled == self.settled:
+            if told.settled >= self._others if self._leads else told.role is self._wanted:
+                self._take_role()
+        if orders.role is not None and orders.sequence <= self._done and self._leads:
             await self._clear_orders(self._done)
 
     def _flip(self, role: Role, sequence: int) -> None:
         """Take the role once every attempt has ended. An order to keep the present role also cancels a change that is
         under way. A role that the engine cannot take is refused."""
-        if not self._can_be(role):
+        if not self.info.can_be(role):
             log.error("stays a %s worker: its engine cannot take the role %s", self._life.role.value, role.value)
             self._begun = self._done = sequence
             return
         if self._life.state is LifecycleState.READY:
             if role is self._life.role:
-                self._begun = self._done = sequence
+                self._begun = self._done = self.settled = sequence
+                self._announce()
                 return
             self._life.enter(LifecycleState.FLIPPING)
         elif self._life.state is not LifecycleState.FLIPPING:
             return
-        self._begun = sequence
+        self._begun, self._wanted = sequence, None
         self._start(self._change_role(role, sequence), "change-role")
 
     async def _change_role(self, role: Role, sequence: int) -> None:
-        began = time.monotonic()
+        self._flipped_at = time.monotonic()
         if role is not self._life.role:
             log.info("draining %d requests to become a %s worker", self._drain.requests, role.value)
-            await self._drain.end_attempts(began + self._drain_timeout_s)
-        self._life.role = role
+            await self._drain.end_attempts(self._flipped_at + self._config.drain_timeout_s)
+        self._wanted, self.settled = role, sequence
+        if self._others:
+            self._announce()  # the first rank takes the role once all have settled, the others follow it
+        else:
+            self._take_role()
+
+    def _take_role(self) -> None:
+        assert self._wanted is not None
+        self._life.role, self._wanted = self._wanted, None
         self._life.enter(LifecycleState.READY)
-        self._done = sequence
-        log.info("is a %s worker now, after %.2f s", role.value, time.monotonic() - began)
+        self._done = self.settled
+        took_s = time.monotonic() - self._flipped_at
+        log.info("is a %s worker now, after %.2f s", self._life.role.value, took_s)
         self._announce()
 
     def leave(self, timeout_s: float) -> None:
@@ -201,10 +233,21 @@ class Moves:
             await self._drain.end_attempts(deadline)
             await self._drain.end_pushes(deadline)
             log.info("drained")
+            if self._others:
+                await self._wait_for_others(deadline)
         except EngineDead as error:
             log.error("left before it was drained: %s", error)
         finally:
             self._end()
+
+    async def _wait_for_others(self, deadline: float) -> None:
+        """Until the other ranks of the unit have drained too: they go on as long as all take steps."""
+        self._all_settled.clear()
+        self.settled = _FOR_GOOD
+        self._announce()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout_at(asyncio.get_running_loop().time() + deadline - time.monotonic()):
+                await self._all_settled.wait()
 
     def _start(self, move: Awaitable[None], name: str) -> None:
         if self._move is not None:

@@ -31,9 +31,9 @@ from orchestrator.telemetry.logs import set_up as set_up_logging
 from orchestrator.types import Role
 from orchestrator.wire.addresses import Listening, hold_port
 from orchestrator.wire.probes import probes
-from workers.agent import Agent, EngineStartFailed
-from workers.arguments import WorkerSettings, listening_at, parse
-from workers.engine import Engine
+from workers.agent import Agent
+from workers.arguments import WorkerSettings, group_of, listening_at, parse
+from workers.engine import Engine, EngineStartFailed
 from workers.lifecycle import LifecycleState
 from workers.peers import IdInUse, refuse_duplicate_id
 
@@ -134,7 +134,8 @@ async def _run(parsed: WorkerSettings) -> int:
             await _claim_id(registry, parsed)
         await redis.aclose()  # connects again when needed; a forked engine process would inherit the connection
         engine = _engine(parsed, listening, parsed.kv_port or free_port)
-        agent = Agent(engine, redis, config, parsed.worker_id, parsed.role, listening, parsed.generation or 0)
+        generation, ranks = parsed.generation or 0, parsed.ranks
+        agent = Agent(engine, redis, config, parsed.worker_id, parsed.role, listening, generation, ranks)
         loop = asyncio.get_running_loop()
         # A launcher kills after stop_timeout_s; a service manager waits until the worker has drained.
         supervised = parsed.die_with_parent
@@ -204,6 +205,7 @@ def _engine(parsed: WorkerSettings, listening: Listening, kv_port: int) -> Engin
         "kv_port": kv_port,
         "kv": config.kv,
         "prefix_events": config.routing.prefix_index,
+        "group": group_of(parsed),
     }
     if config.engine == "sim":
         from workers.sim.engine import SimEngine

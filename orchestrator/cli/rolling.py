@@ -82,7 +82,7 @@ async def restart(
 
     registry, patience_s = fleet.registry, workers.drain_timeout_s + workers.start_timeout_s
     await settle(registry, workers.heartbeat_s)
-    there = await registry.workers()
+    there = (await registry.read()).units
     targets = {name: info.process for name, info in there.items() if role in (None, info.role)}
     if not targets:
         raise Refused(f"the fleet has no {role.value + ' ' if role else ''}worker to restart")
@@ -92,7 +92,7 @@ async def restart(
     progress_at = time.monotonic()
     while waiting or under_way:
         reading = await retry_while_away(registry.read)
-        there, ready = reading.workers, _ready(reading.workers)
+        there, ready = reading.units, _ready(reading.units)
         for name in departures.look(targets, reading):
             show(Step("left", name))
             waiting.discard(name)
@@ -133,7 +133,7 @@ class _Departures:
         held = {name for holder in reading.launchers.values() for name in holder.workers}
         self._told |= {name for name, order in reading.orders.items() if order.drain}
         self._held |= held
-        self._absent = Counter({name: self._absent[name] + 1 for name in {*targets} - {*reading.workers} - held})
+        self._absent = Counter({name: self._absent[name] + 1 for name in {*targets} - {*reading.units} - held})
         return [
             name
             for name, looks in sorted(self._absent.items())

@@ -101,7 +101,7 @@ async def _begin(
         raise Refused("no launcher runs this fleet, which could start workers with another configuration")
     if last is not None and last.under_way:
         raise Refused(f"a rollout to generation {last.new.generation} is under way; wait for it, or use --abort")
-    workers = await fleet.registry.workers()
+    workers = (await fleet.registry.read()).units
     refuse_only_worker(sum(info.state is WorkerState.READY for info in workers.values()), force)
     new = changed(running, handle.config, tree)
     generation = 1 + max(running.generation, last.new.generation if last is not None else 0)

@@ -28,6 +28,7 @@ _ENGINE_FILE, _ENGINE_CLASSES = "engine/arg_utils.py", ("EngineArgs", "AsyncEngi
 _SERVER_FILE = "entrypoints/common/cli_args.py"
 _SERVER_FILE_0_32 = "entrypoints/launchers/cli_args.py"
 _SERVER_CLASSES = ("BaseFrontendArgs", "FrontendArgs")
+_GROUP = "data_parallel_size"
 _UNPICKLES = "VLLM_ALLOW_INSECURE_SERIALIZATION"
 # The workers set these themselves.
 _RESERVED = {"model": "model", "kv_transfer_config": "kv.transfer", "served_model_name": "served_model_name"}
@@ -76,6 +77,28 @@ def ranks(config: Config, role: Role) -> int:
             raise ConfigError(f"workers.engine_args.{name}: expected an integer >= 1, got {value!r}")
         product *= value
     return product
+
+
+def group_size(config: Config, role: Role) -> int:
+    """How many workers a unit of this role has: the ranks of a data-parallel group. Raises ConfigError."""
+    size = engine_args(config, role).get(_GROUP, 1)
+    if not isinstance(size, int) or size < 1:
+        raise ConfigError(f"workers.{role.value}.engine_args.{_GROUP}: expected an integer >= 1, got {size!r}")
+    return size
+
+
+def _check_groups(config: Config) -> None:
+    """Raises ConfigError for a data-parallel group that this fleet cannot have."""
+    for role in Role:
+        name, size = f"workers.{role.value}.engine_args.{_GROUP}: {engine_args(config, role).get(_GROUP)}", 1
+        if pool(config, role).replicas:
+            size = group_size(config, role)
+        if size > 1 and config.launcher.kind != "local":
+            raise ConfigError(
+                f"{name}: a group's ranks run on one host so far; use launcher.kind: local, or set this to 1"
+            )
+        if size > 1 and config.ratio.mode == "auto":
+            raise ConfigError(f"{name}: ratio.mode auto weighs single workers; set ratio.mode to off, or this to 1")
 
 
 def check_stages(arguments: Mapping[str, Any], role: Role) -> None:
@@ -128,9 +151,12 @@ def check_engine_args(config: Config) -> None:
         for name in arguments:
             if name in _RESERVED:
                 raise ConfigError(f"{section}.{name}: is set by the fleet; use the key {_RESERVED[name]} instead")
+            if name.startswith("data_parallel_") and name != _GROUP:
+                raise ConfigError(f"{section}.{name}: is set by the fleet; set {_GROUP} alone")
         _check_names(section, arguments, _engine_names())
     if workers.decode.replicas:
         check_stages(engine_args(config, Role.DECODE), Role.DECODE)
+    _check_groups(config)
     check_server_args(config)
     _check_names("frontend.server_args", config.frontend.server_args, _engine_names() | _server_names())
     if workers.prefill.replicas and workers.decode.replicas:

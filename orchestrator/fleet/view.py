@@ -96,9 +96,8 @@ class WorkerView:
         self._placed_blocks = self._placed_tokens = 0
         self.greeted, self.connected, self.disconnected_at = False, False, now
 
-    def mark_quiet(self) -> None:
-        """Mark it as quiet. Its next report ends that."""
-        self.quiet = True
+    def mark_quiet(self, quiet: bool = True) -> None:
+        self.quiet = quiet
         self._touch()
 
     @property
@@ -131,9 +130,6 @@ class WorkerView:
     def note_load(self, load: WorkerLoad, seen: int, now: float) -> None:
         """Take a load report that includes every submission up to `seen`. Older reports are ignored."""
         self.last_heard_at = self.reported_at = now
-        if self.quiet:
-            self.quiet = False
-            self._touch()
         if self.load is not None and load.sequence <= self.load.sequence:
             return
         changed = self.load is None or _counts(self.load) != _counts(load)
@@ -287,15 +283,14 @@ class Fleet:
         return any(info.role is Role.PREFILL and info.state is WorkerState.READY for info in able)
 
     def mark_silent_quiet(self, now: float, after_s: float) -> list[str]:
-        """Mark workers without a report for `after_s` as quiet. Returns those that were not quiet before."""
-        now_quiet = [
-            worker_id
-            for worker_id, view in self.workers.items()
-            if not view.quiet and view.load is not None and now - view.reported_at > after_s
-        ]
-        for worker_id in now_quiet:
-            self.workers[worker_id].mark_quiet()
-        return now_quiet
+        """Mark workers without a report for `after_s` as quiet, and the other ranks of their units, which may wait for
+        them; and those that report again as heard. Returns those that were not quiet before."""
+        reported = [view for view in self.workers.values() if view.load is not None]
+        silent = {view.info.unit for view in reported if now - view.reported_at > after_s}
+        changed = [view for view in reported if view.quiet is not (view.info.unit in silent)]
+        for view in changed:
+            view.mark_quiet(not view.quiet)
+        return [view.info.id for view in changed if view.quiet]
 
     def silent(self, now: float, timeout_s: float, reconnect_s: float) -> list[str]:
         """The workers that are lost: without a report for `timeout_s`, or disconnected for `reconnect_s`."""

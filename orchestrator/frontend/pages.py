@@ -20,7 +20,8 @@ from prometheus_client.registry import Collector
 from orchestrator.fleet.view import Fleet, WorkerView
 from orchestrator.policy.predict.predictor import Predictor
 from orchestrator.store.configuration import RolloutStatus
-from orchestrator.types import DesiredRatio, QueueDepth, Role, WorkerStatus
+from orchestrator.store.operator.worker_status import WorkerStatus
+from orchestrator.types import DesiredRatio, QueueDepth, Role
 
 
 class FleetCollector(Collector):

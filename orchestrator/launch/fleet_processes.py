@@ -255,17 +255,18 @@ class FleetProcesses:
         running = [process for process in self._processes() if process.pid]
         loading = any(process.stage is Stage.STARTING for process in running)
         if loading or time.monotonic() - self._looked_at > _LOOK_EVERY_S:
-            self._shared_memory.scan({process.pid for process in running})
+            self._shared_memory.scan({part.pid for process in running for part in process.parts})
             self._looked_at = time.monotonic()
         # Those on other machines are not to be cleaned up: the next launcher takes them over.
         here = [] if self._machines.remote else running
-        started = [StartedProcess(process.name, process.last_identity) for process in here]
+        started = [StartedProcess(part.name, part.identity) for process in here for part in process.parts]
         self._note_started(started, self._shared_memory.names)
 
     def _show(self, process: Supervised) -> None:
         self._looked_at = 0.0  # one that has loaded has all of its shared memory
-        if process.stage in (Stage.PAUSING, Stage.ENDED) and (pid := local_pid(process.last_identity)) is not None:
-            self._ended.append(pid)
+        if process.stage in (Stage.PAUSING, Stage.ENDED):
+            pids = (local_pid(part.identity) for part in process.parts)
+            self._ended += [pid for pid in pids if pid is not None]
         role = f"{slot.role.value}, " if (slot := self._pool.slots.get(process.name)) is not None else ""
         shown = f"{role}{_SHOWN[process.stage]}"
         self._console.stage(process.name, shown, done=process.stage in (Stage.READY, Stage.ENDED))

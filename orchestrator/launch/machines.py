@@ -30,6 +30,11 @@ def is_worker_of_launcher(name: str) -> bool:
     return _WORKER.fullmatch(name) is not None
 
 
+def ranks_of(unit: str, size: int) -> list[str]:
+    """The ids of a unit's workers. The first has the unit's."""
+    return [unit, *(f"{unit}.{rank}" for rank in range(1, size))]
+
+
 class Setup(msgspec.Struct, frozen=True):
     """What a process is started with: a resolved configuration, the file that holds it here, and its generation."""
 
@@ -39,12 +44,12 @@ class Setup(msgspec.Struct, frozen=True):
 
 
 class Machines(Protocol):
-    """`take` room for a worker, wait until it is `placed`, then make its processes, one after the other."""
+    """`take` room for a unit, wait until it is `placed`, then make its processes, one after the other."""
 
     device: str  # what the engines compute on, for the line that says that the fleet is ready
     remote: bool  # other machines, where processes run on when the launcher is killed, for the next one to take over
 
-    room: int | None  # the most workers that they hold; None where more machines may come
+    room: int | None  # the most units that they hold; None where more machines may come
 
     async def refresh(self) -> None:
         """Read anew which machines there are. May take as long as they do not answer."""
@@ -65,7 +70,7 @@ class Machines(Protocol):
         """Returns when what `owner` has taken is there."""
 
     def worker(self, worker_id: str, role: Role, setup: Setup, on_line: OnLine) -> Process:
-        """A process that is not started yet, with the room that this worker has taken. Raises OSError, also where this
+        """A unit's process, not started yet, with the room that it has taken. Raises OSError, also where this
         setup needs other room, which is not there."""
 
     def frontend_nodes(self) -> Sequence[str] | None:

@@ -100,7 +100,7 @@ class RolloutRunner:
             await self._roll_back(rollout, f"{failed.name} cannot start: it {describe(failed.last_exit)}")
             return
         loading = self._loading(snapshot)
-        if not replaced(snapshot.workers, loading, target.generation):
+        if not replaced(snapshot.units, loading, target.generation):
             if leads:
                 await self._replace(snapshot, rollout, loading)
             return
@@ -117,7 +117,7 @@ class RolloutRunner:
         RedisAway."""
         generation, launchers = rollout.target.generation, of_launchers(snapshot.launchers)
         behind = sorted(name for name, launcher in launchers.items() if launcher.generation != generation)
-        states = {name: (info.process, info.state) for name, info in snapshot.workers.items()}
+        states = {name: (info.process, info.state) for name, info in snapshot.units.items()}
         picture = (generation, rollout.phase, states, behind, snapshot.launchers.keys())
         if picture != self._picture:
             self._picture, self._changed_at = picture, snapshot.read_at
@@ -131,10 +131,10 @@ class RolloutRunner:
             return  # what it starts again would have the old configuration
         managed = {name for launcher in launchers.values() for name in launcher.workers}
         drained = [name for name, orders in snapshot.orders.items() if orders.drain]
-        by_hand = snapshot.workers.keys() - managed
+        by_hand = snapshot.units.keys() - managed
         away = loading + self._by_hand.missing(by_hand, drained, loading_by_hand(snapshot.launchers))
         most = rollout.max_unavailable
-        chosen = to_replace(snapshot.workers, snapshot.orders.keys(), away, generation, most)
+        chosen = to_replace(snapshot.units, snapshot.orders.keys(), away, generation, most)
         restart = dict.fromkeys(chosen, WorkerOrders(restart=True))
         if chosen and await self._registry.steer(snapshot.seen, restart) is not None:
             for worker_id in chosen:
@@ -184,7 +184,7 @@ class RolloutRunner:
         the registry tells of them: in place of a launcher that has just died, say."""
         claimed = {name for launcher in snapshot.launchers.values() for name in launcher.workers}
         claimed |= self._workers.slots.keys()
-        return len(claimed - snapshot.workers.keys() - self._workers.waiting_for_room)
+        return len(claimed - snapshot.units.keys() - self._workers.waiting_for_room)
 
     async def close(self) -> None:
         if self._preparing is not None:

@@ -9,7 +9,7 @@ import asyncio
 import enum
 import logging
 import time
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any
 
 import msgspec
@@ -117,6 +117,11 @@ class Supervised:
     def last_identity(self) -> str:
         """Which process runs, or ran last."""
         return self._process.identity if self._process is not None else ""
+
+    @property
+    def parts(self) -> Sequence[Process]:
+        """The processes of what runs, or ran last: one, or one for each rank of a unit."""
+        return self._process.parts if self._process is not None else ()
 
     def runs_as(self, identity: str) -> bool:
         """Whether this is the process that runs now."""

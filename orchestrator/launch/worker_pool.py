@@ -162,7 +162,7 @@ class WorkerPool:
         """Note what the registry says of our workers, then do what the desired ratio asks for. Raises RedisAway."""
         await self.hold_ids()
         for worker_id, slot in self.slots.items():
-            info = snapshot.workers.get(worker_id)
+            info = snapshot.units.get(worker_id)
             if info is not None and slot.process.runs_as(info.process):
                 self._follow_registration(slot, info, snapshot)
             else:
@@ -219,7 +219,7 @@ class WorkerPool:
             match action:
                 case Flip(worker_id, role):
                     orders[worker_id] = WorkerOrders(role=role)
-                case Drain(worker_id) if worker_id in snapshot.workers:
+                case Drain(worker_id) if worker_id in snapshot.units:
                     orders[worker_id] = WorkerOrders(drain=True)
         fit: list[Role] = []
         try:
@@ -239,7 +239,7 @@ class WorkerPool:
                 self._log_once(snapshot.desired, f"{why}{worker_id} becomes a {role.value} worker")
             case Drain(worker_id):
                 self._log_once(snapshot.desired, f"draining {worker_id}")
-                told = worker_id in snapshot.workers  # else nobody knows it yet
+                told = worker_id in snapshot.units  # else nobody knows it yet
                 if worker_id in self.slots:
                     self.slots[worker_id].process.expect_exit(self._leave_deadline_s() if told else 0)
 
@@ -264,6 +264,7 @@ class WorkerPool:
     async def _deregister(self, process: Supervised) -> None:
         """Take it out of the registry at once: the others need not wait for its time to live to run out."""
         try:
-            await self._registry.leave(process.name)
+            for part in process.parts:
+                await self._registry.leave(part.name)
         except RedisAway as error:
             log.debug("%s stays in the registry until it expires: %s", process.name, error)

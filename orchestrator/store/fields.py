@@ -21,6 +21,7 @@ from orchestrator.types import (
 
 _ROLES = {role.value for role in Role}
 _DIGITS = 16
+_LISTS = ("supported_tasks", "ranks")
 _KV, _SPEED = "kv_", "speed_"  # before the names of a KV endpoint's fields, and of a speed's
 
 
@@ -58,21 +59,24 @@ class Frontend(msgspec.Struct, frozen=True):
 
 
 class Heartbeat(msgspec.Struct, frozen=True):
-    """What a worker is told when it says that it is there. So it need not hear of all others."""
+    """What a worker is told when it says that it is there. So it need not hear of all others. Orders are its unit's."""
 
     orders: WorkerOrders = WorkerOrders()
     workers: int = 1  # in the fleet, itself included
     decodes: bool = True  # KV of its generation could pass to a decode worker, or all workers are of one generation
     departed: list[Departed] = []  # since the departure that it named
     last_departure: str = ""  # to name next time
+    role: Role | None = None  # its unit's
+    ranks: int = 1  # of its unit that are registered, itself included
+    settled: int = 0  # other ranks of its unit that have settled on what it has settled on
 
 
 def worker_to_fields(info: WorkerInfo) -> dict[str, str]:
-    """Identity fields under their own names, the KV endpoint's under `kv_...`, the speed's under `speed_...`, tasks
-    separated by commas."""
+    """Identity fields under their own names, the KV endpoint's under `kv_...`, the speed's under `speed_...`, items of
+    lists separated by commas."""
     flat: dict[str, Any] = msgspec.to_builtins(info)
     identity, kv, speed = flat.pop("identity"), flat.pop("kv"), flat.pop("speed")
-    flat["supported_tasks"] = ",".join(flat["supported_tasks"])
+    flat |= {name: ",".join(flat[name]) for name in _LISTS}
     flat |= identity | {_KV + name: value for name, value in kv.items()}
     flat |= {_SPEED + name: value for name, value in speed.items()}
     return {name: str(value) for name, value in flat.items()}
@@ -83,7 +87,7 @@ def worker_from_fields(worker_id: str, fields: dict[str, str]) -> WorkerInfo:
     if fields.get("id") != worker_id:
         raise ValueError(f"id is {fields.get('id')!r} in the hash of {worker_id!r}")
     own: dict[str, Any] = {name: fields[name] for name in WorkerInfo.__struct_fields__ if name in fields}
-    own["supported_tasks"] = [task for task in fields.get("supported_tasks", "").split(",") if task]
+    own |= {name: [item for item in fields.get(name, "").split(",") if item] for name in _LISTS}
     own["identity"] = {name: fields[name] for name in EngineIdentity.__struct_fields__ if name in fields}
     own["speed"] = {n: fields[_SPEED + n] for n in EngineSpeed.__struct_fields__ if _SPEED + n in fields}
     own["kv"] = {name: fields[_KV + name] for name in KVEndpoint.__struct_fields__ if _KV + name in fields}
@@ -158,4 +162,6 @@ def heartbeat(reply: list[Any]) -> Heartbeat:
     for row in reply[7]:
         with contextlib.suppress(msgspec.DecodeError):  # of a later version
             departed.append(msgspec.json.decode(row, type=Departed, strict=False))
-    return Heartbeat(orders, reply[4], bool(reply[5]), departed, text(reply[6]))
+    role, there, settled = reply[8:11]
+    unit_role = Role(text(role)) if text(role) in _ROLES else None
+    return Heartbeat(orders, reply[4], bool(reply[5]), departed, text(reply[6]), unit_role, there, settled)

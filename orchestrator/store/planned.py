@@ -7,6 +7,7 @@ undo each other's orders, or take a role's last worker together.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -37,17 +38,34 @@ class Seen(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Reading(msgspec.Struct, frozen=True):
-    """The fleet at one moment."""
+    """The fleet at one moment. Workers are for who sends requests; launchers and operators deal in units."""
 
     workers: dict[str, WorkerInfo] = {}
-    orders: dict[str, WorkerOrders] = {}  # those that are not carried out
+    orders: dict[str, WorkerOrders] = {}  # of units: those that are not carried out
     launchers: dict[str, Launcher] = {}
     desired: DesiredRatio | None = None
     version: bytes = b""
 
     @property
+    def units(self) -> dict[str, WorkerInfo]:
+        """The units all of whose ranks are registered, each as its first rank."""
+        there = Counter(info.unit for info in self.workers.values())
+        firsts = {unit: info for unit in there if (info := self.workers.get(unit)) is not None}
+        return {unit: info for unit, info in firsts.items() if there[unit] >= len(info.ranks)}
+
+    @property
     def seen(self) -> Seen:
         return msgspec.structs.replace(Seen.ratio(self.desired), version=self.version.decode())
+
+
+def in_role_of_unit(workers: dict[str, WorkerInfo]) -> dict[str, WorkerInfo]:
+    """These workers, each in the role of its unit, which its first rank's entry has."""
+
+    def current(info: WorkerInfo) -> WorkerInfo:
+        first = workers.get(info.unit, info)
+        return info if first.role is info.role else msgspec.structs.replace(info, role=first.role)
+
+    return {name: current(info) for name, info in workers.items()}
 
 
 class Holder(msgspec.Struct, frozen=True):

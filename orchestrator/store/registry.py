@@ -35,7 +35,7 @@ from orchestrator.store.fields import (
     worker_to_fields,
 )
 from orchestrator.store.keys import REGISTRY, Keys
-from orchestrator.store.planned import Holder, Reading, Seen, plan
+from orchestrator.store.planned import Holder, Reading, Seen, in_role_of_unit, plan
 from orchestrator.types import ALWAYS_EQUAL, DesiredRatio, EngineIdentity, Role, WorkerInfo
 
 log = logging.getLogger("pd.registry")
@@ -126,7 +126,7 @@ class Registry:
             self._seen = {name: seen[name] for name in names if name in seen}
             if len(self._seen) == len(names):  # else a member was away for a while, and came back unchanged
                 break
-        workers = {name: info for name, (info, _) in self._seen.items() if info is not None}
+        workers = in_role_of_unit({name: info for name, (info, _) in self._seen.items() if info is not None})
         told = {name: one for name, (_, one) in self._seen.items() if one.role or one.drain or one.restart}
         launchers = {text(name): launcher_from_fields(fields_of(fields)) for name, fields in holders}
         return Reading(workers, told, launchers, desired_ratio(ratio), self._version)
@@ -154,9 +154,9 @@ class Registry:
         desired: DesiredRatio | None = None,
         holder: Holder | None = None,
     ) -> list[str] | None:
-        """Order workers, set the desired ratio, and claim ids for new workers, at once: nobody sees a part of it.
-        Orders stay until their workers clear them. Returns the ids; None, and nothing is done, where what was seen is
-        not so any more, or a worker that is ordered is not in the fleet."""
+        """Order units, set the desired ratio, and claim ids for new ones, at once: nobody sees a part of it.
+        Orders stay until they are carried out. Returns the ids; None, and nothing is done, where what was seen is
+        not so any more, or a unit that is ordered is not in the fleet."""
         claimed = await self._call("steer", plan(seen, orders, desired, holder))
         return [text(worker_id) for worker_id in claimed] if claimed is not None else None
 
@@ -164,9 +164,10 @@ class Registry:
         """Remove the orders up to `sequence`, which are done. Newer ones stay."""
         await self._call("clear_orders", worker_id, sequence)
 
-    async def ordered(self, worker_id: str) -> AsyncGenerator[None, None]:
-        """Yields when there may be orders for this worker; its next refresh returns them. Never ends, never raises."""
-        async with contextlib.aclosing(self._redis.listen(self.keys.orders(worker_id))) as orders:
+    async def ordered(self, unit: str) -> AsyncGenerator[None, None]:
+        """Yields when there may be orders for this unit; the next refresh of its ranks returns them. Never ends, never
+        raises."""
+        async with contextlib.aclosing(self._redis.listen(self.keys.orders(unit))) as orders:
             async for _ in orders:
                 yield
 

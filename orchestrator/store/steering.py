@@ -74,7 +74,7 @@ class Steering:
         async def decide() -> bool | None:
             reading = await self._read()
             workers = _planned(reading)
-            worker = self._find_worker(worker_id, workers)
+            worker = self._find_unit(worker_id, reading, workers)
             if worker.leaving:
                 raise Refused(
                     f"{worker_id}: is draining and takes no role any more; `orchestrator scale` starts another"
@@ -85,7 +85,7 @@ class Steering:
                 raise Refused(
                     f"{worker_id}: its engine has several pipeline stages and stays a {worker.role.value} worker"
                 )
-            await self._refuse_last_of_role(worker_id, workers, force, "role")
+            await self._refuse_last_of_role(worker.id, workers, force, "role")
             return await self._order(reading, worker, WorkerOrders(role=role), force)
 
         return await decided(decide)
@@ -97,10 +97,10 @@ class Steering:
         async def decide() -> bool | None:
             reading = await self._read()
             workers = _planned(reading)
-            worker = self._find_worker(worker_id, workers)
+            worker = self._find_unit(worker_id, reading, workers)
             if worker.leaving:
                 return False
-            await self._refuse_last_of_role(worker_id, workers, force, "drain")
+            await self._refuse_last_of_role(worker.id, workers, force, "drain")
             return await self._order(reading, worker, WorkerOrders(drain=True), force)
 
         return await decided(decide)
@@ -122,9 +122,11 @@ class Steering:
         await settle(self._registry, self._heartbeat_s)
         return await self._registry.read()
 
-    def _find_worker(self, worker_id: str, workers: list[PlannedWorker]) -> PlannedWorker:
+    def _find_unit(self, worker_id: str, reading: Reading, workers: list[PlannedWorker]) -> PlannedWorker:
+        """The unit of this id, or that this worker is a rank of."""
+        rank = reading.workers.get(worker_id)
         for worker in workers:
-            if worker.id == worker_id:
+            if worker.id == (rank.unit if rank is not None else worker_id):
                 return worker
         there = ", ".join(sorted(worker.id for worker in workers)) or "nobody"
         raise Refused(f"worker {worker_id!r} is not in the fleet; there: {there}")
@@ -150,7 +152,7 @@ class Steering:
 
 
 def _planned(reading: Reading) -> list[PlannedWorker]:
-    return [planned_worker(info, reading.orders.get(name), owned=False) for name, info in reading.workers.items()]
+    return [planned_worker(info, reading.orders.get(name), owned=False) for name, info in reading.units.items()]
 
 
 def _launched(reading: Reading) -> set[str]:

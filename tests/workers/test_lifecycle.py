@@ -6,13 +6,15 @@ import asyncio
 import time
 from typing import cast
 
+import msgspec
 import pytest
-from support_wait import DEADLINE_S
+from support_info import worker_info
+from support_wait import DEADLINE_S, until
 
 from orchestrator.config.settings import parse_config
-from orchestrator.store.fields import WorkerOrders
-from orchestrator.types import Role, WorkerState
-from workers.engine import Engine, EngineLoad
+from orchestrator.store.fields import Heartbeat, WorkerOrders
+from orchestrator.types import KVEndpoint, Role, WorkerState
+from workers.engine import Engine, EngineDead, EngineLoad
 from workers.lifecycle import LEGAL, REGISTERED, Drain, IllegalMove, Lifecycle, LifecycleState, Moves
 
 
@@ -69,13 +71,109 @@ async def test_a_role_that_the_engine_cannot_take_is_refused_and_the_order_clear
         life,
         Drain.__new__(Drain),  # there is nothing to drain
         parse_config({"model": "demo"}),
-        can_be=lambda role: role is Role.PREFILL,
+        info=worker_info("p", kv=KVEndpoint("e", "127.0.0.1", 1, pp_size=2)),
         clear_orders=clear,
         announce=unexpected,
         end=unexpected,
     )
-    await moves.carry_out(WorkerOrders(Role.DECODE, sequence=7))
+    await moves.carry_out(Heartbeat(WorkerOrders(Role.DECODE, sequence=7)), moves.info)
     assert (life.state, life.role, cleared) == (LifecycleState.READY, Role.PREFILL, [7])
     assert "stays a prefill worker: its engine cannot take the role decode" in caplog.text
-    await moves.carry_out(WorkerOrders(sequence=7))
+    await moves.carry_out(Heartbeat(WorkerOrders(sequence=7)), moves.info)
     assert cleared == [7]
+
+
+class Rank:
+    """The moves of one rank of a unit, without requests. `told` is what its next heartbeat returns."""
+
+    def __init__(self, name: str) -> None:
+        self.life, self.cleared, self.ended = Lifecycle(Role.DECODE), list[int](), asyncio.Event()
+        self.life.enter(LifecycleState.READY)
+        drain = Drain.__new__(Drain)
+        drain.end_attempts = drain.end_pushes = self._nothing_is_left  # type: ignore[assignment, method-assign]
+        drain._attempts = []  # type: ignore[assignment]
+        self.moves = Moves(
+            self.life,
+            drain,
+            parse_config({"model": "demo"}),
+            info=worker_info(name, ranks=("d", "d.1", "d.2")),
+            clear_orders=self._clear,
+            announce=lambda: None,
+            end=self.ended.set,
+        )
+
+    async def _nothing_is_left(self, deadline: float) -> None:
+        pass
+
+    async def _clear(self, sequence: int) -> None:
+        self.cleared.append(sequence)
+
+    async def told(self, orders: WorkerOrders = WorkerOrders(), settled: int = 0, role: Role = Role.DECODE) -> None:
+        mine = msgspec.structs.replace(self.moves.info, settled=self.moves.settled)
+        await self.moves.carry_out(Heartbeat(orders, role=role, ranks=3, settled=settled), mine)
+
+
+async def test_first_rank_takes_role_once_all_have_settled() -> None:
+    rank, order = Rank("d"), WorkerOrders(Role.PREFILL, sequence=7)
+    await rank.told(order)
+    await until(lambda: rank.moves.settled == 7, "it has no request")
+    for settled in (0, 1):
+        await rank.told(order, settled)
+        assert (rank.life.state, rank.life.role) == (LifecycleState.FLIPPING, Role.DECODE)
+    await rank.told(order, 2)
+    assert (rank.life.state, rank.life.role, rank.cleared) == (LifecycleState.READY, Role.PREFILL, [7])
+
+
+async def test_other_ranks_follow_the_first() -> None:
+    rank, order = Rank("d.1"), WorkerOrders(Role.PREFILL, sequence=7)
+    await rank.told(order)
+    await until(lambda: rank.moves.settled == 7, "it has no request")
+    await rank.told(order, settled=2)
+    assert rank.life.state is LifecycleState.FLIPPING, "the first may wait for another one"
+    await rank.told(order, settled=2, role=Role.PREFILL)
+    assert (rank.life.state, rank.life.role, rank.cleared) == (LifecycleState.READY, Role.PREFILL, [])
+
+
+async def test_rank_that_has_missed_an_order_follows_its_unit() -> None:
+    rank = Rank("d.1")
+    await rank.told(role=Role.PREFILL)
+    assert rank.life.state is LifecycleState.FLIPPING
+
+    async def follows() -> bool:
+        await rank.told(role=Role.PREFILL)
+        return rank.life.role is Role.PREFILL
+
+    await until(follows, "it prefills, too")
+    assert rank.life.state is LifecycleState.READY
+
+
+@pytest.mark.parametrize("name", ["d", "d.1"])
+async def test_order_to_stay_cancels_change_in_all_ranks(name: str) -> None:
+    rank = Rank(name)
+    await rank.told(WorkerOrders(Role.PREFILL, sequence=7))
+    await until(lambda: rank.moves.settled == 7, "it has no request")
+    await rank.told(back := WorkerOrders(Role.DECODE, sequence=9), settled=0)
+    await until(lambda: rank.moves.settled == 9, "it has settled on that")
+    await rank.told(back, settled=2)
+    assert (rank.life.state, rank.life.role) == (LifecycleState.READY, Role.DECODE)
+
+
+async def test_rank_leaves_when_all_that_are_there_have_drained() -> None:
+    rank, order = Rank("d.1"), WorkerOrders(drain=True, sequence=7)
+    await rank.told(order)
+    await until(lambda: rank.moves.settled, "it has drained")
+    await rank.told(order, settled=1)
+    await asyncio.sleep(0)
+    assert not rank.ended.is_set(), "the third has requests, and needs this one's steps"
+    await rank.told(order, settled=2)
+    await asyncio.wait_for(rank.ended.wait(), DEADLINE_S)
+
+
+async def test_rank_ends_when_another_stays_away() -> None:
+    rank, two = Rank("d"), Heartbeat(role=Role.DECODE, ranks=2)
+    await rank.moves.carry_out(two, rank.moves.info)  # it has not come yet
+    await rank.told()
+    await rank.moves.carry_out(two, rank.moves.info)
+    rank.moves._complete_at -= DEADLINE_S
+    with pytest.raises(EngineDead, match="a rank of d is gone"):
+        await rank.moves.carry_out(two, rank.moves.info)

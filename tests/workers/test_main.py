@@ -17,7 +17,7 @@ from support_steering import order_drain, order_restart
 from support_wait import DEADLINE_S, until
 from support_workers import ROOT, Workers
 
-from orchestrator.config.settings import parse_config
+from orchestrator.config.settings import ConfigError, parse_config
 from orchestrator.config.shared import shared
 from orchestrator.launch.host.redis_server import EmbeddedRedis
 from orchestrator.process.parent import EXIT_AGAIN, own_identity
@@ -25,6 +25,8 @@ from orchestrator.store.configuration import Phase, Rollout, Version
 from orchestrator.store.planned import BY_HAND
 from orchestrator.types import Role, WorkerState
 from orchestrator.wire.addresses import hold_port
+from workers.arguments import group_of, parse
+from workers.engine import Group
 from workers.main import main
 
 
@@ -79,7 +81,6 @@ def test_the_configuration_file_is_overridden_by_options(
     tmp_path: Path, redis_server: EmbeddedRedis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from orchestrator.config.engine_args import environment
-    from workers.arguments import parse
 
     file = tmp_path / "fleet.yaml"
     file.write_text(
@@ -453,3 +454,30 @@ def test_key_that_no_client_can_send_is_refused(
         f"{name}: expected text of printable ASCII characters without spaces; see whether it ends with a line break"
     )
     assert capsys.readouterr().err == f"decode-worker: {expected}\n"
+
+
+GROUP = "model: demo\nengine: sim\nworkers: {engine_args: {data_parallel_size: 2}}"
+
+
+def test_rank_of_a_group_knows_its_place(tmp_path):
+    (file := tmp_path / "fleet.yaml").write_text(GROUP)
+    where = ["--redis", "redis://h", "--config", str(file), "--ranks", "d,d.1", "--rendezvous", "127.0.0.1:4711"]
+    second = parse(Role.DECODE, [*where, "--id", "d.1"])
+    assert group_of(second) == Group(1, 2, "127.0.0.1", 4711) and second.id_claimed, "its unit's id is the first one's"
+    first = parse(Role.DECODE, [*where, "--id", "d"])
+    assert group_of(first) == Group(0, 2, "127.0.0.1", 4711) and not first.id_claimed
+
+
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [
+        ("--id d", r"--ranks: expected 2 different ids, as many as workers.engine_args.data_parallel_size, got none"),
+        ("--id d --ranks d,d", "--ranks: expected 2 different ids"),
+        ("--id e --ranks d,d.1", r"--id: expected one of --ranks \(d,d.1\), got e"),
+        ("--id d --ranks d,d.1", r"--rendezvous: expected HOST:PORT, a free port of the first rank's host, got None"),
+    ],
+)
+def test_group_that_cannot_meet_is_refused(tmp_path, options, line):
+    (file := tmp_path / "fleet.yaml").write_text(GROUP)
+    with pytest.raises(ConfigError, match=line):
+        parse(Role.DECODE, ["--redis", "redis://h", "--config", str(file), *options.split()])

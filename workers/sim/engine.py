@@ -22,6 +22,7 @@ from workers.engine import (
     EngineLoad,
     EngineRequest,
     EngineStep,
+    Group,
     InvalidEngineRequest,
     Phase,
     PrefixDelta,
@@ -35,6 +36,7 @@ from workers.sim.codec import (
     WireRequest,
     WireSampling,
 )
+from workers.sim.lockstep import Lockstep
 from workers.sim.scheduler import Sampled, Scheduled, SimRequest, SimScheduler, TokenStream
 from workers.sim.transfers import SimTransfers
 
@@ -59,6 +61,7 @@ class SimEngine:
         kv_advertise: str = "",
         kv: KVConfig | None = None,
         prefix_events: bool = False,
+        group: Group = Group(),
     ) -> None:
         """Raises ConfigError if the longest sequence does not fit in the blocks."""
         capacity = config.blocks * config.block_size
@@ -73,6 +76,7 @@ class SimEngine:
         self._codec = SimCodec()
         self._scheduler = SimScheduler(config)
         self._transfers = SimTransfers(self._scheduler, kv or KVConfig(), self._engine_id, self._wake_up)
+        self._lockstep = Lockstep(group if config.lockstep else Group(), self._wake_up)
         self._steps: asyncio.Queue[EngineStep] = asyncio.Queue()
         self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
@@ -82,6 +86,7 @@ class SimEngine:
 
     async def start(self) -> EngineInfo:
         """Raises OSError if the KV port is in use."""
+        await self._lockstep.start()
         port = await self._transfers.listen(self._host, self._port, self._advertise)
         self._task = asyncio.create_task(self._run(), name="sim-engine")
         config = self._config
@@ -137,6 +142,7 @@ class SimEngine:
         return self._codec.encode_outputs(outputs, timestamp)
 
     async def load(self) -> EngineLoad:
+        await self._lockstep.met()
         self._check_alive()
         return self._load()
 
@@ -173,6 +179,7 @@ class SimEngine:
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
+        await self._lockstep.close()
         await self._transfers.close()
 
     # ---- the inside --------------------------------------------------------------------------------------------
@@ -233,28 +240,27 @@ class SimEngine:
         due = time.monotonic()
         while True:
             self._wake.clear()
-            if self._paused:
-                await self._wake.wait()
-                due = time.monotonic()
-                continue
+            if self._lockstep.ended:
+                raise EngineDead("another rank of its group has ended")
             began = time.monotonic()
-            batch, receiving = self._scheduler.schedule()
+            batch, receiving = ([], []) if self._paused else self._scheduler.schedule()
             for request in receiving:
                 self._transfers.receive(request)
             self._started(batch, began)
-            if not batch:
+            if not batch and not self._lockstep.running:
                 if receiving:
                     self._steps.put_nowait(EngineStep([], self._load(), began, self._prefix()))
                 await self._wake.wait()
                 due = time.monotonic()
                 continue
-            duration = self._duration(batch)
+            duration = await self._lockstep.meet(self._duration(batch), bool(batch))
             # Sleep until the step is due, not for its duration: coarse timers then do not slow the model.
             due = max(due, began - MAX_CATCH_UP_S) + duration
             await asyncio.sleep(max(0.0, due - time.monotonic()))
             self._step_ms = duration * 1e3
             self._crash_on_token(batch)
-            self._finish(batch, began)
+            if batch or receiving:
+                self._finish(batch, began)
 
     def _crash_on_token(self, batch: list[Scheduled]) -> None:
         """Raises EngineDead if a prompt in the batch has the token `sim.crash_token`."""

@@ -28,6 +28,7 @@ from workers.engine import (
     EngineLoad,
     EngineRequest,
     EngineStep,
+    Group,
     InvalidEngineRequest,
     link_rate,
 )
@@ -36,7 +37,7 @@ from workers.vllm_engine.codec.outputs import correct, kv_counters, take_plugin_
 from workers.vllm_engine.codec.requests import RequestCodec
 from workers.vllm_engine.identity import identity_of
 from workers.vllm_engine.launch import build_config, start_client
-from workers.vllm_engine.ranks import RankWatch
+from workers.vllm_engine.ranks import RankWatch, coordinators
 from workers.vllm_engine.speed import measure_speed, warm_up
 
 _STOP_TIMEOUT_S = 5.0
@@ -44,10 +45,11 @@ _NO_LORA = "the engine has no LoRA: set workers.engine_args.enable_lora"
 
 
 class VllmEngine:
-    """See `workers.engine.Engine`. Each object has one engine core (any TP/PP) in a process of its own.
+    """See `workers.engine.Engine`. Each object has one engine core (any TP/PP) in a process of its own, which may be
+    one of a `group`.
 
-    `engine_args` are AsyncEngineArgs fields. `kv_port` must be free (`kv_port + dp_index` is bound); it is bound at
-    `kv_host`, and peers reach it at `kv_advertise`. `cores` pins a CPU engine. `prefix_events`: whether steps report
+    `engine_args` are AsyncEngineArgs fields. `kv_port` must be free; it is bound at `kv_host`, and peers reach it at
+    `kv_advertise`. `cores` pins a CPU engine. `prefix_events`: whether steps report
     changes of the prefix cache. `encrypted`: whether KV handshakes are. `profile`: whether the engine measures its own
     speed when it starts. `warm`: whether it first runs a few requests, so that no client waits for one-time set-up.
     """
@@ -67,8 +69,9 @@ class VllmEngine:
         encrypted: bool = True,
         profile: bool = False,
         warm: bool = True,
+        group: Group = Group(),
     ) -> None:
-        self._model = model
+        self._model, self._group = model, group
         self._engine_args = engine_args
         self._engine_id, self._kv_host, self._kv_port, self._kv = engine_id, kv_host, kv_port, kv
         self._kv_advertise = kv_advertise or kv_host
@@ -129,7 +132,7 @@ class VllmEngine:
         self._cached_block_tokens = caching.block_size if caching.enable_prefix_caching else 0
         self._reader = asyncio.create_task(self._read())
         facts = await self.call_engine("pd_describe")
-        self._ranks = RankWatch(facts["rank_pids"], self._rank_ended)
+        self._ranks = RankWatch([*facts["rank_pids"], *coordinators(self._client)], self._rank_ended)
         tasks = await self.call_engine("get_supported_tasks")
         self._blocks_total, self._all_ranks = facts["blocks_total"], config.parallel_config.world_size
         model = config.model_config
@@ -144,7 +147,7 @@ class VllmEngine:
         return EngineInfo(
             identity=identity_of(self._model, config, facts["attention_backend"]),
             kv=KVEndpoint(
-                engine_id=self._engine_id,
+                engine_id=facts["engine_id"],
                 host=self._kv_advertise,
                 port=self._kv_port,
                 tp_size=parallel.tensor_parallel_size,
@@ -178,6 +181,7 @@ class VllmEngine:
             kv_advertise=self._kv_advertise,
             kv=self._kv,
             prefix_events=self._prefix_events,
+            group=self._group,
         )
         secret = self._kv_keys.secret if self._kv_keys else ""
         return start_client(

@@ -33,6 +33,7 @@ from vllm.v1.executor.uniproc_executor import UniProcExecutor
 from orchestrator.config.engine_args import check_environment
 from orchestrator.config.settings import KVConfig
 from orchestrator.process.control_group import cpu_limit
+from workers.engine import Group
 from workers.vllm_engine.plugin import SOCKETS, engine_process
 
 _CPU_KV_CACHE_BYTES = 1 << 30
@@ -49,6 +50,7 @@ _REFUSED = {
     "kv_offloading_backend": _OFFLOADS,
     "enable_return_routed_experts": "the experts of prompts that another worker computed are not transferred",
 }
+_GROUP_ARGS = "data_parallel_"  # all but the size say where a rank is in its group, which the worker is told
 _KV_SECRET = "PD_KV_SECRET_KEY"  # read by connectors/handshake.py in the engine's processes
 
 
@@ -80,6 +82,7 @@ def build_config(
     kv_advertise: str = "",
     kv: KVConfig,
     prefix_events: bool = False,
+    group: Group = Group(),
 ) -> VllmConfig:
     """Raises ValueError (vLLM's) for arguments that contradict each other, TypeError for unknown ones."""
     args = dict(engine_args)
@@ -90,11 +93,15 @@ def build_config(
         if args.get(name) not in (None, False):
             raise ValueError(f"workers.engine_args.{name}: {why}; remove it")
     args = {name: _section(name, value) for name, value in args.items()}
-    if args.get("data_parallel_size", 1) != 1:
+    size = args.pop("data_parallel_size", 1)
+    if size != group.size:
         raise ValueError(
-            "workers.engine_args.data_parallel_size: expected 1 (run one worker per rank; a model whose experts are "
-            f"spread over data-parallel ranks cannot be served), got {args['data_parallel_size']}"
+            f"workers.engine_args.data_parallel_size: {size} ranks, but this worker is one of a group of {group.size}; "
+            "start one worker for each rank, with --ranks"
         )
+    for name in args:
+        if name.startswith(_GROUP_ARGS):
+            raise ValueError(f"workers.engine_args.{name}: is set by the worker itself; remove it")
     args.setdefault("scheduling_policy", "priority")  # frontends order the waiting requests, see `requests`
     args.setdefault("enable_logging_iteration_details", True)  # each step's duration
     if prefix_events and args.get("enable_prefix_caching") is not False:
@@ -125,9 +132,23 @@ def build_config(
     )
     check_environment()
     with _environment, _set_env(_connector_env(kv_host, kv_port)):
+        args |= _in_group(model, args, group)
         config = AsyncEngineArgs(model=model, **args).create_engine_config()
     KVConnectorFactory.get_connector_class(config.kv_transfer_config).refuse_unsupported(config)
     return config
+
+
+def _in_group(model: str, args: dict[str, Any], group: Group) -> dict[str, Any]:
+    """The arguments that make an engine one of its group. None for a dense model, whose ranks have nothing to exchange:
+    vLLM runs them as engines of their own. Raises ValueError for experts that there are not."""
+    if group.size == 1 and not args.get("enable_expert_parallel"):
+        return {}
+    if not AsyncEngineArgs(model=model, **args).create_model_config().is_moe:
+        if args.get("enable_expert_parallel"):
+            raise ValueError("workers.engine_args.enable_expert_parallel: this model has no experts; remove it")
+        return {}
+    where = {"rank": group.rank, "address": group.host, "rpc_port": group.port}
+    return {_GROUP_ARGS + name: value for name, value in {"size": group.size, **where}.items() if group.size > 1}
 
 
 def _section(name: str, value: Any) -> Any:
@@ -144,7 +165,9 @@ def start_client(
 
     `kv_secret`: the key of its KV handshakes; empty if they are not encrypted.
     """
-    environment = {**_connector_env(kv_host, kv_port), _KV_SECRET: kv_secret}
+    # vLLM adds the rank to the port that it is given.
+    own_port = kv_port - config.parallel_config.data_parallel_index
+    environment = {**_connector_env(kv_host, own_port), _KV_SECRET: kv_secret}
     if not os.environ.get(SOCKETS):
         environment[SOCKETS] = _own_folder()
     executor = Executor.get_class(config)

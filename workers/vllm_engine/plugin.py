@@ -18,6 +18,7 @@ from typing import Any
 from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 from vllm.platforms import current_platform
 from vllm.v1.engine import EngineCoreOutputs
+from vllm.v1.engine.coordinator import DPCoordinatorProc
 from vllm.v1.engine.core import EngineCore, EngineCoreProc
 from vllm.v1.executor import multiproc_executor, uniproc_executor
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor
@@ -44,6 +45,7 @@ PREFIX_STATS = "pd_prefix"
 TOKENS_LEFT_STATS = "pd_tokens_left"
 _patched = False  # whether this process has the fixes of `patches`
 _vllm_target = EngineCoreProc.run_engine_core
+_vllm_coordinator = DPCoordinatorProc.run_coordinator
 _vllm_rank = multiproc_executor.WorkerProc.worker_main
 _vllm_abort = EngineCore.abort_requests
 
@@ -55,10 +57,12 @@ def engine_process(cores: list[list[int]]) -> Iterator[None]:
     os.environ[PARENT] = str(os.getpid())
     os.environ[_CORES] = "|".join(",".join(map(str, share)) for share in cores)
     EngineCoreProc.run_engine_core = staticmethod(run_engine_core)
+    DPCoordinatorProc.run_coordinator = staticmethod(run_coordinator)
     try:
         yield
     finally:
         EngineCoreProc.run_engine_core = staticmethod(_vllm_target)
+        DPCoordinatorProc.run_coordinator = staticmethod(_vllm_coordinator)
         for name, value in before.items():
             if value is None:
                 os.environ.pop(name, None)
@@ -82,6 +86,12 @@ def run_engine_core(*args: Any, **kwargs: Any) -> None:
         _name_wake_socket(folder, kwargs["executor_class"], kwargs["vllm_config"])
     EngineCoreProc._process_engine_step = _process_engine_step
     _vllm_target(*args, **kwargs)
+
+
+def run_coordinator(*args: Any, **kwargs: Any) -> None:
+    """Target of the process that coordinates the engines of a group."""
+    die_with_parent()
+    _vllm_coordinator(*args, **kwargs)
 
 
 def run_rank(*args: Any, **kwargs: Any) -> None:
@@ -121,13 +131,14 @@ def _pd_load(engine: Any) -> list[int]:
 
 
 def _pd_describe(engine: Any) -> dict[str, Any]:
-    """Usable KV blocks, bytes of KV per token over all layers and ranks of the engine, attention backend, and the
-    process ids of ranks in other processes."""
+    """Its id as peers know it, usable KV blocks, bytes of KV per token over all layers and ranks of the engine,
+    attention backend, and the process ids of ranks in other processes."""
     config = engine.scheduler.kv_cache_config
     tokens = config.num_blocks * engine.vllm_config.cache_config.block_size
     ranks = engine.vllm_config.parallel_config.world_size
     total = sum(tensor.size for tensor in config.kv_cache_tensors) * ranks
     return {
+        "engine_id": engine.vllm_config.kv_transfer_config.engine_id,
         "blocks_total": config.num_blocks - 1,
         "kv_bytes_per_token": total // max(1, tokens),
         "rank_pids": [rank.proc.pid for rank in getattr(engine.model_executor, "workers", []) if hasattr(rank, "proc")],
@@ -169,6 +180,8 @@ def _process_engine_step(engine: Any) -> bool:
 
     vLLM's loop runs about a thousand times a second while requests wait for remote KV. A message for each turn would
     cost the agent more than its work, and the turns slow the worker on the next core by a tenth.
+
+    In a group a step that waits holds up all ranks, which meet after each one, also after those that compute nothing.
     """
     if get_watch_dog is not None:
         get_watch_dog().feed()
@@ -194,13 +207,19 @@ def _process_engine_step(engine: Any) -> bool:
     engine.post_step(executed)
     if executed:
         engine._pd_empty_steps = 0
-    elif engine.scheduler.has_requests():
+    elif engine.scheduler.has_requests() and not _is_awaited(engine):
         engine._pd_empty_steps = getattr(engine, "_pd_empty_steps", 0) + 1
         if not waker.by_all_ranks:  # each check costs those that do not wake this one a message
             waker.event.wait(min(_KV_POLL_S, 0.001 + engine._pd_empty_steps / 8000))
         elif engine._pd_empty_steps > _SETTLING_STEPS and engine.input_queue.empty():
             waker.event.wait(_KV_POLL_S)
     return bool(executed)
+
+
+def _is_awaited(engine: Any) -> bool:
+    """Whether other engines of its group wait for its next step: all take steps while one has a request."""
+    grouped = hasattr(engine, "dp_group")
+    return grouped and (engine.engines_running or engine.scheduler.has_unfinished_requests())
 
 
 def _tokens_left(engine: Any, stats: Any) -> dict[str, int]:

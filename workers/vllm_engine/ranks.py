@@ -1,4 +1,4 @@
-"""Notices at once when the process of one of the engine's ranks has ended, and kills the other ranks.
+"""Notices at once when the process of one of the engine's ranks has ended, and kills the others.
 
 vLLM does both too, but ten seconds later if the others wait for the dead one in a collective operation. Meanwhile they
 keep their cores or GPUs busy, and hold memory that the next engine needs.
@@ -12,8 +12,16 @@ import os
 import signal
 from collections.abc import Callable, Collection
 from contextlib import suppress
+from typing import Any
 
 log = logging.getLogger("pd.worker")
+
+
+def coordinators(client: Any) -> list[int]:
+    """The process that wakes the other engines of a group when one gets a request. vLLM's client of its first rank has
+    it."""
+    coordinator = client.resources.coordinator
+    return [coordinator.proc.pid] if coordinator is not None else []
 
 
 class RankWatch:

@@ -35,7 +35,7 @@ async def redis_checks(handle: FleetHandle) -> AsyncIterator[Check]:
                 after = time.time()
                 took_s.append(after - before)
                 skews_s.append(seconds + microseconds / 1e6 - (before + after) / 2)
-            workers = await fleet.registry.workers()
+            workers = (await fleet.registry.read()).units
     except Refused as error:
         yield Check("Redis", "fail", str(error), "start it, or set redis.url; requests go on without it")
         return

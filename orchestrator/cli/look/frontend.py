@@ -19,7 +19,6 @@ import msgspec
 from orchestrator.cli.handle import FleetHandle, fleet_at, open_fleet
 from orchestrator.config.access import OPERATOR_KEY
 from orchestrator.config.settings import Refused
-from orchestrator.types import WorkerStatus
 from orchestrator.wire.addresses import address_towards
 
 if TYPE_CHECKING:
@@ -114,6 +113,7 @@ async def fleet_status(handle: FleetHandle) -> dict[str, Any]:
         return dict(seen)
     if handle.redis_url is None:
         raise Refused(f"{handle.url}: no frontend of a fleet answers there; see `orchestrator status --redis URL`")
+    from orchestrator.store.operator.worker_status import WorkerStatus
     from orchestrator.store.planned import rollout_status
 
     async with open_fleet(handle) as fleet:

@@ -204,12 +204,12 @@ class Top(App[None]):
     def action_role(self) -> None:
         if worker := self._chosen():
             other = "decode" if worker["role"] == "prefill" else "prefill"
-            body = {"worker": worker["id"], "role": other}
-            self.order("role", body, f"{worker['id']} becomes a {other} worker?")
+            body = {"worker": worker["unit"], "role": other}
+            self.order("role", body, f"{worker['unit']} becomes a {other} worker?")
 
     def action_drain(self) -> None:
         if worker := self._chosen():
-            self.order("drain", {"worker": worker["id"]}, f"{worker['id']} finishes what it has, and ends?")
+            self.order("drain", {"worker": worker["unit"]}, f"{worker['unit']} finishes what it has, and ends?")
 
     @work
     async def order(self, path: str, body: dict[str, Any], question: str) -> None:

@@ -24,7 +24,8 @@ def fleet_view(seen: dict[str, Any]) -> RenderableType:
     table.add_column(
         "worker", no_wrap=True, min_width=max((len(worker["id"]) for worker in seen["workers"]), default=0)
     )
-    for name in ("role", "state", "engine", "KV blocks used"):
+    grouped = any(worker.get("ranks", 1) > 1 for worker in seen["workers"])
+    for name in (*(["rank"] if grouped else []), "role", "state", "engine", "KV blocks used"):
         table.add_column(name, no_wrap=True)
     for name in ("run", "wait", "step", "pid"):
         table.add_column(name, justify="right", no_wrap=True)
@@ -33,6 +34,7 @@ def fleet_view(seen: dict[str, Any]) -> RenderableType:
         step_ms = worker["step_ms"]
         table.add_row(
             worker["id"],
+            *([f"{worker['rank']} of {worker['ranks']}"] if grouped else []),
             worker["role"],
             Text(worker["state"], style=STATE_STYLE.get(worker["state"], "")),
             worker["engine"],

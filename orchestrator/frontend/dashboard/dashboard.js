@@ -116,8 +116,8 @@ function cardOf(worker) {
     card.children[0].append(element("span", "id", worker.id), element("span", "state"));
     card.children[1].append(document.createElement("i"));
     const role = element("button", "role"), drain = element("button", "drain", "drain");
-    role.onclick = () => askRole(worker.id, card.dataset.role === "prefill" ? "decode" : "prefill");
-    drain.onclick = () => askDrain(worker.id);
+    role.onclick = () => askRole(worker.unit, card.dataset.role === "prefill" ? "decode" : "prefill");
+    drain.onclick = () => askDrain(worker.unit);
     card.children[3].append(role, drain);
     cards.set(worker.id, card);
   }

@@ -16,10 +16,11 @@ from typing import Any
 import msgspec
 
 from orchestrator.fleet.view import Fleet
+from orchestrator.store.operator.worker_status import WorkerStatus
 from orchestrator.telemetry import metrics
 from orchestrator.telemetry.recent import Recent, percentiles
 from orchestrator.telemetry.request_line import RequestLine, stages
-from orchestrator.types import DesiredRatio, QueueDepth, Role, WorkerStatus
+from orchestrator.types import DesiredRatio, QueueDepth, Role
 
 INTERVAL_S = 1.0
 HOUR_S = 3600

@@ -105,7 +105,7 @@ class FleetSize:
         for name, count in counts.items():
             period += count - self._counted.get(name, count)  # what a frontend counted before it was seen is not of now
         self._counted = counts
-        ready = sum(info.state is WorkerState.READY for info in snapshot.workers.values())
+        ready = sum(info.state is WorkerState.READY for info in snapshot.units.values())
         if desired is None:
             self._samples.clear()
             return None

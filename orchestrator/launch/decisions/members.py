@@ -26,7 +26,7 @@ def members(snapshot: Snapshot, own: Mapping[str, OwnWorker], launcher_id: str) 
     """All workers as `plan` takes them: those in the registry, and launchers' that are not in it."""
     workers = []
     others = workers_of_others(snapshot.launchers, launcher_id)
-    for worker_id, info in snapshot.workers.items():
+    for worker_id, info in snapshot.units.items():
         mine = own.get(worker_id)
         owned = mine is not None and mine.process == info.process
         if mine is not None and not owned:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Sequence
 
+from orchestrator.config.engine_args import group_size
 from orchestrator.config.settings import Config, ConfigError
 from orchestrator.launch.commands import frontend_spec, worker_spec
-from orchestrator.launch.host.machine import MachineShares
+from orchestrator.launch.host.machine import MachineShares, Share
 from orchestrator.launch.host.process import LocalProcess
-from orchestrator.launch.machines import OnLine, Setup
+from orchestrator.launch.host.process_group import ProcessGroup
+from orchestrator.launch.machines import OnLine, Setup, ranks_of
 from orchestrator.types import Role
+
+_HERE = "127.0.0.1"
 
 
 class LocalMachine:
@@ -18,7 +23,10 @@ class LocalMachine:
     remote = False
 
     def __init__(self, config: Config) -> None:
+        self._config = config
         self._shares = MachineShares(config)
+        self._meeting: dict[str, socket.socket] = {}  # by unit: the port where its ranks meet, held for its life
+        self._ranks: dict[str, list[str]] = {}  # by unit, whose shares of the machine it has
         self.device = self._shares.device
         self.room: int | None = self._shares.room
 
@@ -33,21 +41,46 @@ class LocalMachine:
         return None
 
     def take(self, owner: str, role: Role) -> None:
-        self._shares.take(owner, role)
+        self._take(owner, role, self._config)
+
+    def _take(self, owner: str, role: Role, config: Config) -> list[Share]:
+        """A share for each rank. Raises ConfigError."""
+        self._ranks[owner] = ranks = ranks_of(owner, group_size(config, role))
+        try:
+            return [self._shares.take(rank, role, config) for rank in ranks]
+        except ConfigError:
+            self._give_back_shares(owner)
+            raise
+
+    def _give_back_shares(self, owner: str) -> None:
+        for rank in self._ranks.pop(owner, ()):
+            self._shares.give_back(rank)
 
     def give_back(self, owner: str) -> None:
-        self._shares.give_back(owner)
+        self._give_back_shares(owner)
+        if owner in self._meeting:
+            self._meeting.pop(owner).close()
 
     async def placed(self, owner: str) -> None:
         """Does nothing: a share has its place once it is taken."""
 
-    def worker(self, worker_id: str, role: Role, setup: Setup, on_line: OnLine) -> LocalProcess:
-        self._shares.give_back(worker_id)
+    def worker(self, worker_id: str, role: Role, setup: Setup, on_line: OnLine) -> ProcessGroup:
+        self._give_back_shares(worker_id)
         try:
-            share = self._shares.take(worker_id, role, setup.config)
+            shares = self._take(worker_id, role, setup.config)
         except ConfigError as error:
             raise OSError(0, str(error)) from None
-        return LocalProcess(worker_spec(setup, role, worker_id, share), on_line)
+        ranks = self._ranks[worker_id]
+        where = (ranks, self._rendezvous(worker_id)) if len(ranks) > 1 else ()
+        specs = [worker_spec(setup, role, rank, share, *where) for rank, share in zip(ranks, shares, strict=True)]
+        return ProcessGroup([LocalProcess(spec, on_line) for spec in specs])
+
+    def _rendezvous(self, unit: str) -> str:
+        if unit not in self._meeting:
+            held = self._meeting[unit] = socket.socket()
+            held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # the first rank binds it too, and listens
+            held.bind((_HERE, 0))
+        return f"{_HERE}:{self._meeting[unit].getsockname()[1]}"
 
     def frontend_nodes(self) -> Sequence[str]:
         return ("",)

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import msgspec
 
-from orchestrator.config.engine_args import engine_args, environment, pool, ranks
+from orchestrator.config.engine_args import engine_args, environment, group_size, pool, ranks
 from orchestrator.config.settings import Config, ConfigError, port_range
 from orchestrator.config.values import MAX_WORKERS
 from orchestrator.process.control_group import cpu_limit, memory_limit
@@ -54,7 +54,7 @@ class MachineShares:
             self.device, self._gpus = "CUDA", GpuShares(gpus)
         else:
             self.device = "CPU"
-            all_ranks = sum(pool(config, role).replicas * ranks(config, role) for role in Role)
+            all_ranks = sum(pool(config, role).replicas * unit_ranks(config, role) for role in Role)
             self._cores = CoreShares(find_cores(), all_ranks, config.frontend.most_replicas)
 
     def take(self, owner: str, role: Role, config: Config | None = None) -> Share:
@@ -81,10 +81,10 @@ class MachineShares:
 
     @property
     def room(self) -> int:
-        """The most workers that this machine holds, in the roles that take least."""
-        most = [most for most, _ in _limits(self._config)]
+        """The most units that this machine holds, in the roles that take least."""
+        most = [most // min(group_size(self._config, role) for role in Role) for most, _ in _limits(self._config)]
         if self._gpus is not None:
-            most.append(max(_workers_on(len(self._gpus), self._config, role) for role in Role))
+            most.append(max(_units_on(len(self._gpus), self._config, role) for role in Role))
         return min(most)
 
     def give_back(self, owner: str) -> None:
@@ -98,7 +98,7 @@ class MachineShares:
         owners = [
             (f"workers.{role.value} {index}", role)
             for role in Role
-            for index in range(pool(self._config, role).replicas)
+            for index in range(pool(self._config, role).replicas * group_size(self._config, role))
         ]
         for owner, role in owners:
             self.take(owner, role)
@@ -279,12 +279,17 @@ def _limits(config: Config) -> Iterator[tuple[int, str]]:
         )
 
 
-def _workers_on(gpus: int, config: Config, role: Role) -> int:
-    """How many workers of a role so many GPUs hold; a role that names its GPUs itself is not limited."""
+def unit_ranks(config: Config, role: Role) -> int:
+    """How many GPUs, or CPU processes, one unit of this role has. Raises ConfigError."""
+    return ranks(config, role) * group_size(config, role)
+
+
+def _units_on(gpus: int, config: Config, role: Role) -> int:
+    """How many units of a role so many GPUs hold; a role that names its GPUs itself is not limited."""
     if "CUDA_VISIBLE_DEVICES" in environment(config, role):
         return MAX_WORKERS
     share = engine_args(config, role).get("gpu_memory_utilization") or _WHOLE_GPU
-    return gpus * int(_WHOLE_GPU / share + 1e-9) // ranks(config, role)
+    return gpus * int(_WHOLE_GPU / share + 1e-9) // unit_ranks(config, role)
 
 
 def _check_memory(config: Config) -> None:
@@ -293,7 +298,7 @@ def _check_memory(config: Config) -> None:
     needed = 0
     for role in Role:
         size = engine_args(config, role).get("kv_cache_memory_bytes")
-        needed += pool(config, role).replicas * (size if isinstance(size, int) else 0)
+        needed += pool(config, role).replicas * group_size(config, role) * (size if isinstance(size, int) else 0)
     if needed > total:
         raise ConfigError(
             f"workers: {config.workers.prefill.replicas} prefill and {config.workers.decode.replicas} decode replicas "

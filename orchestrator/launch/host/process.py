@@ -14,7 +14,7 @@ import os
 import signal
 import socket
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -53,10 +53,22 @@ def cannot_run(program: str, why: str = "no executable file") -> str:
 
 
 class Process(Protocol):
-    """One process, on this machine or another one, that is started once."""
+    """What runs as one under a name, on this machine or another one, and is started once."""
 
-    last_lines: deque[str]
-    identity: str  # see orchestrator.process.parent; empty before it was started
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def parts(self) -> Sequence[Process]:
+        """The processes that it consists of: itself, or one for each rank of a unit."""
+
+    @property
+    def last_lines(self) -> deque[str]:
+        """The end of its output."""
+
+    @property
+    def identity(self) -> str:
+        """See orchestrator.process.parent; empty before it was started."""
 
     @property
     def pid(self) -> int:
@@ -106,6 +118,10 @@ class LocalProcess:
         self._pump: asyncio.Task[None] | None = None
         self.lost = False
         self.identity = ""  # see orchestrator.process.parent; empty until it is started
+
+    @property
+    def parts(self) -> Sequence[Process]:
+        return (self,)
 
     async def start(self) -> None:
         """Start it. Raises OSError, CannotRun."""

@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import ray
 from ray.exceptions import ActorUnavailableError, RayActorError, RayError
 
-from orchestrator.launch.host.process import CannotRun
+from orchestrator.launch.host.process import CannotRun, Process
 from orchestrator.launch.machines import OnLine
 from orchestrator.launch.ray.runner import Runner
 from orchestrator.launch.ray.wire import Ended, NotStarted, Order, Started, decode_reply, encode
@@ -43,6 +43,10 @@ class RayProcess:
         self._on_line = on_line
         self._runner: Any = None
         self._pump: asyncio.Task[None] | None = None
+
+    @property
+    def parts(self) -> Sequence[Process]:
+        return (self,)
 
     async def start(self) -> None:
         """Start it, or take over a process of this name that an earlier launcher left running. Raises OSError."""

@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from support_fuzz import values
 
 from orchestrator.cli.look.views import config_keys
-from orchestrator.config.engine_args import check_engine_args
+from orchestrator.config.engine_args import check_engine_args, group_size
 from orchestrator.config.settings import Config, ConfigError, load_config, parse_config
+from orchestrator.types import Role
 
 CONFIGS = sorted((Path(__file__).parents[3] / "configs").glob("*.yaml"))
 
@@ -279,3 +280,27 @@ def test_a_refused_value_is_shown_in_short_and_without_its_password(tmp_path):
     with pytest.raises(ConfigError, match=r"^redis\.url: .*got 'redix://:\*\*\*@10\.0\.0\.1'") as caught:
         load(tmp_path, "model: demo\nredis: {url: 'redix://:hidden@10.0.0.1'}")
     assert "hidden" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("more", "line"),
+    [
+        ("{engine_args: {data_parallel_size: two}}", r"data_parallel_size: expected an integer >= 1, got 'two'"),
+        ("{engine_args: {data_parallel_size: 0}}", r"data_parallel_size: expected an integer >= 1, got 0"),
+        ("{engine_args: {data_parallel_rank: 1}}", r"data_parallel_rank: is set by the fleet; set data_parallel_size"),
+        ("{decode: {engine_args: {data_parallel_size: 2}}}", r"decode.*data_parallel_size: 2: ratio.mode auto weighs"),
+    ],
+)
+def test_groups_that_a_fleet_cannot_have_are_refused(tmp_path, more, line):
+    with pytest.raises(ConfigError, match=line):
+        check_engine_args(load(tmp_path, f"model: demo\nworkers: {more}"))
+
+
+def test_groups_are_of_any_size_on_one_host(tmp_path):
+    sizes = "{prefill: {engine_args: {data_parallel_size: 2}}, decode: {engine_args: {data_parallel_size: 3}}}"
+    config = load(tmp_path, f"model: demo\nworkers: {sizes}", "ratio.mode=off")
+    check_engine_args(config)
+    assert [group_size(config, role) for role in (Role.PREFILL, Role.DECODE)] == [2, 3]
+    with pytest.raises(ConfigError, match=r"a group's ranks run on one host so far; use launcher.kind: local"):
+        ray = ("launcher.kind=ray", "redis.url=redis://h")
+        check_engine_args(load(tmp_path, f"model: demo\nworkers: {sizes}", "ratio.mode=off", *ray))

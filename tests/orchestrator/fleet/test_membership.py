@@ -164,8 +164,8 @@ async def test_a_worker_that_is_slow_becomes_quiet_and_is_usable_again_once_hear
     await until(lambda: scene.quiet == ["d"])
     assert scene.fleet.workers["d"].quiet and scene.lost == []
     worker.speak()
-    await scene.heard("d")
-    assert not scene.fleet.workers["d"].quiet and scene.lost == []
+    await until(lambda: not scene.fleet.workers["d"].quiet)
+    assert scene.lost == []
 
 
 async def test_reconnection_is_reported(scene):

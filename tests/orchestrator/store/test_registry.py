@@ -85,6 +85,8 @@ def test_fields_survive_round_trip():
 
 
 HAVE_DEFAULTS = {
+    "ranks",
+    "settled",
     "supported_tasks",
     "process",
     "mesh_key",

@@ -45,11 +45,13 @@ def test_config_section_is_read_like_command_line(model: Path) -> None:
     ("engine_args", "line"),
     [
         ({"tensor_parallel_size": 4}, "tensor_parallel_size: 6 KV heads cannot be divided among 4 ranks; choose"),
-        ({"data_parallel_size": 2}, "data_parallel_size: expected 1"),
         ({"kv_transfer_config": {}}, "engine_args.kv_transfer_config: is set by the worker itself; remove it"),
         ({"kv_offloading_size": 4}, "engine_args.kv_offloading_size: vLLM would put its own .* place.*; remove it"),
         ({"kv_offloading_backend": "lmcache"}, "engine_args.kv_offloading_backend: vLLM would .*; remove it"),
         ({"enable_return_routed_experts": True}, "engine_args.enable_return_routed_experts: the experts .*; remove it"),
+        ({"data_parallel_size": 2}, "data_parallel_size: 2 ranks, but this worker is one of a group of 1; start one"),
+        ({"data_parallel_rank": 1}, "data_parallel_rank: is set by the worker itself; remove it"),
+        ({"enable_expert_parallel": True}, "enable_expert_parallel: this model has no experts; remove it"),
     ],
 )
 def test_engine_arguments_that_lose_kv_are_refused(model: Path, engine_args: dict[str, Any], line: str) -> None:

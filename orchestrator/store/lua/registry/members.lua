@@ -54,6 +54,8 @@ local function put_member(keys, args)
     note(prefix, 'type', 'joined', 'kind', kind, 'id', id, 'role', mine.role or '')
   elseif changed then
     publish(prefix, { type = 'changed', id = id, kind = kind })
+    local unit = string.match(mine.ranks or '', '^[^,]+')
+    if unit then redis.call('PUBLISH', prefix .. 'orders:' .. unit, '') end -- the other ranks may wait for this
     if was and mine.role and was ~= mine.role then
       note(prefix, 'type', 'flipped', 'kind', kind, 'id', id, 'from', was, 'to', mine.role)
     end
@@ -63,11 +65,29 @@ local function put_member(keys, args)
   return { 'ok', orders[1] or '', orders[2] or '', orders[3] or '0' }
 end
 
--- Adds to what `put_member` returns what a worker is told besides, of the last departure that it has heard of ('' where
--- none concerns it): how many workers there are; 1 where KV of its generation could pass to a decode worker, else 0; the
--- last departure; and those since then, as JSON.
-local function tell(keys, reply, generation, heard)
+-- What the entries of a worker's unit say, all of whose ranks its own entry names: its orders, which are the first one's
+-- as is its role; how many ranks are there; and how many others have settled on the order `settled`, or a later one.
+local function unit_of(prefix, id, ranks, settled)
+  local first, there, others = nil, 0, 0
+  for rank in string.gmatch(ranks ~= '' and ranks or id, '[^,]+') do
+    local names = { 'order_role', 'order_drain', 'order_sequence', 'role', 'settled' }
+    local its = redis.pcall('HMGET', member_key(prefix, 'worker', rank), unpack(names))
+    if its.err then its = {} end
+    first = first or its
+    if its[4] then there = there + 1 end
+    if its[4] and rank ~= id and (tonumber(its[5] or '') or 0) >= settled then others = others + 1 end
+  end
+  return first, there, others
+end
+
+-- What a worker is told that is in the registry and has heard of this last departure ('' where none concerns it): 'ok', and
+-- its unit's order_role, order_drain, order_sequence; how many workers there are; 1 where KV of its generation could pass
+-- to a decode worker, else 0; the last departure; those since then, as JSON; its unit's role ('' where that is not known),
+-- and the two numbers of `unit_of`.
+local function tell(keys, id, heard)
   prune(keys)
+  local mine = redis.call('HMGET', member_key(keys[1], 'worker', id), 'generation', 'ranks', 'settled')
+  local generation = mine[1] or '0'
   local prefix, key = keys[1], typed(keys[1] .. 'departed', 'stream')
   local workers = redis.call('SCARD', index_key(prefix, 'worker'))
   local mixed = redis.call('SCARD', generation_key(prefix, generation)) < workers
@@ -81,8 +101,9 @@ local function tell(keys, reply, generation, heard)
     local newest = redis.call('XREVRANGE', key, '+', '-', 'COUNT', 1)[1]
     last = newest and newest[1] or '0-0'
   end
-  reply[5], reply[6], reply[7], reply[8] = workers, decodes and 1 or 0, last, rows
-  return reply
+  local first, there, others = unit_of(prefix, id, mine[2] or '', tonumber(mine[3] or '') or 0)
+  local orders = { first[1] or '', first[2] or '', first[3] or '0' }
+  return { 'ok', orders[1], orders[2], orders[3], workers, decodes and 1 or 0, last, rows, first[4] or '', there, others }
 end
 
 -- args: the last departure that this worker has heard of, the rest as for `put_member`. Returns what `tell` does, or why
@@ -91,8 +112,7 @@ local function put_worker(keys, args)
   local heard = table.remove(args, 1)
   local reply = put_member(keys, args)
   if reply[1] ~= 'ok' then return reply end
-  local generation = redis.call('HGET', member_key(keys[1], 'worker', args[2]), 'generation') or '0'
-  return tell(keys, reply, generation, heard)
+  return tell(keys, args[2], heard)
 end
 
 -- args: the last departure that this worker has heard of, its id, ttl in ms, engine. Its entry stays as it is: what
@@ -100,11 +120,11 @@ end
 local function stay(keys, args)
   local prefix, heard, id, ttl_ms, engine = keys[1], args[1], args[2], args[3], args[4]
   local key = member_key(prefix, 'worker', id)
-  local mine = redis.pcall('HMGET', key, 'kv_engine_id', 'generation', 'order_role', 'order_drain', 'order_sequence')
-  if mine.err or mine[1] ~= engine then return nil end
+  local mine = redis.pcall('HGET', key, 'kv_engine_id')
+  if mine ~= engine then return nil end
   if redis.call('SADD', typed(index_key(prefix, 'worker'), 'set'), id) == 1 then return nil end
   redis.call('PEXPIRE', key, ttl_ms)
-  return tell(keys, { 'ok', mine[3] or '', mine[4] or '', mine[5] or '0' }, mine[2] or '0', heard)
+  return tell(keys, id, heard)
 end
 
 -- args: kind, id, and the engine of a worker that leaves by itself: what another process has put there since stays.

@@ -1,0 +1,172 @@
+"""Steps that the simulated engines of a group take together, as those that share a model's experts must.
+
+The first rank listens at the group's address, the others connect to it. A step begins once every rank has come to it,
+and takes as long as the slowest one's batch; a rank without a batch computes a dummy one. While no rank has a batch,
+none takes steps: the first that has one wakes the others. A rank that has ended ends all.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable
+from typing import Union
+
+import msgspec
+
+from workers.engine import EngineDead, Group
+
+_CONNECT_EVERY_S = 0.1
+
+
+class Come(msgspec.Struct, frozen=True, tag="come"):
+    """A rank is at the step."""
+
+    duration_s: float  # of its batch
+    works: bool  # not a dummy one
+
+
+class Wake(msgspec.Struct, frozen=True, tag="wake"):
+    """Another rank is at the next step: come, too."""
+
+
+class Go(msgspec.Struct, frozen=True, tag="go"):
+    """All have come: the step takes so long; whether another one follows at once."""
+
+    duration_s: float
+    more: bool
+
+
+_encode = msgspec.json.encode
+_decode = msgspec.json.Decoder(Union[Come, Wake, Go]).decode
+
+
+class Lockstep:
+    """`start`, then `meet` for each step, in which nobody needs to wait in a group of one."""
+
+    def __init__(self, group: Group, wake: Callable[[], None]) -> None:
+        """`wake` is called when another rank waits for this one."""
+        self.running = False  # the group takes steps
+        self.dummies = 0  # steps that this rank computed nothing in
+        self._group, self._wake = group, wake
+        self._come: dict[int, Come] = {}  # at the first rank: who is at the step
+        self._peers: dict[int, asyncio.StreamWriter] = {}
+        self._complete, self._ended = asyncio.Event(), asyncio.Event()
+        self._met: asyncio.Future[Go] | None = None
+        self._server: asyncio.Server | None = None
+        self._reader: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Returns when all ranks are connected. Raises OSError."""
+        host, port = self._group.host, self._group.port
+        if self._group.size == 1:
+            return
+        if self._group.rank == 0:
+            self._server = await asyncio.start_server(self._serve, host, port)
+            await self._complete.wait()
+            return
+        while True:
+            with contextlib.suppress(OSError):
+                reader, writer = await asyncio.open_connection(host, port)
+                break
+            await asyncio.sleep(_CONNECT_EVERY_S)
+        self._peers[0] = writer
+        self._send(0, self._group.rank)
+        await reader.readline()  # all are there
+        self._reader = asyncio.create_task(self._follow(reader), name="sim-lockstep")
+
+    async def meet(self, duration_s: float, works: bool) -> float:
+        """Wait until all ranks are at this step. Returns how long it takes, seconds. Raises EngineDead."""
+        self.dummies += not works
+        self._met = met = asyncio.get_running_loop().create_future()
+        self.running = True
+        if self._group.rank == 0:
+            self._arrived(0, Come(duration_s, works))
+        else:
+            self._send(0, Come(duration_s, works))
+        ended = asyncio.create_task(self._ended.wait())
+        try:
+            await asyncio.wait((met, ended), return_when=asyncio.FIRST_COMPLETED)
+            if not met.done():
+                raise EngineDead("another rank of its group has ended")
+            go: Go = met.result()
+            self.running = go.more
+            return go.duration_s
+        finally:
+            ended.cancel()
+            self._met = None
+
+    async def met(self) -> None:
+        """Returns when no step waits for another rank: an engine that waits answers nothing. Raises EngineDead."""
+        while self._met is not None and not self._met.done() and not self._ended.is_set():
+            await asyncio.wait({self._met}, timeout=_CONNECT_EVERY_S)
+
+    async def close(self) -> None:
+        for peer in self._peers.values():
+            peer.close()
+        if self._server is not None:
+            self._server.close()
+        if self._reader is not None:
+            self._reader.cancel()
+            await asyncio.gather(self._reader, return_exceptions=True)
+
+    def _arrived(self, rank: int, come: Come) -> None:
+        if not self._come:
+            for peer in self._peers:
+                if peer != rank:
+                    self._send(peer, Wake())
+            if rank != 0:
+                self._woken()
+        self._come[rank] = come
+        if len(self._come) == self._group.size:
+            everybody = self._come.values()
+            go = Go(max(one.duration_s for one in everybody), any(one.works for one in everybody))
+            self._come = {}
+            for peer in self._peers:
+                self._send(peer, go)
+            self._go(go)
+
+    def _woken(self) -> None:
+        self.running = True
+        self._wake()
+
+    def _go(self, go: Go) -> None:
+        if self._met is not None and not self._met.done():
+            self._met.set_result(go)
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(ConnectionError, ValueError):
+            rank = int(await reader.readline())
+            self._peers[rank] = writer
+            if len(self._peers) == self._group.size - 1:
+                for peer in self._peers:
+                    self._send(peer, "complete")
+                self._complete.set()
+            while line := await reader.readline():
+                message = _decode(line)
+                assert isinstance(message, Come)
+                self._arrived(rank, message)
+        self._end()
+
+    async def _follow(self, reader: asyncio.StreamReader) -> None:
+        with contextlib.suppress(ConnectionError):
+            while line := await reader.readline():
+                match _decode(line):
+                    case Go() as go:
+                        self._go(go)
+                    case Wake():
+                        self._woken()
+        self._end()
+
+    def _end(self) -> None:
+        self._ended.set()
+        self._wake()
+        for peer in self._peers.values():
+            peer.close()
+
+    @property
+    def ended(self) -> bool:
+        return self._ended.is_set()
+
+    def _send(self, rank: int, message: object) -> None:
+        self._peers[rank].write(_encode(message) + b"\n")
