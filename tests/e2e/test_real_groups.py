@@ -108,12 +108,6 @@ class TestDecodeGroup:
 
         fleet.until(lambda: max(cores().values()) < 2 * IDLE_CORES, "engines that have no requests use no core")
 
-    def test_fleet_is_paused_and_goes_on(self, fleet: RunningFleet, truth: list[list[int]]) -> None:
-        for mode in ("wait", "keep"):
-            assert fleet.http.post("/pause", params={"mode": mode}).status_code == 200
-            assert fleet.http.post("/resume").status_code == 200
-        assert whole(fleet) == truth
-
     @pytest.mark.parametrize("victim", ["rank 0", "rank 1", "engine 1", "coordinator"])
     def test_group_ends_as_one_and_no_client_notices(
         self, fleet: RunningFleet, truth: list[list[int]], victim: str
