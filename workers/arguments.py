@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from orchestrator.config.engine_args import check_stages, engine_args
+from orchestrator.config.engine_args import check_arguments, check_simulated, engine_args
 from orchestrator.config.settings import (
     Config,
     ConfigError,
@@ -79,11 +79,13 @@ def parse(role: Role, arguments: list[str], fleets: Version | None = None) -> Wo
     of_engine = engine_args(config, role)
     if config.engine == "vllm":
         of_engine |= vllm_arguments(passed_through)
-        check_stages(of_engine, role)
+        check_arguments(config, of_engine, "workers.engine_args", role)
     elif passed_through:
         raise ConfigError(
             f"{passed_through[0]}: unknown argument; the simulated engine is set up by `sim:` in the --config file"
         )
+    else:
+        check_simulated(config.sim)
     worker_id = _generated_id() if options.id is None else check_name("--id", options.id)
     ranks = _ranks(options, worker_id, of_engine.get("data_parallel_size", 1))
     bind = options.bind or config.workers.bind

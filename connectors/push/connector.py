@@ -25,6 +25,7 @@ from connectors.push.metadata import PushMetadata, PushStats
 from connectors.push.scheduler import PushScheduler
 from connectors.push.wire import Endpoint
 from connectors.push.worker import PushWorker
+from connectors.unsupported import unsupported
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -52,25 +53,15 @@ class PushConnector(NixlPushConnector):
         """Raises ValueError for a setting with which KV would be lost or wrong. It names the setting and the fix."""
         model, parallel, kv = vllm_config.model_config, vllm_config.parallel_config, vllm_config.kv_transfer_config
         assert kv is not None
-        for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
-            if (ranks := getattr(parallel, name)) > 1:
-                raise ValueError(f"{name}: KV can be pushed from and to whole sequences only, expected 1, got {ranks}")
-        if parallel.use_ubatching and kv.get_from_extra_config("transfer", "") == "layer":
-            raise ValueError(
-                "kv.transfer: by layer it would ship the blocks of both batches of enable_dbo at each; choose auto"
-            )
-        if model.enable_sleep_mode:
-            raise ValueError(
-                "enable_sleep_mode: sleep would free KV memory that other engines write to; remove it, and scale the "
-                "fleet instead"
-            )
-        if vllm_config.aux_output_config.enabled:
-            raise ValueError(
-                "aux_output_config.enable_return_routed_experts: the experts of a prompt are not pushed with its KV; "
-                "remove it"
-            )
-        if vllm_config.attention_config.hisparse_config is not None:
-            raise ValueError("attention_config.hisparse_config: KV in host memory cannot be pushed; remove it")
+        names = ("decode_context_parallel_size", "prefill_context_parallel_size")
+        settings = {name: getattr(parallel, name) for name in names} | {
+            "enable_dbo": parallel.use_ubatching,
+            "enable_sleep_mode": model.enable_sleep_mode,
+            "aux_output_config": {"enable_return_routed_experts": vllm_config.aux_output_config.enabled},
+            "attention_config": {"hisparse_config": vllm_config.attention_config.hisparse_config},
+        }
+        if (found := unsupported(settings, kv.get_from_extra_config("transfer", ""))) is not None:
+            raise ValueError(": ".join(found))
         device = current_platform.device_type
         if device not in ("cpu", "cuda"):
             raise ValueError(f"device {device}: KV can be pushed from CUDA devices and CPUs only")

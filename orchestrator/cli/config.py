@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import contextlib
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,8 +16,10 @@ from orchestrator.cli.handle import OUT, JsonOption, NamespaceOption, SetOption,
 from orchestrator.cli.look.views import config_keys, keys_view, plain
 from orchestrator.config.access import SECRETS
 from orchestrator.config.engine_args import check_engine_args
-from orchestrator.config.settings import Config, Refused, load_config, read_tree
+from orchestrator.config.files import CONFIG_BYTES, read_plain_file
+from orchestrator.config.settings import Config, ConfigError, Refused, load_config, read_tree
 from orchestrator.config.values import masked
+from orchestrator.config.yaml_text import line_of
 from orchestrator.launch.host.machine import find_cores, find_gpus
 
 app = typer.Typer()
@@ -27,8 +30,7 @@ app.add_typer(config_app, name="config")
 @config_app.command("check")
 def config_check(file: Annotated[Path, typer.Argument()], set_: SetOption = None, as_json: JsonOption = False) -> None:
     """Check a file without starting anything."""
-    parsed = load_config(file, set_)
-    check_engine_args(parsed)
+    parsed = checked(file, set_ or ())
     shape = f"{parsed.workers.prefill.replicas}P{parsed.workers.decode.replicas}D"
     if as_json:
         print_json({"ok": True, "fleet": shape, "engine": parsed.engine, "model": parsed.model})
@@ -167,3 +169,27 @@ workers:
 #   ttft_s: 2.0
 #   tpot_s: 0.1
 """
+
+
+def checked(path: Path, overrides: Sequence[str] = ()) -> Config:
+    """The configuration of a file with `a.b=value` overrides. Raises ConfigError for whatever these alone
+    decide, without the model, the machine or vLLM."""
+    with located(path, overrides):
+        config = load_config(path, list(overrides))
+        check_engine_args(config)
+    return config
+
+
+@contextlib.contextmanager
+def located(path: Path, overrides: Sequence[str] = ()) -> Iterator[None]:
+    """Puts the file and the line before a ConfigError about a key that the file gives, and no override."""
+    try:
+        yield
+    except ConfigError as error:
+        key, colon, _ = str(error).partition(": ")
+        given = [override.partition("=")[0] for override in overrides]
+        if not colon or any(f"{key}.".startswith(f"{name}.") for name in given):
+            raise
+        if line := line_of(read_plain_file(path, CONFIG_BYTES), key):
+            raise ConfigError(f"{path}, line {line}: {error}") from None
+        raise

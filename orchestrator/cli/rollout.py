@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import msgspec
 import typer
 
+from orchestrator.cli.config import checked
 from orchestrator.cli.handle import (
     OUT,
     FleetHandle,
@@ -72,6 +73,8 @@ def rollout_command(
     if abort == (config is not None):
         raise Refused("expected CONFIG, or --abort and no CONFIG")
     tree = overridden(read_tree(config), set_ or []) if config is not None else {}
+    if config is not None:
+        checked(config, set_ or ())
     handle = find_fleet(namespace or tree.get("namespace"), redis)
     show = print_json if as_json else _print
     if config is None:

@@ -7,9 +7,10 @@ from typing import Annotated
 
 import typer
 
+from orchestrator.cli.config import checked
 from orchestrator.cli.detach import start_detached
 from orchestrator.cli.handle import JsonOption, SetOption
-from orchestrator.config.settings import Refused, load_config
+from orchestrator.config.settings import Refused
 from orchestrator.launch.console import Console
 from orchestrator.launch.launcher import launch
 
@@ -35,7 +36,7 @@ def up(
             "--json: with --detach only; an attached fleet's lines are a person's, see `orchestrator status --json`"
         )
     file = config or DEMO_FILE
-    parsed = load_config(file, set_)
+    parsed = checked(file, set_ or ())
     if config is None and not as_json:
         print(f"No file is named: this is the demo, {file}", flush=True)
     if detach:

@@ -16,10 +16,11 @@ from typing import Any
 
 import msgspec
 
+from connectors.unsupported import unsupported
 from orchestrator.config.access import API_KEY, OPERATOR_KEY
 from orchestrator.config.explain import missing
 from orchestrator.config.server_args import check_server_args
-from orchestrator.config.settings import Config, ConfigError, PoolConfig
+from orchestrator.config.settings import Config, ConfigError, PoolConfig, SimConfig
 from orchestrator.config.values import KEY_IS, is_key
 from orchestrator.types import Role
 
@@ -140,7 +141,10 @@ def _text(value: object) -> str:
 
 
 def check_engine_args(config: Config) -> None:
-    """Raises ConfigError for a name that no engine knows, and for a value that the two roles must share but do not."""
+    """Raises ConfigError for everything about the engines that the configuration alone decides: a name that none knows,
+    a setting with which KV would be lost, and a value that the two roles must share but do not."""
+    if config.engine == "sim":
+        check_simulated(config.sim)
     workers = config.workers
     sections = {
         "workers.engine_args": workers.engine_args,
@@ -148,14 +152,11 @@ def check_engine_args(config: Config) -> None:
         "workers.decode.engine_args": workers.decode.engine_args,
     }
     for section, arguments in sections.items():
-        for name in arguments:
-            if name in _RESERVED:
-                raise ConfigError(f"{section}.{name}: is set by the fleet; use the key {_RESERVED[name]} instead")
-            if name.startswith("data_parallel_") and name != _GROUP:
-                raise ConfigError(f"{section}.{name}: is set by the fleet; set {_GROUP} alone")
-        _check_names(section, arguments, _engine_names())
-    if workers.decode.replicas:
-        check_stages(engine_args(config, Role.DECODE), Role.DECODE)
+        check_arguments(config, arguments, section)
+    for role in Role:
+        check_environment(environment(config, role))
+        if pool(config, role).replicas:
+            check_arguments(config, engine_args(config, role), "workers.engine_args", role)
     _check_groups(config)
     check_server_args(config)
     _check_names("frontend.server_args", config.frontend.server_args, _engine_names() | _server_names())
@@ -167,6 +168,30 @@ def check_engine_args(config: Config) -> None:
                     f"workers.prefill.engine_args.{name}: is {prefill.get(name)!r}, but decode workers have "
                     f"{decode.get(name)!r}; set it once, in workers.engine_args"
                 )
+
+
+def check_arguments(config: Config, arguments: Mapping[str, Any], section: str, role: Role | None = None) -> None:
+    """Raises ConfigError for engine arguments with which no worker, or none that begins in `role`, can serve."""
+    for name in arguments:
+        if name in _RESERVED:
+            raise ConfigError(f"{section}.{name}: is set by the fleet; use the key {_RESERVED[name]} instead")
+        if name.startswith("data_parallel_") and name != _GROUP:
+            raise ConfigError(f"{section}.{name}: is set by the fleet; set {_GROUP} alone")
+    _check_names(section, arguments, _engine_names())
+    if (found := unsupported(arguments, config.kv.transfer)) is not None:
+        key, why = found
+        raise ConfigError(f"{key if key == 'kv.transfer' else f'{section}.{key}'}: {why}")
+    if role is not None:
+        check_stages(arguments, role)
+
+
+def check_simulated(sim: SimConfig) -> None:
+    """Raises ConfigError where the longest sequence of a simulated engine does not fit in its blocks."""
+    capacity, longest = sim.blocks * sim.block_size, sim.max_model_len
+    if longest > capacity:
+        raise ConfigError(
+            f"sim.max_model_len: expected at most {capacity} (sim.blocks x sim.block_size), got {longest}"
+        )
 
 
 def _check_names(section: str, arguments: Mapping[str, Any], known: frozenset[str]) -> None:

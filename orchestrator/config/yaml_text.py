@@ -32,6 +32,25 @@ def load_yaml(text: str) -> Any:
         raise NotYaml(why, where.line + 1 if where else 0) from None
 
 
+def line_of(text: str, key: str) -> int:
+    """The line, from 1, of `a.b.c` in YAML that `load_yaml` takes, or of the part of it that is there: `a.b` where c is
+    not. 0 where nothing of it is."""
+    import yaml
+
+    try:
+        node, line = _loader()(text).get_single_node(), 0
+    except (yaml.YAMLError, ValueError, RecursionError):
+        return 0
+    for part in key.split("."):
+        if not isinstance(node, yaml.MappingNode):
+            break
+        found = next(((name, value) for name, value in node.value if name.value == part), None)
+        if found is None:
+            break
+        line, node = found[0].start_mark.line + 1, found[1]
+    return line
+
+
 _MOST_VALUES = 100_000
 
 

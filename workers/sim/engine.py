@@ -12,7 +12,8 @@ import time
 import uuid
 from typing import Any
 
-from orchestrator.config.settings import ConfigError, KVConfig, SimConfig
+from orchestrator.config.engine_args import check_simulated
+from orchestrator.config.settings import KVConfig, SimConfig
 from orchestrator.policy.prefix_keys import prefix_keys, salt_of
 from orchestrator.types import EngineIdentity, EngineSpeed, KVEndpoint
 from orchestrator.wire.messages import PROTOCOL_VERSION, MessageError
@@ -64,12 +65,7 @@ class SimEngine:
         group: Group = Group(),
     ) -> None:
         """Raises ConfigError if the longest sequence does not fit in the blocks."""
-        capacity = config.blocks * config.block_size
-        if config.max_model_len > capacity:
-            raise ConfigError(
-                f"sim.max_model_len: expected at most {capacity} (sim.blocks x sim.block_size), "
-                f"got {config.max_model_len}"
-            )
+        check_simulated(config)
         self._config, self._model = config, model
         self._engine_id = engine_id or f"sim-{uuid.uuid4().hex[:12]}"
         self._host, self._port, self._advertise = kv_host, kv_port, kv_advertise or kv_host

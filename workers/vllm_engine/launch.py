@@ -41,15 +41,7 @@ _CPU_KV_CACHE_BYTES = 1 << 30
 _environment = threading.Lock()
 _BIND = "VLLM_CPU_OMP_THREADS_BIND"  # the cores of each rank's threads; "nobind": whichever the process may use
 _THREADS = "OMP_NUM_THREADS"
-_OWN, _OFFLOADS = "is set by the worker itself", "vLLM would put its own KV connector in place of the fleet's"
 # Before vLLM makes its configuration of them: it would fail with a line about something else.
-_REFUSED = {
-    "model": _OWN,
-    "kv_transfer_config": _OWN,
-    "kv_offloading_size": _OFFLOADS,
-    "kv_offloading_backend": _OFFLOADS,
-    "enable_return_routed_experts": "the experts of prompts that another worker computed are not transferred",
-}
 _GROUP_ARGS = "data_parallel_"  # all but the size say where a rank is in its group, which the worker is told
 _KV_SECRET = "PD_KV_SECRET_KEY"  # read by connectors/handshake.py in the engine's processes
 
@@ -84,24 +76,14 @@ def build_config(
     prefix_events: bool = False,
     group: Group = Group(),
 ) -> VllmConfig:
-    """Raises ValueError (vLLM's) for arguments that contradict each other, TypeError for unknown ones."""
-    args = dict(engine_args)
-    unknown = sorted(set(args) - set(AsyncEngineArgs.__dataclass_fields__))
-    if unknown:
-        raise ValueError(f"workers.engine_args.{unknown[0]}: not an engine argument of this vLLM")
-    for name, why in _REFUSED.items():
-        if args.get(name) not in (None, False):
-            raise ValueError(f"workers.engine_args.{name}: {why}; remove it")
-    args = {name: _section(name, value) for name, value in args.items()}
+    """`engine_args`: those that `check_arguments` takes. Raises ValueError (vLLM's) where they do not fit."""
+    args = {name: _section(name, value) for name, value in engine_args.items()}
     size = args.pop("data_parallel_size", 1)
     if size != group.size:
         raise ValueError(
             f"workers.engine_args.data_parallel_size: {size} ranks, but this worker is one of a group of {group.size}; "
             "start one worker for each rank, with --ranks"
         )
-    for name in args:
-        if name.startswith(_GROUP_ARGS):
-            raise ValueError(f"workers.engine_args.{name}: is set by the worker itself; remove it")
     args.setdefault("scheduling_policy", "priority")  # frontends order the waiting requests, see `requests`
     args.setdefault("enable_logging_iteration_details", True)  # each step's duration
     if prefix_events and args.get("enable_prefix_caching") is not False:

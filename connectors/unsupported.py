@@ -1,0 +1,47 @@
+"""Settings with which KV would be lost or wrong, whatever the model. Imports no vLLM: commands ask before it loads."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+_CONTEXT = "KV can be pushed from and to whole sequences only, expected 1, got {}"
+_EXPERTS = "the experts of a prompt are not pushed with its KV; remove it"
+_OFFLOADS = "vLLM would put its own KV connector in place of the fleet's; remove it"
+# vLLM's engine arguments.
+_AT_MOST_ONE = {
+    "decode_context_parallel_size": _CONTEXT,
+    "prefill_context_parallel_size": _CONTEXT,
+}
+_UNSET = {
+    "kv_offloading_size": _OFFLOADS,
+    "kv_offloading_backend": _OFFLOADS,
+    "enable_return_routed_experts": _EXPERTS,
+    "aux_output_config.enable_return_routed_experts": _EXPERTS,
+    "attention_config.hisparse_config": "KV in host memory cannot be pushed; remove it",
+    "enable_sleep_mode": (
+        "sleep would free KV memory that other engines write to; remove it, and scale the fleet instead"
+    ),
+}
+
+
+def unsupported(arguments: Mapping[str, Any], transfer: str) -> tuple[str, str] | None:
+    """The first engine argument, or key of the configuration, that cannot be served with, and why, with the mend.
+
+    `transfer`: kv.transfer. Values of another type than vLLM's are left for vLLM to refuse.
+    """
+    for name, why in _AT_MOST_ONE.items():
+        value = arguments.get(name)
+        if isinstance(value, int) and value > 1:
+            return name, why.format(value)
+    for name, why in _UNSET.items():
+        section, _, part = name.partition(".")
+        value = arguments.get(section)
+        if part:
+            value = value.get(part) if isinstance(value, Mapping) else None
+        if value not in (None, False):
+            return name, why
+    batches = arguments.get("ubatch_size")
+    if transfer == "layer" and (arguments.get("enable_dbo") or (isinstance(batches, int) and batches > 1)):
+        return "kv.transfer", "by layer it would ship the blocks of both batches of enable_dbo at each; choose auto"
+    return None

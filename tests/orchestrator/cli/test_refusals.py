@@ -1,0 +1,116 @@
+"""What the file alone decides is refused by every command before any process starts, with the line of the key."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from support_wait import DEADLINE_S
+
+from orchestrator.cli.config import checked
+from orchestrator.config.settings import ConfigError
+from orchestrator.config.yaml_text import line_of
+from orchestrator.types import Role
+from workers.arguments import parse
+
+ENGINE = "workers.engine_args"
+REFUSED = [
+    ("data_parallel_rank: 1", f"{ENGINE}.data_parallel_rank: is set by the fleet; set data_parallel_size alone"),
+    ("decode_context_parallel_size: 2", f"{ENGINE}.decode_context_parallel_size: .* whole sequences only, .* got 2"),
+    ("prefill_context_parallel_size: 4", f"{ENGINE}.prefill_context_parallel_size: .*expected 1, got 4"),
+    ("enable_sleep_mode: true", f"{ENGINE}.enable_sleep_mode: sleep would free KV memory .*; remove it"),
+    ("kv_offloading_size: 4", f"{ENGINE}.kv_offloading_size: vLLM would put its own .*; remove it"),
+    ("kv_offloading_backend: lmcache", f"{ENGINE}.kv_offloading_backend: vLLM would put .*; remove it"),
+    ("enable_return_routed_experts: true", f"{ENGINE}.enable_return_routed_experts: the experts of .*; remove it"),
+    (
+        "aux_output_config: {enable_return_routed_experts: true}",
+        f"{ENGINE}.aux_output_config.enable_return_routed_experts: the experts of .*; remove it",
+    ),
+    ("attention_config: {hisparse_config: {}}", f"{ENGINE}.attention_config.hisparse_config: KV in host .*; remove it"),
+    ("kv_transfer_config: {}", f"{ENGINE}.kv_transfer_config: is set by the fleet; use the key kv.transfer"),
+    ("no_such_argument: 1", f"{ENGINE}.no_such_argument: not an argument of this vLLM"),
+    ("pipeline_parallel_size: 2", r"workers\.decode\.engine_args\.pipeline_parallel_size: expected 1, got 2"),
+]
+
+
+def written(tmp_path: Path, argument: str, more: str = "") -> Path:
+    file = tmp_path / "fleet.yaml"
+    file.write_text(f"model: demo\nredis: {{url: 'redis://h'}}\nworkers:\n  engine_args:\n    {argument}\n{more}")
+    return file
+
+
+@pytest.mark.parametrize(("argument", "line"), REFUSED)
+def test_engine_arguments_are_refused_alike(tmp_path: Path, argument: str, line: str) -> None:
+    file = written(tmp_path, argument)
+    if "no_such" in argument or "pipeline" in argument:
+        pytest.importorskip("vllm")
+    with pytest.raises(ConfigError, match=rf"fleet\.yaml, line {5 if ENGINE in line else 3}: {line}"):
+        checked(file)
+    with pytest.raises(ConfigError, match=line):
+        parse(Role.DECODE, ["--config", str(file)])
+
+
+@pytest.mark.parametrize(
+    ("more", "line"),
+    [
+        ("kv:\n  transfer: layer\n", "line 7: kv.transfer: by layer .*enable_dbo.*; choose auto"),
+        ("kv: {transfer: chunk}\n", ""),
+    ],
+)
+def test_overlapping_batches_are_refused_by_layer_only(tmp_path: Path, more: str, line: str) -> None:
+    file = written(tmp_path, "enable_dbo: true", more)
+    if line:
+        with pytest.raises(ConfigError, match=line):
+            checked(file)
+    else:
+        checked(file)
+
+
+def test_what_is_switched_off_is_taken(tmp_path: Path) -> None:
+    checked(
+        written(tmp_path, "{enable_return_routed_experts: false, kv_offloading_size: null, enable_sleep_mode: false}")
+    )
+
+
+def test_environment_that_unpickles_is_refused(tmp_path: Path) -> None:
+    file = written(tmp_path, "dtype: float32", '  env: {VLLM_ALLOW_INSECURE_SERIALIZATION: "1"}\n')
+    with pytest.raises(ConfigError, match="VLLM_ALLOW_INSECURE_SERIALIZATION: .*; unset it"):
+        checked(file)
+
+
+def test_sequence_of_a_simulated_engine_must_fit(tmp_path: Path) -> None:
+    file = written(tmp_path, "dtype: float32", "engine: sim\nsim:\n  blocks: 10\n  max_model_len: 400\n")
+    with pytest.raises(ConfigError, match="line 9: sim.max_model_len: expected at most 160"):
+        checked(file)
+
+
+def test_override_is_not_looked_for_in_the_file(tmp_path: Path) -> None:
+    file = written(tmp_path, "enable_sleep_mode: false")
+    with pytest.raises(ConfigError, match=f"^{ENGINE}.enable_sleep_mode: sleep"):
+        checked(file, [f"{ENGINE}.enable_sleep_mode=true"])
+
+
+def test_line_of_a_key_or_of_what_is_there_of_it() -> None:
+    text = "a:\n  b: 1\n  c: &x\n    d: 2\ne: *x\n"
+    found = {key: line_of(text, key) for key in ("a", "a.b", "a.c.d", "a.c.z", "a.b.z", "e.d", "z", "z.a")}
+    assert found == {"a": 1, "a.b": 2, "a.c.d": 4, "a.c.z": 3, "a.b.z": 2, "e.d": 4, "z": 0, "z.a": 0}
+    assert line_of("{", "a") == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", [["config", "check"], ["up"], ["rollout"]])
+def test_commands_start_nothing(tmp_path: Path, command: list[str]) -> None:
+    file = written(tmp_path, "enable_sleep_mode: true")
+    done = subprocess.run(
+        [sys.executable, "-X", "importtime", "-m", "orchestrator.cli.main", *command, str(file)],
+        capture_output=True, text=True, timeout=DEADLINE_S, env={"XDG_RUNTIME_DIR": str(tmp_path)}, check=False,
+    )  # fmt: skip
+    said = [line for line in done.stderr.splitlines() if not line.startswith("import time:")]
+    assert done.returncode == 2 and done.stdout == ""
+    assert said == [
+        line for line in said if line.startswith(f"orchestrator: {file}, line 5: {ENGINE}.enable_sleep_mode")
+    ]
+    assert len(said) == 1 and "| vllm" not in done.stderr and "| torch" not in done.stderr
+    assert list(tmp_path.iterdir()) == [file]
