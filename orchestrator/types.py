@@ -311,12 +311,13 @@ class Offered(msgspec.Struct, frozen=True):
 
 
 class DesiredRatio(msgspec.Struct, frozen=True):
-    """How many workers of each role there should be, who set it, and when (unix seconds)."""
+    """How many workers of each role there should be, who set it, when (unix seconds), and why (empty for people)."""
 
     prefill: int
     decode: int
     set_by: str = ""
     set_at: float = 0.0
+    why: str = ""
 
 
 def engine_key(request_id: str, attempt: int) -> str:

@@ -245,7 +245,7 @@ class FleetProcesses:
         """Change the size, unless somebody else has set one meanwhile. Raises RedisAway."""
         if resize is None:
             return
-        was, wanted = self.desired, DesiredRatio(resize.prefill, resize.decode, "objectives")
+        was, wanted = self.desired, DesiredRatio(resize.prefill, resize.decode, "objectives", why=resize.why)
         if await self._registry.steer(Seen.ratio(was), desired=wanted) is not None:
             sizes = f"{was.prefill}P{was.decode}D -> {wanted.prefill}P{wanted.decode}D"
             log.info("scale: %s: %s", sizes, resize.why)

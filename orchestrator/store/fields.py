@@ -148,7 +148,7 @@ def desired_ratio(values: list[bytes]) -> DesiredRatio | None:
     """The ratio that the registry's function `desired` returns, if any."""
     if not values:
         return None
-    return DesiredRatio(int(values[0]), int(values[1]), text(values[2]), float(values[3]))
+    return DesiredRatio(int(values[0]), int(values[1]), text(values[2]), float(values[3]), text(values[4]))
 
 
 def orders_of(role: str | None, drain: str | None, sequence: str | None) -> WorkerOrders:

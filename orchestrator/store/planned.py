@@ -151,7 +151,7 @@ def plan(
     what: dict[str, Any] = msgspec.to_builtins(seen)
     what["orders"] = [(kind, member_id, *order_field(order)) for member_id, order in orders.items()]
     if desired is not None:
-        what["desired"] = (desired.prefill, desired.decode, desired.set_by)
+        what["desired"] = (desired.prefill, desired.decode, desired.set_by, desired.why)
     if holder is not None:
         what["entry"] = member("launcher", holder.id, holder.ttl_s, False, [], launcher_to_fields(holder.held))
         what["claims"] = [role.value for role in holder.claims]

@@ -261,7 +261,8 @@ class Registry:
         known = [ratio for ratio in (found, held, self._told) if ratio is not None]
         newest = max(known, key=lambda ratio: ratio.set_at, default=None)
         if newest is not None and newest is not found:
-            await self._call("restore_desired", newest.prefill, newest.decode, newest.set_by, f"{newest.set_at:.6f}")
+            set_at = f"{newest.set_at:.6f}"
+            await self._call("restore_desired", newest.prefill, newest.decode, newest.set_by, set_at, newest.why)
         return newest
 
     # ---- events ------------------------------------------------------------------------------------------------

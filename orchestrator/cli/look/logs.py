@@ -115,7 +115,8 @@ def describe_event(event: Event) -> str:
         case "flipped":
             return f"{who} changed from {fields.get('from')} to {fields.get('to')}"
         case "scaled":
-            return f"desired: {fields.get('prefill')} prefill, {fields.get('decode')} decode, by {fields.get('by')}"
+            said = f"desired: {fields.get('prefill')} prefill, {fields.get('decode')} decode, by {fields.get('by')}"
+            return said + (f": {fields['why']}" if fields.get("why") else "")
         case "retried":
             return f"{fields.get('count')} requests retried by {fields.get('frontend')}: {fields.get('why')}"
         case "repaired":

@@ -15,7 +15,7 @@ from textual.screen import ModalScreen
 from textual.widgets import DataTable, Footer, Input, Label, Sparkline, Static
 
 from orchestrator.cli.look.frontend import client, fleet_stream, stream_errors
-from orchestrator.cli.look.views import STATE_STYLE, blocks_bar
+from orchestrator.cli.look.views import STATE_STYLE, blocks_bar, set_by
 
 _AGAIN_S = 1.0  # between two attempts to reach a frontend
 _SPARK_POINTS = 60
@@ -161,7 +161,7 @@ class Top(App[None]):
         said = Text(sample["model"], style="bold", no_wrap=True, overflow="ellipsis")
         said.append(f"  {len(sample['workers'])} workers", "default")
         if desired:
-            said.append(f"  desired {desired['prefill']}P{desired['decode']}D ({desired['set_by']})", "default")
+            said.append(f"  desired {desired['prefill']}P{desired['decode']}D ({set_by(desired)})", "default")
         said.append(f"  {queue['tokens']} tokens queued" if queue else "  Redis is away", "default" if queue else "red")
         return said.append(f"  by {self._sort}" + (f"  /{self._filter}" if self._filter else ""), "dim")
 

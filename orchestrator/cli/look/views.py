@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import time
 import types
 import typing
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ from rich.text import Text
 
 STATE_STYLE = {"ready": "green", "draining": "yellow", "unreachable": "red"}
 _BAR_CELLS = 6
+_AGES = ((86_400, "d"), (3600, "h"), (60, "min"), (1, "s"))
 
 
 def fleet_view(seen: dict[str, Any]) -> RenderableType:
@@ -53,7 +55,7 @@ def fleet_view(seen: dict[str, Any]) -> RenderableType:
         lines.append(Text("no frontend answers: loads are not known", style="yellow"))
     lines.append(Text(_queue_line(queue)))
     if desired:
-        lines.append(Text(f"desired: {desired['prefill']} prefill, {desired['decode']} decode, by {desired['set_by']}"))
+        lines.append(Text(f"desired: {desired['prefill']} prefill, {desired['decode']} decode, {set_by(desired)}"))
     if rollout := seen.get("rollout"):
         if rollout["phase"] != "done":
             lines.append(Text(_rollout_line(rollout, seen["workers"]), style="yellow"))
@@ -179,6 +181,14 @@ def blocks_bar(share: float) -> str:
 
 def _count(number: int | None) -> str:
     return "-" if number is None else str(number)
+
+
+def set_by(desired: dict[str, Any], now: float | None = None) -> str:
+    """Who set the desired ratio, how long ago, and why. `now`: unix seconds."""
+    age_s = max(0.0, (time.time() if now is None else now) - desired["set_at"])
+    size, unit = next(((size, unit) for size, unit in _AGES if age_s >= size), _AGES[-1])
+    why = f": {desired['why']}" if desired.get("why") else ""
+    return f"by {desired['set_by']} {age_s // size:.0f} {unit} ago{why}"
 
 
 def _queue_line(queue: dict[str, int] | None) -> str:

@@ -65,7 +65,8 @@ function show() {
   $("queue-requests").textContent = queue ? queue.requests : "–";
   $("queue-detail").textContent = queue ? `${queue.tokens} tokens, ${queue.claimed} claimed` : "Redis is away";
   $("desired").textContent = desired
-    ? `desired: ${desired.prefill} prefill, ${desired.decode} decode (${desired.set_by})` : "";
+    ? `desired: ${desired.prefill} prefill, ${desired.decode} decode (${desired.set_by}` +
+      ` ${new Date(desired.set_at * 1000).toLocaleTimeString()}${desired.why ? ": " + desired.why : ""})` : "";
   for (const role of ["prefill", "decode"]) {
     const field = $("scale").elements[role];
     if (desired && document.activeElement !== field && !field.dataset.typed) field.value = desired[role];

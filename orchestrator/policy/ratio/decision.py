@@ -48,7 +48,7 @@ class RatioDecision(msgspec.Struct, frozen=True):
         t = self.traffic
         return (
             f"{self.before.prefill}P{self.before.decode}D -> {self.after.prefill}P{self.after.decode}D: "
-            f"bears {self.headroom_after:.2f} instead of {self.headroom_before:.2f} times what arrives: "
+            f"{self.after.why}: "
             f"{t.requests_per_s:.3g} requests/s, {t.prefill_s * 1e3:.3g} ms of prefill and "
             f"{t.output_tokens:.3g} tokens out each, steps of {t.step_s * 1e3:.3g} ms and "
             f"{t.step_s_per_sequence * 1e3:.2g} ms a sequence{self._of_links()}{self._of_caches()}"
@@ -114,18 +114,22 @@ def _max_move_to_prefill(window: Sequence[LoadSample], current: DesiredRatio, co
     return max(1, (current.decode + (current.prefill if ends_soon else 0)) // 4)
 
 
+def _times(before: float, after: float) -> str:
+    return f"{after:.2f} instead of {before:.2f} times"
+
+
 def _decision(window: Sequence[LoadSample], current: DesiredRatio, more: int, slo: SLOConfig) -> RatioDecision:
     arriving = traffic(window)
     assert arriving is not None
     caches = caches_of(window, arriving, current)
     moved = _traffic_after(arriving, caches, current, more)
-    after = DesiredRatio(current.prefill + more, current.decode - more, set_by="ratio", set_at=window[-1].at)
-    per_token = window[-1].prefill_s_per_token
+    prefill, decode, per_token = current.prefill + more, current.decode - more, window[-1].prefill_s_per_token
+    before, after = headroom(arriving, current.prefill, current.decode, slo), headroom(moved, prefill, decode, slo)
     return RatioDecision(
         before=current,
-        after=after,
-        headroom_before=headroom(arriving, current.prefill, current.decode, slo),
-        headroom_after=headroom(moved, after.prefill, after.decode, slo),
+        after=DesiredRatio(prefill, decode, "ratio", window[-1].at, f"bears {_times(before, after)} what arrives"),
+        headroom_before=before,
+        headroom_after=after,
         traffic=arriving,
         uncached=(arriving.local_s / per_token, moved.local_s / per_token) if caches is not None else None,
         kept_s=(caches.at_decode(0)[2], caches.at_decode(more)[2]) if caches is not None else None,

@@ -193,7 +193,7 @@ async def test_the_fleet_page_has_the_promised_fields(client, fleet):
     fleet.workers["d0"].connected = True
     page = (await client.get("/fleet")).json()
     assert page["model"] == "demo" and page["queue"] == {"requests": 3, "tokens": 4000, "claimed": 1}
-    assert page["desired"] == {"prefill": 1, "decode": 2, "set_by": "ratio", "set_at": 5.0}
+    assert page["desired"] == {"prefill": 1, "decode": 2, "set_by": "ratio", "set_at": 5.0, "why": ""}
     assert page["rollout"] == {"phase": "back", "old": 0, "new": 1, "why": "it cannot start", "to_restart": []}
     assert page["workers"] == [
         {

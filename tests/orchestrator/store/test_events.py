@@ -29,7 +29,7 @@ async def test_registry_logs_join_flip_and_leave(redis):
     assert [event.type for event in events] == ["joined", "flipped", "lost", "joined", "left", "scaled"]
     assert events[0].fields == {"kind": "worker", "id": "w1", "role": "prefill"}
     assert events[1].fields == {"kind": "worker", "id": "w1", "from": "prefill", "to": "decode"}
-    assert events[-1].fields == {"prefill": "2", "decode": "3", "by": "scale"}
+    assert events[-1].fields == {"prefill": "2", "decode": "3", "by": "scale", "why": ""}
     assert events[0].at <= events[-1].at
 
 

@@ -695,7 +695,7 @@ async def test_a_person_with_redis_cli_can_read_it(registry, redis):
     fields = await redis.hgetall(registry.keys.worker("a"))
     assert fields[b"role"] == b"prefill" and fields[b"state"] == b"ready" and fields[b"model"] == b"demo"
     assert fields[b"request_address"] == b"tcp://127.0.0.1:5000" and fields[b"supported_tasks"] == b"generate,embed"
-    assert set(await redis.hgetall(registry.keys.desired)) == {b"prefill", b"decode", b"set_by", b"set_at"}
+    assert set(await redis.hgetall(registry.keys.desired)) == {b"prefill", b"decode", b"set_by", b"set_at", b"why"}
     assert 0 < await redis.ttl(registry.keys.worker("a")) <= 60
 
 

@@ -14,7 +14,7 @@ from support_steering import set_desired
 from orchestrator.config.settings import Refused
 from orchestrator.store.client import Redis, connect
 from orchestrator.store.events import DesiredChanged, Resync
-from orchestrator.store.planned import PlannedWorker
+from orchestrator.store.planned import PlannedWorker, Seen
 from orchestrator.store.queue import PrefillQueue
 from orchestrator.store.registry import Registry
 from orchestrator.store.steering import Steering, comes_on_top, refuse_too_many, surplus
@@ -196,6 +196,18 @@ async def test_a_ratio_that_nobody_has_read_is_restored_by_who_was_told_of_it(re
     restored = await registry.restored(held, await registry.desired())
     assert isinstance(told, DesiredChanged) and restored == told.ratio == await registry.desired()
     assert restored is not None and (restored.prefill, restored.decode) == (3, 4)
+
+
+async def test_why_the_ratio_was_set_is_kept_until_it_is_set_again(redis: Redis) -> None:
+    registry = Registry(redis, fresh_namespace())
+    await registry.steer(Seen(), desired=DesiredRatio(2, 3, "ratio", why="bears twice as much"))
+    first = await registry.desired()
+    assert first is not None and first.why == "bears twice as much" and (await registry.read()).desired == first
+    await redis.delete(registry.keys.desired)
+    assert await registry.restored(first, None) == first == await registry.desired()
+    await set_desired(registry, 1, 2)
+    second = await registry.desired()
+    assert second is not None and second.why == ""
 
 
 async def test_a_host_whose_clock_is_behind_may_take_redis_over(redis: Redis) -> None:

@@ -66,11 +66,12 @@ local function note(prefix, ...)
   redis.call('EXPIRE', prefix .. 'noted', KEPT_S)
 end
 
--- The desired ratio as prefill, decode, by and set_at; nil where none is set that can be read.
+-- The desired ratio as prefill, decode, by, set_at and why; nil where none is set that can be read.
 local function desired_now(prefix)
-  local found = redis.pcall('HMGET', desired_key(prefix), 'prefill', 'decode', 'set_by', 'set_at')
+  local found = redis.pcall('HMGET', desired_key(prefix), 'prefill', 'decode', 'set_by', 'set_at', 'why')
   for i, pattern in ipairs({ '^%d+$', '^%d+$', '', '^%d+%.%d+$' }) do
     if not found[i] or not string.find(found[i], pattern) then return nil end
   end
+  found[5] = found[5] or ''
   return found
 end

@@ -24,21 +24,21 @@ end
 
 -- `at`: when it was set, of one that is set again; nil for now. Redis may have moved to a host whose clock is behind: what
 -- is set later has the later time all the same.
-local function write_desired(prefix, prefill, decode, by, at)
+local function write_desired(prefix, prefill, decode, by, why, at)
   local before = desired_now(prefix)
   at = at or math.max(clock(), before and tonumber(before[4]) + 0.000001 or 0)
   local key = desired_key(prefix)
   redis.call('DEL', key)
   local set_at = SECONDS:format(at)
-  redis.call('HSET', key, 'prefill', prefill, 'decode', decode, 'set_by', by, 'set_at', set_at)
+  redis.call('HSET', key, 'prefill', prefill, 'decode', decode, 'set_by', by, 'set_at', set_at, 'why', why)
   redis.call('EXPIRE', key, KEPT_S)
   -- With the ratio: who hears of it can restore it, also where it is lost before it is read.
-  local ratio = { prefill = prefill, decode = decode, set_by = by, set_at = set_at }
+  local ratio = { prefill = prefill, decode = decode, set_by = by, set_at = set_at, why = why }
   publish(prefix, { type = 'desired_changed', ratio = ratio })
-  note(prefix, 'type', 'scaled', 'prefill', prefill, 'decode', decode, 'by', by)
+  note(prefix, 'type', 'scaled', 'prefill', prefill, 'decode', decode, 'by', by, 'why', why)
 end
 
--- Returns prefill, decode, by, and when it was set; nil where none is set, or it cannot be read.
+-- Returns prefill, decode, by, when it was set, and why; nil where none is set, or it cannot be read.
 local function desired(keys) return desired_now(keys[1]) end
 
 -- args: as `desired` returns them, of the ratio that somebody has read before. Sets it again where none is set now, or an
@@ -46,7 +46,7 @@ local function desired(keys) return desired_now(keys[1]) end
 local function restore_desired(keys, args)
   local found = desired_now(keys[1])
   if found and tonumber(found[4]) >= tonumber(args[4]) then return end
-  write_desired(keys[1], args[1], args[2], args[3], tonumber(args[4]))
+  write_desired(keys[1], args[1], args[2], args[3], args[5], tonumber(args[4]))
 end
 
 -- ---- what follows from a reading -------------------------------------------------------------------------------
@@ -67,7 +67,7 @@ end
 
 -- args: a plan, as JSON: the version of the members that was read, and when the ratio that was read was set ('' for none);
 -- who decides as long as it leads; then what is to be done: orders as kind, id, field and value, the desired ratio as
--- prefill, decode and by, an entry as arguments of `put_member`, and the roles of workers whose ids that launcher claims.
+-- prefill, decode, by and why, an entry as arguments of `put_member`, and the roles of workers whose ids that launcher claims.
 -- What was not read, and not decided, is missing. All is done, and nobody sees a part of it; or nothing where what was
 -- read is not so any more. Returns the ids; nil where nothing was done.
 local function steer(keys, args)
