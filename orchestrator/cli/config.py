@@ -190,6 +190,9 @@ def located(path: Path, overrides: Sequence[str] = ()) -> Iterator[None]:
         given = [override.partition("=")[0] for override in overrides]
         if not colon or any(f"{key}.".startswith(f"{name}.") for name in given):
             raise
-        if line := line_of(read_plain_file(path, CONFIG_BYTES), key):
+        line = None
+        with contextlib.suppress(OSError):  # a file that cannot be read is what the error is about
+            line = line_of(read_plain_file(path, CONFIG_BYTES), key)
+        if line:
             raise ConfigError(f"{path}, line {line}: {error}") from None
         raise
