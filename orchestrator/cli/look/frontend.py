@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from orchestrator.cli.handle import FleetHandle, fleet_at, open_fleet
+from orchestrator.cli.handle import FleetHandle, OpenFleet, ask, fleet_at, open_fleet
 from orchestrator.config.access import OPERATOR_KEY
 from orchestrator.config.settings import Refused
 from orchestrator.wire.addresses import address_towards
@@ -104,6 +104,22 @@ async def all_frontends(ask: Callable[[], Awaitable[dict[str, Any]]]) -> list[di
         frontends = said.get("frontends", 1)
         answers[said.get("frontend", "")] = said
     return list(answers.values())
+
+
+def with_frontend(handle: FleetHandle) -> FleetHandle:
+    """The fleet with the URL of a frontend: the one that an option names or that runs here, else one that is registered
+    and answers. Raises Refused where there is none."""
+    if handle.url is not None:
+        return handle
+
+    async def find(fleet: OpenFleet) -> str:
+        registered = (await fleet.registry.frontends()).values()
+        for url in reachable([frontend.url for frontend in registered], handle.redis_url or ""):
+            if await get(handle, url, "/fleet") is not None:
+                return url
+        raise Refused(f"no frontend of fleet {handle.namespace!r} answers; name one with --url")
+
+    return msgspec.structs.replace(handle, url=ask(handle, find))
 
 
 async def fleet_status(handle: FleetHandle) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from typing import Any
 import typer
 
 from orchestrator.cli.handle import JsonOption, NamespaceOption, RedisOption, UrlOption, find_fleet, print_json
-from orchestrator.cli.look.frontend import fleet_status, fleet_stream, operator_key, stream_errors
+from orchestrator.cli.look.frontend import fleet_status, fleet_stream, operator_key, stream_errors, with_frontend
 from orchestrator.config.explain import missing
 from orchestrator.config.settings import Refused
 
@@ -22,9 +22,8 @@ def top(
     namespace: NamespaceOption = None, redis: RedisOption = None, url: UrlOption = None, as_json: JsonOption = False
 ) -> None:
     """Show the fleet live in the terminal; keys sort, filter, change roles and drain. With --json, print one sample."""
-    handle = find_fleet(namespace, redis, url)
-    if handle.url is None:
-        raise Refused("no frontend is known to ask; name one with --url")
+    handle = with_frontend(find_fleet(namespace, redis, url))
+    assert handle.url is not None
     key = operator_key(handle, handle.url)
     if as_json:
         print_json(asyncio.run(sample(handle.url, key)))

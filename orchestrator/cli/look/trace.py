@@ -22,11 +22,12 @@ from orchestrator.cli.handle import (
     FleetHandle,
     JsonOption,
     NamespaceOption,
+    RedisOption,
     UrlOption,
     find_fleet,
     print_json,
 )
-from orchestrator.cli.look.frontend import all_frontends, get
+from orchestrator.cli.look.frontend import all_frontends, get, with_frontend
 from orchestrator.config.settings import Refused
 from orchestrator.launch.host.run_folder import RunFolder, held_namespaces
 from orchestrator.process.own_files import Foreign, open_own
@@ -53,17 +54,17 @@ def trace(
     last: Annotated[bool, typer.Option("--last", help="The request that ended last.")] = False,
     slowest: Annotated[int, typer.Option("--slowest", min=0, help="Show the N slowest requests.")] = 0,
     namespace: NamespaceOption = None,
+    redis: RedisOption = None,
     url: UrlOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Show how long each stage of an ended request took."""
     if sum((request_id is not None, last, slowest > 0)) != 1:
         raise Refused("name one request: its ID, --last, or --slowest N")
-    found = _chosen(_logged(namespace), request_id, slowest) if url is None else []
+    found = _chosen(_logged(namespace), request_id, slowest) if url is None and redis is None else []
     if not found:
-        found = _chosen(
-            asyncio.run(_recorded_requests(_handle(namespace, url), request_id, slowest)), request_id, slowest
-        )
+        handle = with_frontend(find_fleet(namespace, redis, url))
+        found = _chosen(asyncio.run(_recorded_requests(handle, request_id, slowest)), request_id, slowest)
     if not found:
         what = f"request {request_id!r}" if request_id else "a request"
         raise Refused(f"{what} is neither in the log nor remembered by a frontend: it still runs, or ended long ago")
@@ -106,13 +107,6 @@ def _row(stage: Stage, whole_ms: float, cells: int) -> Text:
 
 def _ms(milliseconds: float) -> str:
     return f"{milliseconds / 1000:.2f} s" if milliseconds >= 10_000 else f"{milliseconds:.1f} ms"
-
-
-def _handle(namespace: str | None, url: str | None) -> FleetHandle:
-    handle = find_fleet(namespace, None, url)
-    if handle.url is None:
-        raise Refused("no frontend found; name one with --url")
-    return handle
 
 
 def _chosen(lines: Iterable[RequestLine], request_id: str | None, slowest: int) -> list[RequestLine]:

@@ -11,7 +11,7 @@ import pytest
 from support_redis import fresh_namespace, running_server
 
 from orchestrator.cli.handle import FleetHandle, find_fleet
-from orchestrator.cli.look.frontend import fleet_status, operator_key, reachable
+from orchestrator.cli.look.frontend import fleet_status, operator_key, reachable, with_frontend
 from orchestrator.config.settings import Refused, parse_config
 from orchestrator.launch.host.run_folder import Ready, RunFolder
 from orchestrator.store.client import connect
@@ -39,6 +39,32 @@ def test_remote_fleet_is_not_taken_for_local_one(tmp_path: Path, monkeypatch):
 def test_the_loopback_address_of_another_host_is_not_asked(redis_url: str, asked: bool):
     here, there = "http://127.0.0.1:8000", "http://192.0.2.7:8000"
     assert reachable([there, here, there], redis_url) == ([there, here] if asked else [there])
+
+
+def test_a_fleet_that_only_redis_knows_is_asked_by_its_registered_frontends(tmp_path: Path):
+    namespace = fresh_namespace()
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\nconnection: close\r\n\r\n{}")
+        await writer.drain()
+        writer.close()
+
+    async def asked(serving: bool) -> str | None:
+        async with await asyncio.start_server(answer, "127.0.0.1", 0) as there:
+            port = there.sockets[0].getsockname()[1]
+            registry = Registry(await connect(server.url, 2.0), namespace)
+            await registry.refresh_frontend(Frontend("gone", "http://127.0.0.1:9", "1"), 60)
+            if serving:
+                await registry.refresh_frontend(Frontend("f", f"http://127.0.0.1:{port}", "2"), 60)
+            found = await asyncio.to_thread(with_frontend, find_fleet(namespace, server.url))
+            assert found.url == f"http://127.0.0.1:{port}"
+            return found.url
+
+    with running_server(tmp_path) as server:
+        with pytest.raises(Refused, match=f"no frontend of fleet '{namespace}' answers; name one with --url"):
+            asyncio.run(asked(serving=False))
+        assert asyncio.run(asked(serving=True))
 
 
 def test_local_operator_key_is_used_on_this_machine_only(tmp_path, monkeypatch):
