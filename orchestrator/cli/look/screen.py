@@ -160,10 +160,11 @@ class Top(App[None]):
         sample, queue, desired = self._sample, self._sample["queue"], self._sample["desired"]
         said = Text(sample["model"], style="bold", no_wrap=True, overflow="ellipsis")
         said.append(f"  {len(sample['workers'])} workers", "default")
-        if desired:
-            said.append(f"  desired {desired['prefill']}P{desired['decode']}D ({set_by(desired)})", "default")
         said.append(f"  {queue['tokens']} tokens queued" if queue else "  Redis is away", "default" if queue else "red")
-        return said.append(f"  by {self._sort}" + (f"  /{self._filter}" if self._filter else ""), "dim")
+        said.append(f"  by {self._sort}" + (f"  /{self._filter}" if self._filter else ""), "dim")
+        if desired:  # last: it may be longer than the terminal
+            said.append(f"  desired {desired['prefill']}P{desired['decode']}D {set_by(desired)}", "default")
+        return said
 
     def _show_workers(self) -> None:
         table = self._table

@@ -288,7 +288,7 @@ async def test_no_message_comes_twice_or_late_and_none_is_missing_without_news(m
 
     async def say():
         while True:
-            if not worker.send("f", Rejected(str(next(sent)), 1, "w", ""), [os.urandom(20_000)]):
+            if not worker.send("f", Rejected(str(next(sent)), 1, ""), [os.urandom(20_000)]):
                 await asyncio.sleep(0.01)
             await asyncio.sleep(0)
 

@@ -82,7 +82,7 @@ async def test_keys_sort_filter_and_steer(monkeypatch: pytest.MonkeyPatch):
         app = Top(url)
         async with app.run_test(size=(80, 24)) as pilot:
             await until(pilot, lambda: rows(app) == ["d0", "d1", "p0"], "workers by role")
-            assert "demo  3 workers  desired 1P2D (x)  4000 tokens queued" in str(app._head.content)
+            assert "demo  3 workers  4000 tokens queued  by role  desired 1P2D by x " in str(app._head.content)
             await pilot.press("s")
             assert rows(app) == ["d1", "d0", "p0"], "by used KV blocks"
             await pilot.press("slash", *"prefill", "enter")
