@@ -8,8 +8,6 @@ greedy tokens are those of one engine; a rank that dies ends its group, and no c
 from __future__ import annotations
 
 import asyncio
-import os
-import signal
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -107,39 +105,3 @@ class TestDecodeGroup:
             return {pid: (after[pid] - before[pid]) / (time.monotonic() - began) for pid in after}
 
         fleet.until(lambda: max(cores().values()) < 2 * IDLE_CORES, "engines that have no requests use no core")
-
-    @pytest.mark.parametrize("victim", ["rank 0", "rank 1", "engine 1", "coordinator"])
-    def test_group_ends_as_one_and_no_client_notices(
-        self, fleet: RunningFleet, truth: list[list[int]], victim: str
-    ) -> None:
-        asyncio.run(killed_under_load(fleet, truth, victim, signal.SIGKILL))
-
-    @pytest.mark.parametrize("victim", ["rank 0", "rank 1"])
-    def test_frozen_rank_ends_its_group(self, fleet: RunningFleet, truth: list[list[int]], victim: str) -> None:
-        asyncio.run(killed_under_load(fleet, truth, victim, signal.SIGSTOP))
-
-
-def find(fleet: RunningFleet, victim: str) -> int:
-    kind, _, rank = victim.partition(" ")
-    agents = [worker["pid"] for worker in fleet.workers("decode")]
-    if kind == "rank":
-        return int(agents[int(rank)])
-    children = psutil.Process(agents[int(rank or 0)]).children()
-    named = "DPCoordinator" if kind == "coordinator" else "EngineCore"
-    return next(child.pid for child in children if named in " ".join(child.cmdline()))
-
-
-async def killed_under_load(fleet: RunningFleet, truth: list[list[int]], victim: str, how: signal.Signals) -> None:
-    group = {worker["pid"] for worker in fleet.workers("decode")}
-    async with fleet.under_load(PROMPTS, concurrency=8, max_tokens=MAX_TOKENS) as answers:
-        await asyncio.to_thread(fleet.until, lambda: len(answers) > 8, "answers")
-        os.kill(find(fleet, victim), how)
-        await asyncio.to_thread(
-            fleet.until, lambda: not group & {w["pid"] for w in fleet.workers()}, "all of its ranks are gone"
-        )
-        seen = len(answers)
-        await asyncio.to_thread(fleet.until, lambda: len(answers) > seen + 8, "answers go on")
-        await asyncio.to_thread(fleet.until, lambda: fleet.shape() == (1, 2), "the group is back", 180)
-    assert [(a.status, a.error) for a in answers if not a.ok] == []
-    assert all(answer.tokens in truth for answer in answers), "an answer is another, or not whole"
-    fleet.assert_no_leaks()
