@@ -133,7 +133,7 @@ def test_orders_are_confirmed_carried_out_and_followed(fleet: RunningFleet, look
     assert fleet.fleet()["desired"]["prefill"] == 2, "nothing happens before it is confirmed"
     before = samples(page)
     page.click("#do")
-    shown = page.locator("#desired:has-text('1 prefill, 3 decode (scale)')")
+    shown = page.locator("#desired:has-text('1 prefill, 3 decode (scale')")
     shown.wait_for(timeout=SETTLES_WITHIN_MS)
     assert samples(page) - before <= FOLLOWS_WITHIN
     fleet.until(lambda: fleet.shape() == (1, 3), "1P3D")
