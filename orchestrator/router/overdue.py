@@ -45,8 +45,7 @@ class Overdue:
         count."""
         for active in self._requests.all():
             last_output_at = max(active.last_output_at, resumed_at)
-            claim_s = claim_timeout_s(self._routing, self._slo, active.parsed.info.ttft_slo_s)
-            if active.state is State.QUEUED and now - max(active.moved_at, resumed_at) > claim_s:
+            if active.state is State.QUEUED and self._claim_is_late(active, now, resumed_at):
                 self._recovery.retry(active, "claim_timeout")
             elif active.state is State.TRANSFERRING and self._fleet.is_quiet(active.prefill_worker):
                 self._recovery.retry(active, "prefill_worker_quiet", charge=False)
@@ -75,6 +74,10 @@ class Overdue:
             elif state is JobState.CLAIMED:
                 claimed.add(request_id)
         self._claimed = claimed
+
+    def _claim_is_late(self, active: ActiveRequest, now: float, resumed_at: float) -> bool:
+        timeout_s = claim_timeout_s(self._routing, self._slo, active.parsed.info.ttft_slo_s)
+        return now - max(active.moved_at, resumed_at) > timeout_s
 
     def _kv_is_late(self, active: ActiveRequest, now: float, resumed_at: float) -> bool:
         """Whether KV should have arrived. False while the decode worker may lack memory for the request."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tomllib
 import types
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -58,32 +59,36 @@ def test_an_argument_that_switches_off_what_is_refused_is_taken(model: Path) -> 
     build(model, enable_return_routed_experts=False, kv_offloading_size=None)
 
 
-def test_routed_experts_are_refused_wherever_they_are_set(model: Path) -> None:
-    from connectors.push.connector import PushConnector
-
-    config = build(model)
-    config.aux_output_config.enable_return_routed_experts = True  # vLLM itself refuses it for this model
-    with pytest.raises(ValueError, match="aux_output_config.enable_return_routed_experts: .*; remove it"):
-        PushConnector.refuse_unsupported(config)
+def _routed_experts(config: Any) -> None:
+    config.aux_output_config.enable_return_routed_experts = True
 
 
-def test_kv_in_host_memory_is_refused(model: Path) -> None:
+def _kv_in_host_memory(config: Any) -> None:
     from vllm.config.attention import HiSparseConfig
 
+    config.attention_config.hisparse_config = HiSparseConfig()
+
+
+def _sleep_mode(config: Any) -> None:
+    config.model_config.enable_sleep_mode = True
+
+
+@pytest.mark.parametrize(
+    ("switch_on", "why"),
+    [
+        (_routed_experts, "aux_output_config.enable_return_routed_experts: .*; remove it"),
+        (_kv_in_host_memory, "attention_config.hisparse_config: .*; remove it"),
+        (_sleep_mode, "enable_sleep_mode: sleep would free KV memory .*; remove it"),
+    ],
+)
+def test_what_vllm_refuses_for_this_model_or_on_a_cpu_is_refused_elsewhere(
+    model: Path, switch_on: Callable[[Any], None], why: str
+) -> None:
     from connectors.push.connector import PushConnector
 
     config = build(model)
-    config.attention_config.hisparse_config = HiSparseConfig()  # vLLM itself refuses it on a CPU
-    with pytest.raises(ValueError, match="attention_config.hisparse_config: .*; remove it"):
-        PushConnector.refuse_unsupported(config)
-
-
-def test_sleep_mode_is_refused(model: Path) -> None:
-    from connectors.push.connector import PushConnector
-
-    config = build(model)
-    config.model_config.enable_sleep_mode = True  # vLLM itself refuses it on a CPU
-    with pytest.raises(ValueError, match="enable_sleep_mode: sleep would free KV memory .*; remove it"):
+    switch_on(config)
+    with pytest.raises(ValueError, match=why):
         PushConnector.refuse_unsupported(config)
 
 
