@@ -312,11 +312,16 @@ def test_masked():
     assert masked("unix:///run/r.sock?password=pw&db=1") == "unix:///run/r.sock?password=***&db=1"
 
 
+def accepts(path: Path) -> bool:
+    with socket.socket(socket.AF_UNIX) as client:
+        return client.connect_ex(str(path)) == 0
+
+
 async def test_unix_sockets(tmp_path):
     path = tmp_path / "r.sock"
     process = spawn(server_binary(), "--port", "0", "--unixsocket", str(path), "--save", "", "--dir", str(tmp_path))
     try:
-        await until(path.exists, "the socket is there")
+        await until(lambda: accepts(path), "the server accepts connections")  # the file is there a moment before
         redis = await connect(f"unix://{path}", 2.0)
         assert await redis.set("a", 1)
         assert await redis.call(QUEUE, "depth", "pd:{x}:") == [0, 0, 0]
