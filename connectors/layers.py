@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 
 _MOST_GROUPS = 8
@@ -53,30 +54,40 @@ class LinkRate:
 
 class StepLayers:
     """The layers of one step, of which each goes out once. `regions`: NIXL's of each layer that may go out before the
-    others, by the layer's name; empty where they cannot be told apart. `one_by_one`: without `group_sizes`."""
+    others, by the layer's name; empty where they cannot be told apart. `one_by_one`: without `group_sizes`.
+
+    Only the model's own forward pass sends layers early. A drafter's passes follow it, and each writes its layers again.
+    """
 
     def __init__(self, one_by_one: bool = False) -> None:
         self.link = LinkRate()
         self._one_by_one, self._block_bytes = one_by_one, 0
         self.regions: dict[str, tuple[int, ...]] = {}
+        self._built: dict[str, int] = {}  # the place of each layer: a drafter is built after the model
+        self._first = sys.maxsize  # the place of the earliest layer that has ever reported: it is the model's
+        self._forward: object = None  # the pass in which it has in this step
         self._reported: list[int] = []  # regions, in the order in which the engine's hooks came
         self._stops: dict[str, tuple[int, ...]] = {}  # by key, after how many regions a group of its chunk goes out
         self._sent: dict[str, int] = {}  # by key, how many of the reported regions have gone out
 
     def know(self, region_names: Sequence[str], layer_names: Iterable[str], block_bytes: int) -> None:
         """`region_names`: the layer of each region; where layers share one, no hook tells when it is complete.
-        `block_bytes`: of a block in all regions."""
+        `layer_names`: in the order in which they were built. `block_bytes`: of a block in all regions."""
         self._block_bytes = block_bytes
         if set(region_names) == set(layer_names):
+            self._built = {name: place for place, name in enumerate(layer_names)}
             for region, name in enumerate(region_names):
                 self.regions[name] = (*self.regions.get(name, ()), region)
 
-    def report(self, layer_name: str, closing: Mapping[str, int]) -> dict[str, tuple[int, ...]]:
+    def report(self, layer_name: str, closing: Mapping[str, int], forward: object) -> dict[str, tuple[int, ...]]:
         """The layer's KV is written, or queued on the device: the regions that go out now, by the key of their prompt.
 
-        `closing`: how many blocks each last chunk of this step has, by key. A layer that reports again, as a drafter's
-        does in each of its passes, has nothing more for these prompts.
+        `closing`: how many blocks each last chunk of this step has, by key. `forward`: the pass that wrote it.
         """
+        if (place := self._built.get(layer_name, sys.maxsize)) <= self._first:
+            self._first, self._forward = place, forward
+        if forward is not self._forward:
+            return {}
         new = [region for region in self.regions.get(layer_name, ()) if region not in self._reported]
         if not new:
             return {}
@@ -106,6 +117,7 @@ class StepLayers:
 
     def end(self) -> None:
         """The next step begins."""
+        self._forward = None
         self._reported.clear()
         self._stops.clear()
         self._sent.clear()

@@ -18,6 +18,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.connector import NixlBaseConnector, NixlPushConnector
+from vllm.forward_context import get_forward_context
 from vllm.platforms import current_platform
 
 from connectors import handshake
@@ -103,7 +104,7 @@ class PushConnector(NixlPushConnector):
     def save_kv_layer(self, layer_name: str, *args: Any, **kwargs: Any) -> None:
         """Not called where a full CUDA graph is replayed: such a step's KV goes out at its end."""
         assert self.connector_worker is not None
-        self.connector_worker.on_layer(layer_name, self._metadata())
+        self.connector_worker.on_layer(layer_name, self._metadata(), get_forward_context())
 
     def finish_forward(self) -> None:
         """Called by the second model runner, before sampling. A drafter may follow, which writes KV too."""

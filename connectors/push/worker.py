@@ -102,10 +102,10 @@ class PushWorker(Connections):
                 chunk = do.Chunk(computed.start, computed.blocks, None, ready, whole=True)
                 self._submit(functools.partial(self._outbound.computed, computed.key, [chunk], computed.epoch, True))
 
-    def on_layer(self, layer_name: str, metadata: PushMetadata) -> None:
-        """One layer's KV of this step is written, or queued on the device: send what is due of each last chunk."""
+    def on_layer(self, layer_name: str, metadata: PushMetadata, forward: object) -> None:
+        """A forward pass has written one layer's KV, or queued it on the device: send what is due of each last chunk."""
         closing = {it.key: len(it.blocks[0]) for it in metadata.computed if it.closed and not it.whole}
-        if closing and (due := self._layers.report(layer_name, closing)):
+        if closing and (due := self._layers.report(layer_name, closing, forward)):
             self._begin(metadata)
             ready = self._device_event()
             for computed in metadata.computed:
@@ -140,7 +140,8 @@ class PushWorker(Connections):
         self._outbound.regions = self.num_regions
         if self.options.transfer in ("auto", "layer"):
             block_bytes = self._physical_blocks_per_logical_kv_block * sum(self.block_len_per_layer)
-            self._layers.know(self.region_names, kv_caches, block_bytes)
+            built = self.vllm_config.compilation_config.static_forward_context
+            self._layers.know(self.region_names, [name for name in built if name in kv_caches], block_bytes)
 
     def get_transfer_results(self) -> KVConnectorTransferResults:
         """What has ended since the last call. vLLM's method would look the other engine up, which may be disconnected

@@ -7,6 +7,7 @@ import pytest
 from connectors.layers import LinkRate, StepLayers, group_sizes
 
 GB = 1_000_000_000
+FORWARD = object()  # a forward pass
 
 
 @pytest.mark.parametrize(
@@ -62,7 +63,7 @@ class ByTwo(StepLayers):
 def test_each_prompt_has_groups_of_its_own() -> None:
     step = StepLayers()
     step.know("abcd", "abcd", block_bytes=400_000)
-    sent = [step.report(name, {"long": 500, "short": 5}) for name in "abcd"]
+    sent = [step.report(name, {"long": 500, "short": 5}, FORWARD) for name in "abcd"]
     assert sent == [{"long": (0,)}, {"long": (1,)}, {"long": (2,)}, {"long": (3,), "short": (0, 1, 2, 3)}]
     assert step.rest("long") == step.rest("short") == ()
     assert step.rest("computed in another step") is None
@@ -71,21 +72,34 @@ def test_each_prompt_has_groups_of_its_own() -> None:
 def test_what_has_not_gone_out_is_the_rest() -> None:
     step = ByTwo()
     step.know("abcd", "abcd", 1)
-    assert [step.report(name, {"s": 1}) for name in "cab"] == [{}, {"s": (2, 0)}, {}]
+    assert [step.report(name, {"s": 1}, FORWARD) for name in "acb"] == [{}, {"s": (0, 2)}, {}]
     assert step.rest("s") == (1, 3)
     step.end()
     assert step.rest("s") is None
-    assert step.report("a", {"s": 1}) == {}
+    assert step.report("a", {"s": 1}, FORWARD) == {}
 
 
 def test_a_layer_of_two_regions_goes_out_with_both_and_once() -> None:
     step = StepLayers(one_by_one=True)
     step.know("aabb", "ab", 1)
-    assert [step.report("a", {"s": 1}) for _ in range(2)] == [{"s": (0, 1)}, {}]
+    assert [step.report("a", {"s": 1}, FORWARD) for _ in range(2)] == [{"s": (0, 1)}, {}]
     assert step.rest("s") == (2, 3)
 
 
 def test_layers_that_share_a_region_do_not_go_out_before_the_end() -> None:
     step = StepLayers(one_by_one=True)
     step.know("ab", "abc", 1)
-    assert step.report("a", {"s": 1}) == {} and step.rest("s") is None
+    assert step.report("a", {"s": 1}, FORWARD) == {} and step.rest("s") is None
+
+
+def test_passes_of_a_drafter_send_nothing_early() -> None:
+    """Each writes its layers again, the last one after the model has sampled."""
+    step = StepLayers(one_by_one=True)
+    step.know(["a", "b", "drafter"], ["a", "b", "drafter"], 1)
+    for _ in range(2):
+        assert [step.report(name, {"s": 1}, FORWARD) for name in "ab"] == [{"s": (0,)}, {"s": (1,)}]
+        assert [step.report("drafter", {"s": 1}, object()) for _ in range(2)] == [{}, {}]
+        assert step.rest("s") == (2,)
+        step.end()
+    # The model's pass is a replayed graph, in which no layer reports.
+    assert step.report("drafter", {"s": 1}, object()) == {} and step.rest("s") is None

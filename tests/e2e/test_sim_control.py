@@ -144,7 +144,7 @@ def test_who_connects_while_one_of_two_frontends_gets_sigterm_is_answered(fleet)
                 os.kill(pid, signal.SIGTERM)
                 fleet.until(lambda pid=pid: not psutil.pid_exists(pid), "it ended")
                 ending.clear()
-                fleet.until(lambda: len(listening(fleet, url.port)) == 2, "another serves in its place")
+                fleet.until(lambda: len(listening(fleet, url.port)) == 2, "another serves in its place", 180)
         finally:
             ended.set()
     assert set(answers) == {200}, answers

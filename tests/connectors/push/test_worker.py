@@ -28,6 +28,7 @@ from connectors.push.metadata import (
 pytestmark = pytest.mark.vllm
 
 DECODE = wire.Endpoint("D", "host", 1, 4)
+FORWARD = object()  # a forward pass
 
 
 @pytest.fixture
@@ -89,7 +90,7 @@ def test_whole_push_of_what_came_layer_by_layer_has_each_block_once(unequal: Any
     last = PushMetadata()
     last.computed = [Computed("s", 0, 3, ((4,),), True)]
     for layer in ("first", "second"):
-        unequal.on_layer(layer, last)
+        unequal.on_layer(layer, last, FORWARD)
     unequal.on_computed(last)
     unequal.turn()
     for mine, theirs in unequal.nixl_wrapper.posted:

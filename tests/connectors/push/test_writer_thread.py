@@ -18,6 +18,7 @@ from connectors.push.metadata import Computed, Finished, PushMetadata
 pytestmark = pytest.mark.vllm
 
 DECODE = wire.Endpoint("D", "host", 1)
+FORWARD = object()  # a forward pass
 AGENT = "D/0"
 SOON_S = 5.0  # a turn of the thread takes milliseconds
 
@@ -123,7 +124,7 @@ def step_by_layers(worker: Any, nixl: Any, *layers: str) -> None:
     metadata.computed.append(Computed("a", 0, 0, ((1, 2),), closed=True))
     worker.start_load_kv(metadata)
     for layer in layers:
-        worker.on_layer(layer, metadata)
+        worker.on_layer(layer, metadata, FORWARD)
     worker.on_computed(metadata)
     soon(worker._events.empty, "the news of a step")
 

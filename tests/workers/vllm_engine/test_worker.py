@@ -114,7 +114,8 @@ async def test_a_pair_of_real_workers(redis_server: EmbeddedRedis, tmp_path_fact
         frontend.decode = prefill.id
         (swapped,) = await remote(frontend, [[77, *PROMPT]])
         await frontend.ended(swapped)
-        assert swapped.got(Claimed).worker_id == decode.id
+        claimed_by = swapped.got(Claimed).kv_source.endpoint.engine_id
+        assert claimed_by == (await workers.registered(decode.id)).kv.engine_id
         await workers.assert_no_leaks()
         assert (await workers.registered(prefill.id)).kv.engine_id == before
 
