@@ -56,7 +56,7 @@ class StepLayers:
     """The layers of one step, of which each goes out once. `regions`: NIXL's of each layer that may go out before the
     others, by the layer's name; empty where they cannot be told apart. `one_by_one`: without `group_sizes`.
 
-    Only the model's own forward pass sends layers early. A drafter's passes follow it, and each writes its layers again.
+    Only the model's own forward pass sends layers early. A drafter's passes follow, and each writes its layers again.
     """
 
     def __init__(self, one_by_one: bool = False) -> None:

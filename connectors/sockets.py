@@ -13,8 +13,8 @@ import struct
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
@@ -58,6 +58,11 @@ def connections() -> list[Connection]:
     return found
 
 
+def listening() -> set[tuple[bytes, int]]:
+    """Where this process listens."""
+    return {one.here for one in connections() if one.listens}
+
+
 def tear_down(connection: Connection) -> None:
     """End a connection at once. The kernel drops received and unsent data, and tells the other end if it can.
 
@@ -78,50 +83,59 @@ def refuses(host: str | bytes, port: int) -> bool:
         return False
 
 
+@dataclass
+class _Addresses:
+    """Of one engine."""
+
+    metadata: set[bytes] = field(default_factory=set)  # NIXL's, of its ranks; has their addresses
+    listens: set[tuple[bytes, int]] | None = None  # where its ranks listen; None until one has said so
+
+
 class PeerAddresses:
     """What this process knows about other engines: their addresses, and the ports at which their ranks listen."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._metadata: OrderedDict[str, set[bytes]] = OrderedDict()  # of its ranks, by engine; has their addresses
-        self._endpoints: dict[str, set[tuple[bytes, int]]] = {}  # by engine: where its processes listen
+        self._engines: OrderedDict[str, _Addresses] = OrderedDict()
 
-    @contextmanager
-    def connecting_to(self, engine: str, metadata: bytes, handshakes: Collection[int]) -> Iterator[None]:
-        """A context in which this process opens connections to one rank of `engine`, whose NIXL metadata is `metadata`,
-        and to no other engine. `handshakes`: ports to which other threads may connect meanwhile; they are left out."""
-        before = {one[:3] for one in connections()}
-        try:
-            yield
-        finally:  # also of a connection that failed half-way
-            now = connections()
-            accepting = {one.here[1] for one in now if one.listens}
-            new = {one.there for one in now if one[:3] not in before and one.here[1] not in accepting}
-            with self._lock:
-                self._metadata.setdefault(engine, set()).add(metadata)
-                self._metadata.move_to_end(engine)
-                self._endpoints.setdefault(engine, set()).update(
-                    endpoint for endpoint in new if endpoint[1] not in handshakes
-                )
-                while len(self._metadata) > _REMEMBERED:
-                    self._endpoints.pop(self._metadata.popitem(last=False)[0], None)
+    def connecting(self, engine: str, metadata: bytes) -> None:
+        """This process is about to connect to one rank of `engine`, whose NIXL metadata is `metadata`."""
+        with self._lock:
+            self._known(engine).metadata.add(metadata)
+
+    def listens(self, engine: str, endpoints: Iterable[tuple[bytes, int]]) -> None:
+        """A rank of `engine` says where it listens, before it writes here."""
+        with self._lock:
+            known = self._known(engine)
+            known.listens = {*(known.listens or ()), *endpoints}
+
+    def _known(self, engine: str) -> _Addresses:
+        known = self._engines.setdefault(engine, _Addresses())
+        self._engines.move_to_end(engine)
+        while len(self._engines) > _REMEMBERED:
+            self._engines.popitem(last=False)
+        return known
 
     def forget(self, engine: str, awaited: Collection[str]) -> None:
-        """Forget an engine, unless it is in `awaited`, those that may still write here."""
-        if engine not in awaited:
-            with self._lock:
-                self._metadata.pop(engine, None)
-                self._endpoints.pop(engine, None)
+        """Forget an engine's addresses, unless it is in `awaited`, those that may still write here. Where it listens
+        stays known: it says so once for each connection of its own, which may outlast those from here."""
+        with self._lock:
+            if engine not in awaited and engine in self._engines:
+                self._engines[engine].metadata.clear()
 
     def has_ended(self, engine: str) -> bool:
-        """Whether every process of `engine` to which this one was connected has ended. May take a second."""
-        endpoints = self._endpoints.get(engine)
+        """Whether every process of `engine` that said where it listens has ended. May take a second."""
+        endpoints = self._engines.get(engine, _Addresses()).listens
         return bool(endpoints) and all(refuses(*endpoint) for endpoint in sorted(endpoints or ()))
 
     def is_local(self, engine: str) -> bool:
         """Whether the engine runs on this machine, and may write without a connection."""
         mine = _own_addresses(connections())
-        return not mine or any(address in metadata for metadata in self._metadata[engine] for address in mine)
+        return not mine or any(address in metadata for metadata in self._metadata(engine) for address in mine)
+
+    def _metadata(self, engine: str) -> set[bytes]:
+        with self._lock:
+            return set(self._engines[engine].metadata) if engine in self._engines else set()
 
     def cut_off(self, engine: str, settled: bool, answered: bool = False) -> bool:
         """Try to stop `engine` from writing here. Returns whether it can write no more. May take a second.
@@ -129,13 +143,15 @@ class PeerAddresses:
         `settled`: it posts no more WRITEs, and a network card that repeated the last one has given up. `answered`: it
         posts no more, runs, and has dropped what its WRITEs went through.
         """
-        if engine not in self._metadata:
+        if not self._metadata(engine):
             return settled
         if not self.is_local(engine):
             self.tear_down(engine)
             return settled or not (_FABRICS.is_dir() and any(_FABRICS.iterdir())) or self.has_ended(engine)
         if answered:
             time.sleep(_COPY_S)  # its threads, which were copying then, run
+        elif self._engines[engine].listens is None:
+            return settled  # it never named a connection, without which it writes nothing
         elif not self.has_ended(engine):
             return False  # it needs no connection: a process that was stopped during a copy may continue it
         self.tear_down(engine)
@@ -147,9 +163,9 @@ class PeerAddresses:
         all_mine = connections()
         mine, here = _own_addresses(all_mine), self.is_local(engine)
         accepting = {one.here[1] for one in all_mine if one.listens}
+        theirs = self._metadata(engine)
         with self._lock:
-            theirs = self._metadata.get(engine, set())
-            others = [one for name, known in self._metadata.items() if name != engine for one in known]
+            others = [one for name, known in self._engines.items() if name != engine for one in known.metadata]
         for one in all_mine:
             address = one.there[0]
             if one.listens:

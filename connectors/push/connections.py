@@ -8,11 +8,9 @@ from __future__ import annotations
 import functools
 import os
 import queue
-import threading
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import zmq
@@ -47,14 +45,15 @@ class Connections(NixlPushConnectorWorker):
     _TRANSFER_MODE: str = f"pd-push-{wire.VERSION}"
 
     def __init__(self, vllm_config: VllmConfig, engine_id: str, kv_cache_config: KVCacheConfig) -> None:
-        cores = os.sched_getaffinity(0)
+        cores, listened = os.sched_getaffinity(0), sockets.listening()
         with agent_settings():
             super().__init__(vllm_config, engine_id, kv_cache_config)
         if self.device_type == "cpu":
             os.sched_setaffinity(0, cores)  # vLLM has just pinned the compute thread to the last core
         self.options = PushOptions.of(vllm_config)
         self._inbound = Inbound(timeout_s=self.options.timeout_s)
-        self._outbound = Outbound(lease_s=self.options.lease_s, expect_s=self.options.lease_s)
+        hello = wire.Hello(0, engine_id, list(sockets.listening() - listened))
+        self._outbound = Outbound(lease_s=self.options.lease_s, expect_s=self.options.lease_s, hello=hello)
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self._records: queue.SimpleQueue[Record] = queue.SimpleQueue()
         self._connecting: set[str] = set()
@@ -67,7 +66,7 @@ class Connections(NixlPushConnectorWorker):
         self._shipments = verify.Shipments() if self.options.verify else None
         self._signing: set[str] = set()  # decode requests whose KV is here, while its checksum is computed
         self._checks: list[tuple[verify.Checksum, Callable[[int], None]]] = []
-        self._agents_lock, self._peer_addresses = threading.Lock(), sockets.PeerAddresses()
+        self._peer_addresses = sockets.PeerAddresses()
         self._handshake_initiation_executor.shutdown(wait=False)
         self._handshake_initiation_executor: ThreadPoolExecutor = ThreadPoolExecutor(
             _HANDSHAKES_AT_ONCE, "pd-kv-handshake"
@@ -163,7 +162,8 @@ class Connections(NixlPushConnectorWorker):
                 return self._outbound.register(message, agent, now, since=self._looked_at)
             case wire.Unregister():
                 return self._outbound.unregister(message, agent, now)
-            case wire.Hello(epoch=epoch):
+            case wire.Hello(epoch=epoch, engine=engine, listens=listens):
+                self._peer_addresses.listens(engine, listens)
                 return self._inbound.hello(agent, epoch, now)
             case wire.Computing(request=request):
                 return self._inbound.computing(request, agent, now)
@@ -333,13 +333,9 @@ class Connections(NixlPushConnectorWorker):
         self._peer_addresses.forget(engine_id, awaited=self._inbound.engines())
 
     def add_remote_agent(self, meta: Any, *args: Any, **kwargs: Any) -> str:
-        with self._agents_lock, self._connecting_to(meta):  # handshakes run in parallel, but load agents one at a time
-            return super().add_remote_agent(meta, *args, **kwargs)
+        self._peer_addresses.connecting(meta.engine_id, meta.agent_metadata)
+        return super().add_remote_agent(meta, *args, **kwargs)
 
     def _add_notif_only_remote_agent(self, meta: Any, *args: Any, **kwargs: Any) -> str:
-        with self._agents_lock, self._connecting_to(meta):
-            return super()._add_notif_only_remote_agent(meta, *args, **kwargs)
-
-    def _connecting_to(self, meta: Any) -> AbstractContextManager[None]:
-        ports = {peer.port for peer in list(self._endpoints.values())}
-        return self._peer_addresses.connecting_to(meta.engine_id, meta.agent_metadata, ports)
+        self._peer_addresses.connecting(meta.engine_id, meta.agent_metadata)
+        return super()._add_notif_only_remote_agent(meta, *args, **kwargs)

@@ -10,7 +10,7 @@ from typing import Union
 import msgspec
 
 # Raise it with any change below: peers of another version are refused at the handshake and at each message.
-VERSION = 7
+VERSION = 8
 PREFIX = b"PDKV%d:" % VERSION
 
 
@@ -70,9 +70,15 @@ class Unregister(msgspec.Struct, tag="unreg", frozen=True):
 
 
 class Hello(msgspec.Struct, tag="hello", frozen=True):
-    """Prefill to decode: the number of this connection. Decode answers with all valid `Register` again."""
+    """Prefill to decode: the number of this connection. Decode answers with all valid `Register` again.
+
+    `listens`: addresses, packed, and ports at which UCX listens in the rank of `engine` that sends it. All refuse
+    connections once the process has ended, and then nothing of it can land any more.
+    """
 
     epoch: int
+    engine: str = ""
+    listens: list[tuple[bytes, int]] = []
 
     @property
     def request(self) -> str:

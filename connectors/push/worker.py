@@ -103,7 +103,7 @@ class PushWorker(Connections):
                 self._submit(functools.partial(self._outbound.computed, computed.key, [chunk], computed.epoch, True))
 
     def on_layer(self, layer_name: str, metadata: PushMetadata, forward: object) -> None:
-        """A forward pass has written one layer's KV, or queued it on the device: send what is due of each last chunk."""
+        """A forward pass has written a layer's KV, or queued it on the device: send what is due of each last chunk."""
         closing = {it.key: len(it.blocks[0]) for it in metadata.computed if it.closed and not it.whole}
         if closing and (due := self._layers.report(layer_name, closing, forward)):
             self._begin(metadata)

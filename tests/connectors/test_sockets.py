@@ -9,7 +9,7 @@ from contextlib import closing
 import pytest
 
 from connectors import sockets
-from connectors.sockets import PeerAddresses, connections, refuses, tear_down
+from connectors.sockets import PeerAddresses, connections, listening, refuses, tear_down
 
 LOOPBACK = bytes((127, 0, 0, 1))
 ELSEWHERE = socket.inet_aton("10.9.8.7")
@@ -74,8 +74,8 @@ def torn(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def know(peer_addresses: PeerAddresses, engine: str, *addresses: bytes) -> None:
-    with peer_addresses.connecting_to(engine, b"port".join((b"", *addresses, b"")), ()):
-        pass
+    peer_addresses.connecting(engine, b"port".join((b"", *addresses, b"")))
+    peer_addresses.listens(engine, [(address, 7) for address in addresses])
 
 
 def test_tear_down_ends_connections_of_machine_and_unknown_ones(
@@ -115,10 +115,9 @@ def test_an_engine_of_this_machine_is_waited_for_until_it_has_ended(
     monkeypatch: pytest.MonkeyPatch, torn: list[int]
 ) -> None:
     peer_addresses = PeerAddresses()
-    mine = [LISTENING]
+    mine = [LISTENING, connection(5, SOMEWHERE, here=2000, unread=3), connection(6, SOMEWHERE, here=2001)]
     monkeypatch.setattr(sockets, "connections", lambda: mine)
-    with peer_addresses.connecting_to("P", b"..." + SOMEWHERE, ()):
-        mine = [LISTENING, connection(5, SOMEWHERE, here=2000, unread=3), connection(6, SOMEWHERE, here=2001)]
+    know(peer_addresses, "P", SOMEWHERE)
     open_ports = {7}
     monkeypatch.setattr(sockets, "refuses", lambda host, port: port not in open_ports)
     assert not peer_addresses.cut_off("P", settled=True)
@@ -141,14 +140,17 @@ def test_an_engine_of_this_machine_that_has_answered_runs_on_and_copies_nothing_
     assert torn == [5] and sum(waited) > 0
 
 
-def test_a_peer_to_which_no_connection_could_be_made_is_known(monkeypatch: pytest.MonkeyPatch, torn: list[int]) -> None:
-    """It may have connected to this process."""
+def test_an_engine_of_this_machine_that_never_named_a_connection_is_waited_for_until_it_has_settled(
+    monkeypatch: pytest.MonkeyPatch, torn: list[int]
+) -> None:
+    """Without one it writes nothing, and where it listens is not known."""
     peer_addresses = PeerAddresses()
-    monkeypatch.setattr(sockets, "connections", lambda: [LISTENING, connection(4, ELSEWHERE)])
-    with pytest.raises(RuntimeError), peer_addresses.connecting_to("P", b"..." + ELSEWHERE, ()):
-        raise RuntimeError("NIXL_ERR_BACKEND")
-    assert peer_addresses.cut_off("P", settled=False)
-    assert torn == [4]
+    monkeypatch.setattr(sockets, "connections", lambda: [LISTENING])
+    peer_addresses.connecting("P", b"..." + SOMEWHERE)
+    assert not peer_addresses.cut_off("P", settled=False)
+    assert peer_addresses.cut_off("P", settled=True)
+    peer_addresses.listens("P", [])  # it has no TCP: nothing says that it has ended
+    assert not peer_addresses.cut_off("P", settled=True)
 
 
 def test_an_engine_that_may_still_write_here_is_not_forgotten(monkeypatch: pytest.MonkeyPatch, torn: list[int]) -> None:
@@ -169,15 +171,15 @@ def test_unknown_engine_is_cut_off_after_settling() -> None:
 
 def test_a_process_has_ended_when_all_its_ports_refuse() -> None:
     peer_addresses = PeerAddresses()
-    with socket.create_server(("127.0.0.1", 0)) as server, socket.socket() as one, socket.socket() as handshake:
-        with socket.create_server(("127.0.0.1", 0)) as another:
-            with peer_addresses.connecting_to("P", b"", handshakes={another.getsockname()[1]}):
-                one.connect(server.getsockname())
-                handshake.connect(another.getsockname())
-            with peer_addresses.connecting_to("other", b"", ()):
-                pass
-        mine = {found.fd for found in connections()}
-        assert {server.fileno(), one.fileno()} <= mine
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_server(("127.0.0.1", 0)) as second:
+        here = listening()
+        assert {(LOOPBACK, one.getsockname()[1]) for one in (server, second)} <= here
+        for one in (server, second):  # two ranks
+            peer_addresses.listens("P", [(LOOPBACK, one.getsockname()[1])])
         assert not peer_addresses.has_ended("P")
-    assert peer_addresses.has_ended("P")  # the port of the handshake, which another thread made, is none of its
+        second.close()
+        assert not peer_addresses.has_ended("P")
+    assert peer_addresses.has_ended("P")
+    peer_addresses.forget("P", awaited=())
+    assert peer_addresses.has_ended("P"), "it says where it listens once for each of its connections"
     assert not peer_addresses.has_ended("other")  # no port of it is known

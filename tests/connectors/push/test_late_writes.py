@@ -140,16 +140,17 @@ class Agent:
         import numpy as np
         from nixl._api import nixl_agent, nixl_agent_config
 
-        from connectors.sockets import PeerAddresses
+        from connectors.sockets import PeerAddresses, listening
 
-        self.peer_addresses, self.np = PeerAddresses(), np
+        self.peer_addresses, self.np, before = PeerAddresses(), np, listening()
         self.nixl = nixl_agent(name, nixl_agent_config(enable_prog_thread=False, num_threads=4))
+        self.listens = [(address.hex(), port) for address, port in listening() - before]
         self.memory = np.full(SIZE, 1 if name == "prefill" else 0, dtype=np.uint8)
         self.nixl.register_memory([(self.memory.ctypes.data, SIZE, 0, "")], "DRAM")
         self.peer: str | None = None
 
     def about(self) -> list[Any]:
-        return [self.nixl.get_agent_metadata().hex(), self.memory.ctypes.data]
+        return [self.nixl.get_agent_metadata().hex(), self.memory.ctypes.data, self.listens]
 
     def blocks(self, start: int) -> Any:
         return self.nixl.get_xfer_descs([(start + at, BLOCK, 0) for at in range(0, SIZE, BLOCK)], "DRAM")
@@ -158,8 +159,9 @@ class Agent:
         metadata, self.theirs = bytes.fromhex(other[0]), other[1]
         if self.peer is not None:
             self.nixl.remove_remote_agent(self.peer)
-        with self.peer_addresses.connecting_to("other", metadata, ()):
-            name = self.nixl.add_remote_agent(metadata)
+        self.peer_addresses.connecting("other", metadata)
+        self.peer_addresses.listens("other", [(bytes.fromhex(address), port) for address, port in other[2]])
+        name = self.nixl.add_remote_agent(metadata)
         self.peer = name.decode() if isinstance(name, bytes) else name
 
     def write(self) -> None:
