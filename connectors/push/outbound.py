@@ -10,10 +10,8 @@ from __future__ import annotations
 
 from typing import Any, Union
 
-import msgspec
-
 from connectors.push.actions import Chunk, Connect, Ended, Post, Release, Tell
-from connectors.push.records import EndedStream, EndedStreams, Link, Links, PushStream
+from connectors.push.records import EndedStream, EndedStreams, Links, PushStream
 from connectors.push.states import STREAM, STREAM_ENDS, Stream, StreamEvent
 from connectors.push.wire import Computing, Gone, Hello, Landed, Message, Register, Unregister
 
@@ -29,13 +27,12 @@ class Outbound:
 
     def __init__(self, *, lease_s: float, expect_s: float, hello: Hello = Hello(0)) -> None:
         """`hello`: what decode engines are told with the number of each connection."""
-        self._hello = hello
         self.regions = 0  # of NIXL, in which a block has its layers
         self._lease_s = lease_s
         self._expect_s = expect_s
         self._stepped_at = 0.0
         self._streams: dict[str, PushStream] = {}
-        self._links = Links()
+        self._links = Links(hello)
         self._ended = EndedStreams()
 
     @property
@@ -175,7 +172,7 @@ class Outbound:
         return actions + self._apply(stream, StreamEvent.GIVE_UP, now, "withdrawn by decode")
 
     def connected(self, engine: str, chunkwise: bool, peers: tuple[str, ...], now: float) -> list[Action]:
-        hello = self._numbered(self._links.made(engine, chunkwise, peers))
+        hello = self._links.made(engine, chunkwise, peers).hello
         return [Tell(engine, hello), *(action for stream in self._to(engine) for action in self._pump(stream, now))]
 
     def unreachable(self, engine: str, why: str, now: float) -> list[Action]:
@@ -261,10 +258,7 @@ class Outbound:
         link = self._links.get(order.decode.engine_id)
         if stream.note_registration(order, peer, link) or link is None:
             return self._connect(order)
-        return [Tell(order.decode.engine_id, self._numbered(link), peer)]
-
-    def _numbered(self, link: Link) -> Hello:
-        return msgspec.structs.replace(self._hello, epoch=link.epoch)
+        return [Tell(order.decode.engine_id, link.hello, peer)]
 
     def _refuse(self, order: Register, peer: str, why: str, failed_epoch: int = 0) -> list[Action]:
         return [*self._connect(order), Tell(order.decode.engine_id, Gone(order.request, why, failed_epoch), peer)]

@@ -11,9 +11,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
+
 from connectors.push.actions import Chunk, Ended
 from connectors.push.states import Inbox, Stream
-from connectors.push.wire import Endpoint, Register
+from connectors.push.wire import Endpoint, Hello, Register
 
 _RENEW_AFTER = 1 / 3  # of a registration's time
 _REMEMBERED = 2048
@@ -24,21 +26,27 @@ _REMEMBERED_PEERS = 4096
 class Link:
     """A connection to a decode engine."""
 
-    epoch: int  # it is this one of ours
+    hello: Hello  # has its number
     chunkwise: bool  # WRITEs go out chunk by chunk
     peers: frozenset[str]
+
+    @property
+    def epoch(self) -> int:
+        return self.hello.epoch
 
 
 class Links(dict[str, Link]):
     """By decode engine."""
 
-    _last = 0
+    def __init__(self, hello: Hello) -> None:
+        super().__init__()
+        self._hello = hello  # said of the last one
 
     def made(self, engine: str, chunkwise: bool, peers: Iterable[str]) -> Link:
         """It is connected, anew or still."""
         if (link := self.get(engine)) is None:
-            self._last += 1
-        self[engine] = made = Link(link.epoch if link else self._last, chunkwise, frozenset(peers))
+            self._hello = msgspec.structs.replace(self._hello, epoch=self._hello.epoch + 1)
+        self[engine] = made = Link(link.hello if link else self._hello, chunkwise, frozenset(peers))
         return made
 
 
