@@ -220,6 +220,7 @@ class RequestInfo(msgspec.Struct, frozen=True):
     prefix_key: int | None = None  # equal for all prompts with the same beginning
     ttft_slo_s: float | None = None  # its own objectives; None: the fleet's
     tpot_slo_s: float | None = None
+    slo_class: str = ""  # where it gets them from; metrics count by it
 
 
 class PrefillJob(msgspec.Struct, frozen=True):

@@ -14,6 +14,7 @@ from support_wait import DEADLINE_S
 from orchestrator.config.settings import parse_config
 from orchestrator.fleet.prefixes import PrefixView
 from orchestrator.fleet.view import Fleet
+from orchestrator.frontend.untrusted.objectives import Objectives
 from orchestrator.policy.decode_choice import decode_choice
 from orchestrator.router.codec import Batch
 from orchestrator.router.request import ParsedRequest
@@ -45,6 +46,7 @@ class FakeRequest:
     max_new_tokens: int = 100
     priority: int = 0
     keys: list[int] = field(default_factory=list)
+    own: Objectives = Objectives()
 
 
 @dataclass
@@ -67,6 +69,9 @@ class FakeCodec:
             time.time(),
             priority=request.priority,
             local_only=request.local_only,
+            ttft_slo_s=request.own.ttft_s,
+            tpot_slo_s=request.own.tpot_s,
+            slo_class=request.own.name,
         )
         keys = request.keys if block_size else []
         return ParsedRequest(info, [request.id.encode()], request.id, request.resumable, request.early, keys)

@@ -88,11 +88,19 @@ class WorkersConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     claim_batches: Annotated[float, Meta(ge=1, le=1_000_000)] = 2.0
 
 
+class SLOClass(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Latency objectives of the requests that name this class in `x-slo-class`. None: the fleet's."""
+
+    ttft_s: Seconds | None = None
+    tpot_s: Seconds | None = None
+
+
 class SLOConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Latency objectives of the fleet. The policies that predict aim at them."""
 
     ttft_s: Seconds = 2.0
     tpot_s: Seconds = 0.1
+    classes: dict[str, SLOClass] = {}  # by name
     # For a request whose predicted TTFT misses the objective: serve it as usual, answer 429, or queue it last.
     admission: Literal["off", "reject", "queue"] = "queue"
     admission_slack: Factor = 1.0  # in objectives: 2 tolerates a predicted TTFT twice as long
@@ -277,6 +285,8 @@ def parse_config(tree: dict[str, Any]) -> Config:
     for name in {**config.workers.env, **config.workers.prefill.env, **config.workers.decode.env}:
         if not name or "=" in name:
             raise ConfigError(f"workers.env: expected names of variables, got {name!r}")
+    for name in config.slo.classes:
+        check_name("slo.classes", name)
     hosts = {"frontend.host": config.frontend.host, "workers.advertise": config.workers.advertise}
     if config.workers.bind != "auto":
         hosts["workers.bind"] = config.workers.bind

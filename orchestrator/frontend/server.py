@@ -226,7 +226,7 @@ async def serve(
         config, generation = await rolled_out_config(config, redis)
     args, vllm_config = build_vllm_config(config)
     frontend_id = f"frontend-{index}-{uuid.uuid4().hex[:8]}"
-    codec = VllmCodec(custom_processors(vllm_config))
+    codec = VllmCodec(custom_processors(vllm_config), config.slo.classes)
     connection = FleetConnection(frontend_id, config, redis, codec, generation, by_hand)
     connected = asyncio.create_task(connection.run())
     await unless_ended(connected, connection.synced())

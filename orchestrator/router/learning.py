@@ -11,6 +11,7 @@ from orchestrator.policy.candidate import DecodeChoice
 from orchestrator.policy.predict.predictor import Predictor
 from orchestrator.policy.ratio.reuse import ReuseCounter
 from orchestrator.router.request import ActiveRequest, State
+from orchestrator.telemetry import metrics
 from orchestrator.types import Offered
 
 
@@ -52,6 +53,10 @@ class Learning:
             late_first = first - request.accepted_at > (own.ttft_slo_s or self._slo.ttft_s)
             late_tokens = count > 1 and (now - first) / (count - 1) > (own.tpot_slo_s or self._slo.tpot_s)
         late = late_first or late_tokens
+        name = request.parsed.info.slo_class
+        metrics.objectives.labels(name, "ttft", str(not late_first).lower()).inc()
+        if count > 1:
+            metrics.objectives.labels(name, "tpot", str(not late_tokens).lower()).inc()
         self.offered += Offered(ended=1, late_first=int(late_first), late_tokens=int(late_tokens), late=int(late))
 
     def claimed(self, request: ActiveRequest) -> None:

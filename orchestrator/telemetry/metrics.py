@@ -10,6 +10,12 @@ _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 
 
 placements = Counter("pd_placements", "Placement decisions, by decision and its reason", ["decision", "reason"])
 requests = Counter("pd_requests", "Ended requests, by outcome", ["outcome"])
+objectives = Counter(
+    "pd_objectives",
+    "Ended requests, by class (x-slo-class), objective (ttft, tpot), and whether it was met; a refused or failed one "
+    "missed its ttft",
+    ["slo_class", "objective", "met"],
+)
 retries = Counter("pd_retries", "Attempts given up and started again, by why", ["why"])
 first_tokens_early = Counter("pd_first_tokens_early", "First tokens sent from prefill, before decode had the KV")
 first_token_mismatches = Counter(

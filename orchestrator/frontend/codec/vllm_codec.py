@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from operator import attrgetter, is_
 from typing import Any
 
@@ -10,6 +11,7 @@ from vllm.sampling_params import RequestOutputKind, SamplingParams, SamplingType
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
+from orchestrator.config.settings import SLOClass
 from orchestrator.frontend import edge
 from orchestrator.frontend.codec.vllm_fields import can_continue, local_only_reason
 from orchestrator.frontend.untrusted.objectives import Objectives
@@ -28,10 +30,10 @@ _more_than_tokens, _NOTHING = attrgetter(*_MORE_THAN_TOKENS), [None] * len(_MORE
 
 
 class VllmCodec:
-    def __init__(self, custom_processors: bool = False) -> None:
+    def __init__(self, custom_processors: bool = False, classes: Mapping[str, SLOClass] | None = None) -> None:
         """`custom_processors`: whether the engines run logits processors of the operator. They may count generated
-        tokens, so no answer is continued elsewhere."""
-        self._custom_processors = custom_processors
+        tokens, so no answer is continued elsewhere. `classes`: of objectives, by name."""
+        self._custom_processors, self._classes = custom_processors, classes or {}
         self._encoder = MsgpackEncoder()
         self._decoder = MsgpackDecoder(EngineCoreOutputs)
 
@@ -39,10 +41,13 @@ class VllmCodec:
         """Raises VLLMValidationError for a request that a fleet cannot serve."""
         if request.resumable:
             raise VLLMValidationError("streaming input is not supported over a fleet of engines")
+        context = edge.current.get()
+        try:
+            own = (context.objectives if context is not None else Objectives()).resolved(self._classes)
+        except ValueError as error:
+            raise VLLMValidationError(str(error)) from None
         sampling = request.sampling_params
         keys = _prefix_keys(request, block_size)
-        context = edge.current.get()
-        own = context.objectives if context is not None else Objectives()
         info = RequestInfo(
             id=request.request_id,
             prompt_tokens=len(request.prompt_token_ids or ()),
@@ -53,6 +58,7 @@ class VllmCodec:
             prefix_key=key_of_beginning(keys, block_size),
             ttft_slo_s=own.ttft_s,
             tpot_slo_s=own.tpot_s,
+            slo_class=own.name,
         )
         return ParsedRequest(
             info,

@@ -1,12 +1,18 @@
-"""Latency objectives that a request brings with it, in headers that llm-d and the Gateway API's predictor use too."""
+"""Latency objectives that a request brings with it.
+
+In milliseconds, in headers that llm-d and the Gateway API's predictor use too, or as a class of the configuration.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
-TTFT, TPOT = b"x-slo-ttft-ms", b"x-slo-tpot-ms"
+from orchestrator.config.settings import SLOClass
+
+TTFT, TPOT, CLASS = b"x-slo-ttft-ms", b"x-slo-tpot-ms", b"x-slo-class"
 MAX_MS = 86_400_000.0  # a day
+_SHOWN = 100
 
 
 class Objectives(NamedTuple):
@@ -14,12 +20,27 @@ class Objectives(NamedTuple):
 
     ttft_s: float | None = None
     tpot_s: float | None = None
+    name: str = ""  # of its class
+
+    def resolved(self, classes: Mapping[str, SLOClass]) -> Objectives:
+        """What the headers leave open is as its class has it. Raises ValueError for a class that there is not."""
+        if not self.name:
+            return self
+        if (known := classes.get(self.name)) is None:
+            there = ", ".join(sorted(classes)) or "none; slo.classes in the configuration adds them"
+            raise ValueError(f"{CLASS.decode()}: no class {self.name!r}; there are: {there}")
+        return Objectives(self.ttft_s or known.ttft_s, self.tpot_s or known.tpot_s, self.name)
 
 
 def read(headers: Iterable[tuple[bytes, bytes]]) -> Objectives:
     """Raises ValueError for what is no number of milliseconds."""
-    found = {name: _seconds(name, value) for name, value in headers if name in (TTFT, TPOT)}
-    return Objectives(found.get(TTFT), found.get(TPOT))
+    found = {name: value for name, value in headers if name in (TTFT, TPOT, CLASS)}
+    ttft_s, tpot_s = (_seconds(name, found[name]) if name in found else None for name in (TTFT, TPOT))
+    return Objectives(ttft_s, tpot_s, _text(found.get(CLASS, b"")))
+
+
+def _text(value: bytes) -> str:
+    return value[:_SHOWN].decode("latin-1")
 
 
 def _seconds(name: bytes, value: bytes) -> float:
@@ -28,6 +49,5 @@ def _seconds(name: bytes, value: bytes) -> float:
     except ValueError:
         milliseconds = 0.0
     if not 0 < milliseconds <= MAX_MS:  # not for NaN either
-        shown = value[:40].decode("latin-1")
-        raise ValueError(f"{name.decode()}: expected milliseconds above 0 and up to {MAX_MS:.0f}, got {shown!r}")
+        raise ValueError(f"{name.decode()}: expected milliseconds above 0 and up to {MAX_MS:.0f}, got {_text(value)!r}")
     return milliseconds / 1e3

@@ -83,7 +83,7 @@ def app(fleet):
         return edge.current.get().request_id
 
     @app.get("/objectives")
-    async def objectives() -> list[float | None]:
+    async def objectives() -> list[float | str | None]:
         return list(edge.current.get().objectives)
 
     @app.post("/length")
@@ -160,8 +160,8 @@ async def test_every_character_of_unicode_comes_through(client):
 
 
 async def test_objectives_of_a_request_are_read_or_refused(client):
-    taken = await client.get("/objectives", headers={"x-slo-ttft-ms": "300"})
-    assert taken.json() == [0.3, None]
+    taken = await client.get("/objectives", headers={"x-slo-ttft-ms": "300", "x-slo-class": "chat"})
+    assert taken.json() == [0.3, None, "chat"]
     refused = await client.get("/objectives", headers={"x-slo-tpot-ms": "fast"})
     assert refused.status_code == 400 and "x-slo-tpot-ms: expected milliseconds" in refused.text
 

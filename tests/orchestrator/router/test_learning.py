@@ -3,8 +3,9 @@
 import time
 
 import pytest
-from support_bench import Bench, FakeRequest
+from support_bench import Bench, FakeRequest, counted
 
+from orchestrator.frontend.untrusted.objectives import Objectives
 from orchestrator.types import PrefixEvents, QueueDepth, WorkerLoad
 from orchestrator.wire.messages import Prefilled
 
@@ -37,6 +38,19 @@ async def test_simultaneous_shared_prefix_counts_once():
     for name in "abcd":
         await bench.router.submit(FakeRequest(name, 5000, keys=list(range(1, 256 + 1))))  # 4096 tokens in blocks of 16
     assert bench.router.learning.offered.prefill_tokens == 5000 + 3 * (5000 - 4096)
+
+
+async def test_objectives_are_counted_by_class_and_by_whether_they_were_met():
+    bench = Bench(first_token="decode")
+    for name, ttft_slo_s in (("fast", 60.0), ("strict", 1e-9)):
+        await bench.router.submit(FakeRequest(name, own=Objectives(ttft_slo_s, 60.0, name)))
+        bench.claim(name)
+        decode = bench.bound_to()
+        bench.say("p0", Prefilled(name, 1, 0.1))
+        bench.tokens(decode, name, [5, 6], finish=1)
+    for name, objective, met in (("fast", "ttft", "true"), ("fast", "tpot", "true"), ("strict", "ttft", "false")):
+        assert counted("pd_objectives", slo_class=name, objective=objective, met=met) == 1, (name, objective)
+    assert counted("pd_objectives", slo_class="strict", objective="ttft", met="true") == 0
 
 
 async def test_unmeasured_worker_teaches_nothing():
