@@ -114,6 +114,7 @@ def test_there_are_examples_for_each_topology():
         ("model: demo\nredis: {url: 'redis://h:99999'}", "redis.url: expected a port from 1 to 65535 in 'h:99999'"),
         ("model: demo\nworkers: {bind: 300.1.1.1}", "workers.bind: expected an address or the name of a host, got"),
         ("model: demo\nslo: {ttft_s: 1.0e+308}", "slo.ttft_s: expected a number <= 1000000.0, got 1e+308"),
+        ("model: demo\nslo: {classes: {a b: {ttft_s: 1}}}", "slo.classes: expected text of letters, digits"),
         (
             "model: demo\nworkers: {heartbeat_s: 3}",
             "workers.timeout_s: expected at least two times workers.heartbeat_s",
