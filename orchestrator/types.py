@@ -221,6 +221,7 @@ class RequestInfo(msgspec.Struct, frozen=True):
     ttft_slo_s: float | None = None  # its own objectives; None: the fleet's
     tpot_slo_s: float | None = None
     slo_class: str = ""  # where it gets them from; metrics count by it
+    tenant: str = ""  # who has a share of the fleet under overload
 
 
 class PrefillJob(msgspec.Struct, frozen=True):

@@ -72,6 +72,7 @@ class FakeCodec:
             ttft_slo_s=request.own.ttft_s,
             tpot_slo_s=request.own.tpot_s,
             slo_class=request.own.name,
+            tenant=request.own.tenant,
         )
         keys = request.keys if block_size else []
         return ParsedRequest(info, [request.id.encode()], request.id, request.resumable, request.early, keys)

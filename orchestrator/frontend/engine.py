@@ -42,6 +42,7 @@ STATS_INTERVAL_S = 0.5
 _REASONS = {
     "decode_full": "every decode worker is full",
     "no_decode_worker": "no decode worker is ready",
+    "over_share": "its tenant has asked for more than its share, and others want theirs (limits.shares)",
     "slo_ttft": "the first token would come later than slo.ttft_s allows",
 }
 

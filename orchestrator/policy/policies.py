@@ -12,14 +12,16 @@ from typing import TypeVar
 import msgspec
 
 from orchestrator.config.settings import Config, SLOConfig
-from orchestrator.policy.admission import admit
+from orchestrator.policy.admission.admit import MAX_RETRY_S, MIN_RETRY_S, admit, predicted_ttft_s
+from orchestrator.policy.admission.shares import Shares
 from orchestrator.policy.candidate import Candidate, DecodeChoice, blocks_for
-from orchestrator.policy.placement import Local, PrefillView, Reject, Remote, place, uncached_tokens
+from orchestrator.policy.placement import ROOM_SHARE, Local, PrefillView, Reject, Remote, place, uncached_tokens
 from orchestrator.policy.predict.predictor import Predictor
 from orchestrator.types import QueueDepth, RequestInfo
 
 Job = TypeVar("Job")
-LATE_OBJECTIVES = 5.0  # TTFT objectives by which a job that will be late goes behind the others
+# TTFT objectives by which a job that will be late goes behind the others, and at most one whose tenant asks too much.
+LATE_OBJECTIVES = 5.0
 ENGINE_WEIGHT = 30.0  # seconds behind its arrival per second of prefill; `engine_delay_s` explains why
 MAX_STEPS = 10  # of priority: clients choose it, and none may overtake without bound
 # Between two recalls. More frequent ones would move jobs for advantages that soon pass.
@@ -28,10 +30,11 @@ MAX_RECALL_JOBS = 256  # jobs at the head of the queue that one recall considers
 
 
 class PlacementDecision(msgspec.Struct, frozen=True):
-    """`late`: the request is predicted to miss its TTFT objective, and is queued behind those that can meet it."""
+    """`later_s`: by how much the request goes behind its place in a queue, because it is predicted to miss its TTFT
+    objective and others can meet theirs, or because its tenant asks for more than its share."""
 
     decision: Local | Remote | Reject
-    late: bool = False
+    later_s: float = 0.0
 
 
 class Waiting(msgspec.Struct, frozen=True):
@@ -62,7 +65,7 @@ class Policies:
 
     def __init__(self, config: Config, choose: DecodeChoice, predictor: Predictor) -> None:
         self.routing, self.slo, self._queue = config.routing, config.slo, config.queue
-        self.choose, self.predictor = choose, predictor
+        self.choose, self.predictor, self._shares = choose, predictor, Shares(config.limits.shares)
 
     def decide(
         self,
@@ -76,11 +79,38 @@ class Policies:
         needs no `admission`: its predicted TTFT neither rejects nor defers it."""
         self.predictor.begin(now)
         placed = self._admitted(request, candidates, prefill, admission)
+        if admission and self._shares.given:
+            placed = self._shared(placed, request, candidates, prefill, now)
         if isinstance(placed.decision, Local):
             self.predictor.placed_locally(placed.decision.worker_id)
         elif isinstance(placed.decision, Remote):
             self.predictor.placed_remotely(max(0, request.prompt_tokens - prefill.cached_tokens))
         return placed
+
+    def _shared(
+        self,
+        placed: PlacementDecision,
+        request: RequestInfo,
+        candidates: Sequence[Candidate],
+        prefill: PrefillView,
+        now: float,
+    ) -> PlacementDecision:
+        """Who keeps to its share goes before all others, however long the queue is. Who exceeds it gets what others
+        leave: it goes behind them, and is refused where it would have to wait."""
+        decision, slo = placed.decision, self.slo_of(request)
+        if isinstance(decision, Reject):
+            return placed
+        burst_s = LATE_OBJECTIVES * self.slo.ttft_s
+        over_s = max(0.0, self._shares.lead_s(request.tenant, now) - burst_s)
+        prefill_s = self.predictor.prefill_s(max(0, request.prompt_tokens - prefill.cached_tokens))
+        wait_s = predicted_ttft_s(decision, request, candidates, prefill, self.predictor) - prefill_s
+        if over_s and wait_s > ROOM_SHARE * slo.ttft_s:
+            return PlacementDecision(Reject("over_share", min(MAX_RETRY_S, max(MIN_RETRY_S, over_s))))
+        prefilling = prefill.workers_ready if isinstance(decision, Remote) else len(candidates)
+        decode_s = self.predictor.output_tokens * self.predictor.tpot_line[1]
+        work_s = max(prefill_s / max(1, prefilling), decode_s / len(candidates))  # the pools work at the same time
+        self._shares.count(request.tenant, work_s, now, 2 * burst_s)
+        return PlacementDecision(decision, over_s)
 
     def _admitted(
         self, request: RequestInfo, candidates: Sequence[Candidate], prefill: PrefillView, admission: bool
@@ -92,7 +122,7 @@ class Policies:
         admitted = admit(decision, request, candidates, prefill, slo, self.predictor)
         if isinstance(admitted, Reject):
             return PlacementDecision(admitted)
-        return PlacementDecision(admitted.decision, admitted.deferred)
+        return PlacementDecision(admitted.decision, LATE_OBJECTIVES * self.slo.ttft_s if admitted.deferred else 0.0)
 
     def recall(self, request: RequestInfo, candidates: Sequence[Candidate], prefill: PrefillView) -> Local | None:
         """The decode worker that should prefill a queued request now; None if it should wait on.
@@ -138,16 +168,17 @@ class Policies:
         own_s = request.ttft_slo_s
         return self.slo if own_s is None else msgspec.structs.replace(self.slo, ttft_s=own_s)
 
-    def delay_s(self, request: RequestInfo, uncached_tokens: int, late: bool = False) -> float:
-        """Seconds between a job's arrival and its score in the prefill queue."""
+    def delay_s(self, request: RequestInfo, uncached_tokens: int, later_s: float = 0.0) -> float:
+        """Seconds between a job's arrival and its score in the prefill queue. `later_s`: as it was placed."""
         compute_s = self.predictor.prefill_s(uncached_tokens)
-        return self._later_s(request) + delay_s(compute_s, self._queue.weight, self.slo.ttft_s, request.priority, late)
+        later_s += self._patience_s(request)
+        return later_s + delay_s(compute_s, self._queue.weight, self.slo.ttft_s, request.priority)
 
-    def _later_s(self, request: RequestInfo) -> float:
+    def _patience_s(self, request: RequestInfo) -> float:
         """By how much a request's objective lets it wait longer than others: so the queue is in order of deadlines."""
         return 0.0 if request.ttft_slo_s is None else request.ttft_slo_s - self.slo.ttft_s
 
-    def engine_delay_s(self, request: RequestInfo, compute_tokens: int = 0, late: bool = False) -> float:
+    def engine_delay_s(self, request: RequestInfo, compute_tokens: int = 0, later_s: float = 0.0) -> float:
         """Seconds between a request's arrival and its place among the requests that wait in its decode engine.
 
         The engine has `compute_tokens` of the prompt to compute; 0 if the KV comes from a prefill worker. Requests wait
@@ -157,8 +188,8 @@ class Policies:
         ttft_s = self.slo.ttft_s
         compute_s = self.predictor.prefill_s(compute_tokens) if compute_tokens else 0.0
         most = LATE_OBJECTIVES * ttft_s / ENGINE_WEIGHT
-        later_s = self._later_s(request) if compute_tokens else 0.0
-        return later_s + delay_s(min(compute_s, most), ENGINE_WEIGHT, ttft_s, request.priority, late)
+        later_s += self._patience_s(request) if compute_tokens else 0.0
+        return later_s + delay_s(min(compute_s, most), ENGINE_WEIGHT, ttft_s, request.priority)
 
 
 def _with_load(candidate: Candidate, load: RecalledLoad) -> Candidate:
@@ -175,7 +206,6 @@ def delay_s(
     weight: float,
     ttft_slo_s: float,
     priority: int = 0,
-    late: bool = False,
 ) -> float:
     """Seconds between a job's arrival and its score in the queue. A negative delay puts it before its arrival.
 
@@ -185,7 +215,6 @@ def delay_s(
     queueing with dynamic priorities", 1960): the scores of new jobs grow with time, so no job starves.
 
     Each step of `priority`, up to `MAX_STEPS`, adds one TTFT objective; lower numbers are more important, as in vLLM.
-    `late` marks a job that is predicted to miss its TTFT objective; it adds `LATE_OBJECTIVES` of them.
     """
     steps = max(-MAX_STEPS, min(MAX_STEPS, priority))
-    return weight * compute_s + steps * ttft_slo_s + (LATE_OBJECTIVES * ttft_slo_s if late else 0.0)
+    return weight * compute_s + steps * ttft_slo_s

@@ -89,10 +89,10 @@ class Decider:
                 cached_tokens,
                 at_prefill_tokens=uncached_tokens,
                 at_decode_tokens=at_decode,
-                delay_s=self._policies.engine_delay_s(info, info.prompt_tokens - cached_tokens, placement.late),
+                delay_s=self._policies.engine_delay_s(info, info.prompt_tokens - cached_tokens, placement.later_s),
             )
         backlog_s = self._predictor.backlog_s(pool.queue, pool.workers_ready) if pool.queue is not None else 0.0
-        job = self._job(active, uncached_tokens, cached_at_prefill, placement.late)
+        job = self._job(active, uncached_tokens, cached_at_prefill, placement.later_s)
         return Placed(
             decision.reason,
             uncached_tokens,
@@ -134,7 +134,7 @@ class Decider:
         return PrefillView(self._fleet.ready(Role.PREFILL), self._queue.depth, cached_tokens)
 
     def _job(
-        self, active: ActiveRequest, uncached_tokens: int, cached_at_prefill: Mapping[str, int], late: bool
+        self, active: ActiveRequest, uncached_tokens: int, cached_at_prefill: Mapping[str, int], later_s: float
     ) -> PrefillJob:
         info = active.parsed.info
         return PrefillJob(
@@ -145,6 +145,6 @@ class Decider:
             arrived_at=info.arrived_at,
             reply_to=self._frontend_id,
             body=pack_frames(active.parsed.frames),
-            delay_s=self._policies.delay_s(info, uncached_tokens, late),
+            delay_s=self._policies.delay_s(info, uncached_tokens, later_s),
             cached=dict(cached_at_prefill),
         )

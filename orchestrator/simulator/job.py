@@ -78,6 +78,7 @@ class Job:
             prefix_key=self.prefix_key,
             ttft_slo_s=self.arrival.ttft_slo_s,
             tpot_slo_s=self.arrival.tpot_slo_s,
+            tenant=self.arrival.tenant,
         )
 
 

@@ -92,9 +92,9 @@ class Router:
         if isinstance(decision, Reject):
             return self._refuse(job, again)
         if isinstance(decision, Local):
-            self._place_locally(job, decision, candidates, ruling.late)
+            self._place_locally(job, decision, candidates, ruling.later_s)
         else:
-            self._enqueue(job, max(1, job.prompt_tokens - cached), ruling.late)
+            self._enqueue(job, max(1, job.prompt_tokens - cached), ruling.later_s)
         return True
 
     def _refuse(self, job: Job, again: bool) -> bool:
@@ -102,13 +102,13 @@ class Router:
             self._end(job, "rejected")
         return False
 
-    def _place_locally(self, job: Job, decision: Local, candidates: Sequence[Candidate], late: bool = False) -> None:
+    def _place_locally(self, job: Job, decision: Local, candidates: Sequence[Candidate], later_s: float = 0.0) -> None:
         candidate = next(c for c in candidates if c.worker_id == decision.worker_id)
         compute = max(1, job.prompt_tokens - candidate.cached_tokens)
         job.local_tokens = candidate.waiting_tokens + candidate.placed_tokens + compute
         job.placed_at = self._clock.now
         job.beside = candidate.running + candidate.waiting
-        order = job.arrival.at + self.policies.engine_delay_s(job.info(), compute, late)
+        order = job.arrival.at + self.policies.engine_delay_s(job.info(), compute, later_s)
         if self.index is not None:
             self.index.expected.sent(str(job.id), decision.worker_id, job.arrival.keys)
         self._submit(job, decision.worker_id, "local", compute, order)
@@ -182,8 +182,8 @@ class Router:
 
     # ---- the prefill queue -----------------------------------------------------------------------------------
 
-    def _enqueue(self, job: Job, uncached: int, late: bool) -> None:
-        score = job.arrival.at + self.policies.delay_s(job.info(), uncached, late)
+    def _enqueue(self, job: Job, uncached: int, later_s: float) -> None:
+        score = job.arrival.at + self.policies.delay_s(job.info(), uncached, later_s)
         depth = QueueDepth(len(self.queue), self.queue_tokens, self.claimed)
         job.uncached = uncached
         job.enqueued_at = self._clock.now

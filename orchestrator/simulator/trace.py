@@ -33,6 +33,7 @@ class Arrival(msgspec.Struct, frozen=True):
     priority: int = 0
     ttft_slo_s: float | None = None  # its own objectives; None: the fleet's
     tpot_slo_s: float | None = None
+    tenant: str = ""
 
 
 class Load(msgspec.Struct, frozen=True):

@@ -59,6 +59,7 @@ class VllmCodec:
             ttft_slo_s=own.ttft_s,
             tpot_slo_s=own.tpot_s,
             slo_class=own.name,
+            tenant=own.tenant,
         )
         return ParsedRequest(
             info,

@@ -1,6 +1,7 @@
-"""Latency objectives that a request brings with it.
+"""What a request's headers say of its latency objectives, and of the tenant who sends it.
 
-In milliseconds, in headers that llm-d and the Gateway API's predictor use too, or as a class of the configuration.
+Objectives are in milliseconds, in headers that llm-d and the Gateway API's predictor use too, or a class of the
+configuration.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from typing import NamedTuple
 
 from orchestrator.config.settings import SLOClass
 
-TTFT, TPOT, CLASS = b"x-slo-ttft-ms", b"x-slo-tpot-ms", b"x-slo-class"
+TTFT, TPOT, CLASS, TENANT = b"x-slo-ttft-ms", b"x-slo-tpot-ms", b"x-slo-class", b"x-tenant"
 MAX_MS = 86_400_000.0  # a day
 _SHOWN = 100
 
@@ -21,6 +22,7 @@ class Objectives(NamedTuple):
     ttft_s: float | None = None
     tpot_s: float | None = None
     name: str = ""  # of its class
+    tenant: str = ""
 
     def resolved(self, classes: Mapping[str, SLOClass]) -> Objectives:
         """What the headers leave open is as its class has it. Raises ValueError for a class that there is not."""
@@ -29,14 +31,14 @@ class Objectives(NamedTuple):
         if (known := classes.get(self.name)) is None:
             there = ", ".join(sorted(classes)) or "none; slo.classes in the configuration adds them"
             raise ValueError(f"{CLASS.decode()}: no class {self.name!r}; there are: {there}")
-        return Objectives(self.ttft_s or known.ttft_s, self.tpot_s or known.tpot_s, self.name)
+        return self._replace(ttft_s=self.ttft_s or known.ttft_s, tpot_s=self.tpot_s or known.tpot_s)
 
 
 def read(headers: Iterable[tuple[bytes, bytes]]) -> Objectives:
     """Raises ValueError for what is no number of milliseconds."""
-    found = {name: value for name, value in headers if name in (TTFT, TPOT, CLASS)}
+    found = {name: value for name, value in headers if name in (TTFT, TPOT, CLASS, TENANT)}
     ttft_s, tpot_s = (_seconds(name, found[name]) if name in found else None for name in (TTFT, TPOT))
-    return Objectives(ttft_s, tpot_s, _text(found.get(CLASS, b"")))
+    return Objectives(ttft_s, tpot_s, *(_text(found.get(name, b"")) for name in (CLASS, TENANT)))
 
 
 def _text(value: bytes) -> str:

@@ -161,7 +161,7 @@ async def test_every_character_of_unicode_comes_through(client):
 
 async def test_objectives_of_a_request_are_read_or_refused(client):
     taken = await client.get("/objectives", headers={"x-slo-ttft-ms": "300", "x-slo-class": "chat"})
-    assert taken.json() == [0.3, None, "chat"]
+    assert taken.json() == [0.3, None, "chat", ""]
     refused = await client.get("/objectives", headers={"x-slo-tpot-ms": "fast"})
     assert refused.status_code == 400 and "x-slo-tpot-ms: expected milliseconds" in refused.text
 

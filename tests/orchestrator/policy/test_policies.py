@@ -32,11 +32,6 @@ def test_priority_step_is_one_ttft_objective():
     assert place(priority=3) - place() == pytest.approx(3 * TTFT_S)
 
 
-def test_late_job_is_delayed_but_does_not_starve():
-    assert place(late=True) > place(at=9.9)
-    assert place(late=True) < place(at=100.0)
-
-
 def test_priority_starves_no_job():
     bound_s = 2 * MAX_STEPS * TTFT_S
     assert place(priority=10**9) < place(at=bound_s + 1, priority=-(10**9))
@@ -109,8 +104,16 @@ def test_cached_prompt_overtakes_uncached_one_in_engine():
 
 def test_newcomers_delay_engine_request_for_bounded_time():
     chosen = policies(slo={"ttft_s": TTFT_S})
-    longest, late = (chosen.engine_delay_s(request(10**6), 10**6, late) for late in (False, True))
-    assert longest == pytest.approx(LATE_OBJECTIVES * TTFT_S) and late == pytest.approx(2 * LATE_OBJECTIVES * TTFT_S)
+    longest, later = (chosen.engine_delay_s(request(10**6), 10**6, later_s) for later_s in (0.0, 7.0))
+    assert longest == pytest.approx(LATE_OBJECTIVES * TTFT_S) and later == pytest.approx(longest + 7.0)
+
+
+def test_late_job_is_delayed_but_does_not_starve():
+    chosen = policies(slo={"ttft_s": TTFT_S, "admission": "queue"})
+    full = msgspec.structs.replace(IDLE_DECODE, running=3, waiting_tokens=50_000)
+    late = chosen.decide(request(1000), [full], queue_of(10_000), 0.0)
+    assert late.later_s == LATE_OBJECTIVES * TTFT_S
+    assert chosen.decide(request(1000), [IDLE_DECODE], queue_of(0), 0.0).later_s == 0.0
 
 
 def test_accepted_request_skips_admission():

@@ -200,7 +200,7 @@ def test_queued_requests_are_recalled_as_in_the_router():
     sim = simulate(Load("many", [Arrival(0.0, 4000, 10) for _ in range(20)]), "ours:fixed", prefill=1)
     router = sim.router
     for job in sim.jobs:
-        router._enqueue(job, 4000, late=False)
+        router._enqueue(job, 4000, later_s=0.0)
     queued = [(entry[2].id, router._waiting(entry[2])) for entry in router.queue]
     depth = QueueDepth(len(router.queue), router.queue_tokens, router.claimed)
     recalled = [job for job, _, _ in router.policies.recalled(queued, depth, 1)]

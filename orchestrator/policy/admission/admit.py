@@ -21,7 +21,7 @@ MIN_RETRY_S, MAX_RETRY_S = 1.0, 60.0
 
 
 class Admitted(msgspec.Struct, frozen=True):
-    """`deferred`: the request would be late and goes behind those in time (the `late` of `policies.delay_s`)."""
+    """`deferred`: the request would be late and goes behind those in time (`LATE_OBJECTIVES` of `policies`)."""
 
     decision: Local | Remote
     predicted_ttft_s: float

@@ -1,0 +1,74 @@
+"""Shares of tenants: who asks for more than its own goes behind, and delays nobody else."""
+
+import random
+import statistics
+
+import pytest
+
+from orchestrator.config.settings import SLOConfig
+from orchestrator.policy.admission.shares import Shares
+from orchestrator.simulator.job import Job
+from orchestrator.simulator.profile import PROFILES, load_profile
+from orchestrator.simulator.settings import SHIPPED, Settings, changed, stack
+from orchestrator.simulator.simulation import Simulation
+from orchestrator.simulator.trace import Arrival, Load
+
+TTFT_S = 1.0
+WARM_UP_S = 10.0  # while times are learned
+
+
+def test_a_tenant_leads_by_its_work_over_its_share():
+    shares = Shares({"big": 3.0, "*": 1.0})
+    shares.count("big", 0.1, 0.0, most_s=10.0)
+    shares.count("small", 0.1, 0.0, most_s=10.0)  # a quarter of the fleet is its
+    shares.count("big", 0.3, 1.0, most_s=10.0)
+    assert shares.lead_s("small", 0.0) == pytest.approx(0.4) and shares.lead_s("small", 0.3) == pytest.approx(0.1)
+    assert shares.lead_s("small", 1.0) == 0.0 and shares.lead_s("big", 1.0) == pytest.approx(0.4)
+    assert shares.lead_s("new", 1.0) == 0.0
+
+
+def test_a_lead_is_bounded_and_counts_only_while_others_ask():
+    shares = Shares({"*": 1.0})
+    for _ in range(100):
+        shares.count("flood", 1.0, 0.0, most_s=5.0)
+    assert shares.lead_s("flood", 0.0) == 0.0, "nobody else wants anything"
+    shares.count("other", 0.001, 1.0, most_s=5.0)
+    assert shares.lead_s("flood", 1.0) == pytest.approx(4.0)
+    shares.count("flood", 1.0, 40.0, most_s=5.0)
+    shares.count("flood", 1.0, 40.0, most_s=5.0)
+    assert shares.lead_s("flood", 40.0) == 0.0, "the other has asked for nothing for long"
+
+
+def jobs(rates: dict[str, float], seconds: float = 60.0) -> dict[str, list[Job]]:
+    """By tenant, of simulated H100s in 1P1D, which carry about 14 of these requests a second."""
+    arrivals = []
+    for tenant, rate in rates.items():
+        random_, at = random.Random(tenant), 0.0
+        while (at := at + random_.expovariate(rate)) < seconds:
+            arrivals.append(Arrival(at, random_.randint(1000, 3000), random_.randint(50, 150), tenant=tenant))
+    settings = Settings(
+        prefill=1,
+        decode=1,
+        profile=load_profile(PROFILES / "h100-llama-8b.json"),
+        stack=stack("ours:fixed", changed(SHIPPED, {"limits": {"shares": {"*": 1}}})),
+        slo=SLOConfig(ttft_s=TTFT_S, tpot_s=0.05),
+    )
+    simulation = Simulation(settings, Load("tenants", sorted(arrivals, key=lambda arrival: arrival.at)))
+    simulation.run()
+    learned = [job for job in simulation.jobs if job.arrival.at > WARM_UP_S]
+    return {tenant: [job for job in learned if job.arrival.tenant == tenant] for tenant in rates}
+
+
+def ttfts(found: list[Job]) -> list[float]:
+    return [job.first_at - job.arrival.at for job in found if job.first_at is not None]
+
+
+def test_who_floods_delays_nobody_else_and_gets_what_they_leave():
+    calm = {"a": 2.0, "b": 2.0}
+    alone, flooded = jobs(calm), jobs(calm | {"flood": 40.0})
+    for tenant in calm:
+        assert statistics.median(ttfts(flooded[tenant])) <= 1.2 * statistics.median(ttfts(alone[tenant]))
+        assert sum(ttft_s <= TTFT_S for ttft_s in ttfts(flooded[tenant])) >= 0.98 * len(flooded[tenant])
+    served = ttfts(flooded["flood"])
+    assert len(served) > 8 * 50, "two thirds of the fleet are free"
+    assert sorted(served)[int(0.9 * len(served))] <= TTFT_S, "what is not refused is in time"
