@@ -75,7 +75,8 @@ class FakeCodec:
             tenant=request.own.tenant,
         )
         keys = request.keys if block_size else []
-        return ParsedRequest(info, [request.id.encode()], request.id, request.resumable, request.early, keys)
+        whole, with_kv = [request.id.encode()], [b"less"]
+        return ParsedRequest(info, whole, request.id, request.resumable, request.early, keys, frames_with_kv=with_kv)
 
     def decode_outputs(self, frames, sent_at, now):
         try:
@@ -102,6 +103,7 @@ class FakeTransport:
 
     def __init__(self):
         self.sent = []
+        self.payloads = []  # of what was sent
         self.unreachable = set()
         self.refuses = {}  # worker id -> what becomes of messages to it
 
@@ -109,6 +111,7 @@ class FakeTransport:
         refused = Sent.UNREACHABLE if worker_id in self.unreachable else self.refuses.get(worker_id)
         if refused is None:
             self.sent.append((worker_id, message))
+            self.payloads.append(payload)
         return Sent.YES if refused is None else refused
 
     def of(self, kind):

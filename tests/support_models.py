@@ -9,7 +9,7 @@ from typing import Any
 VOCABULARY = 512
 WINDOW_TOKENS = 96
 LORA_RANK = 8
-_COMMON = {
+COMMON = {
     "vocab_size": VOCABULARY,
     "hidden_size": 128,
     "intermediate_size": 128,
@@ -28,7 +28,7 @@ def _windows() -> Any:
     """Every layer attends to the last tokens only."""
     from transformers import MistralConfig
 
-    return MistralConfig(**_COMMON, head_dim=32, num_hidden_layers=2, sliding_window=WINDOW_TOKENS)
+    return MistralConfig(**COMMON, head_dim=32, num_hidden_layers=2, sliding_window=WINDOW_TOKENS)
 
 
 def _some_windows() -> Any:
@@ -36,9 +36,7 @@ def _some_windows() -> Any:
     from transformers import Gemma3TextConfig
 
     kinds = ["sliding_attention", "full_attention"] * 2
-    return Gemma3TextConfig(
-        **_COMMON, head_dim=32, num_hidden_layers=4, sliding_window=WINDOW_TOKENS, layer_types=kinds
-    )
+    return Gemma3TextConfig(**COMMON, head_dim=32, num_hidden_layers=4, sliding_window=WINDOW_TOKENS, layer_types=kinds)
 
 
 def _recurrent() -> Any:
@@ -46,7 +44,7 @@ def _recurrent() -> Any:
     from transformers import GraniteMoeHybridConfig
 
     return GraniteMoeHybridConfig(
-        **_COMMON,
+        **COMMON,
         num_hidden_layers=4,
         layer_types=["mamba", "attention"] * 2,
         position_embedding_type="rope",
@@ -65,7 +63,7 @@ def _latent() -> Any:
     """Latent attention (MLA) in all layers; the sizes of a latent are those that vLLM's kernel for CPUs has."""
     from transformers import DeepseekV2Config
 
-    few_heads = _COMMON | {"num_key_value_heads": _COMMON["num_attention_heads"]}
+    few_heads = COMMON | {"num_key_value_heads": COMMON["num_attention_heads"]}
     return DeepseekV2Config(
         **few_heads,
         num_hidden_layers=3,
@@ -82,7 +80,7 @@ def _guessing() -> Any:
     """A Qwen2, to which `_add_guessing_layer` adds a layer for multi-token prediction (MTP)."""
     from transformers import Qwen2Config
 
-    return Qwen2Config(**_COMMON, num_hidden_layers=2)
+    return Qwen2Config(**COMMON, num_hidden_layers=2)
 
 
 def _experts() -> Any:
@@ -90,7 +88,7 @@ def _experts() -> Any:
     from transformers import Qwen3MoeConfig
 
     return Qwen3MoeConfig(
-        **_COMMON, head_dim=32, num_hidden_layers=2, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=64
+        **COMMON, head_dim=32, num_hidden_layers=2, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=64
     )
 
 

@@ -52,7 +52,6 @@ from orchestrator.frontend.access import Access
 from orchestrator.frontend.adapters import fleet_models
 from orchestrator.frontend.codec.detokenizer import use_backend
 from orchestrator.frontend.codec.vllm_codec import VllmCodec
-from orchestrator.frontend.codec.vllm_fields import custom_processors
 from orchestrator.frontend.dashboard.routes import operator_routes, page_routes, stream_routes
 from orchestrator.frontend.edge import EdgeMiddleware
 from orchestrator.frontend.engine import FleetCore, FleetLLM
@@ -94,10 +93,10 @@ def server_arguments(config: Config, parser: argparse.ArgumentParser) -> list[st
         "model": resolve_model(config.model),
         "served_model_name": config.name_served,
         **{k: v for k, v in engine_args(config, Role.DECODE).items() if not k.startswith(_ENGINE_ONLY)},
-        # vLLM's cache assumes one engine, which has received every item that was sent before.
-        "mm_processor_cache_gb": 0,
         **tracing.configure(config),
         **config.frontend.server_args,
+        # vLLM's cache assumes one engine, which has received every item that was sent before.
+        "mm_processor_cache_gb": 0,
     }
     if config.engine == "sim":
         options.setdefault("max_model_len", config.sim.max_model_len)
@@ -226,7 +225,7 @@ async def serve(
         config, generation = await rolled_out_config(config, redis)
     args, vllm_config = build_vllm_config(config)
     frontend_id = f"frontend-{index}-{uuid.uuid4().hex[:8]}"
-    codec = VllmCodec(custom_processors(vllm_config), config.slo.classes)
+    codec = VllmCodec.of(vllm_config, config.slo.classes)
     connection = FleetConnection(frontend_id, config, redis, codec, generation, by_hand)
     connected = asyncio.create_task(connection.run())
     await unless_ended(connected, connection.synced())

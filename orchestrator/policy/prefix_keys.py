@@ -1,19 +1,35 @@
 """Keys of KV blocks: chained hashes of a block's token ids and all tokens before it, from prompts and engine events.
 
 A block's key is XXH3 (64 bits, unsigned) of its token ids, each a 32-bit little-endian unsigned integer, with the key
-of the block before it as the seed; the first block's seed is the prompt's salt. All hosts of a fleet must compute the
-same keys, or prefixes are never found. Different prompts with equal keys cost a cache miss, never a wrong answer.
+of the block before it as the seed; the first block's seed is the prompt's salt. The token ids of an image are all the
+same, so its mark follows those of each block that has a part of it. All hosts of a fleet must compute the same keys, or
+prefixes are never found. Different prompts with equal keys cost a cache miss, never a wrong answer.
 """
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 from xxhash import xxh3_64_intdigest
 
 TOKEN_BYTES = 4
 BEGINNING_TOKENS = 256
+
+
+class Medium(NamedTuple):
+    """An image, video or sound in a prompt. `identifier`: the engine's hash of its content."""
+
+    identifier: str
+    start: int  # its first token
+    tokens: int
+
+
+# What a block's key has of one medium: its identifier, and its first token relative to the block's.
+Mark = tuple[str, int]
+Marks = Mapping[int, Sequence[Mark]]  # by the number of the block
 
 
 def salt_of(lora: str | None, cache_salt: str | None) -> int:
@@ -28,16 +44,19 @@ def salt_of(lora: str | None, cache_salt: str | None) -> int:
     return xxh3_64_intdigest(b"".join(len(name).to_bytes(4, "little") + name for name in names))
 
 
-def prefix_keys(tokens: Sequence[int], block_size: int, salt: int = 0, max_blocks: int = 8192) -> list[int]:
-    """The keys of a prompt's full blocks, first block first, at most `max_blocks`. `salt`: see `salt_of`."""
+def prefix_keys(
+    tokens: Sequence[int], block_size: int, salt: int = 0, media: Iterable[Medium] = (), max_blocks: int = 8192
+) -> list[int]:
+    """The keys of a prompt's full blocks, first block first, at most `max_blocks`. `salt`: see `salt_of`. `media`: in
+    the order in which they begin."""
     full = min(len(tokens) // block_size, max_blocks)
-    return _chain(tokens, full, block_size, salt)
+    return _chain(tokens, full, block_size, salt, _marks(media, block_size, full))
 
 
-def reusable_keys(tokens: Sequence[int], block_size: int, salt: int = 0) -> list[int]:
+def reusable_keys(tokens: Sequence[int], block_size: int, salt: int = 0, media: Iterable[Medium] = ()) -> list[int]:
     """Keys of the blocks that a prompt can take from a cache. Its last token is always computed, so a last block that
     ends with the prompt is left out."""
-    keys = prefix_keys(tokens, block_size, salt)
+    keys = prefix_keys(tokens, block_size, salt, media)
     return keys[:-1] if len(keys) * block_size == len(tokens) else keys
 
 
@@ -60,7 +79,12 @@ class EventTranslator:
         self._held: dict[object, list[int]] = {}  # engine hash -> [key, copies]
 
     def stored(
-        self, engine_hashes: Sequence[object], parent: object | None, tokens: Sequence[int], salt: int = 0
+        self,
+        engine_hashes: Sequence[object],
+        parent: object | None,
+        tokens: Sequence[int],
+        salt: int = 0,
+        marks: Marks | None = None,
     ) -> list[int]:
         """The keys that are newly held; none if the parent is not known. `salt` seeds blocks without a parent."""
         if parent is None:
@@ -70,7 +94,7 @@ class EventTranslator:
         else:
             return []
         keys: list[int] = []
-        chained = _chain(tokens, len(engine_hashes), self.block_size, chain)
+        chained = _chain(tokens, len(engine_hashes), self.block_size, chain, marks or {})
         for engine_hash, key in zip(engine_hashes, chained, strict=True):
             if (held := self._held.get(engine_hash)) is not None:
                 held[1] += 1
@@ -94,7 +118,24 @@ class EventTranslator:
         self._held.clear()
 
 
-def _chain(tokens: Sequence[int], blocks: int, block_size: int, seed: int) -> list[int]:
+def _marks(media: Iterable[Medium], block_size: int, blocks: int) -> Marks:
+    marks: dict[int, list[Mark]] = defaultdict(list)
+    for identifier, start, tokens in media:
+        for block in range(max(0, start // block_size), min(blocks, -(-(start + tokens) // block_size))):
+            marks[block].append((identifier, start - block * block_size))
+    return marks
+
+
+def _chain(tokens: Sequence[int], blocks: int, block_size: int, seed: int, marks: Marks) -> list[int]:
     count, width = blocks * block_size, block_size * TOKEN_BYTES
     packed = struct.pack(f"<{count}I", *tokens[:count])
-    return [seed := xxh3_64_intdigest(packed[start : start + width], seed) for start in range(0, len(packed), width)]
+    parts = [packed[start : start + width] for start in range(0, len(packed), width)]
+    for block, found in marks.items():
+        parts[block] += b"".join(map(_packed, found))
+    return [seed := xxh3_64_intdigest(part, seed) for part in parts]
+
+
+def _packed(mark: Mark) -> bytes:
+    """The identifier in UTF-8 after its length in bytes, then the place; both numbers 32-bit little-endian."""
+    identifier, place = mark[0].encode(errors="surrogatepass"), mark[1]
+    return struct.pack("<I", len(identifier)) + identifier + struct.pack("<i", place)

@@ -53,7 +53,8 @@ class Dispatch:
             suspect=active.suspect,
             behind_s=delay_s - (now - active.accepted_at),
         )
-        sent = self._transport.send(worker_id, submit, parsed.frames)
+        frames = parsed.frames if source is None else parsed.frames_with_kv or parsed.frames
+        sent = self._transport.send(worker_id, submit, frames)
         if not sent:
             active.avoid_worker(worker_id)
             view.note_unsent()

@@ -86,6 +86,7 @@ def build_config(
         )
     args.setdefault("scheduling_policy", "priority")  # frontends order the waiting requests, see `requests`
     args.setdefault("enable_logging_iteration_details", True)  # each step's duration
+    args["mm_processor_cache_gb"] = 0  # vLLM's cache for media counts on one server, which knows what is in it
     if prefix_events and args.get("enable_prefix_caching") is not False:
         # The plugin collects them. A publisher of vLLM's, if `engine_args` names one, gets them too.
         args.setdefault("kv_events_config", KVEventsConfig(enable_kv_cache_events=True, publisher="null"))

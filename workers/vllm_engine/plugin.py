@@ -31,6 +31,7 @@ except ImportError:  # vLLM 0.32
 
 from orchestrator.process.parent import PARENT, die_with_parent
 from workers.engine import PrefixChanges
+from workers.vllm_engine.codec.withheld import give_back_withheld
 from workers.vllm_engine.patches import patch_cpu_engines, share_gloo_device, tell_preemptions_first
 from workers.vllm_engine.prefix import PrefixCollector
 
@@ -112,6 +113,7 @@ def register() -> None:
         _patched = True
         share_gloo_device()
         tell_preemptions_first()
+        give_back_withheld()
         patch_cpu_engines()
     EngineCore.pd_load = _pd_load
     EngineCore.pd_describe = _pd_describe

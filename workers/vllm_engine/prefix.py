@@ -48,13 +48,17 @@ class PrefixCollector(EventPublisher):
             return
         lora = event.lora_name
         extras = [_without(extra, lora) for extra in event.extra_keys or ()] or [()] * len(hashes)
+        others = [[each for each in extra if not isinstance(each, tuple)] for extra in extras]
         cache_salt = None
-        if event.parent_block_hash is None and len(extras[0]) == 1 and isinstance(extras[0][0], str):
-            cache_salt, extras[0] = extras[0][0], ()
-        # From the first image or embedding on, a block depends on more than its tokens.
-        plain = next((at for at, extra in enumerate(extras) if extra), len(extras))
-        salt = salt_of(lora, cache_salt)
-        self.changes.stored(self._translator.stored(hashes[:plain], event.parent_block_hash, event.token_ids, salt))
+        if event.parent_block_hash is None and len(others[0]) == 1 and isinstance(others[0][0], str):
+            cache_salt = others[0].pop()
+        # From the first embedding on, a block depends on more than its tokens and media.
+        known = next((at for at, other in enumerate(others) if other), len(others))
+        marks = {at: [each for each in extras[at] if isinstance(each, tuple)] for at in range(known)}
+        keys = self._translator.stored(
+            hashes[:known], event.parent_block_hash, event.token_ids, salt_of(lora, cache_salt), marks
+        )
+        self.changes.stored(keys)
 
     def shutdown(self) -> None:
         self._inner.shutdown()

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from operator import attrgetter, is_
 from typing import Any
 
+from vllm.config import VllmConfig
 from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import RequestOutputKind, SamplingParams, SamplingType
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
@@ -13,7 +14,8 @@ from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from orchestrator.config.settings import SLOClass
 from orchestrator.frontend import edge
-from orchestrator.frontend.codec.vllm_fields import can_continue, local_only_reason
+from orchestrator.frontend.codec.media import MediaRules, media_of, without_pixels
+from orchestrator.frontend.codec.vllm_fields import can_continue, custom_processors, local_only_reason
 from orchestrator.frontend.untrusted.objectives import Objectives
 from orchestrator.policy.prefix_keys import key_of_beginning, reusable_keys, salt_of
 from orchestrator.router.codec import Batch
@@ -30,12 +32,21 @@ _more_than_tokens, _NOTHING = attrgetter(*_MORE_THAN_TOKENS), [None] * len(_MORE
 
 
 class VllmCodec:
-    def __init__(self, custom_processors: bool = False, classes: Mapping[str, SLOClass] | None = None) -> None:
+    def __init__(
+        self,
+        custom_processors: bool = False,
+        classes: Mapping[str, SLOClass] | None = None,
+        media: MediaRules = MediaRules(),
+    ) -> None:
         """`custom_processors`: whether the engines run logits processors of the operator. They may count generated
         tokens, so no answer is continued elsewhere. `classes`: of objectives, by name."""
-        self._custom_processors, self._classes = custom_processors, classes or {}
+        self._custom_processors, self._classes, self._media = custom_processors, classes or {}, media
         self._encoder = MsgpackEncoder()
         self._decoder = MsgpackDecoder(EngineCoreOutputs)
+
+    @classmethod
+    def of(cls, config: VllmConfig, classes: Mapping[str, SLOClass] | None = None) -> VllmCodec:
+        return cls(custom_processors(config), classes, MediaRules.of(config))
 
     def read(self, request: EngineCoreRequest, block_size: int) -> ParsedRequest:
         """Raises VLLMValidationError for a request that a fleet cannot serve."""
@@ -48,13 +59,17 @@ class VllmCodec:
             raise VLLMValidationError(str(error)) from None
         sampling = request.sampling_params
         keys = _prefix_keys(request, block_size)
+        local_only = local_only_reason(request)
+        if request.mm_features and not self._media.remote:
+            local_only = local_only or "multimodal"
+        resumable = not self._custom_processors and can_continue(request)
         info = RequestInfo(
             id=request.request_id,
             prompt_tokens=len(request.prompt_token_ids or ()),
             max_new_tokens=(sampling.max_tokens or 0) if sampling else 0,
             arrived_at=request.arrival_time,
             priority=request.priority,
-            local_only=local_only_reason(request),
+            local_only=local_only,
             prefix_key=key_of_beginning(keys, block_size),
             ttft_slo_s=own.ttft_s,
             tpot_slo_s=own.tpot_s,
@@ -64,8 +79,14 @@ class VllmCodec:
         return ParsedRequest(
             info,
             frames=self._encode(request),
+            # A worker without pixels gives the request back once it needs them, and another one must continue it.
+            frames_with_kv=(
+                self._encode(without_pixels(request, self._media))
+                if request.mm_features and resumable and local_only is None
+                else None
+            ),
             label=context.request_id if context else request.external_req_id or request.request_id,
-            resumable=not self._custom_processors and can_continue(request),
+            resumable=resumable,
             early_token=sampling is not None and _same_first_token(sampling),
             prefix_keys=keys,
             received_at=context.received_at if context else request.arrival_time,
@@ -159,13 +180,14 @@ def join(batches: list[Batch]) -> Batch:
 
 def _prefix_keys(request: EngineCoreRequest, block_size: int) -> list[int]:
     """`policy.prefix_keys` of the prompt's blocks that it can take from a cache; none for a request that takes none."""
-    if not block_size or request.mm_features or request.prompt_embeds is not None or request.pooling_params:
+    if not block_size or request.prompt_embeds is not None or request.pooling_params:
         return []
     if request.sampling_params is not None and request.sampling_params.skip_reading_prefix_cache:
         return []
     adapter = request.lora_request
     lora = unique_name(adapter.lora_name, adapter.lora_int_id) if adapter is not None else None
-    return reusable_keys(request.prompt_token_ids or (), block_size, salt_of(lora, request.cache_salt))
+    salt = salt_of(lora, request.cache_salt)
+    return reusable_keys(request.prompt_token_ids or (), block_size, salt, media_of(request))
 
 
 def _same_first_token(sampling: SamplingParams) -> bool:

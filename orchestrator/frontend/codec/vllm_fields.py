@@ -42,7 +42,6 @@ class Limit(msgspec.Struct, frozen=True):
 
 REQUEST_LIMITS: dict[str, Limit] = {
     "pooling_params": Limit(local=_is_set, ends=_is_set, why="pooling"),
-    "mm_features": Limit(local=bool, why="multimodal"),
     "prompt_embeds": Limit(local=_is_set, ends=_is_set),
     "prompt_token_ids": Limit(local=_is_missing, ends=_is_missing, why="prompt_embeds"),
 }
@@ -60,12 +59,13 @@ SAMPLING_LIMITS: dict[str, Limit] = {
     "repetition_detection": Limit(ends=lambda wanted: wanted is not None and wanted.max_pattern_size > 0),
 }
 
-# Fields that permit both, whatever they are. Of the sampling parameters: the worker shrinks limits and cuts the trace
-# by the tokens sent; a budget for thinking and the repetition penalty count the prompt too; a seed starts anew.
+# Fields that permit both, whatever they are. Of media it depends on the model (`media`). Of the sampling parameters:
+# the worker shrinks limits and cuts the trace by the tokens sent; a budget for thinking and the repetition penalty
+# count the prompt too; a seed starts anew.
 REQUEST_FREE = frozenset(
     """request_id sampling_params arrival_time lora_request cache_salt data_parallel_rank prompt_is_token_ids
     client_index current_wave priority trace_headers resumable external_req_id reasoning_ended reasoning_parser_kwargs
-    abort_immediately session_id kv_hints""".split()
+    abort_immediately session_id kv_hints mm_features""".split()
 )
 SAMPLING_FREE = frozenset(
     """repetition_penalty temperature watermarking top_p top_k min_p seed stop stop_token_ids ignore_eos max_tokens

@@ -2,7 +2,14 @@
 
 import xxhash
 
-from orchestrator.policy.prefix_keys import EventTranslator, key_of_beginning, prefix_keys, reusable_keys, salt_of
+from orchestrator.policy.prefix_keys import (
+    EventTranslator,
+    Medium,
+    key_of_beginning,
+    prefix_keys,
+    reusable_keys,
+    salt_of,
+)
 
 TOKENS = list(range(40))
 
@@ -56,6 +63,30 @@ def test_the_format_is_what_the_module_says():
     assert second == xxhash.xxh3_64_intdigest(b"\x02\x00\x00\x00\x70\x11\x01\x00", seed=first)
     assert salt_of("a", "bc") == xxhash.xxh3_64_intdigest(b"\x01\x00\x00\x00a\x02\x00\x00\x00bc")
     assert all(0 <= key < 2**64 for key in prefix_keys(TOKENS, 4))
+
+
+def test_images_tell_blocks_apart_from_the_first_that_has_a_part_of_one():
+    """Their tokens are all the same."""
+    tokens = [1, 2, 3, *[9] * 6, 4, 5, 6]
+
+    def keys(*media: tuple[str, int, int]) -> list[int]:
+        return prefix_keys(tokens, 4, media=[Medium(*each) for each in media])
+
+    plain, red, blue = prefix_keys(tokens, 4), keys(("red", 3, 6)), keys(("blue", 3, 6))
+    assert not {*plain} & {*red} and not {*red} & {*blue} and len({*plain, *red, *blue}) == 9
+    later = keys(("red", 4, 4))
+    assert later[0] == plain[0] and later[1] not in (plain[1], red[1])
+    assert keys(("red", 4, 4), ("blue", 8, 1))[:2] == later[:2]
+    assert keys(("red", 4, 5))[2] != keys(("red", 4, 4), ("blue", 8, 1))[2]
+    assert keys(("red", 4, 1 << 40))[1] == later[1], "also one that reaches beyond the prompt"
+    assert len(reusable_keys(tokens, 4, media=[Medium("red", 4, 4)])) == 2
+
+
+def test_a_mark_of_an_image_is_what_the_module_says():
+    first, second = prefix_keys([1, 9, 9, 9], 2, media=[Medium("ab", 1, 3)])
+    mark = b"\x02\x00\x00\x00ab"
+    assert first == xxhash.xxh3_64_intdigest(b"\x01\0\0\0\x09\0\0\0" + mark + b"\x01\0\0\0", seed=0)
+    assert second == xxhash.xxh3_64_intdigest(b"\x09\0\0\0" * 2 + mark + b"\xff\xff\xff\xff", seed=first)
 
 
 def test_a_salt_may_be_any_text_that_json_can_hold():

@@ -13,7 +13,7 @@ from orchestrator.router.decider import Decider
 from orchestrator.router.recovery import LEAVING_S
 from orchestrator.router.request import SUCCESSORS, Failure, Overloaded, State
 from orchestrator.types import FinishReason, JobState, Offered, PauseState, QueueDepth, Role, WorkerLoad, WorkerState
-from orchestrator.wire.messages import Abort, MessageError, Prefilled, PrefillFailed, Rejected
+from orchestrator.wire.messages import Abort, MessageError, Prefilled, PrefillFailed, Rejected, unpack_frames
 from orchestrator.wire.sockets import Sent
 
 
@@ -118,6 +118,20 @@ async def test_duplicate_claims_bind_once():
     bench.claim("r", worker="p1")  # its lease had expired and another worker claimed it too: one of them must stop
     assert ("p1", Abort("r", 1)) in bench.transport.sent
     assert len(bench.submits()) == 1
+
+
+async def test_who_computes_a_prompt_gets_all_of_the_request_and_who_gets_its_kv_what_it_then_needs():
+    bench = await Bench.asked(FakeRequest("r"), claimed=True)
+    assert unpack_frames(bench.queue.jobs[0].body) == [b"r"] and bench.transport.payloads == [[b"less"]]
+    bench.say("p0", Prefilled("r", 1, 0.2))
+    bench.tokens(bench.bound_to(), "r", [5])
+    bench.tokens(bench.bound_to(), "r", [], finish=FinishReason.ERROR)  # the engine lacks what it has not got
+    await bench.settle()
+    (submit,) = (message for _, message in bench.submits()[1:])
+    assert submit.kv_source is None and submit.resume_tokens == [5] and bench.transport.payloads[-1] == [b"r"]
+    bench.tokens(bench.bound_to(), "r", [6], attempt=2, finish=FinishReason.LENGTH)
+    assert bench.received() == [("r", [5], None), ("r", [6], FinishReason.LENGTH)]
+    bench.assert_no_leaks()
 
 
 async def test_failed_prefill_is_retried_locally_and_fenced():

@@ -10,7 +10,7 @@ import pytest
 from support_vllm import BLOCK_SIZE, Driver, frames, tiny_model
 from support_wait import until
 
-from orchestrator.policy.prefix_keys import prefix_keys, reusable_keys, salt_of
+from orchestrator.policy.prefix_keys import Medium, prefix_keys, reusable_keys, salt_of
 
 pytestmark = pytest.mark.vllm
 TOKENS = list(range(64))
@@ -76,9 +76,22 @@ def test_a_lora_and_a_cache_salt_have_keys_of_their_own(collector: Any) -> None:
     assert publish(collector, plain).stored == prefix_keys(TOKENS, 16, salt_of("l", None))[:1]
 
 
-def test_blocks_from_first_image_or_embedding_have_no_keys(collector: Any) -> None:
-    image = stored([b"a", b"b", b"c"], extra_keys=[None, ("picture", 3), None])
-    assert publish(collector, image).stored == prefix_keys(TOKENS, 16)[:1]
+def test_blocks_have_the_marks_of_their_images(collector: Any) -> None:
+    media = [Medium("red", 19, 20), Medium("blue", 60, 90)]
+    keys = prefix_keys(TOKENS, 16, salt_of("l", "s"), media)
+    parts = [("l", "s"), ("l", ("red", 3)), ("l", ("red", -13)), ("l", ("blue", 12))]
+    image = stored([b"a", b"b", b"c"], lora_name="l", lora_id=1, extra_keys=parts[:3])
+    assert publish(collector, image).stored == keys[:3]
+    rest = stored([b"d"], b"c", 48, lora_name="l", lora_id=1, extra_keys=parts[3:])
+    assert publish(collector, rest).stored == keys[3:]
+    assert publish(collector, removed(b"b")).removed == keys[1:2]
+    first = stored([b"e"], extra_keys=[(("red", 3), "s")])
+    assert publish(collector, first).stored == prefix_keys(TOKENS[:16], 16, salt_of(None, "s"), [Medium("red", 3, 9)])
+
+
+def test_blocks_from_the_first_embedding_on_have_no_keys(collector: Any) -> None:
+    embedded = stored([b"a", b"b", b"c"], extra_keys=[None, (("red", 3), b"digest"), None])
+    assert publish(collector, embedded).stored == prefix_keys(TOKENS, 16)[:1]
     assert publish(collector, stored([b"d"], b"c", 48)).stored == []
     assert publish(collector, stored([b"e"], extra_keys=[(b"digest",)])).stored == []
 

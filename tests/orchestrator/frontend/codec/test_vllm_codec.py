@@ -107,7 +107,7 @@ def test_first_token_is_dropped_from_decode_output(codec) -> None:
 def test_prefix_keys_separate_lora_and_salt(codec) -> None:
     from vllm.lora.request import LoRARequest
 
-    from orchestrator.policy.prefix_keys import prefix_keys, salt_of
+    from orchestrator.policy.prefix_keys import Medium, prefix_keys, salt_of
 
     def asked(tokens=64, **more: Any) -> Any:
         made = request()
@@ -121,22 +121,93 @@ def test_prefix_keys_separate_lora_and_salt(codec) -> None:
     assert asked(cache_salt="s") == prefix_keys(list(range(64)), 16, salt_of(None, "s"))[:3]
     lora = LoRARequest("l", 1, "/nowhere")
     assert asked(lora_request=lora) == prefix_keys(list(range(64)), 16, salt_of("l@1", None))[:3]
-    assert asked(mm_features=["picture"]) == asked(prompt_token_ids=None) == []
+    assert asked(mm_features=[image()]) == prefix_keys(list(range(64)), 16, 0, [Medium("red", 20, 30)])[:3] != keys[:3]
+    assert asked(prompt_token_ids=None) == []
     assert codec.read(request(), 0).prefix_keys == []  # no worker is known yet
 
 
-@pytest.mark.parametrize(
-    ("name", "value", "why"),
-    [
-        ("mm_features", ["picture"], "multimodal"),
-        ("prompt_token_ids", None, "prompt_embeds"),
-        ("trace_headers", {}, None),
-    ],
-)
-def test_multimodal_prompts_are_prefilled_locally(codec, name: str, value: Any, why: str | None) -> None:
+def image(identifier: str = "red", start: int = 20, tokens: int = 30) -> Any:
+    """With 4,000 bytes of pixels."""
+    import torch
+    from vllm.multimodal.inputs import (
+        MultiModalBatchedField,
+        MultiModalFeatureSpec,
+        MultiModalFieldElem,
+        MultiModalKwargsItem,
+        PlaceholderRange,
+    )
+
+    pixels = MultiModalFieldElem(torch.zeros(1000), MultiModalBatchedField())
+    grid = MultiModalFieldElem(torch.tensor([1, 4, 6]), MultiModalBatchedField(keep_on_cpu=True))
+    item = MultiModalKwargsItem({"pixel_values": pixels, "image_grid_thw": grid})
+    return MultiModalFeatureSpec(item, "image", identifier, PlaceholderRange(start, tokens))
+
+
+def with_image(tokens: int = 64, **sampling: Any) -> Any:
+    made = request(**sampling)
+    made.prompt_token_ids, made.mm_features = list(range(tokens)), [image()]
+    return made
+
+
+@pytest.mark.parametrize("grid_positions", [True, False])
+def test_who_decodes_an_image_gets_no_pixels(grid_positions: bool) -> None:
+    from vllm.v1.engine import EngineCoreRequest
+    from vllm.v1.serial_utils import MsgpackDecoder
+
+    from orchestrator.frontend.codec.media import MediaRules
+    from orchestrator.frontend.codec.vllm_codec import VllmCodec
+    from workers.vllm_engine.codec.withheld import is_withheld
+
+    codec, decoder = VllmCodec(media=MediaRules(True, grid_positions)), MsgpackDecoder(EngineCoreRequest)
+    parsed = codec.read(with_image(), 16)
+    assert parsed.info.local_only is None
+    (whole,), (left,) = (decoder.decode(it).mm_features for it in (parsed.frames, parsed.frames_with_kv))
+    assert list(whole.data) == ["pixel_values", "image_grid_thw"] and not is_withheld(whole.data)
+    assert list(left.data or ()) == (["image_grid_thw"] if grid_positions else []) and is_withheld(left.data)
+    assert (left.identifier, left.mm_position) == (whole.identifier, whole.mm_position)
+    assert codec.read(with_image(tokens=51), 16).frames_with_kv != parsed.frames_with_kv
+    (kept,) = decoder.decode(codec.read(with_image(tokens=50), 16).frames_with_kv).mm_features
+    assert not is_withheld(kept.data), "decode computes the last token of a prompt, here one of the image"
+
+
+@pytest.mark.parametrize(("grammar", "custom"), [("[ab]+", False), (None, True)])
+def test_pixels_stay_with_an_answer_that_no_other_worker_can_continue(grammar: str | None, custom: bool) -> None:
+    """Decode could not give it back when it loses the KV."""
+    from orchestrator.frontend.codec.media import MediaRules
+    from orchestrator.frontend.codec.vllm_codec import VllmCodec
+
+    parsed = VllmCodec(custom, media=MediaRules(True, True)).read(with_image(grammar=grammar), 16)
+    assert parsed.info.local_only is None and not parsed.resumable and parsed.frames_with_kv is None
+
+
+def test_what_a_model_permits() -> None:
+    """`codec` has no model: there images are prefilled where they decode."""
+    from types import SimpleNamespace
+
+    from orchestrator.frontend.codec.media import MediaRules
+
+    def rules(**differing: Any) -> Any:
+        pruned = differing.pop("pruned", False)
+        media = SimpleNamespace(is_multimodal_pruning_enabled=lambda: pruned)
+        names = ("is_encoder_decoder", "is_multimodal_raw_input_only_model", "uses_mrope")
+        model = SimpleNamespace(**{"multimodal_config": media} | dict.fromkeys(names, False) | differing)
+        return MediaRules.of(SimpleNamespace(model_config=model))
+
+    assert rules() == MediaRules(remote=True) and rules(uses_mrope=True) == MediaRules(True, True)
+    for differing in ("is_encoder_decoder", "is_multimodal_raw_input_only_model", "pruned"):
+        assert not rules(**{differing: True}).remote
+    assert not rules(multimodal_config=None).remote
+
+
+def test_prompts_are_prefilled_locally_where_another_worker_cannot(codec) -> None:
+    local = codec.read(with_image(), 0)
+    assert (local.info.local_only, local.frames_with_kv) == ("multimodal", None)
     made = request()
-    setattr(made, name, value)
-    assert codec.read(made, 0).info.local_only == why
+    made.prompt_token_ids = None
+    assert codec.read(made, 0).info.local_only == "prompt_embeds"
+    made = request()
+    made.trace_headers = {}
+    assert codec.read(made, 0).info.local_only is None
 
 
 @pytest.mark.parametrize(
