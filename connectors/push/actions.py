@@ -10,6 +10,8 @@ from typing import Any
 
 from connectors.push.wire import Endpoint, Message, Register
 
+NO_BLOCK = 0  # vLLM's null block stands for one outside of a window: nobody reads it
+
 
 @dataclass(frozen=True)
 class Connect:
@@ -53,7 +55,8 @@ class Finish:
 
 @dataclass(frozen=True)
 class Chunk:
-    """Blocks whose KV is computed: logical ids per KV cache group, from block `start` of the request.
+    """Blocks whose KV is computed: logical ids per KV cache group, from block `start` of the request. Each group has as
+    many; those that its window drops are NO_BLOCK.
 
     `regions` are those of NIXL that go out, of the `Outbound.regions` in which a block has its layers; None for all.
     `ready` is the CUDA event after which the blocks hold their KV there; None if they hold it already.

@@ -15,10 +15,11 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.push_scheduler import NixlPushConnectorScheduler
 from vllm.logger import init_logger
-from vllm.v1.kv_cache_interface import AttentionSpec
+from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec, SlidingWindowSpec
 from vllm.v1.request import RequestStatus
 
 from connectors import handshake
+from connectors.push.actions import NO_BLOCK
 from connectors.push.metadata import (
     Computed,
     Finished,
@@ -68,11 +69,12 @@ class PushScheduler(NixlPushConnectorScheduler):
         host = self.options.advertise or self.side_channel_host
         ranks, key = vllm_config.parallel_config.tensor_parallel_size, handshake.public_key()
         self._endpoint = Endpoint(engine_id, host, self.side_channel_port, ranks, key=key)
-        # One plain attention group, computed on one pipeline stage, can be shipped by block position as it grows.
+        # Attention in blocks of one size, computed on one pipeline stage, is shipped by block position as it grows.
         # Anything else is shipped whole, when vLLM hands over the final block lists.
+        groups = kv_cache_config.kv_cache_groups
         self.by_position = (
-            len(kv_cache_config.transfer_groups) == 1
-            and not self._is_hma_required
+            len(kv_cache_config.transfer_groups) == len(groups)
+            and all(self._is_positional(group.kv_cache_spec) for group in groups)
             and self._prefill_backoff() == 0
             and vllm_config.parallel_config.pipeline_parallel_size == 1
         )
@@ -132,13 +134,17 @@ class PushScheduler(NixlPushConnectorScheduler):
         params = request.kv_transfer_params
         assert params is not None
         ids = self.get_exchange_clipped_blocks(blocks.get_unhashed_block_ids_all_groups())
+        tokens = self._get_remote_prefill_token_count(request.num_prompt_tokens)
+        if self.by_position:  # what a window drops is not sent
+            total = -(-tokens // self.block_size)
+            ids = tuple(group[-(total - kept) :] for group, kept in zip(ids, self._first_kept(tokens), strict=True))
         source = _source(params)
         order = Register(
             stream=source.key,
             request=request.request_id,
             decode=self._endpoint,
             blocks=[list(group) for group in ids],
-            prompt_tokens=self._get_remote_prefill_token_count(request.num_prompt_tokens),
+            prompt_tokens=tokens,
         )
         self._reserved.add(request.request_id)
         self._next.reserved.append(Reserved(order, source.endpoint))
@@ -181,8 +187,25 @@ class PushScheduler(NixlPushConnectorScheduler):
         if full <= prefill.sent_blocks and not closed:
             return
         start, prefill.sent_blocks, prefill.closed = prefill.sent_blocks, full, closed
-        blocks = tuple(state.get_block_ids(key)[0][start:full])
-        self._next.computed.append(Computed(key, prefill.epoch, start, (blocks,), closed))
+        firsts = (min(max(start, first), full) for first in self._first_kept(request.num_prompt_tokens))
+        blocks = tuple(
+            (NO_BLOCK,) * (first - start) + tuple(group[first:full])
+            for group, first in zip(state.get_block_ids(key), firsts, strict=True)
+        )
+        self._next.computed.append(Computed(key, prefill.epoch, start, blocks, closed))
+
+    def _is_positional(self, spec: Any) -> bool:
+        """Whether block p of a request has the KV of its tokens from p times the block size on."""
+        attention = isinstance(spec, FullAttentionSpec) or type(spec) is SlidingWindowSpec
+        return attention and spec.block_size == self.block_size
+
+    def _first_kept(self, prompt_tokens: int) -> list[int]:
+        """By group, the first block that the prompt's last token attends to. The prefill engine frees none from there
+        on before it ends, since it computes no later token: no WRITE reads a block that was given away."""
+        windows = (
+            getattr(group.kv_cache_spec, "sliding_window", None) for group in self.kv_cache_config.kv_cache_groups
+        )
+        return [max(0, prompt_tokens - (window or prompt_tokens)) // self.block_size for window in windows]
 
     # ---- both: the end of a request ----------------------------------------------------------------------------
 

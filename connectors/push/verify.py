@@ -16,13 +16,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.base_worker import _SHARE
 from vllm.v1.kv_cache_interface import MambaSpec
 
 from connectors.push import wire
-from connectors.push.actions import Post
+from connectors.push.actions import NO_BLOCK, Post
 from connectors.push.writer import kernel_blocks, pairs_of, same_layout
 
 if TYPE_CHECKING:
     from vllm.distributed.kv_transfer.kv_connector.v1.nixl.push_worker import NixlPushConnectorWorker
-
-_NO_BLOCK = 0  # vLLM's null block stands for one outside of a window: nobody reads it
 
 
 class Shipments:
@@ -50,7 +48,7 @@ class Shipments:
     def take(self, request: str) -> list[list[int]]:
         """Local blocks, in the order of decode's."""
         _, groups = self._of.pop(request)
-        return [[mine for theirs, mine in sorted(group.items()) if theirs != _NO_BLOCK] for group in groups]
+        return [[mine for theirs, mine in sorted(group.items()) if theirs != NO_BLOCK] for group in groups]
 
     def end(self, stream: str) -> None:
         self._of = {request: kept for request, kept in self._of.items() if kept[0] != stream}
@@ -58,7 +56,7 @@ class Shipments:
 
 def in_order(blocks: Iterable[Sequence[int]]) -> list[list[int]]:
     """Decode's blocks, in the order in which `Shipments.take` names prefill's."""
-    return [sorted(block for block in group if block != _NO_BLOCK) for group in blocks]
+    return [sorted(block for block in group if block != NO_BLOCK) for group in blocks]
 
 
 class Checksum:

@@ -9,10 +9,11 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.base_worker import _SHARED_REGION_GROUP_ID
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import RemoteMeta, ReqMeta
 from vllm.logger import init_logger
 
-from connectors.push.actions import Chunk, Post
+from connectors.push.actions import NO_BLOCK, Chunk, Post
 
 if TYPE_CHECKING:
     from vllm.distributed.kv_transfer.kv_connector.v1.nixl.push_worker import NixlPushConnectorWorker
@@ -44,20 +45,22 @@ def same_layout(worker: NixlPushConnectorWorker, engine: str) -> bool:
 
 
 def takes_chunks(worker: NixlPushConnectorWorker, engine: str) -> bool:
-    """Whether blocks of a connected engine can be written one by one: the same layout, and one KV cache group."""
+    """Whether blocks of a connected engine can be written one by one: the same layout, and attention only."""
     return bool(
         same_layout(worker, engine)
-        and len(worker.kv_cache_config.transfer_groups) == 1
+        and worker.dst_region_group_ids[engine] == worker.region_group_ids
         and not worker._has_mamba
         and not worker._transfer_layer_group_ids
     )
 
 
-def pair_blocks(chunks: Sequence[Chunk], total_blocks: int, remote: Sequence[int]) -> tuple[list[int], list[int]]:
-    """Local and remote block ids of what decode still needs of `chunks`.
+def pair_blocks(
+    chunks: Sequence[Chunk], total_blocks: int, remote: Sequence[int], group: int = 0
+) -> tuple[list[int], list[int]]:
+    """Local and remote block ids of what decode still needs of this KV cache group of `chunks`.
 
     `remote` is for the last `len(remote)` blocks of the prompt: the decode engine has the earlier ones in its prefix
-    cache. Raises LayoutError.
+    cache, or they are outside of the group's window. Raises LayoutError.
     """
     skip = total_blocks - len(remote)
     if skip < 0:
@@ -65,7 +68,7 @@ def pair_blocks(chunks: Sequence[Chunk], total_blocks: int, remote: Sequence[int
     mine: list[int] = []
     theirs: list[int] = []
     for chunk in chunks:
-        (blocks,) = chunk.blocks
+        blocks = chunk.blocks[group]
         first = max(0, skip - chunk.start)
         end = chunk.start + len(blocks) - skip
         if end > len(remote):
@@ -73,6 +76,9 @@ def pair_blocks(chunks: Sequence[Chunk], total_blocks: int, remote: Sequence[int
         if first < len(blocks):
             mine.extend(blocks[first:])
             theirs.extend(remote[chunk.start + first - skip : end])
+    if NO_BLOCK in mine:
+        kept = [(own, other) for own, other in zip(mine, theirs, strict=True) if own != NO_BLOCK]
+        return [own for own, _ in kept], [other for _, other in kept]
     return mine, theirs
 
 
@@ -87,23 +93,25 @@ def descriptors(blocks: np.ndarray, region_blocks: Sequence[int], regions: Seque
 def post_chunks(worker: NixlPushConnectorWorker, post: Post, record: Callable[[Any], None]) -> None:
     """One WRITE for all of `post`, if it needs one. `record` gets its handle. Raises LayoutError, NIXL's errors."""
     engine = post.order.decode.engine_id
-    if len(post.order.blocks) != 1:
-        raise LayoutError(f"decode has {len(post.order.blocks)} KV cache groups, prefill 1")
+    groups = len(worker.kv_cache_config.transfer_groups)
+    if len(post.order.blocks) != groups:
+        raise LayoutError(f"decode has {len(post.order.blocks)} KV cache groups, prefill {groups}")
     mine_total, theirs_total = worker.dst_region_num_blocks[worker.engine_id], worker.dst_region_num_blocks[engine]
     ratio = worker._physical_blocks_per_logical_kv_block
     local: list[np.ndarray] = []
     remote: list[np.ndarray] = []
-    for regions, chunks in _by_regions(post.chunks):
-        mine, theirs = (
-            kernel_blocks(ids, ratio) for ids in pair_blocks(chunks, post.total_blocks, post.order.blocks[0])
-        )
-        if not mine.size:
-            continue
-        if theirs.min() < 0 or theirs.max() >= min(theirs_total):
-            raise LayoutError(f"decode named blocks {theirs.min()} to {theirs.max()} of {min(theirs_total)}")
-        local.append(descriptors(mine, mine_total, regions))
-        remote.append(descriptors(theirs, theirs_total, regions))
-    if not local:
+    for some, chunks in _by_regions(post.chunks):
+        for group, reserved in enumerate(post.order.blocks):
+            pairs = pair_blocks(chunks, post.total_blocks, reserved, group)
+            mine, theirs = (kernel_blocks(ids, ratio) for ids in pairs)
+            if not mine.size:
+                continue
+            if theirs.min() < 0 or theirs.max() >= min(theirs_total):
+                raise LayoutError(f"decode named blocks {theirs.min()} to {theirs.max()} of {min(theirs_total)}")
+            regions = [region for region in _regions_of(worker, group) if some is None or region in some]
+            local.append(descriptors(mine, mine_total, regions))
+            remote.append(descriptors(theirs, theirs_total, regions))
+    if not sum(ids.size for ids in local):
         return
     (side,) = worker.dst_xfer_side_handles[engine].values()
     handle = worker.nixl_wrapper.make_prepped_xfer(
@@ -119,6 +127,11 @@ def post_chunks(worker: NixlPushConnectorWorker, post: Post, record: Callable[[A
     except Exception:
         # Part of it may be in flight: the handle's own state shows when it ends, and how.
         logger.exception("NIXL could not post a WRITE of %s", post.stream)
+
+
+def _regions_of(worker: NixlPushConnectorWorker, group: int) -> list[int]:
+    """The regions with KV of this group. Groups of equal sizes share them, as they share the blocks' numbers."""
+    return [at for at, owner in enumerate(worker.region_group_ids) if owner in (group, _SHARED_REGION_GROUP_ID)]
 
 
 def post_whole(worker: NixlPushConnectorWorker, post: Post) -> None:
@@ -179,10 +192,11 @@ def _all_blocks(post: Post) -> tuple[list[int], ...]:
     if is_whole(post):
         (chunk,) = post.chunks
         return tuple(list(group) for group in chunk.blocks)
-    blocks = {chunk.start + at: block for chunk in post.chunks for at, block in enumerate(chunk.blocks[0])}
+    blocks = {chunk.start + at: ids for chunk in post.chunks for at, ids in enumerate(zip(*chunk.blocks, strict=True))}
     if len(blocks) != post.total_blocks:
         raise LayoutError(f"{len(blocks)} blocks of a prompt of {post.total_blocks}, which is sent whole")
-    return ([blocks[at] for at in sorted(blocks)],)
+    in_order = [blocks[at] for at in sorted(blocks)]
+    return tuple([block for block in group if block != NO_BLOCK] for group in zip(*in_order, strict=True))
 
 
 def is_whole(post: Post) -> bool:
@@ -193,7 +207,8 @@ def is_whole(post: Post) -> bool:
 def pairs_of(post: Post) -> list[tuple[list[int], list[int]]]:
     """(local, remote) logical block ids that `post` writes, by KV cache group. Raises LayoutError."""
     if not is_whole(post):
-        return [pair_blocks(post.chunks, post.total_blocks, post.order.blocks[0])]
+        groups = enumerate(post.order.blocks)
+        return [pair_blocks(post.chunks, post.total_blocks, reserved, group) for group, reserved in groups]
     (chunk,) = post.chunks
     return [
         (list(mine[len(mine) - len(theirs) :]), list(theirs))

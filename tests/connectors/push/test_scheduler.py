@@ -15,11 +15,12 @@ pytestmark = pytest.mark.vllm
 SOURCE = {"endpoint": {"engine_id": "P", "host": "host", "port": 1}, "key": "x"}
 
 
-def scheduler(*, mamba: bool, stages: int = 1) -> Any:
+def scheduler(*, mamba: bool = False, stages: int = 1, windows: tuple[int | None, ...] = (None,)) -> Any:
+    """`windows`: of each KV cache group; None for one that attends to everything."""
     pytest.importorskip("vllm")  # takes seconds
     import torch
     from vllm.distributed.kv_transfer.kv_connector.v1.nixl.push_scheduler import NixlPushConnectorScheduler
-    from vllm.v1.kv_cache_interface import FullAttentionSpec
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 
     from connectors.push.scheduler import PushScheduler
 
@@ -36,8 +37,10 @@ def scheduler(*, mamba: bool, stages: int = 1) -> Any:
         parallel_config=SimpleNamespace(use_ubatching=False, tensor_parallel_size=1, pipeline_parallel_size=stages),
         num_prefill_lookahead_tokens=0,
     )
-    attention = FullAttentionSpec(block_size=16, num_kv_heads=1, head_size=32, dtype=torch.float32)
-    caches = SimpleNamespace(transfer_groups=[0], kv_cache_groups=[SimpleNamespace(kv_cache_spec=attention)])
+    layout = {"block_size": 16, "num_kv_heads": 1, "head_size": 32, "dtype": torch.float32}
+    specs = [SlidingWindowSpec(**layout, sliding_window=it) if it else FullAttentionSpec(**layout) for it in windows]
+    groups = [SimpleNamespace(kv_cache_spec=spec) for spec in specs]
+    caches = SimpleNamespace(transfer_groups=groups, kv_cache_groups=groups)
     with patch.object(NixlPushConnectorScheduler, "__init__", init_without_an_engine):
         return PushScheduler(config, "E", caches)
 
@@ -128,6 +131,58 @@ def test_a_prefill_that_is_preempted_after_its_last_chunk_is_shipped_again() -> 
     request.num_computed_tokens = 16
     (last,) = step(16, [7, 8]).computed
     assert (last.epoch, last.start, last.blocks, last.closed) == (1, 1, ((8,),), True)
+
+
+def test_a_window_is_shipped_from_the_first_block_that_the_prompts_last_token_attends_to() -> None:
+    """100 tokens in 7 blocks of 16; a window of 40 begins in block 3."""
+    prefill = scheduler(windows=(None, 40))
+    request = Request(100, do_remote_decode=True)
+    prefill.on_new_request(request)
+    prefill.update_state_after_alloc(request, None, 0)
+    shipped = []
+    # The window's manager has given block 20 away by the second step, and 21 and 22 by the third.
+    for tokens, window in ((40, [20, 21, 22]), (40, [0, 21, 22, 23, 24]), (20, [0, 0, 0, 23, 24, 25, 26])):
+        state = SimpleNamespace(get_block_ids=lambda key, window=window: ([*range(10, 10 + len(window))], window))
+        (computed,) = prefill.build_connector_meta(
+            SimpleNamespace(kv_connector_block_state=state, num_scheduled_tokens={"x": tokens}, preempted_req_ids=None)
+        ).computed
+        shipped.append((computed.start, computed.blocks, computed.closed))
+        request.num_computed_tokens += tokens
+    assert shipped == [
+        (0, ((10, 11), (0, 0)), False),
+        (2, ((12, 13, 14), (0, 23, 24)), False),
+        (5, ((15, 16), (25, 26)), True),
+    ]
+
+
+def test_decode_reserves_no_block_outside_of_the_window() -> None:
+    """vLLM's own bound for a window has a block more where that begins with a block."""
+    decode = scheduler(windows=(None, 40, 64))
+    request = Request(100, do_remote_prefill=True, kv_source=SOURCE)
+    ids = [[1, 2, 3, 4, 5, 6, 7], [11, 12, 13, 14, 15], [21, 22, 23]]  # of the third it has the earlier ones cached
+    decode.update_state_after_alloc(request, SimpleNamespace(get_unhashed_block_ids_all_groups=lambda: ids), 100)
+    (reserved,) = decode._next.reserved
+    assert reserved.order.blocks == [[1, 2, 3, 4, 5, 6, 7], [12, 13, 14, 15], [21, 22, 23]]
+
+
+@pytest.mark.parametrize("window", [1, 2, 15, 16, 17, 40])
+def test_no_block_that_is_shipped_is_given_away_while_the_prompt_is_computed(window: int) -> None:
+    """By vLLM's own rule, wherever a step begins; and the prompt's last token attends to none before."""
+    from vllm.v1.core.single_type_kv_cache_manager import SlidingWindowManager
+
+    prefill, rule = scheduler(windows=(window,)), SimpleNamespace(sliding_window=window, extra_retained_tokens=0)
+    for tokens in range(1, 100):
+        (first,) = prefill._first_kept(tokens)
+        skipped = [SlidingWindowManager.get_num_skipped_tokens(rule, computed) // 16 for computed in range(tokens)]
+        assert max(skipped) == first
+
+
+@pytest.mark.parametrize(
+    ("differing", "streams"),
+    [({}, True), ({"windows": (None, 40)}, True), ({"stages": 2}, False), ({"mamba": True}, False)],
+)
+def test_what_streams(differing: dict[str, Any], streams: bool) -> None:
+    assert scheduler(**differing).by_position is streams
 
 
 def test_a_prefill_that_has_ended_is_dropped_once_while_its_blocks_are_held() -> None:

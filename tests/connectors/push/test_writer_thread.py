@@ -114,6 +114,7 @@ def layers_of(worker: Any, *names: str, transfer: str = "layer", block_bytes: in
     worker._layers.know(names, names, block_bytes)
     worker.num_regions = worker._outbound.regions = len(names)
     worker.dst_region_num_blocks = {engine: [100] * len(names) for engine in "PD"}
+    worker.region_group_ids = worker.dst_region_group_ids["D"] = [0] * len(names)
 
 
 def step_by_layers(worker: Any, nixl: Any, *layers: str) -> None:

@@ -52,6 +52,9 @@ async def test_tokens_are_those_of_one_engine(tmp_path: Path, kind: str) -> None
     shared = prompt(3 * WINDOW_TOKENS)
     repetitive = prompt(20) * 5  # so that n-grams are found
     prompts = [prompt(5), prompt(32), prompt(WINDOW_TOKENS + 60), prompt(600), repetitive]
+    prompts += [
+        prompt(WINDOW_TOKENS + more) for more in (30, 31, 32, 33)
+    ]  # its window begins at the end of a block, and at the next one
     prompts += [[*shared, *prompt(50, seed)] for seed in range(2)] + [prompt(600)]  # prefix hits, and a whole one
     for number, tokens in enumerate(prompts):
         if kind == "latent":
