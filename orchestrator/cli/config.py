@@ -17,6 +17,7 @@ from orchestrator.cli.look.views import config_keys, keys_view, plain
 from orchestrator.config.access import SECRETS
 from orchestrator.config.engine_args import check_engine_args
 from orchestrator.config.files import CONFIG_BYTES, read_plain_file
+from orchestrator.config.models import load_models
 from orchestrator.config.settings import Config, ConfigError, Refused, load_config, read_tree
 from orchestrator.config.values import masked
 from orchestrator.config.yaml_text import line_of
@@ -30,13 +31,18 @@ app.add_typer(config_app, name="config")
 @config_app.command("check")
 def config_check(file: Annotated[Path, typer.Argument()], set_: SetOption = None, as_json: JsonOption = False) -> None:
     """Check a file without starting anything."""
-    parsed = checked(file, set_ or ())
-    shape = f"{parsed.workers.prefill.replicas}P{parsed.workers.decode.replicas}D"
+    said = [_in_brief(config) for config in checked_models(file, set_ or ())]
     if as_json:
-        print_json({"ok": True, "fleet": shape, "engine": parsed.engine, "model": parsed.model})
-    else:
-        said = f"{file}: ok ({shape}, engine {parsed.engine}, model {parsed.model})"
-        OUT.print(said, highlight=False, soft_wrap=True)
+        print_json({"ok": True, **said[0]} if len(said) == 1 else {"ok": True, "models": said})
+        return
+    for one in said:
+        line = f"{file}: ok ({one['fleet']}, engine {one['engine']}, model {one['model']})"
+        OUT.print(line, highlight=False, soft_wrap=True)
+
+
+def _in_brief(config: Config) -> dict[str, str]:
+    shape = f"{config.workers.prefill.replicas}P{config.workers.decode.replicas}D"
+    return {"fleet": shape, "engine": config.engine, "model": config.model}
 
 
 @config_app.command("keys")
@@ -172,12 +178,18 @@ workers:
 
 
 def checked(path: Path, overrides: Sequence[str] = ()) -> Config:
-    """The configuration of a file with `a.b=value` overrides. Raises ConfigError for whatever these alone
+    """The configuration of a file of one model with `a.b=value` overrides. Raises ConfigError for whatever these alone
     decide, without the model, the machine or vLLM."""
     with located(path, overrides):
         config = load_config(path, list(overrides))
         check_engine_args(config)
     return config
+
+
+def checked_models(path: Path, overrides: Sequence[str] = ()) -> list[Config]:
+    """Like `checked`, for each model of a file."""
+    with located(path, overrides):
+        return load_models(path, list(overrides), check_engine_args)
 
 
 @contextlib.contextmanager

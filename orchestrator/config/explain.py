@@ -54,7 +54,8 @@ def find_unserializable(value: Any, key: str = "the file", depth: int = 0) -> st
 
 _MAX_DEPTH = 30
 _NO_TEXT = re.compile("[\\0\ud800-\udfff]")  # NUL, which ends a string in C, and lone surrogates
-_GONE = {
+_INSTEAD = {
+    "models": "one model is expected here, so name a file with `model:`",  # config/models.py takes several apart
     "frontend.max_body_bytes": "use limits.max_body_bytes",
     "frontend.max_n": "use limits.max_n",
     "workers.host": "it is workers.bind now, and workers.advertise where others reach the workers by another address",
@@ -77,7 +78,7 @@ def explain(error: str, tree: dict[str, Any], root: Any) -> str:
         return f"{path or 'the file'}: expected a name, as text, before each ':'"
     if unknown := re.match(r"Object contains unknown field `(.*)`", message):
         key = _join(path, unknown[1])
-        return f"{key}: unknown key; {_GONE.get(key, '`orchestrator config keys` lists the known ones')}"
+        return f"{key}: unknown key; {_INSTEAD.get(key, '`orchestrator config keys` lists the known ones')}"
     if missing := re.match(r"Object missing required field `(.+)`", message):
         return f"{_join(path, missing[1])}: required, but not given"
     value: Any = tree

@@ -41,13 +41,13 @@ def line_of(text: str, key: str) -> int:
         node, line = _loader()(text).get_single_node(), 0
     except (yaml.YAMLError, ValueError, RecursionError):
         return 0
-    for part in key.split("."):
-        if not isinstance(node, yaml.MappingNode):
-            break
-        found = next(((name, value) for name, value in node.value if name.value == part), None)
+    rest = f"{key}."
+    while isinstance(node, yaml.MappingNode):
+        # A name may have dots, as those of models do.
+        found = next(((name, value) for name, value in node.value if rest.startswith(f"{name.value}.")), None)
         if found is None:
             break
-        line, node = found[0].start_mark.line + 1, found[1]
+        line, node, rest = found[0].start_mark.line + 1, found[1], rest[len(found[0].value) + 1 :]
     return line
 
 

@@ -14,6 +14,7 @@ from support_fuzz import values
 
 from orchestrator.cli.look.views import config_keys
 from orchestrator.config.engine_args import check_engine_args, group_size
+from orchestrator.config.models import load_models
 from orchestrator.config.settings import Config, ConfigError, load_config, parse_config
 from orchestrator.types import Role
 
@@ -28,13 +29,13 @@ def load(tmp_path: Path, text: str, *sets: str) -> Config:
 
 @pytest.mark.parametrize("file", CONFIGS, ids=lambda file: file.stem)
 def test_every_example_is_valid(file):
-    check_engine_args(load_config(file))
+    load_models(file, [], check_engine_args)
 
 
 def test_there_are_examples_for_each_topology():
     shapes = {}
     for file in CONFIGS:
-        config = load_config(file)
+        config = load_models(file)[0]
         shapes[file.stem] = (config.workers.prefill.replicas, config.workers.decode.replicas, config.engine)
     assert shapes["demo-1p1d-cpu"] == (1, 1, "vllm")
     assert shapes["sim-2p2d"] == (2, 2, "sim")

@@ -1,0 +1,110 @@
+"""A file with `models:` names several models behind one endpoint; each has its own workers, and is a namespace.
+
+Everything else takes the `Config` of one model: the whole file, with that model's section over it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from orchestrator.config.explain import kind_of
+from orchestrator.config.settings import Config, ConfigError, check_name, overridden, parse_config, read_tree
+
+SECTION = "models"
+# Of the launcher, the machine or the frontends' processes, which all models share.
+_SHARED = ("namespace", "python", "redis", "launcher", "logging", "security", "limits")
+# A frontend listens once, and its processes are counted once; how it serves a model is that model's.
+_OF_ITS_FRONTEND = ("server_args",)
+_OF_THE_SERVER = ("ssl_", "uvicorn_log_level", "root_path")
+
+
+Check = Callable[[Config], None]  # raises ConfigError
+
+
+def load_models(path: Path, overrides: list[str] | None = None, check: Check = lambda config: None) -> list[Config]:
+    """The configuration of each model of a file, with `a.b=value` overrides: one for a file with `model:`. `check` is
+    called with each. Raises ConfigError."""
+    return parse_models(overridden(read_tree(path), overrides or []), check)
+
+
+def parse_models(tree: dict[str, Any], check: Check = lambda config: None) -> list[Config]:
+    """The configuration of each model, in the order of the file. Raises ConfigError."""
+    if SECTION not in tree:
+        config = parse_config(tree)
+        check(config)
+        return [config]
+    shared = {name: value for name, value in tree.items() if name != SECTION}
+    for name in ("model", "served_model_name"):
+        if name in shared:
+            raise ConfigError(f"{name}: there is {SECTION} too; give each model its own, under {SECTION}.NAME")
+    models = tree[SECTION]
+    if not isinstance(models, Mapping) or not models:
+        raise ConfigError(f"{SECTION}: expected a section with a name for each model, got {kind_of(models)}")
+    configs = [_model(name, own, shared, check) for name, own in models.items()]
+    named: dict[str, str] = {}
+    for name, config in zip(models, configs, strict=True):
+        if (other := named.setdefault(config.name_served, name)) != name:
+            raise ConfigError(
+                f"{SECTION}.{name}.served_model_name: clients know {other} as {config.name_served!r} already; choose "
+                "another"
+            )
+    if configs[0].launcher.kind != "local" and len(configs) > 1:
+        raise ConfigError("launcher.kind: several models run on one host so far; start one fleet for each on Ray")
+    return configs
+
+
+def namespace_of(fleet: str, model: str) -> str:
+    """The namespace of one of several models."""
+    return f"{fleet}.{model}"
+
+
+def _model(name: object, own: object, shared: Mapping[str, Any], check: Check) -> Config:
+    where = f"{SECTION}.{name}"
+    if not isinstance(name, str):
+        raise ConfigError(f"{SECTION}: expected a name, as text, before each ':', got {kind_of(name)}")
+    check_name(SECTION, name)
+    if not isinstance(own, Mapping):
+        raise ConfigError(f"{where}: expected a section, got {kind_of(own)}")
+    for key in own:
+        if key in _SHARED:
+            raise ConfigError(f"{where}.{key}: all models share it; set {key} at the top of the file")
+    frontend = own.get("frontend")
+    for key in frontend if isinstance(frontend, Mapping) else ():
+        if key not in _OF_ITS_FRONTEND:
+            raise ConfigError(f"{where}.frontend.{key}: all models share the frontends; set frontend.{key} at the top")
+        arguments = frontend[key]
+        for argument in arguments if isinstance(arguments, Mapping) else ():
+            if str(argument).startswith(_OF_THE_SERVER):
+                raise ConfigError(
+                    f"{where}.frontend.server_args.{argument}: all models share the server; set it at the top, in "
+                    "frontend.server_args"
+                )
+    tree = _over(shared, own)
+    tree.setdefault("served_model_name", name)
+    tree["namespace"] = namespace_of(str(tree.get("namespace", "default")), name)
+    try:
+        config = parse_config(tree)
+        check(config)
+    except ConfigError as error:
+        raise _within(own, where, error) from None
+    return config
+
+
+def _within(own: Mapping[str, Any], where: str, error: ConfigError) -> ConfigError:
+    """The error about a model's configuration, about the file: a key that the model's section gives, or has to give, is
+    there."""
+    key, colon, said = str(error).partition(": ")
+    if not colon or " " in key or not (key in ("model", "namespace") or key.partition(".")[0] in own):
+        return error
+    return type(error)(f"{where}.{key}: {said}")
+
+
+def _over(under: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+    """`own` over `under`: sections are merged, key by key, and values replaced."""
+    merged = dict(under)
+    for name, value in own.items():
+        below = merged.get(name)
+        merged[name] = _over(below, value) if isinstance(below, Mapping) and isinstance(value, Mapping) else value
+    return merged
