@@ -40,7 +40,7 @@ from orchestrator.config.model import resolve_model  # noqa: E402
 from orchestrator.frontend.codec.vllm_codec import VllmCodec  # noqa: E402
 from orchestrator.frontend.wiring import FleetConnection  # noqa: E402
 from orchestrator.launch.host.redis_server import EmbeddedRedis  # noqa: E402
-from orchestrator.telemetry import metrics  # noqa: E402
+from orchestrator.telemetry.metrics import Metrics  # noqa: E402
 from orchestrator.types import Role  # noqa: E402
 
 MODES = ("decode", "prefill")
@@ -198,6 +198,7 @@ def _line(row: Row) -> str:
 
 async def mismatches(client: Client, prompts: list[list[int]]) -> tuple[int, int]:
     """Returns (first tokens that differ, first tokens sent from prefill)."""
+    metrics = Metrics()
     before = metrics.first_token_mismatches._value.get(), metrics.first_tokens_early._value.get()
     gate = asyncio.Semaphore(4)
 

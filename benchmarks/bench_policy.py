@@ -34,6 +34,7 @@ from orchestrator.router.learning import Learning
 from orchestrator.router.request import ActiveRequest, ParsedRequest
 from orchestrator.simulator.adp import AdpSettings, simulate_adp
 from orchestrator.simulator.plot import PlotError, line_chart
+from orchestrator.telemetry.metrics import Metrics
 from orchestrator.types import (
     EngineIdentity,
     KVEndpoint,
@@ -138,7 +139,9 @@ def bench_decision(results: dict[str, Any]) -> None:
                 prefixes.index.stored(holder, keys[: rng.randrange(1, 750)])
         config = parse_config({"model": "m", "routing": routing})
         queue = cast(QueueView, SimpleNamespace(depth=QueueDepth(10, 50_000, 5)))
-        decider = Decider("f", config, fleet, queue, prefixes, choose, Learning(Predictor(), choose))
+        decider = Decider(
+            "f", config, fleet, queue, prefixes, choose, Learning(Predictor(), choose, config.slo, Metrics())
+        )
         decided, updated = [], []
         for number in range(20_000):
             info = RequestInfo(f"r{number}", 12_001, 4096, 0.0)

@@ -19,6 +19,7 @@ from orchestrator.policy.decode_choice import decode_choice
 from orchestrator.router.codec import Batch
 from orchestrator.router.request import ParsedRequest
 from orchestrator.router.router import Router
+from orchestrator.telemetry.metrics import Metrics
 from orchestrator.types import (
     FinishReason,
     KVEndpoint,
@@ -149,7 +150,9 @@ class Bench:
         self.transport, self.queue = FakeTransport(), FakeQueue()
         self.prefixes = PrefixView(self.transport.send)
         self.codec = FakeCodec()
-        self.router = Router(self.config, self.fleet, self.transport, self.queue, self.prefixes, self.codec, choose)
+        self.router = Router(
+            self.config, self.fleet, self.transport, self.queue, self.prefixes, self.codec, choose, Metrics()
+        )
         for name, role in (("d0", Role.DECODE), ("d1", Role.DECODE), ("p0", Role.PREFILL)):
             self.add_worker(name, role)
 

@@ -20,7 +20,7 @@ from orchestrator.config.engine_args import _engine_names, _server_names
 from orchestrator.config.settings import Config
 from orchestrator.frontend.pages import FleetCollector
 from orchestrator.router.router import GIVEN_UP
-from orchestrator.telemetry import metrics
+from orchestrator.telemetry.metrics import Metrics
 from orchestrator.types import DesiredRatio, QueueDepth
 
 ROOT = Path(__file__).parents[1]
@@ -140,7 +140,7 @@ def test_operations_names_every_command():
 
 def our_metrics() -> Iterator[tuple[str, str, str]]:
     """Name with labels, type and meaning, as a scrape shows them, without the suffixes of histograms and summaries."""
-    for counted in (value for value in vars(metrics).values() if isinstance(value, MetricWrapperBase)):
+    for counted in (value for value in vars(Metrics()).values() if isinstance(value, MetricWrapperBase)):
         yield _as_written(counted._name, counted._labelnames), counted._type, counted._documentation
     for read in FleetCollector(list, lambda: QueueDepth(0, 0, 0), lambda: DesiredRatio(1, 1)).collect():
         yield _as_written(read.name, getattr(read, "_labelnames", ())), read.type, read.documentation

@@ -17,10 +17,10 @@ from typing import Any
 
 import uvloop
 
-from orchestrator.config.command_line import CommandLine
 from orchestrator.config.engine_args import check_environment, environment
 from orchestrator.config.settings import ConfigError
 from orchestrator.config.shared import differences
+from orchestrator.process.command_line import CommandLine
 from orchestrator.process.parent import EXIT_AGAIN, die_with_parent, has_ended, own_identity, report_exit
 from orchestrator.store.client import RedisAway, connect
 from orchestrator.store.configuration import Version

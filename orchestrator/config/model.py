@@ -21,9 +21,9 @@ import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from orchestrator.config.command_line import CommandLine
 from orchestrator.config.explain import missing
 from orchestrator.config.settings import ConfigError
+from orchestrator.process.command_line import CommandLine
 from orchestrator.process.own_files import Foreign, check_own, make_folder, open_own
 
 DEMO = "demo"

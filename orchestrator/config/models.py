@@ -71,7 +71,8 @@ def _model(name: object, own: object, shared: Mapping[str, Any], check: Check) -
         if key in _SHARED:
             raise ConfigError(f"{where}.{key}: all models share it; set {key} at the top of the file")
     frontend = own.get("frontend")
-    for key in frontend if isinstance(frontend, Mapping) else ():
+    frontend = frontend if isinstance(frontend, Mapping) else {}
+    for key in frontend:
         if key not in _OF_ITS_FRONTEND:
             raise ConfigError(f"{where}.frontend.{key}: all models share the frontends; set frontend.{key} at the top")
         arguments = frontend[key]

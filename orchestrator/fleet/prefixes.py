@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from orchestrator.policy.prefix_index import Hits, PrefixIndex
-from orchestrator.telemetry import metrics
+from orchestrator.telemetry.metrics import Metrics
 from orchestrator.types import PrefixEvents, WorkerLoad
 from orchestrator.wire.messages import PrefixResync, PrefixSnapshot
 
@@ -32,10 +32,12 @@ class _Awaited:
 class PrefixView:
     """Times are this frontend's monotonic clock, seconds."""
 
-    def __init__(self, send: Callable[[str, PrefixResync], object], enabled: bool = True) -> None:
+    def __init__(
+        self, send: Callable[[str, PrefixResync], object], enabled: bool = True, metrics: Metrics | None = None
+    ) -> None:
         """`send(worker_id, message)` returns False if that worker is not connected."""
         self.index = PrefixIndex()
-        self._send, self._enabled = send, enabled
+        self._send, self._enabled, self._metrics = send, enabled, metrics or Metrics()
         self._awaited: dict[str, _Awaited] = {}
 
     def look_up(self, keys: Sequence[int]) -> Hits:
@@ -62,7 +64,7 @@ class PrefixView:
             awaited.held.append(events)
         elif not self.index.apply(events):
             self._ask(events.worker_id, now)
-        metrics.prefix_index_blocks.set(len(self.index))
+        self._metrics.prefix_index_blocks.set(len(self.index))
 
     def take_snapshot(self, worker_id: str, snapshot: PrefixSnapshot, now: float) -> None:
         """Apply a part of a worker's snapshot. The first part replaces its keys, the others add to them. After the last
@@ -79,7 +81,7 @@ class PrefixView:
             del self._awaited[worker_id]
             for events in awaited.held:
                 self.take_events(events, now)
-        metrics.prefix_index_blocks.set(len(self.index))
+        self._metrics.prefix_index_blocks.set(len(self.index))
 
     def forget(self, worker_id: str) -> None:
         """The worker is gone, or another process now."""
@@ -88,5 +90,5 @@ class PrefixView:
 
     def _ask(self, worker_id: str, now: float) -> None:
         self._awaited.setdefault(worker_id, _Awaited()).asked_at = now
-        metrics.prefix_resyncs.inc()
+        self._metrics.prefix_resyncs.inc()
         self._send(worker_id, PrefixResync())

@@ -21,7 +21,7 @@ from orchestrator.store.client import RedisAway
 from orchestrator.store.events import RatioHistory
 from orchestrator.store.planned import Seen
 from orchestrator.store.registry import Registry
-from orchestrator.telemetry import metrics
+from orchestrator.telemetry.metrics import Metrics
 from orchestrator.types import Offered, Role, WorkerState
 
 log = logging.getLogger("pd.ratio")
@@ -42,9 +42,11 @@ class RatioController:
         fleet: Fleet,
         predictor: Predictor,
         reuse: ReuseCounter,
+        metrics: Metrics | None = None,
     ) -> None:
         self._frontend_id, self._registry, self._fleet = frontend_id, registry, fleet
         self._history, self._predictor, self._reuse = history, predictor, reuse
+        self._metrics = metrics or Metrics()
         self._ratio, self._slo = config.ratio, config.slo
         self._window_samples = samples_in_window(config.ratio)
         self._tick_s = min(config.ratio.interval_s, LEASE_S / 3)
@@ -108,7 +110,7 @@ class RatioController:
         seen = Seen.ratio(current, self._frontend_id)  # an operator who has set it meanwhile means it
         if await self._registry.steer(seen, desired=decision.after) is None:
             return
-        metrics.ratio_changes.inc()
+        self._metrics.ratio_changes.inc()
         log.info("%s", decision)
         await self._history.note(decision.after.set_at, str(decision))
 

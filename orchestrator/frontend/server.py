@@ -41,7 +41,6 @@ except ImportError:  # vLLM 0.32
     from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
 
 from orchestrator.config.access import API_KEY, secured
-from orchestrator.config.command_line import CommandLine
 from orchestrator.config.engine_args import check_environment, engine_args, to_command_line
 from orchestrator.config.model import resolve_model
 from orchestrator.config.server_args import uses_tls, uvicorn_options
@@ -61,6 +60,7 @@ from orchestrator.frontend.untrusted.bodies import refuse_what_trips
 from orchestrator.frontend.untrusted.connections import BoundedHttp, FrontendServer, listen
 from orchestrator.frontend.untrusted.media import fetch_public_only
 from orchestrator.frontend.wiring import FleetConnection, unless_ended
+from orchestrator.process.command_line import CommandLine
 from orchestrator.process.parent import die_with_parent, report_exit
 from orchestrator.store.client import Redis, RedisAway, connect
 from orchestrator.store.registry import Registry

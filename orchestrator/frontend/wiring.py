@@ -38,7 +38,7 @@ from orchestrator.store.planned import rollout_status
 from orchestrator.store.queue import PrefillQueue
 from orchestrator.store.registry import Frontend, Registry
 from orchestrator.store.steering import Steering
-from orchestrator.telemetry.metrics import counts, dropped, retries
+from orchestrator.telemetry.metrics import Metrics, counts
 from orchestrator.types import DesiredRatio
 from orchestrator.wire.curve import KeyPair
 from orchestrator.wire.messages import CallReply, PrefixSnapshot, Welcome
@@ -78,8 +78,10 @@ class FleetConnection:
         codec: Codec,
         generation: int = 0,
         by_hand: bool = False,
+        metrics: Metrics | None = None,
     ) -> None:
         """`generation`: that of `config`. `by_hand`: whether the frontend runs without a launcher."""
+        self._metrics = metrics = metrics or Metrics()
         self.frontend_id = frontend_id
         self.told_to_drain = asyncio.Event()
         self._generation, self._by_hand = generation, by_hand
@@ -88,14 +90,14 @@ class FleetConnection:
         choose = decode_choice(config.routing.decode_choice)
         self.fleet = Fleet(frontend_id, choose.static_score)
         self._keys = KeyPair.new() if config.security.mesh == "curve" else None
-        self.transport = FrontendTransport(frontend_id, dropped.labels("corrupt").inc, keys=self._keys)
-        self.prefixes = PrefixView(self.transport.send, config.routing.prefix_index)
+        self.transport = FrontendTransport(frontend_id, metrics.dropped.labels("corrupt").inc, keys=self._keys)
+        self.prefixes = PrefixView(self.transport.send, config.routing.prefix_index, metrics)
         self.calls = ControlCalls(self.fleet, self.transport)
         self.adapters = AdapterView(frontend_id, AdapterStore(redis, config.namespace), self.calls)
         jobs = PrefillQueue(redis, config.namespace, config.queue)
         self.queue = QueueView(jobs, frontend_id, config.queue.lease_s)
         self.steering = Steering(self.registry, jobs, config.workers.heartbeat_s)
-        self.router = Router(config, self.fleet, self.transport, self.queue, self.prefixes, codec, choose)
+        self.router = Router(config, self.fleet, self.transport, self.queue, self.prefixes, codec, choose, metrics)
         self.membership = Membership(
             self.registry,
             self.fleet,
@@ -115,6 +117,7 @@ class FleetConnection:
             self.fleet,
             predictor=self.router.learning.predictor,
             reuse=self.router.learning.reuse,
+            metrics=metrics,
         )
         self.desired: DesiredRatio | None = None
         self.history = History(
@@ -125,6 +128,7 @@ class FleetConnection:
             self.router.recent,
             depth=lambda: self.queue.depth,
             desired=lambda: self.desired,
+            metrics=metrics,
         )
         self._beaten = asyncio.Event()
         self._cpu_at = time.process_time(), time.monotonic()
@@ -196,7 +200,7 @@ class FleetConnection:
                     self.router.handle(worker_id, message, payload, time.monotonic())
                 except Exception:
                     # A defect in the handling of one message must not end this process and all its requests.
-                    dropped.labels("error").inc()
+                    self._metrics.dropped.labels("error").inc()
                     log.exception("could not handle %s from worker %s", type(message).__name__, worker_id)
 
     async def _heartbeat(self) -> None:
@@ -209,7 +213,7 @@ class FleetConnection:
         noted: Counter[str] = Counter()
         while True:
             await asyncio.sleep(HEARTBEAT_S)
-            counted = counts(retries, "why")
+            counted = counts(self._metrics.retries, "why")
             for why, count in (counted - noted).items():
                 with contextlib.suppress(RedisAway):
                     await log.note("retried", frontend=self.frontend_id, why=why, count=str(count))

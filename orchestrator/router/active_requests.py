@@ -11,15 +11,18 @@ from orchestrator.router.codec import Batch, Codec
 from orchestrator.router.learning import Learning
 from orchestrator.router.request import ActiveRequest, Failure, State
 from orchestrator.router.request_log import describe, log_ended
-from orchestrator.telemetry import metrics
+from orchestrator.telemetry.metrics import Metrics
 from orchestrator.telemetry.recent import Recent
 
 log = logging.getLogger("pd.router")
 
 
 class ActiveRequests:
-    def __init__(self, codec: Codec, learning: Learning, recent: Recent, prefixes: PrefixView) -> None:
+    def __init__(
+        self, codec: Codec, learning: Learning, recent: Recent, prefixes: PrefixView, metrics: Metrics
+    ) -> None:
         self._codec, self._learning, self._recent, self._prefixes = codec, learning, recent, prefixes
+        self._metrics = metrics
         self.by_id: dict[str, ActiveRequest] = {}
         self.batches: asyncio.Queue[Batch] = asyncio.Queue()
 
@@ -55,7 +58,7 @@ class ActiveRequests:
         active.move(state)
         del self.by_id[active.id]
         self._prefixes.index.expected.settled(active.id)
-        metrics.requests.labels(state.value).inc()
+        self._metrics.requests.labels(state.value).inc()
         line = describe(active, now)
         self._recent.ended(line, now)
         log_ended(line)

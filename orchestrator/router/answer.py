@@ -13,7 +13,7 @@ from typing import Any
 
 from orchestrator.router.codec import Batch, Codec
 from orchestrator.router.request import ActiveRequest, Answer, State
-from orchestrator.telemetry import metrics
+from orchestrator.telemetry.metrics import Metrics
 from orchestrator.types import FinishReason
 from orchestrator.wire.messages import MessageError, Prefilled
 
@@ -31,9 +31,9 @@ class OutputAction(enum.Enum):
 class Answers:
     """Writes the `answer` of requests."""
 
-    def __init__(self, codec: Codec, early_first_token: bool) -> None:
+    def __init__(self, codec: Codec, early_first_token: bool, metrics: Metrics) -> None:
         """`early_first_token`: `routing.first_token` is `prefill`."""
-        self._codec, self._early_first_token = codec, early_first_token
+        self._codec, self._early_first_token, self._metrics = codec, early_first_token, metrics
 
     def from_prefill(self, active: ActiveRequest, said: Prefilled, payload: list[bytes], now: float) -> Batch | None:
         """The first output of the answer, to deliver now; None if the client must wait for decode's."""
@@ -42,7 +42,7 @@ class Answers:
         try:
             batch = self._codec.decode_outputs(payload, said.sent_at, now)
         except MessageError as error:
-            metrics.dropped.labels("corrupt").inc()
+            self._metrics.dropped.labels("corrupt").inc()
             log.error("worker %s sent a first token that cannot be read: %s", active.prefill_worker, error)
             return None
         (output,) = batch.outputs
@@ -52,7 +52,7 @@ class Answers:
         answer = active.answer
         answer.early_token, answer.first_token_at = token, now
         answer.tokens.append(token)
-        metrics.first_tokens_early.inc()
+        self._metrics.first_tokens_early.inc()
         batch.outputs = [self._codec.as_first(output)]
         return batch
 
@@ -81,7 +81,7 @@ class Answers:
         answer.last_output_at = now
         if output.new_token_ids and answer.early_token is not None:
             if output.new_token_ids[0] != answer.early_token:
-                metrics.first_token_mismatches.inc()
+                self._metrics.first_token_mismatches.inc()
                 return OutputAction.DIVERGED
             answer.early_token = None
             self._codec.drop_first(output)

@@ -14,7 +14,7 @@ from orchestrator.fleet.queue_view import QueueView
 from orchestrator.fleet.view import Fleet
 from orchestrator.router.quarantine import TRIAL_S
 from orchestrator.router.request import ActiveRequest, State, Submitted
-from orchestrator.telemetry import metrics
+from orchestrator.telemetry.metrics import Metrics
 from orchestrator.types import PrefillJob
 from orchestrator.wire.messages import Abort, Submit
 from orchestrator.wire.sockets import Sent
@@ -22,8 +22,8 @@ from orchestrator.wire.transport import FrontendTransport
 
 
 class Dispatch:
-    def __init__(self, fleet: Fleet, transport: FrontendTransport, queue: QueueView) -> None:
-        self._fleet, self._transport, self._queue = fleet, transport, queue
+    def __init__(self, fleet: Fleet, transport: FrontendTransport, queue: QueueView, metrics: Metrics) -> None:
+        self._fleet, self._transport, self._queue, self._metrics = fleet, transport, queue, metrics
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def enqueue(self, job: PrefillJob) -> str | None:
@@ -87,7 +87,7 @@ class Dispatch:
 
     def drop_stale(self, worker_id: str, request_id: str, attempt: int) -> None:
         """Tell the sender of a message of an older attempt to forget that attempt."""
-        metrics.dropped.labels("stale").inc()
+        self._metrics.dropped.labels("stale").inc()
         self._transport.send(worker_id, Abort(request_id, attempt))
 
     def background(self, coroutine: Coroutine[Any, Any, None]) -> None:

@@ -11,13 +11,13 @@ from orchestrator.policy.candidate import DecodeChoice
 from orchestrator.policy.predict.predictor import Predictor
 from orchestrator.policy.ratio.reuse import ReuseCounter
 from orchestrator.router.request import ActiveRequest, State
-from orchestrator.telemetry import metrics
+from orchestrator.telemetry.metrics import Metrics
 from orchestrator.types import Offered
 
 
 class Learning:
-    def __init__(self, predictor: Predictor, choose: DecodeChoice, slo: SLOConfig = SLOConfig()) -> None:
-        self.predictor, self._choose, self._slo = predictor, choose, slo
+    def __init__(self, predictor: Predictor, choose: DecodeChoice, slo: SLOConfig, metrics: Metrics) -> None:
+        self.predictor, self._choose, self._slo, self._metrics = predictor, choose, slo, metrics
         self.offered, self.reuse = Offered(), ReuseCounter()
         # By decode worker, the prefill workers from which KV has come. Not a set of pairs: a large fleet has 10,000s.
         self._connected: dict[str, set[str]] = {}
@@ -54,9 +54,9 @@ class Learning:
             late_tokens = count > 1 and (now - first) / (count - 1) > (own.tpot_slo_s or self._slo.tpot_s)
         late = late_first or late_tokens
         name = request.parsed.info.slo_class
-        metrics.objectives.labels(name, "ttft", str(not late_first).lower()).inc()
+        self._metrics.objectives.labels(name, "ttft", str(not late_first).lower()).inc()
         if count > 1:
-            metrics.objectives.labels(name, "tpot", str(not late_tokens).lower()).inc()
+            self._metrics.objectives.labels(name, "tpot", str(not late_tokens).lower()).inc()
         self.offered += Offered(ended=1, late_first=int(late_first), late_tokens=int(late_tokens), late=int(late))
 
     def claimed(self, request: ActiveRequest) -> None:

@@ -13,16 +13,19 @@ from orchestrator.policy.placement import RETRY_AFTER_S, Reject
 from orchestrator.router.decider import Decider
 from orchestrator.router.dispatch import Dispatch
 from orchestrator.router.request import ActiveRequest, Placed, State
-from orchestrator.telemetry import metrics
+from orchestrator.telemetry.metrics import Metrics
 
 # How long a request waits before it asks again for a decode worker.
 PLACE_AGAIN_INTERVAL_S = 0.1
 
 
 class Placer:
-    def __init__(self, decider: Decider, dispatch: Dispatch, prefixes: PrefixView, timeout_s: float) -> None:
+    def __init__(
+        self, decider: Decider, dispatch: Dispatch, prefixes: PrefixView, timeout_s: float, metrics: Metrics
+    ) -> None:
         """`timeout_s`: the longest wait of a request."""
         self._decider, self._dispatch, self._prefixes, self._timeout_s = decider, dispatch, prefixes, timeout_s
+        self._metrics = metrics
 
     async def place(self, active: ActiveRequest, wait_for_room: bool = False) -> Reject | None:
         """Returns why it could not be placed; None once it is not PLACING any more, for whatever reason."""
@@ -34,7 +37,7 @@ class Placer:
                 active.placed = placed
                 others_failed = placed.worker_id in active.avoid  # chosen because no other worker is left
                 if await self._carry_out(active, placed):
-                    metrics.placements.labels(placed.decision, placed.reason).inc()
+                    self._metrics.placements.labels(placed.decision, placed.reason).inc()
                     continue
                 if placed.job is not None or not others_failed:
                     continue
@@ -50,7 +53,7 @@ class Placer:
             sent = self._dispatch.send(active, placed.worker_id, State.LOCAL)
             if sent:
                 self._prefixes.index.expected.sent(active.id, placed.worker_id, active.parsed.prefix_keys)
-            metrics.prefix_hit_tokens.labels("local").inc(placed.cached_tokens if sent else 0)
+            self._metrics.prefix_hit_tokens.labels("local").inc(placed.cached_tokens if sent else 0)
             return sent
         active.move(State.QUEUED)  # before the enqueue returns: a worker's claim may be here first
         refused = await self._dispatch.enqueue(placed.job)

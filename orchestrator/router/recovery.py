@@ -16,7 +16,7 @@ from orchestrator.router.dispatch import Dispatch
 from orchestrator.router.placer import Placer
 from orchestrator.router.quarantine import Quarantine
 from orchestrator.router.request import ActiveRequest, Failure, State
-from orchestrator.telemetry import metrics
+from orchestrator.telemetry.metrics import Metrics
 from orchestrator.types import Role
 from orchestrator.wire.messages import EngineCrashed
 
@@ -27,10 +27,16 @@ LEAVING_S = 0.1  # pause before a worker that gave the same request back twice i
 
 class Recovery:
     def __init__(
-        self, routing: RoutingConfig, fleet: Fleet, requests: ActiveRequests, dispatch: Dispatch, placer: Placer
+        self,
+        routing: RoutingConfig,
+        fleet: Fleet,
+        requests: ActiveRequests,
+        dispatch: Dispatch,
+        placer: Placer,
+        metrics: Metrics,
     ) -> None:
         self._routing, self._fleet, self._requests = routing, fleet, requests
-        self._dispatch, self._placer = dispatch, placer
+        self._dispatch, self._placer, self._metrics = dispatch, placer, metrics
         self._quarantine = Quarantine()
 
     def retry(
@@ -124,7 +130,7 @@ class Recovery:
     def _give_up(self, active: ActiveRequest, why: str) -> bool:
         """End the current attempt. False if the request fails with it, because the client has part of an answer that
         no other worker can continue."""
-        metrics.retries.labels(why).inc()
+        self._metrics.retries.labels(why).inc()
         active.retries.append(why)
         self._dispatch.withdraw(active)
         if active.answer.tokens and not active.parsed.resumable:

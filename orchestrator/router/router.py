@@ -30,7 +30,7 @@ from orchestrator.router.overdue import Overdue
 from orchestrator.router.placer import Placer
 from orchestrator.router.recovery import Recovery
 from orchestrator.router.request import ActiveRequest, Failure, Overloaded, Prefilling, State
-from orchestrator.telemetry import metrics
+from orchestrator.telemetry.metrics import Metrics
 from orchestrator.telemetry.recent import Recent
 from orchestrator.types import FinishReason
 from orchestrator.wire.messages import (
@@ -65,16 +65,17 @@ class Router:
         prefixes: PrefixView,
         codec: Codec,
         choose: DecodeChoice,
+        metrics: Metrics,
     ) -> None:
+        self._metrics, self.recent = metrics, Recent()
         self._routing, self._fleet, self._codec, self._prefixes = config.routing, fleet, codec, prefixes
-        self._answers = Answers(codec, early_first_token=config.routing.first_token == "prefill")
-        self.learning = Learning(Predictor(prior_s_per_token=config.queue.seconds_per_token), choose, config.slo)
+        self._answers = Answers(codec, config.routing.first_token == "prefill", metrics)
+        self.learning = Learning(Predictor(config.queue.seconds_per_token), choose, config.slo, metrics)
         self._decider = Decider(transport.frontend_id, config, fleet, queue, prefixes, choose, self.learning)
-        self._dispatch = Dispatch(fleet, transport, queue)
-        self.recent = Recent()
-        self._requests = ActiveRequests(codec, self.learning, self.recent, prefixes)
-        self._placer = Placer(self._decider, self._dispatch, prefixes, config.routing.placement_timeout_s)
-        self._recovery = Recovery(config.routing, fleet, self._requests, self._dispatch, self._placer)
+        self._dispatch = Dispatch(fleet, transport, queue, metrics)
+        self._requests = ActiveRequests(codec, self.learning, self.recent, prefixes, metrics)
+        self._placer = Placer(self._decider, self._dispatch, prefixes, config.routing.placement_timeout_s, metrics)
+        self._recovery = Recovery(config.routing, fleet, self._requests, self._dispatch, self._placer, metrics)
         self._overdue = Overdue(config, fleet, queue, self._requests, self._recovery, self.learning.predictor)
         self.requests, self.batches = self._requests.by_id, self._requests.batches
         self._recall_at = 0.0
@@ -84,7 +85,7 @@ class Router:
     def check_admission(self) -> None:
         """Raises Overloaded when no request at all can be taken, so that the server can refuse before it responds."""
         if (rejected := self._decider.fleet_rejection()) is not None and not self._decider.is_temporary(rejected):
-            metrics.placements.labels("reject", rejected.reason).inc()
+            self._metrics.placements.labels("reject", rejected.reason).inc()
             self.learning.refused_unread()
             raise Overloaded(rejected)
 
@@ -100,7 +101,7 @@ class Router:
             raise
         self.learning.arrived(active, self._fleet.block_size)
         if rejected is not None:
-            metrics.placements.labels("reject", rejected.reason).inc()
+            self._metrics.placements.labels("reject", rejected.reason).inc()
             self._requests.end(active, State.REJECTED)
             raise Overloaded(rejected)
 
@@ -177,21 +178,21 @@ class Router:
             return
         claim_s = max(0.0, now - active.moved_at - claimed.queued_s)
         active.prefill = Prefilling(worker_id, claimed.kv_source, claimed.queued_s, claim_s)
-        metrics.queue_wait_s.observe(claimed.queued_s)
+        self._metrics.queue_wait_s.observe(claimed.queued_s)
         self.recent.queue_wait.add(claimed.queued_s)
         self.learning.claimed(active)
         # The decode worker is chosen only now, on its latest load: no decode block is held while a job waits.
         while (chosen := self._decider.bind(active, claimed.generation)) is not None:
             if self._dispatch.send(active, chosen.worker_id, State.TRANSFERRING):
-                metrics.prefix_hit_tokens.labels("decode").inc(chosen.cached_tokens)
+                self._metrics.prefix_hit_tokens.labels("decode").inc(chosen.cached_tokens)
                 return
         self._recovery.retry(active, "no_decode_worker")
 
     def _on_prefilled(self, active: ActiveRequest, said: Prefilled, payload: list[bytes], now: float) -> None:
         assert active.prefill is not None
         active.prefill = active.prefill.completed(said, now)
-        metrics.prefix_hit_tokens.labels("prefill").inc(said.cached_tokens)
-        metrics.prefill_s.observe(said.prefill_s)
+        self._metrics.prefix_hit_tokens.labels("prefill").inc(said.cached_tokens)
+        self._metrics.prefill_s.observe(said.prefill_s)
         self.learning.prefilled(active, self._fleet.workers.get(active.prefill.worker_id))
         if active.answer.held:
             self._release_held(active, now)
@@ -274,7 +275,7 @@ class Router:
             self._prefixes.index.expected.settled(active.id)
             self.learning.first_token(active, now)
             if active.prefill is not None and active.prefill.ended_at is not None:
-                metrics.kv_exposed_s.observe(now - active.prefill.ended_at)
+                self._metrics.kv_exposed_s.observe(now - active.prefill.ended_at)
             if active.prefill is not None and active.decode_worker is not None:
                 pair = active.prefill.worker_id, active.decode_worker
                 self.recent.transferred[pair] += active.parsed.info.prompt_tokens
@@ -287,7 +288,7 @@ class Router:
 
     def _on_lost_outputs(self, worker_id: str, error: MessageError) -> None:
         """Retry all requests of the worker: whose tokens are lost is unknown, and an answer must not have a gap."""
-        metrics.dropped.labels("corrupt").inc()
+        self._metrics.dropped.labels("corrupt").inc()
         log.error("worker %s sent outputs that cannot be read: %s", worker_id, error)
         for active in self._requests.all():
             if active.decode_worker == worker_id:

@@ -3,58 +3,111 @@
 from __future__ import annotations
 
 import collections
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
 
 from prometheus_client import Counter, Gauge, Histogram
+from prometheus_client.metrics import MetricWrapperBase
+
+MODEL = "model_name"  # the label that vLLM's metrics have
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
-
-placements = Counter("pd_placements", "Placement decisions, by decision and its reason", ["decision", "reason"])
-requests = Counter("pd_requests", "Ended requests, by outcome", ["outcome"])
-objectives = Counter(
-    "pd_objectives",
-    "Ended requests, by class (x-slo-class), objective (ttft, tpot), and whether it was met; a refused or failed one "
-    "missed its ttft",
-    ["slo_class", "objective", "met"],
-)
-retries = Counter("pd_retries", "Attempts given up and started again, by why", ["why"])
-first_tokens_early = Counter("pd_first_tokens_early", "First tokens sent from prefill, before decode had the KV")
-first_token_mismatches = Counter(
-    "pd_first_token_mismatches", "First tokens sent from prefill that decode would have sampled otherwise"
-)
-prefix_hit_tokens = Counter(
-    "pd_prefix_hit_tokens",
-    "Prompt tokens that a prefix cache held: as believed at the worker chosen to prefill locally (local) or to receive "
-    "KV (decode), as its engine said where prefilled remotely (prefill)",
-    ["side"],
-)
-# If frontends of one machine share their metrics, the value that was set last counts.
-prefix_index_blocks = Gauge(
-    "pd_prefix_index_blocks", "Distinct cached blocks that a frontend knows of", multiprocess_mode="mostrecent"
-)
-prefix_resyncs = Counter(
-    "pd_prefix_resyncs", "Snapshots of a worker's prefix cache asked for: it is new, or events were lost"
-)
-dropped = Counter("pd_dropped_messages", "Messages dropped: of an older attempt, corrupt or unknown", ["why"])
-queue_wait_s = Histogram("pd_queue_wait_seconds", "From enqueue to claim of a remote prefill", buckets=_SECONDS)
-prefill_s = Histogram("pd_prefill_seconds", "From claim to the end of prefill compute", buckets=_SECONDS)
-kv_exposed_s = Histogram(
-    "pd_kv_exposed_seconds", "From the end of remote prefill compute to decode's first token", buckets=_SECONDS
-)
-
-ratio_changes = Counter("pd_ratio_changes", "Changes of the desired ratio decided by this frontend, while it led")
+_Kind = TypeVar("_Kind", bound=MetricWrapperBase)
+_made: dict[str, MetricWrapperBase] = {}  # by name, with all models' values
 
 
-# These series exist from the start: Prometheus sees no increase in the first value of a new series.
-for _outcome in ("finished", "aborted", "failed", "rejected"):
-    requests.labels(_outcome)
-for _why in ("stale", "corrupt", "error"):
-    dropped.labels(_why)
+class Metrics:
+    """What is counted for one model. `model`: its name where this process serves several, which then is a label."""
+
+    def __init__(self, model: str | None = None) -> None:
+        self._model = model
+        self.placements = self._counter(
+            "pd_placements", "Placement decisions, by decision and its reason", "decision", "reason"
+        )
+        self.requests = self._counter("pd_requests", "Ended requests, by outcome", "outcome")
+        self.objectives = self._counter(
+            "pd_objectives",
+            "Ended requests, by class (x-slo-class), objective (ttft, tpot), and whether it was met; a refused or "
+            "failed one missed its ttft",
+            "slo_class",
+            "objective",
+            "met",
+        )
+        self.retries = self._counter("pd_retries", "Attempts given up and started again, by why", "why")
+        self.first_tokens_early = self._counter(
+            "pd_first_tokens_early", "First tokens sent from prefill, before decode had the KV"
+        )
+        self.first_token_mismatches = self._counter(
+            "pd_first_token_mismatches", "First tokens sent from prefill that decode would have sampled otherwise"
+        )
+        self.prefix_hit_tokens = self._counter(
+            "pd_prefix_hit_tokens",
+            "Prompt tokens that a prefix cache held: as believed at the worker chosen to prefill locally (local) or to "
+            "receive KV (decode), as its engine said where prefilled remotely (prefill)",
+            "side",
+        )
+        # If frontends of one machine share their metrics, the value that was set last counts.
+        self.prefix_index_blocks: Any = self._of_model(
+            Gauge,
+            "pd_prefix_index_blocks",
+            "Distinct cached blocks that a frontend knows of",
+            multiprocess_mode="mostrecent",
+        )
+        self.prefix_resyncs = self._counter(
+            "pd_prefix_resyncs", "Snapshots of a worker's prefix cache asked for: it is new, or events were lost"
+        )
+        self.dropped = self._counter(
+            "pd_dropped_messages", "Messages dropped: of an older attempt, corrupt or unknown", "why"
+        )
+        self.queue_wait_s = self._seconds("pd_queue_wait_seconds", "From enqueue to claim of a remote prefill")
+        self.prefill_s = self._seconds("pd_prefill_seconds", "From claim to the end of prefill compute")
+        self.kv_exposed_s = self._seconds(
+            "pd_kv_exposed_seconds", "From the end of remote prefill compute to decode's first token"
+        )
+        self.ratio_changes = self._counter(
+            "pd_ratio_changes", "Changes of the desired ratio decided by this frontend, while it led"
+        )
+        # These series exist from the start: Prometheus sees no increase in the first value of a new series.
+        for outcome in ("finished", "aborted", "failed", "rejected"):
+            self.requests.labels(outcome)
+        for why in ("stale", "corrupt", "error"):
+            self.dropped.labels(why)
+
+    def _counter(self, name: str, documentation: str, *labels: str) -> Any:
+        return self._of_model(Counter, name, documentation, labels)
+
+    def _seconds(self, name: str, documentation: str) -> Any:
+        return self._of_model(Histogram, name, documentation, buckets=_SECONDS)
+
+    def _of_model(
+        self, kind: Callable[..., _Kind], name: str, documentation: str, labels: Iterable[str] = (), **options: Any
+    ) -> Any:
+        """The metric where the process serves one model, else what it has of this one."""
+        labels = tuple(labels)
+        if name not in _made:
+            own = () if self._model is None else (MODEL,)
+            _made[name] = kind(name, documentation, (*own, *labels), **options)
+        made = _made[name]
+        if self._model is None:
+            return made
+        return _OfModel(made, self._model) if labels else made.labels(self._model)
 
 
-def counts(counter: Counter, *labels: str) -> collections.Counter[str]:
+class _OfModel:
+    """A metric with labels, of one of several models."""
+
+    def __init__(self, metric: MetricWrapperBase, model: str) -> None:
+        self.metric, self.model = metric, model
+
+    def labels(self, *values: str) -> Any:
+        return self.metric.labels(self.model, *values)
+
+
+def counts(counter: Any, *labels: str) -> collections.Counter[str]:
     """A counter's values, by the values of these labels, joined by ": "."""
+    of_one = isinstance(counter, _OfModel)
     found: collections.Counter[str] = collections.Counter()
-    for sample in next(iter(counter.collect())).samples:
-        if sample.name.endswith("_total"):
+    for sample in next(iter((counter.metric if of_one else counter).collect())).samples:
+        if sample.name.endswith("_total") and (not of_one or sample.labels[MODEL] == counter.model):
             found[": ".join(sample.labels[label] for label in labels)] += int(sample.value)
     return found

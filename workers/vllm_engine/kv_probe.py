@@ -17,7 +17,7 @@ import tempfile
 import time
 from typing import Any
 
-from orchestrator.config.command_line import CommandLine
+from orchestrator.process.command_line import CommandLine
 
 _BYTES = 16 << 20
 _DEADLINE_S = 60.0

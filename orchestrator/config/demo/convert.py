@@ -16,7 +16,7 @@ from typing import Any
 import numpy
 from gguf import GGUFReader, ReaderTensor, TokenType, dequantize
 
-from orchestrator.config.command_line import CommandLine
+from orchestrator.process.command_line import CommandLine
 
 _LAYER = {
     "attn_norm": "input_layernorm",

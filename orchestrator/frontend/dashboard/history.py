@@ -17,7 +17,7 @@ import msgspec
 
 from orchestrator.fleet.view import Fleet
 from orchestrator.store.operator.worker_status import WorkerStatus
-from orchestrator.telemetry import metrics
+from orchestrator.telemetry.metrics import Metrics, counts
 from orchestrator.telemetry.recent import Recent, percentiles
 from orchestrator.telemetry.request_line import RequestLine, stages
 from orchestrator.types import DesiredRatio, QueueDepth, Role
@@ -74,10 +74,12 @@ class History:
         recent: Recent,
         depth: Callable[[], QueueDepth | None],
         desired: Callable[[], DesiredRatio | None],
+        metrics: Metrics | None = None,
     ) -> None:
         self._model, self.frontend, self.frontends = model, frontend, frontends
         self._fleet, self._recent = fleet, recent
         self._depth, self._desired = depth, desired
+        self._metrics = metrics or Metrics()
         self.points: deque[Point] = deque(maxlen=HOUR_S)
         self._ttft: deque[list[int]] = deque(maxlen=_WINDOW)
         self._itl: deque[list[int]] = deque(maxlen=_WINDOW)
@@ -142,8 +144,8 @@ class History:
         ttft, itl = _ms(self._ttft, 0.5, 0.9, 0.99), _ms(self._itl, 0.5, 0.99)
         wait = _ms(self._wait, 0.5, 0.99)
         decided, ended = (
-            metrics.counts(metrics.placements, "decision", "reason"),
-            metrics.counts(metrics.requests).total(),
+            counts(self._metrics.placements, "decision", "reason"),
+            counts(self._metrics.requests).total(),
         )
         decisions, self._decided = decided - self._decided, decided
         requests, self._ended = ended - self._ended, ended

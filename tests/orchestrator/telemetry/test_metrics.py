@@ -8,7 +8,8 @@ import sys
 from pathlib import Path
 
 _TELL = """
-from orchestrator.telemetry import metrics
+from orchestrator.telemetry.metrics import Metrics
+metrics = Metrics({model})
 metrics.prefix_index_blocks.set({blocks})
 metrics.requests.labels("finished").inc({ended})
 """
@@ -28,7 +29,7 @@ def run(code: str, folder: Path) -> str:
 
 def test_a_frontend_that_has_ended_leaves_its_counts_and_no_gauge(tmp_path):
     for blocks, ended in ((7000, 3), (50, 2)):
-        run(_TELL.format(blocks=blocks, ended=ended), tmp_path)
+        run(_TELL.format(model=None, blocks=blocks, ended=ended), tmp_path)
     lines = [line for line in run(_SCRAPE, tmp_path).splitlines() if not line.startswith("#")]
     assert [line for line in lines if line.startswith("pd_prefix_index_blocks")] == ["pd_prefix_index_blocks 50.0"]
     assert 'pd_requests_total{outcome="finished"} 5.0' in lines
@@ -36,8 +37,27 @@ def test_a_frontend_that_has_ended_leaves_its_counts_and_no_gauge(tmp_path):
 
 def test_first_failure_counts_as_increase(tmp_path):
     """`rate` and `increase` of Prometheus see none in a figure that was not there before."""
-    run("import orchestrator.telemetry.metrics", tmp_path)
+    run("from orchestrator.telemetry.metrics import Metrics; Metrics()", tmp_path)
     told = run(_SCRAPE, tmp_path)
     for outcome in ("finished", "aborted", "failed", "rejected"):
         assert f'pd_requests_total{{outcome="{outcome}"}} 0.0' in told
     assert 'pd_dropped_messages_total{why="corrupt"} 0.0' in told
+
+
+def test_models_of_one_process_are_told_apart(tmp_path):
+    code = """
+from orchestrator.telemetry.metrics import Metrics, counts
+for model, count in (("small", 1), ("large", 2)):
+    of_model = Metrics(model)
+    of_model.requests.labels("finished").inc(count)
+    of_model.first_tokens_early.inc(count)
+    of_model.prefill_s.observe(count)
+    assert counts(of_model.requests, "outcome")["finished"] == counts(of_model.requests).total() == count
+"""
+    run(code, tmp_path)
+    told = run(_SCRAPE, tmp_path)
+    for model, count in (("small", "1.0"), ("large", "2.0")):
+        assert f'pd_requests_total{{model_name="{model}",outcome="finished"}} {count}' in told
+        assert f'pd_first_tokens_early_total{{model_name="{model}"}} {count}' in told
+        assert f'pd_prefill_seconds_sum{{model_name="{model}"}} {count}' in told
+    assert told.count("# TYPE pd_requests_total counter") == 1

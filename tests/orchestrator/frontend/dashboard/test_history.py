@@ -10,7 +10,7 @@ from support_info import fleet_of, worker_info
 
 from orchestrator.frontend.dashboard import history as module
 from orchestrator.frontend.dashboard.history import HOUR_S, MAX_WATCHERS, History, samples
-from orchestrator.telemetry import metrics
+from orchestrator.telemetry.metrics import Metrics
 from orchestrator.telemetry.recent import Recent
 from orchestrator.types import DesiredRatio, QueueDepth, Role, WorkerLoad
 
@@ -32,6 +32,7 @@ def test_point_counts_since_previous_point(history: History, recent: Recent):
     for seconds in (0.1, 0.2, 0.4):
         recent.ttft.add(seconds)
     recent.output_tokens += 7
+    metrics = Metrics()
     metrics.placements.labels("remote", "cost").inc()
     metrics.requests.labels("finished").inc(2)
     history.take(101.0)
