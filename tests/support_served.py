@@ -23,8 +23,8 @@ from orchestrator.fleet.view import Fleet
 from orchestrator.frontend import edge
 from orchestrator.frontend.access import Access
 from orchestrator.frontend.engine import FleetCore, FleetLLM
+from orchestrator.frontend.models.app import build_vllm_config
 from orchestrator.frontend.plain import route, streaming
-from orchestrator.frontend.server import build_vllm_config
 from orchestrator.router.request import Failure
 
 TURNS = 60  # of the event loop between two outputs: each is answered before the next

@@ -31,18 +31,19 @@ app.add_typer(config_app, name="config")
 @config_app.command("check")
 def config_check(file: Annotated[Path, typer.Argument()], set_: SetOption = None, as_json: JsonOption = False) -> None:
     """Check a file without starting anything."""
-    said = [_in_brief(config) for config in checked_models(file, set_ or ())]
+    said = [_in_brief(name, config) for name, config in checked_models(file, set_ or ()).items()]
     if as_json:
-        print_json({"ok": True, **said[0]} if len(said) == 1 else {"ok": True, "models": said})
+        print_json({"ok": True, "models": said} if "name" in said[0] else {"ok": True, **said[0]})
         return
     for one in said:
-        line = f"{file}: ok ({one['fleet']}, engine {one['engine']}, model {one['model']})"
+        name = f"{one['name']}: " if "name" in one else ""
+        line = f"{file}: ok ({name}{one['fleet']}, engine {one['engine']}, model {one['model']})"
         OUT.print(line, highlight=False, soft_wrap=True)
 
 
-def _in_brief(config: Config) -> dict[str, str]:
+def _in_brief(name: str, config: Config) -> dict[str, str]:
     shape = f"{config.workers.prefill.replicas}P{config.workers.decode.replicas}D"
-    return {"fleet": shape, "engine": config.engine, "model": config.model}
+    return {**({"name": name} if name else {}), "fleet": shape, "engine": config.engine, "model": config.model}
 
 
 @config_app.command("keys")
@@ -186,7 +187,7 @@ def checked(path: Path, overrides: Sequence[str] = ()) -> Config:
     return config
 
 
-def checked_models(path: Path, overrides: Sequence[str] = ()) -> list[Config]:
+def checked_models(path: Path, overrides: Sequence[str] = ()) -> dict[str, Config]:
     """Like `checked`, for each model of a file."""
     with located(path, overrides):
         return load_models(path, list(overrides), check_engine_args)

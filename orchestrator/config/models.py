@@ -23,18 +23,22 @@ _OF_THE_SERVER = ("ssl_", "uvicorn_log_level", "root_path")
 Check = Callable[[Config], None]  # raises ConfigError
 
 
-def load_models(path: Path, overrides: list[str] | None = None, check: Check = lambda config: None) -> list[Config]:
-    """The configuration of each model of a file, with `a.b=value` overrides: one for a file with `model:`. `check` is
-    called with each. Raises ConfigError."""
+def load_models(
+    path: Path, overrides: list[str] | None = None, check: Check = lambda config: None
+) -> dict[str, Config]:
+    """The configuration of each model of a file by its name, with `a.b=value` overrides. `check` is called with each.
+
+    That of a file with `model:` has empty text as its name. Raises ConfigError.
+    """
     return parse_models(overridden(read_tree(path), overrides or []), check)
 
 
-def parse_models(tree: dict[str, Any], check: Check = lambda config: None) -> list[Config]:
-    """The configuration of each model, in the order of the file. Raises ConfigError."""
+def parse_models(tree: dict[str, Any], check: Check = lambda config: None) -> dict[str, Config]:
+    """Like `load_models`, in the order of the file."""
     if SECTION not in tree:
         config = parse_config(tree)
         check(config)
-        return [config]
+        return {"": config}
     shared = {name: value for name, value in tree.items() if name != SECTION}
     for name in ("model", "served_model_name"):
         if name in shared:
@@ -42,15 +46,15 @@ def parse_models(tree: dict[str, Any], check: Check = lambda config: None) -> li
     models = tree[SECTION]
     if not isinstance(models, Mapping) or not models:
         raise ConfigError(f"{SECTION}: expected a section with a name for each model, got {kind_of(models)}")
-    configs = [_model(name, own, shared, check) for name, own in models.items()]
+    configs = {name: _model(name, own, shared, check) for name, own in models.items()}
     named: dict[str, str] = {}
-    for name, config in zip(models, configs, strict=True):
+    for name, config in configs.items():
         if (other := named.setdefault(config.name_served, name)) != name:
             raise ConfigError(
                 f"{SECTION}.{name}.served_model_name: clients know {other} as {config.name_served!r} already; choose "
                 "another"
             )
-    if configs[0].launcher.kind != "local" and len(configs) > 1:
+    if next(iter(configs.values())).launcher.kind != "local":
         raise ConfigError("launcher.kind: several models run on one host so far; start one fleet for each on Ray")
     return configs
 

@@ -216,7 +216,12 @@ class FleetLLM(AsyncLLM):
     """AsyncLLM without an engine of its own."""
 
     def __init__(
-        self, vllm_config: VllmConfig, core: FleetCore, frontends: int, adapters: AdapterView | None = None
+        self,
+        vllm_config: VllmConfig,
+        core: FleetCore,
+        frontends: int,
+        adapters: AdapterView | None = None,
+        stat_logger: Any = PrometheusStatLogger,
     ) -> None:
         self.adapters = adapters
         detokenizer.install()
@@ -226,7 +231,7 @@ class FleetLLM(AsyncLLM):
                 executor_class=Executor,  # not used: no engine is started
                 # Prometheus only: vLLM's log line is about one engine; the `pd.request` lines are per request.
                 log_stats=False,
-                stat_loggers=[PrometheusStatLogger],
+                stat_loggers=[stat_logger],
                 log_requests=False,
                 client_count=frontends,
             )

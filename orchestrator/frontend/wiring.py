@@ -10,7 +10,7 @@ import contextlib
 import logging
 import time
 from collections import Counter
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
 from msgspec.structs import replace
@@ -33,7 +33,6 @@ from orchestrator.store.client import Redis, RedisAway
 from orchestrator.store.configuration import RolloutStatus
 from orchestrator.store.events import EventLog, RatioHistory
 from orchestrator.store.operator.adapters import AdapterStore
-from orchestrator.store.operator.log_levels import LogLevels, follow_log_level
 from orchestrator.store.planned import rollout_status
 from orchestrator.store.queue import PrefillQueue
 from orchestrator.store.registry import Frontend, Registry
@@ -130,6 +129,7 @@ class FleetConnection:
             desired=lambda: self.desired,
             metrics=metrics,
         )
+        self.in_flight: Callable[[], int] = lambda: len(self.router.requests)  # of the whole process
         self._beaten = asyncio.Event()
         self._cpu_at = time.process_time(), time.monotonic()
         self._url = ""
@@ -148,8 +148,6 @@ class FleetConnection:
             tasks.create_task(self.ratio_controller.run())
             tasks.create_task(self.history.run())
             tasks.create_task(self._log_retries(EventLog(self._redis, self._namespace)))
-            levels = LogLevels(self._redis, self._namespace)
-            tasks.create_task(follow_log_level(levels, self.frontend_id.rpartition("-")[0], logging.getLogger("pd")))
 
     async def synced(self) -> None:
         """Wait until registry, queue, adapters and desired ratio have been read once, so that decisions have their
@@ -231,7 +229,7 @@ class FleetConnection:
                 generation=self._generation,
                 by_hand=self._by_hand,
                 cpu=self._cpu_used(),
-                in_flight=len(self.router.requests),
+                in_flight=self.in_flight(),
                 reaches=sum(view.connected for view in self.fleet.workers.values()),
             )
             orders = await self.registry.refresh_frontend(me, self._ttl_s)
@@ -260,3 +258,45 @@ class FleetConnection:
         self.prefixes.forget(worker_id)
         self.router.worker_lost(worker_id)
         self.calls.worker_lost(worker_id)
+
+
+class FleetConnections:
+    """The connections of one frontend to the fleets of its models. The launcher follows the first's registry."""
+
+    def __init__(self, connections: Sequence[FleetConnection]) -> None:
+        self._each = connections
+        self.told_to_drain = asyncio.Event()
+        for connection in connections:
+            connection.told_to_drain = self.told_to_drain
+            connection.in_flight = self._in_flight
+
+    async def run(self) -> None:
+        """Runs until cancelled."""
+        async with asyncio.TaskGroup() as tasks:
+            for connection in self._each:
+                tasks.create_task(connection.run())
+
+    async def synced(self) -> None:
+        """Wait until all are."""
+        for connection in self._each:
+            await connection.synced()
+
+    async def begin_adapters(self) -> None:
+        for connection in self._each:
+            await connection.adapters.begin()
+
+    async def announce(self, url: str) -> None:
+        """Register this frontend as serving: with the first last, for then it serves all."""
+        for connection in reversed(self._each):
+            await connection.announce(url)
+
+    def drain(self) -> None:
+        for connection in self._each:
+            connection.drain()
+
+    async def close(self) -> None:
+        for connection in self._each:
+            await connection.close()
+
+    def _in_flight(self) -> int:
+        return sum(len(connection.router.requests) for connection in self._each)

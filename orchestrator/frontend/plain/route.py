@@ -45,11 +45,11 @@ class PlainRoute(BaseRoute):
         if not _is_plain(scope):
             await self._vllms.handle(scope, receive, send)
             return
-        if (body := await _read(receive)) is None:
+        if (body := await read_body(receive)) is None:
             return
         request_model = self.validated(body)
         if request_model is None:
-            await self._vllms.handle(scope, _replay_body(body, receive), send)
+            await self._vllms.handle(scope, replay_body(body, receive), send)
             return
         with _cancel_on_disconnect(receive):
             answer = await self._handler(request_model, Request(scope, receive, send))
@@ -103,7 +103,7 @@ def _take_token_ids(values: dict[str, Any]) -> list[int] | None:
     return token_ids
 
 
-async def _read(receive: Receive) -> bytes | None:
+async def read_body(receive: Receive) -> bytes | None:
     """The body; None if the client has disconnected."""
     parts = []
     while True:
@@ -115,7 +115,7 @@ async def _read(receive: Receive) -> bytes | None:
             return b"".join(parts)
 
 
-def _replay_body(body: bytes, receive: Receive) -> Receive:
+def replay_body(body: bytes, receive: Receive) -> Receive:
     """A `receive` that first returns the body again."""
     unread: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 

@@ -37,7 +37,7 @@ models:
 def test_each_model_has_the_file_with_its_section_over_it(tmp_path: Path) -> None:
     file = tmp_path / "fleet.yaml"
     file.write_text(TWO)
-    small, qwen = load_models(file, ["namespace=n", "models.small.slo.ttft_s=3"])
+    small, qwen = load_models(file, ["namespace=n", "models.small.slo.ttft_s=3"]).values()
     assert (small.namespace, qwen.namespace) == ("n.small", "n.qwen2.5")
     assert (small.name_served, qwen.name_served) == ("small", "org/qwen2.5")
     assert (small.slo.ttft_s, small.slo.tpot_s) == (3.0, 0.1)
@@ -51,7 +51,7 @@ def test_each_model_has_the_file_with_its_section_over_it(tmp_path: Path) -> Non
 def test_a_file_of_one_model_means_what_it_meant(tmp_path: Path) -> None:
     file = tmp_path / "fleet.yaml"
     file.write_text("model: demo\nnamespace: n\nslo: {ttft_s: 3}\n")
-    assert load_models(file) == [load_config(file)]
+    assert load_models(file) == {"": load_config(file)}
 
 
 @pytest.mark.parametrize(

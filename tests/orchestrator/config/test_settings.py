@@ -35,7 +35,7 @@ def test_every_example_is_valid(file):
 def test_there_are_examples_for_each_topology():
     shapes = {}
     for file in CONFIGS:
-        config = load_models(file)[0]
+        config = next(iter(load_models(file).values()))
         shapes[file.stem] = (config.workers.prefill.replicas, config.workers.decode.replicas, config.engine)
     assert shapes["demo-1p1d-cpu"] == (1, 1, "vllm")
     assert shapes["sim-2p2d"] == (2, 2, "sim")

@@ -25,7 +25,7 @@ from orchestrator.config.settings import parse_config
 from orchestrator.frontend.access import OPEN, Access
 from orchestrator.frontend.dashboard.routes import operator_routes
 from orchestrator.frontend.edge import EdgeMiddleware
-from orchestrator.frontend.server import build_vllm_config
+from orchestrator.frontend.models.app import build_vllm_config
 
 pytestmark = pytest.mark.vllm
 

@@ -17,18 +17,20 @@ from orchestrator.store.keys import Keys
 pytest.importorskip("vllm")
 
 from orchestrator.frontend import server
-from orchestrator.frontend.server import advertised_url, build_vllm_config, grace_s, rolled_out_config, server_arguments
+from orchestrator.frontend.models import app
+from orchestrator.frontend.models.app import build_vllm_config, server_arguments
+from orchestrator.frontend.server import advertised_url, grace_s, rolled_out_config
 
 pytestmark = pytest.mark.vllm
 
 
 @pytest.fixture(autouse=True)
 def any_model(monkeypatch):
-    monkeypatch.setattr(server, "resolve_model", lambda model: model)
+    monkeypatch.setattr(app, "resolve_model", lambda model: model)
 
 
 def parsed(**server_args: object) -> Any:
-    parser = server.make_arg_parser(server.ServerParser())
+    parser = app.make_arg_parser(app.ServerParser())
     return parser.parse_args(server_arguments(config(**server_args), parser))
 
 

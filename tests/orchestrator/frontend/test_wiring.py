@@ -71,11 +71,11 @@ def test_a_frontend_raises_its_limit_of_open_files(monkeypatch):
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     limits = []
 
-    def load_config(path):
+    def load_models(path):
         limits.append(resource.getrlimit(resource.RLIMIT_NOFILE))
         raise ConfigError("seen")
 
-    monkeypatch.setattr(server, "load_config", load_config)
+    monkeypatch.setattr(server, "load_models", load_models)
     monkeypatch.setattr(sys, "argv", ["server", "--redis", "redis://h", "--config", "c"])
     resource.setrlimit(resource.RLIMIT_NOFILE, (1024, before[1]))
     try:

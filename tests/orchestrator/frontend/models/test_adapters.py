@@ -52,8 +52,8 @@ class Fleet:
     async def frontend(self, name: str, static: dict[str, str] | None = None) -> Any:
         from vllm.entrypoints.openai.models.protocol import BaseModelPath, LoRAModulePath
 
-        from orchestrator.frontend.adapters import FleetModels
         from orchestrator.frontend.engine import FleetLLM
+        from orchestrator.frontend.models.adapters import FleetModels
 
         view = AdapterView(name, AdapterStore(self.redis, self.namespace), self.workers)
         await Registry(self.redis, self.namespace).refresh_frontend(Frontend(name, "http://f", "p"), 60.0)

@@ -1,0 +1,209 @@
+"""Which app of several models gets a request, and what a request without a model is told. The apps are stand-ins."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx
+import pytest
+from fastapi import FastAPI, Request, WebSocket
+from hypothesis import given
+from hypothesis import strategies as st
+from prometheus_client import Gauge
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector, CollectorRegistry
+from pydantic import BaseModel
+from starlette.testclient import TestClient
+from starlette.websockets import WebSocketDisconnect
+
+pytest.importorskip("vllm")
+
+from prometheus_client import generate_latest
+
+from orchestrator.config.access import LimitsConfig, SecurityConfig
+from orchestrator.frontend.access import Access
+from orchestrator.frontend.edge import EdgeMiddleware
+from orchestrator.frontend.models.door import ModelDoor, ModelPaths, model_asked_for
+from orchestrator.frontend.models.metrics import ModelsCollector
+
+pytestmark = pytest.mark.vllm
+
+
+class Card(BaseModel):
+    id: str
+
+
+class Cards(BaseModel):
+    object: str = "list"
+    data: list[Card]
+
+
+class Models:
+    def __init__(self, name: str, *adapters: str) -> None:
+        self.name, self.lora_requests = name, dict.fromkeys(adapters)
+
+    def is_base_model(self, name: str) -> bool:
+        return name == self.name
+
+    async def show_available_models(self) -> Cards:
+        return Cards(data=[Card(id=name) for name in (self.name, *self.lora_requests)])
+
+
+def app_of(name: str, lives: list[str], *adapters: str) -> FastAPI:
+    @contextlib.asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        lives.append(f"{name} begins")
+        yield
+        lives.append(f"{name} ends")
+
+    app = FastAPI(lifespan=lifespan)
+    app.state.openai_serving_models = Models(name, *adapters)
+    app.state.ready = True
+
+    async def answer(request: Request) -> dict[str, Any]:
+        return {"app": name, "path": request.url.path, "body": (await request.body()).decode()}
+
+    async def ready() -> Any:
+        return httpx.codes.OK if app.state.ready else _not_ready()
+
+    def _not_ready() -> Any:
+        from starlette.responses import Response
+
+        return Response(status_code=503)
+
+    app.add_api_route("/ready", ready)
+    for path in ("/v1/completions", "/fleet", "/operator/scale", "/pause", "/health", "/v1/audio"):
+        app.add_api_route(path, answer, methods=["GET", "POST"])
+
+    @app.websocket("/v1/realtime")
+    async def realtime(socket: WebSocket) -> None:
+        await socket.accept()
+        await socket.send_text(name)
+        await socket.close()
+
+    return app
+
+
+class Behind:
+    def __init__(self, security: SecurityConfig = SecurityConfig(), root_path: str = "") -> None:
+        self.lives: list[str] = []
+        self.apps = {"a": app_of("org/a", self.lives, "lora"), "b": app_of("b", self.lives)}
+        for app in self.apps.values():
+            app.root_path = root_path
+        edge = EdgeMiddleware(ModelDoor(self.apps, root_path), 1000, Access(security, LimitsConfig(), root_path), None)
+        self.asgi = ModelPaths(edge, frozenset(self.apps), root_path)
+
+    async def ask(self, method: str, path: str, **said: Any) -> httpx.Response:
+        transport = httpx.ASGITransport(self.asgi)
+        async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
+            return await client.request(method, path, **said)
+
+
+@pytest.mark.parametrize(("model", "app"), [("org/a", "org/a"), ("b", "b"), ("lora", "org/a"), ("unknown", "org/a")])
+async def test_a_request_goes_whole_to_the_app_of_its_model(model: str, app: str) -> None:
+    answer = (await Behind().ask("POST", "/v1/completions", json={"prompt": "x" * 100, "model": model})).json()
+    assert answer["app"] == app and answer["path"] == "/v1/completions"
+    assert "x" * 100 in answer["body"]
+
+
+async def test_a_form_names_its_model() -> None:
+    said = {"files": {"file": b"\0\1"}, "data": {"model": "b"}}
+    assert (await Behind().ask("POST", "/v1/audio", **said)).json()["app"] == "b"
+
+
+@pytest.mark.parametrize("root_path", ["", "/root"])
+async def test_a_path_names_the_model_for_every_request(root_path: str) -> None:
+    behind = Behind(root_path=root_path)
+    for name, app in (("a", "org/a"), ("b", "b")):
+        for method, path in (("GET", "/fleet"), ("POST", "/operator/scale"), ("POST", "/v1/completions")):
+            answer = await behind.ask(method, f"{root_path}/models/{name}{path}", content=b"{}")
+            assert answer.status_code == 200 and answer.json()["app"] == app, (method, path)
+    assert (await behind.ask("GET", f"{root_path}/models/c/fleet")).status_code == 400
+
+
+@pytest.mark.parametrize("method", ["GET", "POST"])
+@pytest.mark.parametrize("path", ["/operator/scale", "/pause", "/v1/completions"])
+async def test_what_names_no_model_is_told_how_to(method: str, path: str) -> None:
+    for body in (b"", b"{}", b'{"model": null}', b'{"model": 3}', b"[", b'"b"'):
+        answer = await Behind().ask(method, path, content=body)
+        assert answer.status_code == 400
+        assert f"several models, a, b: name one as `model`, or ask /models/a{path}" in answer.json()["error"]["message"]
+
+
+async def test_pages_show_all_models() -> None:
+    behind = Behind()
+    listed = (await behind.ask("GET", "/v1/models")).json()
+    assert [card["id"] for card in listed["data"]] == ["org/a", "lora", "b"] and listed["object"] == "list"
+    fleets = (await behind.ask("GET", "/fleet")).json()["models"]
+    assert {name: said["app"] for name, said in fleets.items()} == {"a": "org/a", "b": "b"}
+    assert 'href="models/b/dashboard"' in (await behind.ask("GET", "/dashboard")).text
+    assert (await behind.ask("GET", "/health")).status_code == 200
+
+
+async def test_ready_while_one_model_is() -> None:
+    behind = Behind()
+    for ready, status in (((True, True), 200), ((False, True), 200), ((False, False), 503)):
+        for app, state in zip(behind.apps.values(), ready, strict=True):
+            app.state.ready = state
+        answer = await behind.ask("GET", "/ready")
+        assert (answer.status_code, answer.json()["models"]) == (status, dict(zip("ab", ready, strict=True)))
+        one = await behind.ask("GET", "/models/a/ready")
+        assert one.status_code == (200 if ready[0] else 503)
+
+
+async def test_a_path_of_a_model_needs_the_key_that_it_needs_without() -> None:
+    behind = Behind(SecurityConfig(api_keys=["client"], operator_key="operator"))
+    for path, keys in (
+        ("/v1/completions", {"client", "operator"}),
+        ("/fleet", {"operator"}),
+        ("/health", {"", "client"}),
+    ):
+        for key in ("", "client"):
+            answer = await behind.ask("GET", f"/models/b{path}", headers={"authorization": f"Bearer {key}"})
+            assert answer.status_code == (200 if key in keys else 401), (path, key)
+    assert (await behind.ask("GET", "/models/b/models/b/health")).status_code == 401, "only one part is taken off"
+
+
+async def test_a_body_over_the_limit_reaches_no_app() -> None:
+    answer = await Behind().ask("POST", "/v1/completions", json={"model": "b", "prompt": "x" * 2000})
+    assert answer.status_code == 413
+
+
+def test_apps_live_as_long_as_the_server_and_sockets_need_a_model() -> None:
+    behind = Behind()
+    with TestClient(behind.asgi, base_url="http://127.0.0.1") as client:
+        assert behind.lives == ["org/a begins", "b begins"]
+        with client.websocket_connect("/models/b/v1/realtime") as socket:
+            assert socket.receive_text() == "b"
+        with pytest.raises(WebSocketDisconnect) as refused, client.websocket_connect("/v1/realtime") as socket:
+            socket.receive_text()
+        assert refused.value.code == 1008 and "several models, a, b" in refused.value.reason
+    assert behind.lives[2:] == ["b ends", "org/a ends"]
+
+
+@given(st.binary(max_size=200), st.sampled_from([b"application/json", b"multipart/form-data; boundary=x", b""]))
+def test_any_body_names_a_model_or_none(body: bytes, content_type: bytes) -> None:
+    assert model_asked_for(content_type, body) is None or content_type
+
+
+class Of(Collector):
+    def __init__(self, value: float) -> None:
+        self._value = value
+
+    def collect(self) -> list[Metric]:  # type: ignore[override]
+        family = GaugeMetricFamily("pd_worker_up", "it is", labels=["worker"])
+        family.add_metric(["worker-0"], self._value)
+        return [family]
+
+
+def test_a_family_has_the_samples_of_all_models() -> None:
+    registry = CollectorRegistry()
+    registry.register(ModelsCollector({"a": Of(1), "b": Of(2)}))
+    Gauge("other", "stays", registry=registry)
+    told = generate_latest(registry).decode()
+    assert told.count("# TYPE pd_worker_up gauge") == 1
+    for model, value in (("a", "1.0"), ("b", "2.0")):
+        assert f'pd_worker_up{{model_name="{model}",worker="worker-0"}} {value}' in told
