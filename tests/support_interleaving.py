@@ -21,9 +21,9 @@ from orchestrator.config.settings import Config, Refused, parse_config
 from orchestrator.launch.decisions.fleet_size import Resize
 from orchestrator.launch.fleet_processes import FleetProcesses
 from orchestrator.launch.machines import Setup
+from orchestrator.launch.pools.worker_pool import Slot, WorkerPool
 from orchestrator.launch.registry_watch import RegistryWatch, Snapshot
 from orchestrator.launch.supervise import Stage
-from orchestrator.launch.worker_pool import Slot, WorkerPool
 from orchestrator.store import steering
 from orchestrator.store.client import Redis
 from orchestrator.store.planned import Reading

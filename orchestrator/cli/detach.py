@@ -11,22 +11,22 @@ from typing import IO
 import msgspec
 
 from orchestrator.cli.handle import print_json
-from orchestrator.config.settings import Config, ConfigError
+from orchestrator.config.settings import ConfigError
 from orchestrator.launch.host.run_folder import FleetRunning, Ready, RunFolder
 
 _POLL_S = 0.1
 _SIGNAL_WAIT_S = 60.0
 
 
-def start_detached(config: Config, arguments: list[str], as_json: bool) -> None:
+def start_detached(namespace: str, arguments: list[str], as_json: bool) -> None:
     """Start a launcher with these arguments of `up`, without --detach. `as_json` prints only where the fleet is.
 
     Raises ConfigError with the launcher's last line if it ends. Once it is ready nobody reads its output: it then
     writes to its log file only.
     """
-    folder = RunFolder(config.namespace)
+    folder = RunFolder(namespace)
     if folder.is_held:
-        raise FleetRunning(config.namespace, folder.launcher())
+        raise FleetRunning(namespace, folder.launcher())
     launcher = subprocess.Popen(
         [sys.executable, "-m", "orchestrator.cli.main", "up", *arguments],
         stdin=subprocess.DEVNULL,
@@ -45,7 +45,7 @@ def start_detached(config: Config, arguments: list[str], as_json: bool) -> None:
             launcher.wait(_SIGNAL_WAIT_S)
             raise
     if as_json:
-        where = {"namespace": config.namespace, "pid": launcher.pid, "log": str(folder.log_path)}
+        where = {"namespace": namespace, "pid": launcher.pid, "log": str(folder.log_path)}
         print_json({**msgspec.to_builtins(ready), **where})
         return
     print(f"runs on as process {launcher.pid}; log: {folder.log_path}; end it with `orchestrator down`", flush=True)

@@ -7,9 +7,10 @@ from typing import Annotated
 
 import typer
 
-from orchestrator.cli.config import checked
+from orchestrator.cli.config import checked_models
 from orchestrator.cli.detach import start_detached
 from orchestrator.cli.handle import JsonOption, SetOption
+from orchestrator.config.models import fleet_namespace
 from orchestrator.config.settings import Refused
 from orchestrator.launch.console import Console
 from orchestrator.launch.launcher import launch
@@ -36,11 +37,11 @@ def up(
             "--json: with --detach only; an attached fleet's lines are a person's, see `orchestrator status --json`"
         )
     file = config or DEMO_FILE
-    parsed = checked(file, set_ or ())
+    models = checked_models(file, set_ or ())
     if config is None and not as_json:
         print(f"No file is named: this is the demo, {file}", flush=True)
     if detach:
         sets = [part for item in set_ or [] for part in ("--set", item)]
-        start_detached(parsed, [str(file), *sets, *(["--verbose"] if verbose else [])], as_json)
+        start_detached(fleet_namespace(models), [str(file), *sets, *(["--verbose"] if verbose else [])], as_json)
     else:
-        launch(parsed, Console(verbose=verbose))
+        launch(models, Console(verbose=verbose))

@@ -64,6 +64,12 @@ def namespace_of(fleet: str, model: str) -> str:
     return f"{fleet}.{model}"
 
 
+def fleet_namespace(models: Mapping[str, Config]) -> str:
+    """That of the whole fleet, which its run folder has."""
+    name, config = next(iter(models.items()))
+    return config.namespace.removesuffix(f".{name}") if name else config.namespace
+
+
 def _model(name: object, own: object, shared: Mapping[str, Any], check: Check) -> Config:
     where = f"{SECTION}.{name}"
     if not isinstance(name, str):

@@ -76,8 +76,12 @@ def frontend_spec(setup: Setup, name: str, index: int) -> ProcessSpec:
     """How a frontend is started. With several frontends this also makes the folder for the counters that they share."""
     config, folder = setup.config, setup.config_file.parent
     command = [*_python(config), "-m", "orchestrator.frontend.server", "--index", str(index)]
-    command += ["--config", str(setup.config_file), "--port", str(config.frontend.port)]
-    command += ["--generation", str(setup.generation), "--die-with-parent"]
+    command += ["--port", str(config.frontend.port), "--die-with-parent"]
+    if setup.model:
+        for each in (setup, *setup.others):
+            command += ["--model", each.model, str(each.config_file), str(each.generation)]
+    else:
+        command += ["--config", str(setup.config_file), "--generation", str(setup.generation)]
     env = _environment(config, name)
     if config.frontend.most_replicas > 1:
         # The counters of all frontends lie in one place, so that whichever is scraped answers for all. The folder must

@@ -18,14 +18,14 @@ from orchestrator.config.server_args import needs_client_certificate, uses_tls
 from orchestrator.config.settings import Config, ConfigError
 from orchestrator.launch.console import Console
 from orchestrator.launch.decisions.fleet_size import FleetSize, Resize
-from orchestrator.launch.frontend_pool import FrontendPool
 from orchestrator.launch.host.leftovers import SharedMemory
 from orchestrator.launch.host.run_folder import StartedProcess
 from orchestrator.launch.machines import Machines, Setup, frontend_named
+from orchestrator.launch.pools.frontend_pool import FrontendPool, OfModel
+from orchestrator.launch.pools.worker_pool import WorkerPool
 from orchestrator.launch.registry_watch import RegistryWatch, Snapshot
 from orchestrator.launch.rollout import RolloutRunner, cannot_start
 from orchestrator.launch.supervise import Stage, Supervised, describe
-from orchestrator.launch.worker_pool import WorkerPool
 from orchestrator.process.parent import has_ended, local_pid
 from orchestrator.store.planned import BY_HAND, Seen, decided, of_launchers
 from orchestrator.store.registry import Registry
@@ -64,14 +64,17 @@ class FleetProcesses:
         note_started: Callable[[list[StartedProcess], frozenset[str]], None],
         setup: Setup,
         prepare: Callable[[Config, int], Awaitable[Setup]],
+        frontends: FrontendPool | None = None,
     ) -> None:
-        """`setup`: what processes are started with at first; `prepare` makes the setup of another configuration."""
+        """`setup`: what processes are started with at first; `prepare` makes the setup of another configuration.
+        `frontends`: those of another model, which serve this one too; by default it has its own."""
         self.config = config
         self.desired = DesiredRatio(config.workers.prefill.replicas, config.workers.decode.replicas, "launcher")
         self.watch = RegistryWatch(registry, self._update)
         self._registry = registry
         self._console = console
         self._note_started = note_started
+        self._model = setup.model  # its name, where the fleet has several
         self._size = FleetSize(config.scale)
         self._shared_memory = SharedMemory()
         self._looked_at = 0.0  # monotonic; when it was looked for
@@ -79,8 +82,11 @@ class FleetProcesses:
         self._pool = WorkerPool(config, registry, machines, console.log, self._show, setup)
         self._machines = machines
         self._looking: asyncio.Task[None] | None = None
-        self._frontends = FrontendPool(config, registry, machines, console.log, self._show, setup)
-        self._rolling = RolloutRunner(config, registry, self._pool, self._frontends, prepare)
+        self.frontend_pool = frontends or FrontendPool(config, registry, machines, console.log, self._show, setup)
+        self.frontends: FrontendPool | OfModel = self.frontend_pool
+        if frontends is not None:
+            self.frontends = frontends.add_model(setup, registry)
+        self._rolling = RolloutRunner(config, registry, self._pool, self.frontends, prepare)
         self._came_up = False
 
     async def start(self) -> None:
@@ -95,7 +101,7 @@ class FleetProcesses:
         await self._machines.refresh()
         await self._take_over()
         await decided(self._start_missing)
-        await self._frontends.update(self.watch.snapshot)
+        await self.frontends.update(self.watch.snapshot)
         self._looking = asyncio.create_task(self._refresh_machines(), name="machines")
 
     async def _start_missing(self) -> bool | None:
@@ -142,7 +148,8 @@ class FleetProcesses:
         if needs_client_certificate(self.config):
             return True  # not known: there is no client certificate to ask with
         with contextlib.suppress(httpx.HTTPError):
-            return (await client.get(f"{self.url}/ready")).status_code == httpx.codes.OK
+            page = f"models/{self._model}/ready" if self._model else "ready"
+            return (await client.get(f"{self.url}/{page}")).status_code == httpx.codes.OK
         return False
 
     async def end(self) -> None:
@@ -151,7 +158,7 @@ class FleetProcesses:
             self._looking.cancel()
             await asyncio.gather(self._looking, return_exceptions=True)
         await self._rolling.close()
-        await self._frontends.close()
+        await self.frontends.close()
         await self._pool.close()
 
     def kill(self) -> None:
@@ -170,13 +177,13 @@ class FleetProcesses:
         return f"{'https' if uses_tls(self.config) else 'http'}://{shown}:{self.config.frontend.port}"
 
     def _processes(self) -> list[Supervised]:
-        return [*self._frontends.processes, *(slot.process for slot in self._pool.slots.values())]
+        return [*self.frontends.processes, *(slot.process for slot in self._pool.slots.values())]
 
     async def _take_over(self) -> None:
         """Supervise the processes that an earlier launcher left running. Raises RedisAway."""
         running = await self._machines.left_running()
         frontends = [name for name in running if frontend_named(name) is not None]
-        self._frontends.take_over(frontends)
+        self.frontends.take_over(frontends)
         left = [name for name in running if name not in frontends]
         if left and self._pool.workers_of_others(await self._registry.launchers()).keys() & set(left):
             await asyncio.sleep(self.config.workers.timeout_s)  # in which the claims of a launcher that is dead run out
@@ -223,7 +230,7 @@ class FleetProcesses:
         if snapshot.was_away:  # of which processes die, too: that says nothing about them
             for process in self._processes():
                 process.restart_now()
-        await self._frontends.update(snapshot)
+        await self.frontends.update(snapshot)
         if snapshot.desired is None:  # Redis was restarted, and has forgotten
             await self._registry.configuration.write(self._rolling.version)
         self.desired = await self._registry.restored(self.desired, snapshot.desired) or self.desired

@@ -8,21 +8,21 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import logging
-import shlex
 import shutil
 import signal
 import time
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping
 from typing import Any, TypeVar
 
 import msgspec
 
-from orchestrator.config.access import is_protected
+from orchestrator.config.access import secured
 from orchestrator.config.engine_args import check_engine_args, check_environment, check_installed
 from orchestrator.config.model import find_model
+from orchestrator.config.models import fleet_namespace
 from orchestrator.config.settings import Config, ConfigError, LoggingConfig
+from orchestrator.launch.announcement import announce
 from orchestrator.launch.commands import resolve
 from orchestrator.launch.console import Console, ConsoleHandler, LogFile
 from orchestrator.launch.fleet_processes import FleetProcesses
@@ -31,8 +31,9 @@ from orchestrator.launch.host.local_machine import LocalMachine
 from orchestrator.launch.host.machine import MachineShares, check_bind, hold_port
 from orchestrator.launch.host.process import adopt_orphans, cannot_run
 from orchestrator.launch.host.redis_server import RedisServer
-from orchestrator.launch.host.run_folder import Ready, RunFolder, StartedProcess
+from orchestrator.launch.host.run_folder import RunFolder, StartedProcess
 from orchestrator.launch.machines import Machines, Setup
+from orchestrator.launch.pools.all_models import ModelsProcesses, NotesOfModels
 from orchestrator.store.operator.log_levels import LogLevels, follow_log_level
 from orchestrator.store.registry import Registry
 from orchestrator.telemetry.logs import LogFormat
@@ -41,36 +42,36 @@ T = TypeVar("T")
 # One Ctrl-C can arrive twice: from the terminal, and from the program that started us.
 _SAME_SIGNAL_S = 0.5
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-_CURL_TOKENS = 24
-_LONG_TOKENS = 768  # of a prompt that shows a remote prefill, where predicted times decide
-_REPEATED = "{repeated}"  # stands for a shell's substitution in a JSON body
 
 
-def launch(config: Config, console: Console) -> None:
-    """Run until SIGINT, SIGTERM or SIGHUP. Leaves nothing behind but a log.
+def launch(models: Mapping[str, Config], console: Console) -> None:
+    """Run until SIGINT, SIGTERM or SIGHUP. Leaves nothing behind but a log. `models`: as `load_models` returns them.
 
     Raises ConfigError when the fleet cannot come up.
     """
     check_environment()
-    check_engine_args(config)
-    folder = RunFolder(config.namespace)
+    for config in models.values():
+        check_engine_args(config)
+    config = next(iter(models.values()))
+    folder = RunFolder(fleet_namespace(models))
     with _logging_to(console, config.logging), _signals_interrupt() as heard:
         try:
-            config = _with_previous_operator_key(config, folder)
+            models = _with_operator_key(models, folder)
             _clean_up_after_killed(folder, folder.claim(), console)
             if config.launcher.kind == "local":
-                check_installed(config)
-                MachineShares(config).check_room()
+                for each in models.values():
+                    check_installed(each)
+                MachineShares(*models.values()).check_room()
                 # A port in use is refused now, not after minutes of loading; it is held once the fleet starts.
                 hold_port(config.frontend.host, config.frontend.port)[0].close()
                 check_bind(config.workers.bind)
             console.start_progress()
             _open_log(folder, config.logging.format, console)
             with _connected(config, console):
-                model = _model(config, console)
+                found = {name: _model(name, each, console) for name, each in models.items()}
                 if heard:  # the exception was lost in a callback, such as those of imports
                     raise KeyboardInterrupt
-                asyncio.run(_run(config, model, folder, console))
+                asyncio.run(_run(models, found, folder, console))
         except KeyboardInterrupt:
             console.stop_progress()
             console.say("Stopped before anything was started")
@@ -82,11 +83,12 @@ def launch(config: Config, console: Console) -> None:
             folder.remove()
 
 
-async def _run(config: Config, model: str, folder: RunFolder, console: Console) -> None:
-    """Raises ConfigError, RedisAway."""
+async def _run(models: Mapping[str, Config], found: Mapping[str, str], folder: RunFolder, console: Console) -> None:
+    """`found`: where each model is. Raises ConfigError, RedisAway."""
     adopt_orphans()
     stop = _Stop(console)
     async with contextlib.AsyncExitStack() as stack:
+        config = next(iter(models.values()))
         server = RedisServer(config, folder.path)
         stack.push_async_callback(server.stop)
         console.stage("redis", "starting" if server.is_embedded else "connecting")
@@ -99,35 +101,55 @@ async def _run(config: Config, model: str, folder: RunFolder, console: Console) 
         if config.launcher.kind == "local":
             held, port = hold_port(config.frontend.host, port)
             stack.callback(held.close)
-        resolved = resolve(config, model, server.url, port)
+        resolved = {name: resolve(models[name], model, server.url, port) for name, model in found.items()}
         machines = _machines(resolved)
-        registry = Registry(redis, config.namespace)
-        setup = Setup(0, resolved, folder.write_config(resolved))
 
-        async def prepare(changed: Config, generation: int) -> Setup:
-            """Raises ConfigError."""
-            if changed.python is not None and not machines.remote and shutil.which(changed.python) is None:
-                raise ConfigError(f"python: {cannot_run(changed.python)}")  # before any worker is drained for it
-            found = await asyncio.to_thread(_model, changed, console)
-            changed = resolve(changed, found, server.url, port)
-            return Setup(generation, changed, folder.write_config(changed, generation))
+        def setup_of(name: str, config: Config, generation: int) -> Setup:
+            return Setup(generation, config, folder.write_config(config, generation, name), name)
 
-        fleet = FleetProcesses(resolved, registry, machines, console, folder.note_started, setup, prepare)
+        def preparing(name: str) -> Callable[[Config, int], Awaitable[Setup]]:
+            async def prepare(changed: Config, generation: int) -> Setup:
+                """Raises ConfigError."""
+                if changed.python is not None and not machines[name].remote and shutil.which(changed.python) is None:
+                    raise ConfigError(f"python: {cannot_run(changed.python)}")  # before any worker is drained for it
+                found = await asyncio.to_thread(_model, name, changed, console)
+                return setup_of(name, resolve(changed, found, server.url, port), generation)
+
+            return prepare
+
+        note_started = NotesOfModels(folder.note_started)
+        each: dict[str, FleetProcesses] = {}
+        for name, config in resolved.items():
+            registry, setup = Registry(redis, config.namespace), setup_of(name, config, 0)
+            frontends = next((fleet.frontend_pool for fleet in each.values()), None)
+            each[name] = FleetProcesses(
+                config, registry, machines[name], console, note_started.of(name), setup, preparing(name), frontends
+            )
+        fleet = ModelsProcesses(each)
         stop.at_once = fleet.kill
         stack.push_async_callback(fleet.end)
         await stop.or_done(fleet.start())
         if stop.came:
             return
-        watching = asyncio.create_task(fleet.watch.run(), name="fleet-watch")
-        keeping = asyncio.create_task(server.keep_running(fleet.watch.read_soon), name="redis-keeper")
-        levels = LogLevels(redis, config.namespace)
+        watching = asyncio.create_task(fleet.watch(), name="fleet-watch")
+        keeping = asyncio.create_task(server.keep_running(fleet.read_soon), name="redis-keeper")
+        levels = LogLevels(redis, fleet.first.config.namespace)
         following = asyncio.create_task(follow_log_level(levels, "launcher", logging.getLogger("pd")), name="log-level")
         for task in (watching, keeping, following):
             stack.push_async_callback(_cancel, task)
         await stop.or_done(fleet.until_ready(), watching)
         if not stop.came:
-            _announce(fleet, machines.device, folder, console)
+            announce(each, next(iter(machines.values())).device, folder, console)
             await stop.or_done(asyncio.Event().wait(), watching)
+
+
+def _with_operator_key(models: Mapping[str, Config], folder: RunFolder) -> Mapping[str, Config]:
+    """One key for all, where there is to be one."""
+    config = _with_previous_operator_key(next(iter(models.values())), folder)
+    security = config.security
+    if len(models) > 1:
+        security = secured(security, config.frontend.host)
+    return {name: msgspec.structs.replace(each, security=security) for name, each in models.items()}
 
 
 def _with_previous_operator_key(config: Config, folder: RunFolder) -> Config:
@@ -155,21 +177,25 @@ def _connected(config: Config, console: Console) -> Iterator[None]:
         disconnect()
 
 
-def _machines(config: Config) -> Machines:
+def _machines(models: Mapping[str, Config]) -> dict[str, Machines]:
+    """By model; those on this machine share it."""
+    config = next(iter(models.values()))
     if config.launcher.kind == "local":
-        return LocalMachine(config)
+        shares = MachineShares(*models.values())
+        return {name: LocalMachine(each, shares) for name, each in models.items()}
     from orchestrator.launch.ray.cluster import RayCluster
 
-    return RayCluster(config)
+    return {name: RayCluster(each) for name, each in models.items()}
 
 
-def _model(config: Config, console: Console) -> str:
+def _model(name: str, config: Config, console: Console) -> str:
     """Its folder; elsewhere every node looks for it by its name. Raises ConfigError."""
     if config.launcher.kind != "local":
         return config.model
-    console.stage("model", "looking for it")
-    model = find_model(config.model, lambda stage: console.stage("model", stage))
-    console.stage("model", model, done=True)
+    what = f"model {name}".rstrip()
+    console.stage(what, "looking for it")
+    model = find_model(config.model, lambda stage: console.stage(what, stage))
+    console.stage(what, model, done=True)
     return model
 
 
@@ -228,39 +254,6 @@ def _open_log(folder: RunFolder, form: LogFormat, console: Console) -> None:
         why = error.strerror or error
         raise ConfigError(f"{folder.log_path}: cannot be written ({why}); set XDG_RUNTIME_DIR") from None
     console.stage("log", str(folder.log_path), done=True)
-
-
-def _announce(fleet: FleetProcesses, device: str, folder: RunFolder, console: Console) -> None:
-    """The last lines of a start: where the fleet is, and requests to try it with."""
-    config = fleet.config
-    name = config.served_model_name or config.model
-    engine = "simulated engines: timed, not computed" if config.engine == "sim" else "vLLM"
-    engine += f" on {device}" if config.engine != "sim" or config.launcher.kind != "local" else ""
-    ready = Ready(fleet.url, name, f"{fleet.desired.prefill}P{fleet.desired.decode}D ({engine})")
-    console.stop_progress()
-    console.say(f"Ready  {ready.url}  model {ready.model}  fleet {ready.fleet}")
-    if config.security.operator_key is not None:
-        console.say(f"Its pages and metrics need the operator's key: {folder.operator_key_path}")
-    by_length = config.routing.remote_prefill_min_tokens
-    console.say(f"A short prompt{'' if by_length is None else ' is prefilled where it is decoded'}:")
-    protected = is_protected(config.security)
-    console.say(_curl(ready, protected))
-    if fleet.desired.prefill:
-        console.say(f"A long one{'' if by_length is None else ' is prefilled by one worker and decoded by another'}:")
-        console.say(_curl(ready, protected, sentences=(by_length or _LONG_TOKENS) // 3))
-    folder.note_ready(ready)  # last: `up --detach` returns once it is there
-
-
-def _curl(ready: Ready, protected: bool, sentences: int = 0) -> str:
-    """A chat request to paste into a shell, which puts a repeated sentence of four tokens in front of the question."""
-    question = f"{_REPEATED}What is the capital of France?" if sentences else "What is the capital of France?"
-    messages = [{"role": "user", "content": question}]
-    body = json.dumps({"model": ready.model, "messages": messages, "max_tokens": _CURL_TOKENS, "temperature": 0})
-    repeat = f"$(printf 'You answer briefly. %.0s' $(seq {sentences}))"
-    quoted = shlex.quote(body).replace(_REPEATED, f"""'"{repeat}"'""")
-    trust = " --insecure" if ready.url.startswith("https") else ""  # the certificate is hardly one of 127.0.0.1
-    key = ' -H "authorization: Bearer $API_KEY"' if protected else ""
-    return f"curl{trust} {ready.url}/v1/chat/completions{key} -H 'content-type: application/json' -d {quoted}"
 
 
 def _clean_up_after_killed(folder: RunFolder, left: list[StartedProcess], console: Console) -> None:

@@ -36,11 +36,21 @@ def ranks_of(unit: str, size: int) -> list[str]:
 
 
 class Setup(msgspec.Struct, frozen=True):
-    """What a process is started with: a resolved configuration, the file that holds it here, and its generation."""
+    """What a process is started with: a resolved configuration, the file that holds it here, and its generation.
+
+    `model`: its name where the fleet has several, and `others`: what else a frontend is started with then.
+    """
 
     generation: int
     config: Config
     config_file: Path
+    model: str = ""
+    others: tuple[Setup, ...] = ()
+
+    @property
+    def worker_name(self) -> str:
+        """What the ids of workers begin with: several models share a machine, and its log."""
+        return f"{self.model}-worker" if self.model else "worker"
 
 
 class Machines(Protocol):

@@ -14,11 +14,11 @@ from collections.abc import Awaitable, Callable, Iterable
 from orchestrator.config.settings import Config, ConfigError
 from orchestrator.config.shared import merged, shared
 from orchestrator.launch.decisions.replacement import MissingByHand, replaced, to_replace
-from orchestrator.launch.frontend_pool import FrontendPool
 from orchestrator.launch.machines import Setup
+from orchestrator.launch.pools.frontend_pool import FrontendPool, OfModel
+from orchestrator.launch.pools.worker_pool import WorkerPool
 from orchestrator.launch.registry_watch import Snapshot
 from orchestrator.launch.supervise import Supervised, describe
-from orchestrator.launch.worker_pool import WorkerPool
 from orchestrator.store.configuration import Phase, Rollout, Version
 from orchestrator.store.fields import WorkerOrders
 from orchestrator.store.planned import loading_by_hand, of_launchers
@@ -43,7 +43,7 @@ class RolloutRunner:
         config: Config,
         registry: Registry,
         workers: WorkerPool,
-        frontends: FrontendPool,
+        frontends: FrontendPool | OfModel,
         prepare: Callable[[Config, int], Awaitable[Setup]],
     ) -> None:
         """`config` is this launcher's own. `prepare` finds its model and writes the file; it raises ConfigError."""

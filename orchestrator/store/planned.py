@@ -69,12 +69,14 @@ def in_role_of_unit(workers: dict[str, WorkerInfo]) -> dict[str, WorkerInfo]:
 
 
 class Holder(msgspec.Struct, frozen=True):
-    """A launcher that registers, or stays registered for `ttl_s` more, and claims an id for a worker of each role."""
+    """A launcher that registers, or stays registered for `ttl_s` more, and claims an id for a worker of each role:
+    `named`, and a number."""
 
     id: str
     held: Launcher
     ttl_s: float
     claims: Sequence[Role] = ()
+    named: str = "worker"
 
 
 class PlannedWorker(msgspec.Struct, frozen=True):
@@ -154,7 +156,7 @@ def plan(
         what["desired"] = (desired.prefill, desired.decode, desired.set_by, desired.why)
     if holder is not None:
         what["entry"] = member("launcher", holder.id, holder.ttl_s, False, [], launcher_to_fields(holder.held))
-        what["claims"] = [role.value for role in holder.claims]
+        what["claims"], what["named"] = [role.value for role in holder.claims], holder.named
     return msgspec.json.encode(what)
 
 

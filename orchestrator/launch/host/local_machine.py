@@ -18,17 +18,17 @@ _HERE = "127.0.0.1"
 
 
 class LocalMachine:
-    """See Machines. `config` says how the machine is shared among the workers."""
+    """See Machines. `config` says what a worker needs; `shares` is for all models of this machine."""
 
     remote = False
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, shares: MachineShares | None = None) -> None:
         self._config = config
-        self._shares = MachineShares(config)
+        self._shares = shares or MachineShares(config)
         self._meeting: dict[str, socket.socket] = {}  # by unit: the port where its ranks meet, held for its life
         self._ranks: dict[str, list[str]] = {}  # by unit, whose shares of the machine it has
         self.device = self._shares.device
-        self.room: int | None = self._shares.room
+        self.room: int | None = self._shares.room_for(config)
 
     async def refresh(self) -> None:
         """Does nothing: there is always this machine."""

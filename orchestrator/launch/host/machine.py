@@ -38,15 +38,16 @@ class Share(msgspec.Struct, frozen=True):
 
 
 class MachineShares:
-    """Divides the cores or the GPUs of this machine among the workers of one fleet."""
+    """Divides the cores or the GPUs of this machine among the workers of one fleet, of all its models."""
 
-    def __init__(self, config: Config) -> None:
-        self._config = config
+    def __init__(self, config: Config, *others: Config) -> None:
+        """`others`: the configurations of the fleet's other models."""
+        self._config, self._configs = config, (config, *others)
         self._gpus: GpuShares | None = None
         self._cores: CoreShares | None = None
         self._workers: set[str] = set()
         self.device = "simulated"
-        if config.engine == "sim":
+        if all(each.engine == "sim" for each in self._configs):
             return
         gpus = find_gpus()
         # The CPU build of vLLM imports as `vllm` too, but has no distribution of that name.
@@ -54,7 +55,8 @@ class MachineShares:
             self.device, self._gpus = "CUDA", GpuShares(gpus)
         else:
             self.device = "CPU"
-            all_ranks = sum(pool(config, role).replicas * unit_ranks(config, role) for role in Role)
+            computing = [each for each in self._configs if each.engine != "sim"]
+            all_ranks = sum(pool(each, role).replicas * unit_ranks(each, role) for each in computing for role in Role)
             self._cores = CoreShares(find_cores(), all_ranks, config.frontend.most_replicas)
 
     def take(self, owner: str, role: Role, config: Config | None = None) -> Share:
@@ -70,6 +72,8 @@ class MachineShares:
             raise
 
     def _share(self, owner: str, role: Role, config: Config) -> Share:
+        if config.engine == "sim":
+            return Share()
         if self._gpus is not None and "CUDA_VISIBLE_DEVICES" not in environment(config, role):
             utilization = engine_args(config, role).get("gpu_memory_utilization")
             gpus = self._gpus.take(owner, ranks(config, role), utilization)
@@ -81,10 +85,13 @@ class MachineShares:
 
     @property
     def room(self) -> int:
-        """The most units that this machine holds, in the roles that take least."""
-        most = [most // min(group_size(self._config, role) for role in Role) for most, _ in _limits(self._config)]
-        if self._gpus is not None:
-            most.append(max(_units_on(len(self._gpus), self._config, role) for role in Role))
+        return self.room_for(self._config)
+
+    def room_for(self, config: Config) -> int:
+        """The most units of a model that this machine holds if no other is there, in the roles that take least."""
+        most = [most // min(group_size(config, role) for role in Role) for most, _ in _limits(config)]
+        if self._gpus is not None and config.engine != "sim":
+            most.append(max(_units_on(len(self._gpus), config, role) for role in Role))
         return min(most)
 
     def give_back(self, owner: str) -> None:
@@ -95,17 +102,18 @@ class MachineShares:
 
     def check_room(self) -> None:
         """Raises ConfigError unless all configured workers fit on this machine together."""
-        owners = [
-            (f"workers.{role.value} {index}", role)
-            for role in Role
-            for index in range(pool(self._config, role).replicas * group_size(self._config, role))
-        ]
-        for owner, role in owners:
-            self.take(owner, role)
-        for owner, _ in owners:
+        owners = []
+        for config in self._configs:
+            of = f"{config.name_served}: " if len(self._configs) > 1 else ""
+            for role in Role:
+                count = pool(config, role).replicas * group_size(config, role)
+                owners += [(f"{of}workers.{role.value} {index}", role, config) for index in range(count)]
+        for owner, role, config in owners:
+            self.take(owner, role, config)
+        for owner, _, _ in owners:
             self.give_back(owner)
         if self._cores is not None:
-            _check_memory(self._config)
+            _check_memory(self._configs)
 
 
 class CoreShares:
@@ -292,16 +300,18 @@ def _units_on(gpus: int, config: Config, role: Role) -> int:
     return gpus * int(_WHOLE_GPU / share + 1e-9) // unit_ranks(config, role)
 
 
-def _check_memory(config: Config) -> None:
+def _check_memory(configs: Sequence[Config]) -> None:
     """Raises ConfigError if the configured KV cache sizes alone exceed the machine's memory."""
     total = find_memory()
     needed = 0
-    for role in Role:
-        size = engine_args(config, role).get("kv_cache_memory_bytes")
-        needed += pool(config, role).replicas * group_size(config, role) * (size if isinstance(size, int) else 0)
+    for config in configs:
+        for role in Role:
+            size = engine_args(config, role).get("kv_cache_memory_bytes")
+            needed += pool(config, role).replicas * group_size(config, role) * (size if isinstance(size, int) else 0)
     if needed > total:
+        prefill, decode = (sum(pool(config, role).replicas for config in configs) for role in Role)
         raise ConfigError(
-            f"workers: {config.workers.prefill.replicas} prefill and {config.workers.decode.replicas} decode replicas "
+            f"workers: {prefill} prefill and {decode} decode replicas "
             f"with their kv_cache_memory_bytes need {needed / 2**30:.1f} GiB, this machine has "
             f"{total / 2**30:.1f} GiB; lower replicas or kv_cache_memory_bytes"
         )

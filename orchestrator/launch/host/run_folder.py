@@ -27,6 +27,7 @@ T = TypeVar("T")
 
 _LOCK = "launcher"
 _CONFIG = "config.yaml"
+_MODELS = "models.json"
 _REDIS = "redis.url"
 _READY = "ready.json"
 _PROCESSES = "processes.json"
@@ -108,14 +109,16 @@ class RunFolder:
         self._hold(lock)
         return left
 
-    def write_config(self, config: Config, generation: int = 0) -> Path:
+    def write_config(self, config: Config, generation: int = 0, model: str = "") -> Path:
         """Write the configuration for the fleet's processes, as JSON. JSON is YAML too, and commands read it without a
-        YAML parser. Returns the file of this generation.
+        YAML parser. `model`: its name where there are several. Returns the file of this generation.
         """
         text = msgspec.json.format(msgspec.json.encode(config), indent=1).decode() + "\n"
-        file = f"config-{generation}.yaml"
+        file = f"config-{model}-{generation}.yaml" if model else f"config-{generation}.yaml"
         self._write(file, text)
-        self._write(_CONFIG, text)
+        self._write(_config_file(model), text)
+        if model and model not in (models := self.models()):
+            self._write(_MODELS, msgspec.json.encode([*models, model]).decode())
         self._write(_REDIS, config.redis.url)
         if config.security.operator_key is not None:
             self._write(self.operator_key_path.name, config.security.operator_key)
@@ -219,8 +222,13 @@ class RunFolder:
     def redis_url(self) -> str | None:
         return self._read(_REDIS)
 
-    def config(self) -> Config | None:
-        text = self._read(_CONFIG)
+    def models(self) -> list[str]:
+        """The names of the fleet's models; none where it has one that its file does not name."""
+        return self._read_list(_MODELS, list[str])
+
+    def config(self, model: str = "") -> Config | None:
+        """The configuration of the model of this name; without one, that of the only model, or of the first."""
+        text = self._read(_config_file(model or next(iter(self.models()), "")))
         if not text:
             return None
         try:
@@ -255,6 +263,10 @@ class RunFolder:
             raise _refused(error) from None
         except OSError:
             return None
+
+
+def _config_file(model: str) -> str:
+    return f"model-{model}.yaml" if model else _CONFIG
 
 
 def base_folder() -> Path:

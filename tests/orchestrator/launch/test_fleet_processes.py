@@ -16,14 +16,14 @@ from support_wait import DEADLINE_S
 from orchestrator.config.settings import Config, LauncherConfig, parse_config
 from orchestrator.launch.console import Console
 from orchestrator.launch.fleet_processes import FleetProcesses
-from orchestrator.launch.frontend_pool import FrontendPool
 from orchestrator.launch.host.local_machine import LocalMachine
 from orchestrator.launch.host.process import LocalProcess, ProcessSpec
 from orchestrator.launch.host.redis_server import EmbeddedRedis
 from orchestrator.launch.machines import Setup
+from orchestrator.launch.pools.frontend_pool import FrontendPool
+from orchestrator.launch.pools.worker_pool import WorkerPool
 from orchestrator.launch.rollout import cannot_start
 from orchestrator.launch.supervise import Supervised
-from orchestrator.launch.worker_pool import WorkerPool
 from orchestrator.process.parent import own_identity
 from orchestrator.store.client import connect
 from orchestrator.store.fields import Launcher

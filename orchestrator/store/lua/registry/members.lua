@@ -183,14 +183,15 @@ end
 -- ---- ids of workers: a launcher's hash has those of its workers, as `ids`: "worker-0=prefill worker-1=decode" ----
 
 -- The first free id. There is no role in it, which may change.
-local function free_id(taken)
+local function free_id(taken, name)
   local number = 0
-  while taken['worker-' .. number] do number = number + 1 end
-  return 'worker-' .. number
+  while taken[name .. '-' .. number] do number = number + 1 end
+  return name .. '-' .. number
 end
 
--- Claims this id, or the first free one where it is '', for this launcher, and returns it; nil when somebody has it.
-local function take_id(prefix, launcher, ttl_ms, role, wanted)
+-- Claims this id, or the first free one of this name where it is '', for this launcher, and returns it; nil when
+-- somebody has it.
+local function take_id(prefix, launcher, ttl_ms, role, wanted, name)
   local taken = {}
   for _, id in ipairs(live(prefix, 'worker')) do taken[id] = true end
   for _, other in ipairs(live(prefix, 'launcher')) do
@@ -198,7 +199,7 @@ local function take_id(prefix, launcher, ttl_ms, role, wanted)
     for id in string.gmatch(ids, '([^ =]+)=') do taken[id] = true end
   end
   if taken[wanted] then return nil end
-  local id = wanted ~= '' and wanted or free_id(taken)
+  local id = wanted ~= '' and wanted or free_id(taken, name)
   local key = member_key(prefix, 'launcher', launcher)
   local ids = redis.call('HGET', key, 'ids')
   redis.call('HSET', key, 'ids', (ids and ids ~= '' and ids .. ' ' or '') .. id .. '=' .. role)

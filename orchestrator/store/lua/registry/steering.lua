@@ -67,7 +67,8 @@ end
 
 -- args: a plan, as JSON: the version of the members that was read, and when the ratio that was read was set ('' for none);
 -- who decides as long as it leads; then what is to be done: orders as kind, id, field and value, the desired ratio as
--- prefill, decode, by and why, an entry as arguments of `put_member`, and the roles of workers whose ids that launcher claims.
+-- prefill, decode, by and why, an entry as arguments of `put_member`, the roles of workers whose ids that launcher
+-- claims, and the name that those begin with.
 -- What was not read, and not decided, is missing. All is done, and nobody sees a part of it; or nothing where what was
 -- read is not so any more. Returns the ids; nil where nothing was done.
 local function steer(keys, args)
@@ -76,7 +77,7 @@ local function steer(keys, args)
   for _, told in ipairs(plan.orders) do order(prefix, unpack(told)) end
   if plan.entry then
     put_member(keys, plan.entry)
-    for i, role in ipairs(plan.claims) do ids[i] = take_id(prefix, plan.entry[2], plan.entry[3], role, '') end
+    for i, role in ipairs(plan.claims) do ids[i] = take_id(prefix, plan.entry[2], plan.entry[3], role, '', plan.named) end
   end
   if plan.desired then write_desired(prefix, unpack(plan.desired)) end
   return ids

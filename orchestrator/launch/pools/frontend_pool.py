@@ -13,6 +13,8 @@ import logging
 from collections import deque
 from collections.abc import Callable, Sequence
 
+import msgspec
+
 from orchestrator.config.settings import Config
 from orchestrator.launch.decisions.frontend_count import SHRINK_AFTER_S, FrontendSample, frontends_wanted
 from orchestrator.launch.host.process import Process
@@ -28,9 +30,10 @@ log = logging.getLogger("pd.launcher")
 class _Placed:
     """One of our frontends: where it is, what it was started with last, and how the registry knows it."""
 
-    def __init__(self, node: str, index: int, process: Supervised, generation: int) -> None:
+    def __init__(self, node: str, index: int, process: Supervised, generations: dict[str, int]) -> None:
+        """`generations`: by model."""
         self.node, self.index = node, index
-        self.process, self.generation = process, generation
+        self.process, self.generations = process, generations
         self.task: asyncio.Task[None] | None = None
         self.id = ""
 
@@ -41,6 +44,34 @@ class _Placed:
     @property
     def stays(self) -> bool:
         return self.process.stage not in (Stage.LEAVING, Stage.ENDED)
+
+
+class OfModel:
+    """One of several models of the frontends: what they are started with for it, and whether they have been. Another
+    model's registry, the first, says which frontends there are."""
+
+    def __init__(self, pool: FrontendPool, setup: Setup) -> None:
+        self._pool, self.setup = pool, setup
+
+    @property
+    def processes(self) -> list[Supervised]:
+        """None: they are all the pool's."""
+        return []
+
+    @property
+    def renewed(self) -> bool:
+        """Whether all are of the generation of `setup`, and serve."""
+        return self._pool.all_of(self.setup)
+
+    def of_generation(self, generation: int) -> list[Supervised]:
+        return self._pool.of_generation(generation, self.setup.model)
+
+    def take_over(self, names: Sequence[str]) -> None:
+        """Does nothing, like the next two."""
+
+    async def update(self, snapshot: Snapshot) -> None: ...
+
+    async def close(self) -> None: ...
 
 
 class FrontendPool:
@@ -60,6 +91,8 @@ class FrontendPool:
         self._samples: dict[str, deque[FrontendSample]] = {}
         self._config = config
         self._registry = registry
+        self._registries = [registry]
+        self._others: list[OfModel] = []
         self._machines = machines
         self._on_line = on_line
         self._on_stage = on_stage
@@ -70,10 +103,23 @@ class FrontendPool:
     def processes(self) -> list[Supervised]:
         return [placed.process for placed in self._placed]
 
+    def add_model(self, setup: Setup, registry: Registry) -> OfModel:
+        """Frontends that start from now on serve this model, too."""
+        self._registries.append(registry)
+        self._others.append(OfModel(self, setup))
+        return self._others[-1]
+
     @property
     def renewed(self) -> bool:
-        """Whether all are of the generation of `setup`, and serve."""
-        return all(placed.ready and placed.generation == self.setup.generation for placed in self._placed)
+        return self.all_of(self.setup)
+
+    def all_of(self, setup: Setup) -> bool:
+        """Whether all have this generation of this model, and serve."""
+        return all(placed.ready and placed.generations[setup.model] == setup.generation for placed in self._placed)
+
+    @property
+    def _whole(self) -> Setup:
+        return msgspec.structs.replace(self.setup, others=tuple(other.setup for other in self._others))
 
     def take_over(self, names: Sequence[str]) -> None:
         """Supervise those that run as these already."""
@@ -82,8 +128,10 @@ class FrontendPool:
                 index, node = placed
                 self._start(node, index)
 
-    def of_generation(self, generation: int) -> list[Supervised]:
-        return [placed.process for placed in self._placed if placed.generation == generation]
+    def of_generation(self, generation: int, model: str | None = None) -> list[Supervised]:
+        """`model`: the first, unless it is given."""
+        model = self.setup.model if model is None else model
+        return [placed.process for placed in self._placed if placed.generations[model] == generation]
 
     async def update(self, snapshot: Snapshot) -> None:
         """Note what is ready; start what is missing on the machines there are now, drain what is too many, end what is
@@ -92,7 +140,7 @@ class FrontendPool:
         for placed in self._placed:
             frontend = registered.get(placed.process.last_identity)
             if frontend is not None and placed.process.runs_as(frontend.process):
-                placed.id, placed.generation = frontend.id, frontend.generation
+                placed.id, placed.generations[self.setup.model] = frontend.id, frontend.generation
                 placed.process.seen()
                 if frontend.url:
                     placed.process.mark_ready()
@@ -144,7 +192,7 @@ class FrontendPool:
 
     async def _fill(self, staying: list[_Placed], node: str) -> None:
         replicas = self._replicas(node)
-        current = [placed for placed in staying if placed.generation == self.setup.generation]
+        current = [placed for placed in staying if placed.generations == _generations(self._whole)]
         for _ in range(replicas - len(staying)):
             self._start(node)
         if len(staying) >= replicas > len(current) and all(placed.ready for placed in current):
@@ -174,13 +222,14 @@ class FrontendPool:
         name = f"{FRONTEND}{index}@{node}" if node else f"{FRONTEND}{index}"
 
         def make() -> Process:
-            placed.generation = self.setup.generation
-            return self._machines.frontend(name, index, node, self.setup, self._on_line)
+            setup = self._whole
+            placed.generations = _generations(setup)
+            return self._machines.frontend(name, index, node, setup, self._on_line)
 
         process = Supervised(
             name, make, self._config.launcher, self._config.workers.start_timeout_s, self._on_stage, self._deregister
         )
-        placed = _Placed(node, index, process, self.setup.generation)
+        placed = _Placed(node, index, process, _generations(self._whole))
         self._placed.append(placed)
         placed.task = asyncio.create_task(self._run(placed), name=name)
 
@@ -192,8 +241,13 @@ class FrontendPool:
                 self._placed.remove(placed)
 
     async def _deregister(self, process: Supervised) -> None:
-        """Take it out of the registry at once, so that its waiting jobs are swept."""
+        """Take it out of the registries at once, so that its waiting jobs are swept."""
         with contextlib.suppress(RedisAway):
-            for frontend in (await self._registry.frontends()).values():
-                if frontend.process == process.last_identity:
-                    await self._registry.leave_frontend(frontend.id)
+            for registry in self._registries:
+                for frontend in (await registry.frontends()).values():
+                    if frontend.process == process.last_identity:
+                        await registry.leave_frontend(frontend.id)
+
+
+def _generations(setup: Setup) -> dict[str, int]:
+    return {each.model: each.generation for each in (setup, *setup.others)}

@@ -13,9 +13,9 @@ from unittest.mock import AsyncMock
 from support_wait import DEADLINE_S, until
 
 from orchestrator.config.settings import parse_config
-from orchestrator.launch.frontend_pool import FrontendPool
 from orchestrator.launch.host.process import LocalProcess, ProcessSpec, adopt_orphans
 from orchestrator.launch.machines import OnLine, Setup
+from orchestrator.launch.pools.frontend_pool import FrontendPool
 from orchestrator.launch.registry_watch import Snapshot
 from orchestrator.launch.supervise import Stage
 from orchestrator.store.registry import Frontend

@@ -134,7 +134,7 @@ class WorkerPool:
     def _holder(self) -> Holder:
         held = {name: slot.role for name, slot in self.slots.items()}
         me = Launcher(held, self.setup.generation, self._machines.room)
-        return Holder(self.launcher_id, me, self._config.workers.timeout_s)
+        return Holder(self.launcher_id, me, self._config.workers.timeout_s, named=self.setup.worker_name)
 
     async def begin(self, wanted: DesiredRatio) -> None:
         """Register this launcher, and set the desired ratio with it unless that of a fleet that another launcher runs

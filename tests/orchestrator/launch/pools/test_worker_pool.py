@@ -28,8 +28,8 @@ from orchestrator.launch.host.process import adopt_orphans, group_alive
 from orchestrator.launch.host.redis_server import EmbeddedRedis
 from orchestrator.launch.host.run_folder import RunFolder
 from orchestrator.launch.machines import Setup
+from orchestrator.launch.pools.worker_pool import WorkerPool
 from orchestrator.launch.registry_watch import RegistryWatch, Snapshot
-from orchestrator.launch.worker_pool import WorkerPool
 from orchestrator.process.parent import started_ticks
 from orchestrator.store.client import RedisAway, connect
 from orchestrator.store.fields import Launcher
