@@ -8,7 +8,7 @@ import time
 
 import typer
 
-from orchestrator.cli.handle import OUT, JsonOption, NamespaceOption, namespace_here, print_json
+from orchestrator.cli.handle import OUT, JsonOption, WholeFleetOption, namespace_here, print_json
 from orchestrator.config.settings import Refused
 from orchestrator.launch.host.leftovers import end_processes, remove_shared_memory
 from orchestrator.launch.host.run_folder import RunFolder, abandoned_namespaces, held_namespaces
@@ -20,7 +20,7 @@ app = typer.Typer()
 
 
 @app.command()
-def down(namespace: NamespaceOption = None, as_json: JsonOption = False) -> None:
+def down(namespace: WholeFleetOption = None, as_json: JsonOption = False) -> None:
     """End the fleet that runs here, and wait until it is gone."""
     if namespace is None and not held_namespaces():
         abandoned = abandoned_namespaces()

@@ -21,6 +21,7 @@ import typer
 from rich.console import Console
 
 from orchestrator.config.access import REDIS_URL
+from orchestrator.config.models import namespace_of
 from orchestrator.config.settings import Config, QueueConfig, Refused, WorkersConfig
 from orchestrator.launch.host.run_folder import RunFolder, held_namespaces
 
@@ -31,6 +32,15 @@ if TYPE_CHECKING:
     from orchestrator.store.registry import Registry
 
 NamespaceOption = Annotated[
+    str | None,
+    typer.Option(
+        "--namespace",
+        "--model",
+        help="The fleet's namespace, or one of its models, if it has several; default: the fleet on this machine.",
+        show_default=False,
+    ),
+]
+WholeFleetOption = Annotated[
     str | None,
     typer.Option("--namespace", help="The fleet's namespace; default: the fleet on this machine.", show_default=False),
 ]
@@ -79,6 +89,7 @@ class FleetHandle(msgspec.Struct, frozen=True):
     redis_url: str | None  # None where only a frontend was named
     url: str | None  # of its endpoint; None unless an option names it, or a launcher on this machine runs it
     config: Config | None
+    model: str = ""  # its name, where the fleet's file names its models
 
     @property
     def workers(self) -> WorkersConfig:
@@ -102,9 +113,10 @@ def find_fleet(namespace: str | None, redis_url: str | None, url: str | None = N
         if not _is_address(url):
             raise Refused(f"--url: expected http://HOST:PORT or https://HOST:PORT, got {url!r}")
         return FleetHandle(namespace or "default", redis_url, url.rstrip("/"), None)
-    namespace = namespace_here(namespace)
-    folder = RunFolder(namespace)
+    fleet, model = _located(namespace)
+    folder = RunFolder(fleet)
     running = folder.is_held
+    namespace = namespace_of(fleet, model) if model else fleet
     redis = redis_url or (folder.redis_url() if running else None)
     if redis is None:
         raise Refused(
@@ -113,7 +125,30 @@ def find_fleet(namespace: str | None, redis_url: str | None, url: str | None = N
     if not running or redis != folder.redis_url():
         return FleetHandle(namespace, redis, None, None)  # a fleet elsewhere may have the same name
     ready = folder.ready()
-    return FleetHandle(namespace, redis, ready.url if ready else None, folder.config())
+    url = (f"{ready.url}/models/{model}" if model else ready.url) if ready else None
+    return FleetHandle(namespace, redis, url, folder.config(model), model)
+
+
+def models_here(namespace: str | None) -> list[str]:
+    """The models of the fleet on this machine, where its file names them and `namespace` names none of them."""
+    held = held_namespaces() if namespace is None else [namespace]
+    return RunFolder(held[0]).models() if len(held) == 1 and RunFolder(held[0]).is_held else []
+
+
+def _located(given: str | None) -> tuple[str, str]:
+    """The namespace of a fleet, and which of its models, empty text where it has one. Raises Refused."""
+    if given is not None and not RunFolder(given).is_held:
+        ours = [(fleet, model) for fleet in held_namespaces() for model in RunFolder(fleet).models()]
+        named = [(fleet, model) for fleet, model in ours if given in (model, namespace_of(fleet, model))]
+        if len(named) > 1:
+            full = ", ".join(namespace_of(fleet, model) for fleet, model in named)
+            raise Refused(f"several fleets here have a model {given!r}: name one of {full} with --namespace")
+        return named[0] if named else (given, "")
+    fleet = namespace_here(given)
+    models = RunFolder(fleet).models()
+    if len(models) > 1:
+        raise Refused(f"fleet {fleet!r} has several models ({', '.join(models)}); name one with --model")
+    return fleet, models[0] if models else ""
 
 
 def namespace_here(given: str | None) -> str:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import msgspec
 import typer
 
-from orchestrator.cli.config import checked
+from orchestrator.cli.config import checked_models
 from orchestrator.cli.handle import (
     OUT,
     FleetHandle,
@@ -32,6 +32,7 @@ from orchestrator.cli.handle import (
 )
 from orchestrator.cli.look.views import restart_line
 from orchestrator.config.engine_args import check_engine_args, engine_args
+from orchestrator.config.models import tree_of
 from orchestrator.config.settings import Config, Refused, overridden, parse_config, read_tree
 from orchestrator.config.shared import differing, shared
 from orchestrator.types import Role, WorkerState
@@ -74,8 +75,9 @@ def rollout_command(
         raise Refused("expected CONFIG, or --abort and no CONFIG")
     tree = overridden(read_tree(config), set_ or []) if config is not None else {}
     if config is not None:
-        checked(config, set_ or ())
+        checked_models(config, set_ or ())
     handle = find_fleet(namespace or tree.get("namespace"), redis)
+    tree = tree_of(tree, handle.model)
     show = print_json if as_json else _print
     if config is None:
         ended = ask(handle, lambda fleet: _abort(fleet, show))

@@ -70,6 +70,15 @@ def fleet_namespace(models: Mapping[str, Config]) -> str:
     return config.namespace.removesuffix(f".{name}") if name else config.namespace
 
 
+def tree_of(tree: dict[str, Any], model: str) -> dict[str, Any]:
+    """What a file says of one model. Raises ConfigError where it is not about that model."""
+    if SECTION not in tree:
+        return tree
+    if model not in tree[SECTION]:
+        raise ConfigError(f"{SECTION}: the model {model!r} is not among them; name another file")
+    return _whole({name: value for name, value in tree.items() if name != SECTION}, model, tree[SECTION][model])
+
+
 def _model(name: object, own: object, shared: Mapping[str, Any], check: Check) -> Config:
     where = f"{SECTION}.{name}"
     if not isinstance(name, str):
@@ -92,9 +101,7 @@ def _model(name: object, own: object, shared: Mapping[str, Any], check: Check) -
                     f"{where}.frontend.server_args.{argument}: all models share the server; set it at the top, in "
                     "frontend.server_args"
                 )
-    tree = _over(shared, own)
-    tree.setdefault("served_model_name", name)
-    tree["namespace"] = namespace_of(str(tree.get("namespace", "default")), name)
+    tree = _whole(shared, name, own)
     try:
         config = parse_config(tree)
         check(config)
@@ -110,6 +117,13 @@ def _within(own: Mapping[str, Any], where: str, error: ConfigError) -> ConfigErr
     if not colon or " " in key or not (key in ("model", "namespace") or key.partition(".")[0] in own):
         return error
     return type(error)(f"{where}.{key}: {said}")
+
+
+def _whole(shared: Mapping[str, Any], name: str, own: Mapping[str, Any]) -> dict[str, Any]:
+    """The model's section over the rest of the file."""
+    tree = _over(shared, own)
+    tree.setdefault("served_model_name", name)
+    return tree | {"namespace": namespace_of(str(tree.get("namespace", "default")), name)}
 
 
 def _over(under: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:

@@ -175,10 +175,12 @@ async def serve(models: list[Served], redis_url: str, index: int, port: int, dra
     redis = await connect(redis_url, config.redis.timeout_s)
     frontend_id = f"frontend-{index}-{uuid.uuid4().hex[:8]}"
     prepared = [await prepare(each, frontend_id, redis) for each in models]
-    connection = FleetConnections([each.connection for each in prepared])
-    levels = LogLevels(redis, prepared[0].config.namespace)
+    connection = FleetConnections({each.name: each.connection for each in prepared})
+    levels, *others = [LogLevels(redis, each.config.namespace) for each in prepared]
     connected = asyncio.create_task(connection.run())
-    levelled = asyncio.create_task(follow_log_level(levels, frontend_id.rpartition("-")[0], logging.getLogger("pd")))
+    levelled = asyncio.create_task(
+        follow_log_level(levels, frontend_id.rpartition("-")[0], logging.getLogger("pd"), *others)
+    )
     await unless_ended(connected, connection.synced())
     app = await unless_ended(connected, build_server_app(prepared))
     await connection.begin_adapters()

@@ -10,7 +10,7 @@ import contextlib
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping
 from typing import Any, TypeVar
 
 from msgspec.structs import replace
@@ -263,10 +263,12 @@ class FleetConnection:
 class FleetConnections:
     """The connections of one frontend to the fleets of its models. The launcher follows the first's registry."""
 
-    def __init__(self, connections: Sequence[FleetConnection]) -> None:
-        self._each = connections
+    def __init__(self, connections: Mapping[str, FleetConnection]) -> None:
+        """`connections`: by model; the name of a single one may be empty."""
+        self._of_model = connections
+        self._each = list(connections.values())
         self.told_to_drain = asyncio.Event()
-        for connection in connections:
+        for connection in self._each:
             connection.told_to_drain = self.told_to_drain
             connection.in_flight = self._in_flight
 
@@ -286,9 +288,10 @@ class FleetConnections:
             await connection.adapters.begin()
 
     async def announce(self, url: str) -> None:
-        """Register this frontend as serving: with the first last, for then it serves all."""
-        for connection in reversed(self._each):
-            await connection.announce(url)
+        """Register this frontend as serving, each model at its own path: with the first last, for then it serves
+        all."""
+        for model, connection in reversed(list(self._of_model.items())):
+            await connection.announce(f"{url}/models/{model}" if model else url)
 
     def drain(self) -> None:
         for connection in self._each:

@@ -133,8 +133,9 @@ async def _run(models: Mapping[str, Config], found: Mapping[str, str], folder: R
             return
         watching = asyncio.create_task(fleet.watch(), name="fleet-watch")
         keeping = asyncio.create_task(server.keep_running(fleet.read_soon), name="redis-keeper")
-        levels = LogLevels(redis, fleet.first.config.namespace)
-        following = asyncio.create_task(follow_log_level(levels, "launcher", logging.getLogger("pd")), name="log-level")
+        levels = [LogLevels(redis, config.namespace) for config in resolved.values()]
+        levelled = follow_log_level(levels[0], "launcher", logging.getLogger("pd"), *levels[1:])
+        following = asyncio.create_task(levelled, name="log-level")
         for task in (watching, keeping, following):
             stack.push_async_callback(_cancel, task)
         await stop.or_done(fleet.until_ready(), watching)

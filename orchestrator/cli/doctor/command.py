@@ -22,6 +22,7 @@ from orchestrator.cli.handle import (
     RedisOption,
     SetOption,
     find_fleet,
+    models_here,
     print_json,
 )
 from orchestrator.config.settings import Refused, load_config
@@ -53,7 +54,9 @@ def doctor(
     if not host:
         named = redis or (parsed.redis.url if parsed and parsed.redis.url != "embedded" else None)
         try:
-            asyncio.run(checks.each(redis_checks(find_fleet(namespace, named))))
+            models: list[str | None] = [*models_here(namespace)]
+            for model in models or [namespace]:
+                asyncio.run(checks.each(redis_checks(find_fleet(model, named))))
         except Refused:
             checks.all([Check("Redis", "ok", "not checked: no fleet runs here and none was named")])
     checks.end()

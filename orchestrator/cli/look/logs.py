@@ -24,6 +24,7 @@ from orchestrator.cli.handle import (
     JsonOption,
     NamespaceOption,
     RedisOption,
+    WholeFleetOption,
     find_fleet,
     namespace_here,
     open_fleet,
@@ -47,7 +48,7 @@ def logs(
     process: Annotated[str | None, typer.Argument(metavar="[WORKER]", help="Only this worker or frontend.")] = None,
     follow: FollowOption = False,
     lines: Annotated[int, typer.Option("--lines", "-n", min=0, help="How many of the latest to print.")] = 50,
-    namespace: NamespaceOption = None,
+    namespace: WholeFleetOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Show the output of the fleet's processes on this machine."""

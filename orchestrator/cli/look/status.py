@@ -16,6 +16,7 @@ from orchestrator.cli.handle import (
     RedisOption,
     UrlOption,
     find_fleet,
+    models_here,
     print_json,
 )
 from orchestrator.cli.look.frontend import fleet_status
@@ -34,6 +35,13 @@ def status(
     watch: Annotated[bool, typer.Option("--watch", help="Refresh every second until Ctrl-C.")] = False,
 ) -> None:
     """Show workers, their KV blocks and the queue."""
+    if not watch and url is None and redis is None and len(models := models_here(namespace)) > 1:
+        all_seen = {model: asyncio.run(fleet_status(find_fleet(model, None))) for model in models}
+        if as_json:
+            print_json({"models": all_seen})
+        else:
+            OUT.print(*(fleet_view(seen) for seen in all_seen.values()), sep="\n")
+        return
     handle = find_fleet(namespace, redis, url)
     if not watch:
         seen = asyncio.run(fleet_status(handle))

@@ -1,0 +1,157 @@
+"""Two models behind one endpoint: simulated engines, two frontends, real processes and HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import subprocess
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import pytest
+from support_client import Answer, FleetClient
+from support_fleet import ROOT, RunningFleet, token_prompt
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
+
+CONFIG = "sim-two-models.yaml"
+SETS = ("frontend.replicas=2", "workers.decode.replicas=2", "routing.remote_prefill_min_tokens=200")
+MODELS = ("small", "large")
+PROMPTS = [token_prompt(20 + 173 * i % 1500, seed=i) for i in range(40)]
+
+
+class Models(RunningFleet):
+    """`at` looks at one model's pages, by its path; `of` asks at the common address, by the name in the body."""
+
+    def __init__(self, *sets: str) -> None:
+        super().__init__(CONFIG, "ratio.mode=off", *sets)
+        self.at = {name: FleetClient(f"{self.url}/models/{name}", self.namespace) for name in MODELS}
+        self.of = {name: FleetClient(self.url, self.namespace) for name in MODELS}
+        for name, client in self.of.items():
+            client.model = name
+
+    def steer(self, model: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+        done = subprocess.run(
+            [*self.program, *arguments, "--model", f"{self.namespace}.{model}"],
+            cwd=self.folder,
+            text=True,
+            capture_output=True,
+            timeout=180,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done
+
+
+@pytest.fixture(scope="module")
+def fleet() -> Iterator[Models]:
+    running = Models(*SETS)
+    try:
+        yield running
+    finally:
+        running.end()
+
+
+@contextlib.asynccontextmanager
+async def load_on_both(fleet: Models) -> AsyncIterator[dict[str, list[Answer]]]:
+    """Load on both models while the body runs; no answer of either fails, or is not whole."""
+    truth = [answer.tokens for answer in await fleet.of["small"].ask_all(PROMPTS, concurrency=8)]
+    async with contextlib.AsyncExitStack() as stack:
+        loads = {
+            name: await stack.enter_async_context(fleet.of[name].under_load(PROMPTS, concurrency=6, max_tokens=16))
+            for name in MODELS
+        }
+        yield loads
+    for name, answers in loads.items():
+        assert answers and [(name, a.status, a.error) for a in answers if not a.ok] == []
+        assert all(answer.tokens in truth for answer in answers)
+
+
+async def test_each_request_is_served_by_workers_of_its_model(fleet: Models) -> None:
+    answered = {name: fleet.of[name].ask_all(PROMPTS * 5, concurrency=16) for name in MODELS}
+    answers = dict(zip(answered, await asyncio.gather(*answered.values()), strict=True))
+    for name, those in answers.items():
+        assert [(a.status, a.error) for a in those if not a.ok] == []
+        ended = fleet.at[name].until(
+            lambda name=name: (
+                fleet.at[name].metric("pd_requests_total", model_name=name, outcome="finished") >= len(PROMPTS) * 5
+            ),
+            "all are counted for their model",
+        )
+        assert ended
+    for line in fleet.request_lines():
+        served_by = {line["decode_worker"], line.get("prefill_worker")} - {None}
+        assert len({worker.partition("-")[0] for worker in served_by}) == 1, line
+    for name in MODELS:
+        assert fleet.at[name].shape() == (1, 2)
+        assert all(worker["id"].startswith(f"{name}-worker-") for worker in fleet.at[name].workers())
+        fleet.at[name].assert_no_leaks()
+
+
+def test_pages_and_names(fleet: Models) -> None:
+    asked = fleet.http
+    assert [card["id"] for card in asked.get("/v1/models").json()["data"]] == list(MODELS)
+    body = {"prompt": "x", "max_tokens": 1}
+    chat = {"messages": [{"role": "user", "content": "x"}]}
+    for path, more in (("/v1/completions", body), ("/v1/chat/completions", chat)):
+        unknown = asked.post(path, json={"model": "other", **more})
+        assert unknown.status_code == 404 and unknown.json()["error"]["type"] == "NotFoundError"
+        assert asked.post(path, json=more).status_code == 400
+    for name in MODELS:
+        assert asked.post(f"/models/{name}/v1/completions", json=body).json()["model"] == name
+        assert asked.get(f"/models/{name}/dashboard").status_code == 200
+    refused = asked.post("/v1/embeddings", json={"model": "small", "input": "x"})
+    assert 400 <= refused.status_code < 500, "a model that generates makes no embeddings"
+    metrics = asked.get("/metrics").text
+    for family in ("pd_worker_up", "pd_requests_total", "vllm:request_success_total"):
+        assert {name for name in MODELS if f'model_name="{name}"' in metrics} == set(MODELS), family
+        assert metrics.count(f"# TYPE {family.removesuffix('_total')}") == 1, family
+
+
+async def test_a_worker_that_is_killed_is_missed_by_no_model(fleet: Models) -> None:
+    killed = fleet.at["small"].workers("decode")[0]
+    before = {worker["pid"] for worker in fleet.at["large"].workers()}
+    async with load_on_both(fleet):
+        await asyncio.sleep(1)
+        os.kill(killed["pid"], signal.SIGKILL)
+        await fleet.at["small"].soon(
+            lambda: (
+                killed["pid"] not in {w["pid"] for w in fleet.at["small"].workers()}
+                and fleet.at["small"].shape() == (1, 2)
+            ),
+            "another takes its place",
+        )
+    assert {worker["pid"] for worker in fleet.at["large"].workers()} == before
+    assert fleet.at["large"].metric("pd_retries_total", model_name="large") == 0
+    for name in MODELS:
+        fleet.at[name].assert_no_leaks()
+
+
+async def test_models_are_scaled_each_by_itself(fleet: Models) -> None:
+    async with load_on_both(fleet):
+        await asyncio.to_thread(fleet.steer, "large", "scale", "decode=1")
+        await fleet.at["large"].soon(lambda: fleet.at["large"].shape() == (1, 1), "one decode worker less")
+    assert fleet.at["small"].shape() == (1, 2)
+    shown: dict[str, Any] = json.loads(fleet.cli("status", "--json").stdout)["models"]
+    assert {name: seen["desired"]["decode"] for name, seen in shown.items()} == {"small": 2, "large": 1}
+    done = fleet.cli("scale", "decode=3", check=False)
+    assert done.returncode == 2 and "has several models (small, large); name one with --model" in done.stderr
+    events = fleet.steer("large", "events").stdout
+    assert "desired: 1 prefill, 1 decode, by scale" in events
+
+
+async def test_a_model_is_rolled_out_by_itself_and_frontends_follow(fleet: Models) -> None:
+    generations = [worker["generation"] for worker in fleet.at["large"].workers()]
+    config = str(ROOT / "configs" / CONFIG)
+    sets = (f"namespace={fleet.namespace}", "ratio.mode=off", *SETS[1:], "models.small.sim.blocks=2000")
+    async with load_on_both(fleet):
+        done = await asyncio.to_thread(
+            fleet.steer, "small", "rollout", config, *(part for item in sets for part in ("--set", item))
+        )
+    assert "frontend" in done.stdout
+    assert {worker["blocks_total"] for worker in fleet.at["small"].workers()} == {2000}
+    assert [worker["generation"] for worker in fleet.at["large"].workers()] == generations
+    for name in MODELS:
+        fleet.at[name].assert_no_leaks()
