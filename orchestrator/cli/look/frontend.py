@@ -126,8 +126,8 @@ async def fleet_status(handle: FleetHandle) -> dict[str, Any]:
     """The content of a frontend's `/fleet`. Where none answers, the registry's, with null for loads, and it says so as
     `no_frontend`. Raises Refused."""
     if handle.url and (seen := await get(handle, handle.url, "/fleet")) is not None:
-        if "workers" not in seen:
-            pages = ", ".join(f"{handle.url}/models/{model}" for model in seen.get("models", ()))
+        if "models" in seen:
+            pages = ", ".join(f"{handle.url}/models/{model}" for model in seen["models"])
             raise Refused(f"{handle.url}: several models are there; name one: {pages}")
         return dict(seen)
     if handle.redis_url is None:
