@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 from support_redis import fresh_namespace, running_server
 
-from orchestrator.cli.handle import FleetHandle, find_fleet
+from orchestrator.cli.handle import FleetHandle, find_fleet, models_here
 from orchestrator.cli.look.frontend import fleet_status, operator_key, reachable, with_frontend
+from orchestrator.config.models import parse_models
 from orchestrator.config.settings import Refused, parse_config
 from orchestrator.launch.host.run_folder import Ready, RunFolder
 from orchestrator.store.client import connect
@@ -29,6 +30,35 @@ def test_remote_fleet_is_not_taken_for_local_one(tmp_path: Path, monkeypatch):
     here = FleetHandle("default", "redis://here:1", "http://here:8000", config)
     assert find_fleet(None, None) == find_fleet(None, "redis://here:1") == here
     assert find_fleet(None, "redis://there:1") == FleetHandle("default", "redis://there:1", None, None)
+    folder.remove()
+
+
+def test_a_model_of_the_fleet_here_is_found_by_its_name(tmp_path: Path, monkeypatch):
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    folder = RunFolder("mine")
+    folder.claim()
+    models = {"a": {"model": "m"}, "b": {"model": "m"}}
+    file = {"redis": {"url": "redis://here:1"}, "namespace": "mine", "models": models}
+    configs = parse_models(file)
+    for name, config in configs.items():
+        assert folder.write_config(config, 3, name).name == f"config-{name}-3.yaml"
+    folder.note_ready(Ready("http://here:8000", "a, b", "1P1D, 1P1D"))
+    there = FleetHandle("mine.b", "redis://here:1", "http://here:8000/models/b", configs["b"], "b")
+    assert find_fleet("b", None) == find_fleet("mine.b", None) == there
+    assert models_here(None) == models_here("mine") == ["a", "b"] and models_here("b") == []
+    for which in (None, "mine"):
+        with pytest.raises(Refused, match=r"fleet 'mine' has several models \(a, b\); name one with --model"):
+            find_fleet(which, None)
+    with pytest.raises(Refused, match="no fleet runs in namespace 'c'"):
+        find_fleet("c", None)
+    assert find_fleet("other.b", "redis://there:1").namespace == "other.b"
+    second = RunFolder("second")
+    second.claim()
+    second.write_config(parse_models(file | {"namespace": "second"})["b"], 0, "b")
+    with pytest.raises(Refused, match=r"several fleets here have a model 'b': name one of mine\.b, second\.b"):
+        find_fleet("b", None)
+    assert find_fleet("second", None).namespace == "second.b", "it has one model only"
+    second.remove()
     folder.remove()
 
 

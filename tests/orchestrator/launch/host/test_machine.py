@@ -16,6 +16,7 @@ from orchestrator.config.settings import ConfigError, parse_config
 from orchestrator.frontend.untrusted.connections import listen
 from orchestrator.launch.commands import frontend_spec, resolve, worker_spec
 from orchestrator.launch.host import machine
+from orchestrator.launch.host.local_machine import LocalMachine
 from orchestrator.launch.host.machine import (
     CoreShares,
     GpuShares,
@@ -118,6 +119,29 @@ def test_a_fleet_that_needs_more_memory_than_there_is_is_refused(monkeypatch):
     config = config_of(workers={"decode": {"replicas": 20}, "engine_args": {"kv_cache_memory_bytes": 1 << 40}})
     with pytest.raises(ConfigError, match="20 decode replicas .* GiB; lower replicas"):
         MachineShares(config).check_room()
+
+
+def test_models_divide_one_machine(monkeypatch):
+    """Each as if it were alone would give a GPU or a core twice."""
+    monkeypatch.setattr("orchestrator.launch.host.machine.has_cuda_vllm", lambda: True)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2")
+    two = {"engine_args": {"tensor_parallel_size": 2}}
+    small, large = config_of(served_model_name="small"), config_of(served_model_name="large", workers=two)
+    with pytest.raises(ConfigError, match=r"large: workers\.prefill 0: needs 2 GPU.* has 1 left of 3"):
+        MachineShares(small, large).check_room()
+    shares = MachineShares(small, large)
+    machines = [LocalMachine(config, shares) for config in (small, large)]
+    machines[1].take("large-worker-0", Role.DECODE)
+    machines[0].take("small-worker-0", Role.DECODE)
+    with pytest.raises(ConfigError, match="has 0 left of 3"):
+        machines[0].take("small-worker-1", Role.PREFILL)
+    assert [machine.room for machine in machines] == [3, 1]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setattr("orchestrator.launch.host.machine.find_cores", lambda: list(range(8)))
+    on_cores = MachineShares(config_of(), config_of(engine="sim"), config_of())
+    given = [on_cores.take(f"w{i}", Role.DECODE, config_of()).arguments for i in range(4)]
+    assert given == [["--cores", str(core)] for core in range(4)], "one stays for the frontend"
+    assert on_cores.take("s", Role.DECODE, config_of(engine="sim")) == Share()
 
 
 def test_simulated_workers_are_not_pinned():

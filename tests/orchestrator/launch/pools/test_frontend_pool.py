@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from unittest.mock import AsyncMock
 
+import msgspec
 from support_wait import DEADLINE_S, until
 
 from orchestrator.config.settings import parse_config
@@ -85,5 +86,46 @@ async def test_frontends_that_were_taken_over_serve_on_while_the_machines_are_no
         machines.nodes = []
         await pool.update(Snapshot())
         await until(lambda: not pool.processes, "its node is gone")
+    finally:
+        await pool.close()
+
+
+async def test_frontends_of_several_models_are_renewed_when_one_of_them_is_rolled_out():
+    adopt_orphans()
+    started: list[Setup] = []
+
+    class Noted(Sleepers):
+        def frontend(self, name: str, index: int, node: str, setup: Setup, on_line: OnLine) -> LocalProcess:
+            started.append(setup)
+            return super().frontend(name, index, node, setup, on_line)
+
+    pool = pool_on(Noted(), heartbeat_s=5.0)
+    pool.setup, registry = msgspec.structs.replace(pool.setup, model="first"), AsyncMock()
+    registry.frontends.return_value = {}
+    other = pool.add_model(msgspec.structs.replace(pool.setup, model="other"), registry)
+
+    async def serving(name: str, generation: int = 0) -> None:
+        """The newest one is in the first model's registry, which tells that model's generation."""
+        process = pool.processes[-1]
+        await until(lambda: process.pid, "it runs")
+        await pool.update(Snapshot(frontends={name: Frontend(name, "http://x", process.last_identity)}))
+
+    try:
+        await pool.update(Snapshot())
+        await serving("f")
+        assert pool.renewed and other.renewed and len(started) == 1
+        other.setup = msgspec.structs.replace(other.setup, generation=7)
+        await pool.update(Snapshot())
+        assert not other.renewed and other.of_generation(7) == [pool.processes[-1]]
+        await until(lambda: len(started) == 2, "another is started beside it")
+        generations = {each.model: each.generation for each in (started[1], *started[1].others)}
+        assert generations == {"first": 0, "other": 7}
+        assert len(pool.processes) == 2 and pool.of_generation(0) == pool.processes
+        await serving("g")
+        pool._registry.order_frontend_drain.assert_awaited_once_with("f")
+        lost = pool.processes[-1]
+        registry.frontends.return_value = {"g": Frontend("g", "http://x", lost.last_identity)}
+        await pool._deregister(lost)
+        registry.leave_frontend.assert_awaited_once_with("g")
     finally:
         await pool.close()

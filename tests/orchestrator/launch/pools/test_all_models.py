@@ -1,0 +1,78 @@
+"""The processes of several models, as those of one: what is written down, and who begins and ends first."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+from unittest.mock import Mock
+
+import pytest
+from support_wait import until
+
+from orchestrator.launch.fleet_processes import StartFailed
+from orchestrator.launch.host.run_folder import StartedProcess
+from orchestrator.launch.pools.all_models import ModelsProcesses, NotesOfModels
+
+
+def test_what_models_note_is_written_down_together() -> None:
+    note = Mock()
+    notes = NotesOfModels(note)
+    of_a, of_b = (notes.of(name) for name in "ab")
+    of_a([StartedProcess("a-worker-0", "1")], frozenset({"x"}))
+    of_b([StartedProcess("b-worker-0", "2")], frozenset({"y"}))
+    of_a([], frozenset())
+    calls = [call.args for call in note.call_args_list]
+    written = [([process.name for process in started], names) for started, names in calls]
+    assert written == [
+        (["a-worker-0"], {"x"}),
+        (["a-worker-0", "b-worker-0"], {"x", "y"}),
+        (["b-worker-0"], {"y"}),
+    ]
+
+
+class OfOneModel:
+    def __init__(self, name: str, seen: list[str], fails: bool = False) -> None:
+        self.name, self.seen, self.fails = name, seen, fails
+        self.frontends = self
+        self.watch = self
+
+    async def close(self) -> None:
+        self.seen.append(f"{self.name}: no frontends")
+
+    async def start(self) -> None:
+        self.seen.append(f"{self.name} starts")
+
+    async def end(self) -> None:
+        self.seen.append(f"{self.name} ends")
+
+    async def run(self) -> None:
+        await asyncio.Event().wait()
+
+    async def until_ready(self) -> None:
+        if self.fails:
+            raise StartFailed(f"{self.name} did not start")
+        try:
+            await asyncio.Event().wait()
+        finally:
+            self.seen.append(f"{self.name} is not waited for")
+
+
+async def test_frontends_start_last_and_end_first() -> None:
+    seen: list[str] = []
+    models: Any = {name: OfOneModel(name, seen) for name in "ab"}
+    fleet = ModelsProcesses(models)
+    await fleet.start()
+    await fleet.end()
+    assert seen == ["b starts", "a starts", "a: no frontends", "a ends", "b ends"]
+
+
+async def test_a_model_that_does_not_start_ends_the_start() -> None:
+    seen: list[str] = []
+    models: Any = {"a": OfOneModel("a", seen), "b": OfOneModel("b", seen, fails=True)}
+    with pytest.raises(StartFailed, match="b did not start"):
+        await ModelsProcesses(models).until_ready()
+    assert seen == ["a is not waited for"]
+    watching = asyncio.create_task(ModelsProcesses(models).watch())
+    await asyncio.sleep(0)
+    watching.cancel()
+    await until(watching.done, "it ends")
