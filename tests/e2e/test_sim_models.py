@@ -8,12 +8,16 @@ import json
 import os
 import signal
 import subprocess
+import sys
 from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from support_client import Answer, FleetClient
 from support_fleet import ROOT, RunningFleet, token_prompt
+from support_servers import free_port
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
@@ -39,7 +43,7 @@ class Models(RunningFleet):
             cwd=self.folder,
             text=True,
             capture_output=True,
-            timeout=180,
+            timeout=500,  # a rollout starts each frontend again
         )
         assert done.returncode == 0, done.stdout + done.stderr
         return done
@@ -55,12 +59,12 @@ def fleet() -> Iterator[Models]:
 
 
 @contextlib.asynccontextmanager
-async def load_on_both(fleet: Models) -> AsyncIterator[dict[str, list[Answer]]]:
+async def load_on_both(fleet: Models, concurrency: int = 6) -> AsyncIterator[dict[str, list[Answer]]]:
     """Load on both models while the body runs; no answer of either fails, or is not whole."""
     truth = [answer.tokens for answer in await fleet.of["small"].ask_all(PROMPTS, concurrency=8)]
     async with contextlib.AsyncExitStack() as stack:
         loads = {
-            name: await stack.enter_async_context(fleet.of[name].under_load(PROMPTS, concurrency=6, max_tokens=16))
+            name: await stack.enter_async_context(fleet.of[name].under_load(PROMPTS, concurrency, max_tokens=16))
             for name in MODELS
         }
         yield loads
@@ -146,7 +150,7 @@ async def test_a_model_is_rolled_out_by_itself_and_frontends_follow(fleet: Model
     generations = [worker["generation"] for worker in fleet.at["large"].workers()]
     config = str(ROOT / "configs" / CONFIG)
     sets = (f"namespace={fleet.namespace}", "ratio.mode=off", *SETS[1:], "models.small.sim.blocks=2000")
-    async with load_on_both(fleet):
+    async with load_on_both(fleet, concurrency=1):
         done = await asyncio.to_thread(
             fleet.steer, "small", "rollout", config, *(part for item in sets for part in ("--set", item))
         )
@@ -155,3 +159,33 @@ async def test_a_model_is_rolled_out_by_itself_and_frontends_follow(fleet: Model
     assert [worker["generation"] for worker in fleet.at["large"].workers()] == generations
     for name in MODELS:
         fleet.at[name].assert_no_leaks()
+
+
+def test_a_frontend_that_no_launcher_starts_serves_all_models(fleet: Models, tmp_path: Path) -> None:
+    file, port = tmp_path / "fleet.yaml", free_port()
+    file.write_text(f"namespace: {fleet.namespace}\n" + (ROOT / "configs" / CONFIG).read_text())
+    command = [sys.executable, "-m", "orchestrator.frontend.server", "--config", str(file), "--port", str(port)]
+    output = (tmp_path / "output").open("w")
+    frontend = subprocess.Popen(
+        [*command, "--redis", fleet.redis_url()], cwd=ROOT, stdout=output, stderr=subprocess.STDOUT
+    )
+    url = f"http://127.0.0.1:{port}"
+    try:
+
+        def serves() -> bool:
+            assert frontend.poll() is None, (tmp_path / "output").read_text()
+            with contextlib.suppress(httpx.HTTPError):
+                return all(httpx.get(f"{url}/ready", timeout=10).json()["models"].values())
+            return False
+
+        fleet.at["small"].until(serves, "it serves both", timeout_s=180)
+        for name in MODELS:
+            asked = FleetClient(url, fleet.namespace)
+            asked.model = name
+            assert all(answer.ok for answer in asyncio.run(asked.ask_all(PROMPTS[:8], concurrency=4)))
+        shown = fleet.steer("large", "status", "--json", "--redis", fleet.redis_url()).stdout
+        assert json.loads(shown)["model"] == "large"
+    finally:
+        frontend.send_signal(signal.SIGTERM)
+        assert frontend.wait(60) == 0, (tmp_path / "output").read_text()
+        output.close()

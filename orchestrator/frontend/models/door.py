@@ -24,7 +24,7 @@ PREFIX = "/models/"
 _CHOSEN = "pd.model"  # key of a scope
 _OF_ALL = frozenset({"/fleet", "/predictions", "/requests"})  # shown by model
 # They say the same whichever model's app answers, or are about the process.
-_OF_ANY = frozenset({"/health", "/ping", "/version", "/metrics", "/load", "/docs", "/redoc", "/openapi.json"})
+_OF_ANY = frozenset({"/health", "/ping", "/version", "/metrics", "/docs", "/redoc", "/openapi.json"})
 _POLICY_VIOLATION = 1008  # RFC 6455
 _FORM_FIELD = re.compile(rb'name="?model"?[^\r\n]*\r\n(?:[^\r\n]+\r\n)*\r\n([^\r\n]*)\r\n', re.IGNORECASE)
 
