@@ -189,7 +189,8 @@ class World:
         if min(snapshot.launchers, default="") == host.id:
             claimed = {name for held in snapshot.launchers.values() for name in held.workers} | host.slots.keys()
             loading = len(claimed - snapshot.workers.keys())
-            chosen = to_replace(snapshot.workers, snapshot.orders.keys(), loading, host.generation, 1)
+            old = [name for name, info in snapshot.workers.items() if info.generation != host.generation]
+            chosen = to_replace(snapshot.workers, old, snapshot.orders.keys(), loading, 1)
             self._order_all({name: {"restart": True} for name in chosen}, snapshot)
 
     def _start(self, host: Host, worker_id: str, role: Role) -> None:

@@ -1,15 +1,14 @@
-"""`orchestrator restart`: a rolling restart. Each worker drains first, so that no request fails.
+"""`orchestrator restart`, and what shows a restart or a rollout: the steps that were seen until it has ended.
 
-A worker that is told to restart ends with exit code 75. The launcher, or a service manager, starts it again under the
-same id.
+Launchers carry both out. Where there is none, the command itself orders the restarts: a worker that is told to restart
+ends with exit code 75, and a service manager starts it again under the same id.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Annotated
 
 import msgspec
@@ -29,23 +28,30 @@ from orchestrator.cli.handle import (
     refuse_only_worker,
     retry_while_away,
 )
+from orchestrator.cli.look.views import restart_line
 from orchestrator.config.settings import Refused, WorkersConfig
-from orchestrator.types import Role, WorkerInfo, WorkerState
+from orchestrator.types import Role, WorkerState
 
 if TYPE_CHECKING:
+    from orchestrator.launch.rollout import Replacer
+    from orchestrator.store.configuration import Rollout
+    from orchestrator.store.fields import Frontend
     from orchestrator.store.planned import Reading
     from orchestrator.store.registry import Registry
 
 _LOOK_EVERY_S = 0.2
-_LOOKS = 25  # at a registry that may have lost what launchers tell it again within a second or two
+_LOOKS = 25  # at a Redis that has lost what launchers tell it again within a second or two
 app = typer.Typer()
 
 
-class Step(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One that was seen. `--json` prints each as a line."""
+class Event(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One step that was seen. `--json` prints each as a line."""
 
-    event: str  # draining, restarted, left, done
+    event: str  # ordered, draining, started, restarted, gone, left, going_back, done, undone, to_restart
     id: str = ""
+    generation: int = 0
+    why: str = ""
+    changes: list[str] = []  # keys with the values before and after
     workers: int = 0  # that were restarted
 
 
@@ -60,9 +66,8 @@ def restart_command(
 ) -> None:
     """Restart workers, a few at a time, each after it has drained: no request fails."""
     handle = find_fleet(namespace, redis)
-    show = print_json if as_json else _print
-    count = ask(handle, lambda fleet: restart(fleet, handle.workers, only, max_unavailable, force, show))
-    show(Step("done", workers=count))
+    show = print_json if as_json else show_event
+    ask(handle, lambda fleet: restart(fleet, handle.workers, only, max_unavailable, force, show))
 
 
 async def restart(
@@ -71,88 +76,141 @@ async def restart(
     role: Role | None,
     max_unavailable: int,
     force: bool,
-    show: Callable[[Step], None],
-) -> int:
-    """Restart the workers of `role`, or all. At most `max_unavailable` workers are down at a time; workers that died
-    meanwhile count. The last worker that is ready waits until another one is. One that leaves for good meanwhile is not
-    waited for. Returns how many were restarted. Raises Refused (also when no worker becomes ready for as long as it may
-    take to drain and start one), and RedisAway when Redis stays away.
+    show: Callable[[Event], None],
+) -> None:
+    """Restart the workers of `role`, or all. At most `max_unavailable` workers are down at a time, and the last that is
+    ready waits until another one is. One that leaves for good meanwhile is not waited for. Once this is cancelled, no
+    more workers are told to restart. Raises Refused, also when it was given up, and RedisAway when Redis stays away.
     """
+    from orchestrator.store.configuration import Phase, Rollout, Version
+    from orchestrator.store.planned import of_launchers
     from orchestrator.store.steering import settle
 
-    registry, patience_s = fleet.registry, workers.drain_timeout_s + workers.start_timeout_s
-    await settle(registry, workers.heartbeat_s)
-    there = (await registry.read()).units
+    registry, configuration = fleet.registry, fleet.registry.configuration
+    await settle(registry, fleet.heartbeat_s)
+    last, reading = await configuration.rollout(), await registry.read()
+    there, led = reading.units, bool(of_launchers(reading.launchers))
+    if last is not None and last.under_way and (led or not last.restart):
+        raise Refused(f"a {last.name} is under way; wait for it, or use `orchestrator rollout --abort`")
     targets = {name: info.process for name, info in there.items() if role in (None, info.role)}
     if not targets:
         raise Refused(f"the fleet has no {role.value + ' ' if role else ''}worker to restart")
-    refuse_only_worker(len(_ready(there)), force)
-    kept = min(1, len(_ready(there)) - 1)
-    waiting, under_way, departures = {*targets}, set[str](), _Departures()
-    progress_at = time.monotonic()
-    while waiting or under_way:
-        reading = await retry_while_away(registry.read)
-        there, ready = reading.units, _ready(reading.units)
-        for name in departures.look(targets, reading):
-            show(Step("left", name))
-            waiting.discard(name)
-            under_way.discard(name)
-            del targets[name]
-            progress_at = time.monotonic()
-        for name in sorted((waiting | under_way) & ready):
-            if there[name].process != targets[name]:
-                show(Step("restarted", name))
-                waiting.discard(name)
-                under_way.discard(name)
-                progress_at = time.monotonic()
-        serving = ready - under_way - reading.orders.keys()
-        room = max_unavailable - len(targets.keys() - ready) - len(ready - serving)
-        room = min(room, len(serving) - kept)
-        told = sorted(waiting & serving)[: max(0, room)]
-        if told and not await _order(registry, told, reading):
-            told = []  # the next reading decides
-        told += sorted(name for name in waiting & reading.orders.keys() if reading.orders[name].restart)  # by another
-        for name in told:
-            show(Step("draining", name))
-        waiting -= {*told}
-        under_way |= {*told}
-        if time.monotonic() - progress_at > patience_s:
-            late = ", ".join(sorted(targets.keys() - ready))
-            raise Refused(f"{late}: not ready for {patience_s:g} s; a worker that no launcher runs needs a supervisor")
+    refuse_only_worker(sum(info.state is WorkerState.READY for info in there.values()), force)
+    version = last.settled if last is not None else Version(0, {})
+    ordered = Rollout(version, version, max_unavailable, restart=targets)
+    if not await configuration.change_rollout(last, ordered):
+        raise Refused("somebody else has just begun a rollout or a restart")
+    leader = None if led else _leader(registry, workers)
+    try:
+        ended = await follow(fleet, ordered, show, leader)
+    except asyncio.CancelledError:
+        await configuration.change_rollout(ordered, ordered.given_up("interrupted"))
+        raise
+    if ended.phase is Phase.UNDONE:
+        raise Refused(f"the restart was given up: {ended.why}")
+
+
+def _leader(registry: Registry, workers: WorkersConfig) -> Replacer:
+    from orchestrator.launch.rollout import Replacer  # which takes long to import
+
+    return Replacer(registry, workers.drain_timeout_s + workers.start_timeout_s)
+
+
+async def follow(
+    fleet: OpenFleet, ordered: Rollout, show: Callable[[Event], None], leader: Replacer | None = None
+) -> Rollout:
+    """Show the steps of this rollout or restart until it has ended, either way; carry it out where there is a `leader`.
+    Raises Refused."""
+    from orchestrator.store.configuration import Phase
+
+    registry, configuration = fleet.registry, fleet.registry.configuration
+    seen = dict.fromkeys(ordered.restart, ("", 0))
+    said_back, missed = False, 0  # looks, one after the other
+    while missed <= _LOOKS:
+        rollout = await retry_while_away(configuration.rollout)
+        if rollout is None or (rollout.new.generation, rollout.restart) != (ordered.new.generation, ordered.restart):
+            missed += 1  # Redis lost it; who leads tells it again
+            if leader is not None:
+                await retry_while_away(lambda: configuration.change_rollout(None, ordered))
+            await asyncio.sleep(_LOOK_EVERY_S)
+            continue
+        if rollout.phase is Phase.BACK and not said_back:
+            said_back = True
+            show(Event("going_back", generation=rollout.old.generation, why=rollout.why))
+        reading, frontends = await retry_while_away(registry.read), await retry_while_away(registry.frontends)
+        before, seen = seen, _look(rollout, reading, frontends, seen)
+        for event in _steps(before, seen) if before else ():
+            show(event)
+        if not rollout.under_way:
+            for event in _ending(rollout, reading, frontends):
+                show(event)
+            return rollout
+        missed = 0 if leader is not None or reading.launchers else missed + 1
+        if leader is not None:
+            claimed = {name for holder in reading.launchers.values() for name in holder.workers}
+            loading = len(claimed - reading.units.keys())
+            if await leader.follow(reading, rollout, loading, time.monotonic(), leads=True):
+                await leader.end(rollout)
         await asyncio.sleep(_LOOK_EVERY_S)
-    return len(targets)
+    raise Refused("no launcher tells of it any more; `orchestrator up` goes on with the rollout if it is in Redis")
 
 
-class _Departures:
-    """Who has left for good: a worker that was told so, or whose id its launcher does not hold any more."""
-
-    def __init__(self) -> None:
-        self._told, self._held, self._absent = set[str](), set[str](), Counter[str]()
-
-    def look(self, targets: Collection[str], reading: Reading) -> list[str]:
-        held = {name for holder in reading.launchers.values() for name in holder.workers}
-        self._told |= {name for name, order in reading.orders.items() if order.drain}
-        self._held |= held
-        self._absent = Counter({name: self._absent[name] + 1 for name in {*targets} - {*reading.units} - held})
-        return [
-            name
-            for name, looks in sorted(self._absent.items())
-            if name in self._told or (name in self._held and looks > _LOOKS)
-        ]
+def _look(
+    rollout: Rollout, reading: Reading, frontends: Mapping[str, Frontend], before: dict[str, tuple[str, int]]
+) -> dict[str, tuple[str, int]]:
+    """The state and generation of each member, or how far the restart of each unit is."""
+    if not rollout.restart:
+        now = {name: (info.state.value, info.generation) for name, info in reading.workers.items()}
+        return now | {name: ("ready" if f.url else "draining", f.generation) for name, f in frontends.items()}
+    now = dict(before)
+    for name, process in rollout.restart.items():
+        if (info := reading.units.get(name)) is not None and info.process != process:
+            now[name] = ("restarted", 0)
+        elif name in reading.orders and reading.orders[name].restart:
+            now[name] = ("draining", 0)
+    return now
 
 
-def _ready(workers: dict[str, WorkerInfo]) -> set[str]:
-    return {name for name, info in workers.items() if info.state is WorkerState.READY}
+def _steps(before: Mapping[str, tuple[str, int]], now: Mapping[str, tuple[str, int]]) -> Iterator[Event]:
+    for name in sorted(before.keys() | now.keys()):
+        state, generation = now.get(name, ("gone", 0))
+        starts = name not in before and state == "draining"  # a frontend takes no requests before it has started, too
+        if now.get(name) != before.get(name) and not starts:
+            yield Event("started" if state == "ready" else state, name, generation)
 
 
-async def _order(registry: Registry, worker_ids: list[str], reading: Reading) -> bool:
-    """False when the fleet is not the one that was read."""
-    from orchestrator.store.fields import WorkerOrders
+def _ending(rollout: Rollout, reading: Reading, frontends: Mapping[str, Frontend]) -> Iterator[Event]:
+    from orchestrator.store.configuration import Phase
+    from orchestrator.store.planned import rollout_status
 
-    restart = dict.fromkeys(worker_ids, WorkerOrders(restart=True))
-    return await retry_while_away(lambda: registry.steer(reading.seen, restart)) is not None
+    if not rollout.restart:
+        ended = "done" if rollout.phase is Phase.DONE else "undone"
+        yield Event(ended, generation=rollout.target.generation, why=rollout.why)
+        yield from (Event("to_restart", url) for url in rollout_status(rollout, frontends).to_restart)
+    elif rollout.phase is Phase.DONE:
+        left = sorted(rollout.restart.keys() - reading.units.keys())
+        yield from (Event("left", name) for name in left)
+        yield Event("done", workers=len(rollout.restart) - len(left))
 
 
-def _print(step: Step) -> None:
-    line = f"{step.workers} workers restarted" if step.event == "done" else f"{step.id}: {step.event}"
-    OUT.print(line, highlight=False)
+def show_event(event: Event) -> None:
+    match event.event:
+        case "ordered":
+            what = "".join(f"\n  {change}" for change in event.changes) or " the same configuration"
+            how = "Ctrl-C leaves it to the launcher, --abort goes back"
+            line = f"rolling out generation {event.generation}; {how}:{what}"
+        case "going_back":
+            line = f"going back to generation {event.generation}: {event.why}"
+        case "done" if event.generation:
+            line = f"rolled out: all workers and frontends run generation {event.generation}"
+        case "done":
+            line = f"{event.workers} workers restarted"
+        case "undone":
+            line = f"went back: all workers and frontends run generation {event.generation} ({event.why})"
+        case "to_restart":
+            line = restart_line(event.id)
+        case "started":
+            line = f"{event.id}: runs generation {event.generation}"
+        case _:
+            line = f"{event.id}: {event.event}"
+    OUT.print(line, highlight=False, soft_wrap=True)

@@ -5,7 +5,6 @@ Checks what may change, writes the order into Redis, and shows how the launchers
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -15,7 +14,6 @@ import typer
 
 from orchestrator.cli.config import checked_models
 from orchestrator.cli.handle import (
-    OUT,
     FleetHandle,
     ForceOption,
     JsonOption,
@@ -28,9 +26,8 @@ from orchestrator.cli.handle import (
     find_fleet,
     print_json,
     refuse_only_worker,
-    retry_while_away,
 )
-from orchestrator.cli.look.views import restart_line
+from orchestrator.cli.rolling import Event, follow, show_event
 from orchestrator.config.engine_args import check_engine_args, engine_args
 from orchestrator.config.models import tree_of
 from orchestrator.config.settings import Config, Refused, overridden, parse_config, read_tree
@@ -40,23 +37,11 @@ from orchestrator.types import Role, WorkerState
 if TYPE_CHECKING:
     from orchestrator.store.configuration import Rollout, Version
 
-_LOOK_EVERY_S = 0.2
-_LOOKS = 25  # at a Redis that has lost what launchers tell it again within a second or two
 _WENT_BACK = 1  # the exit code when the fleet rolled back by itself
 # Whose values are the running fleet's: one host's, or what clients and processes that stay rely on.
 _KEPT = ("engine", "redis", "frontend", "launcher", "limits", "security", "workers.bind", "workers.advertise")
 _FOUND = (("frontend.port", 0), ("redis.url", "embedded"))  # these mean the values that the running fleet has found
 app = typer.Typer()
-
-
-class Event(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One step that was seen. `--json` prints each as a line."""
-
-    event: str  # ordered, draining, started, gone, going_back, done, undone, to_restart
-    id: str = ""
-    generation: int = 0
-    why: str = ""
-    changes: list[str] = []  # keys with the values before and after
 
 
 @app.command("rollout")
@@ -78,7 +63,7 @@ def rollout_command(
         checked_models(config, set_ or ())
     handle = find_fleet(namespace or tree.get("namespace"), redis)
     tree = tree_of(tree, handle.model)
-    show = print_json if as_json else _print
+    show = print_json if as_json else show_event
     if config is None:
         ended = ask(handle, lambda fleet: _abort(fleet, show))
     else:
@@ -105,7 +90,7 @@ async def _begin(
     if running is None or not await fleet.registry.launchers():
         raise Refused("no launcher runs this fleet, which could start workers with another configuration")
     if last is not None and last.under_way:
-        raise Refused(f"a rollout to generation {last.new.generation} is under way; wait for it, or use --abort")
+        raise Refused(f"a {last.name} is under way; wait for it, or use --abort")
     workers = (await fleet.registry.read()).units
     refuse_only_worker(sum(info.state is WorkerState.READY for info in workers.values()), force)
     new = changed(running, handle.config, tree)
@@ -114,7 +99,7 @@ async def _begin(
     if not await configuration.change_rollout(last, wanted):
         raise Refused("somebody else has just begun a rollout")
     show(Event("ordered", generation=generation, changes=list(changes(running.config, new))))
-    return await _follow(fleet, generation, show)
+    return await follow(fleet, wanted, show)
 
 
 async def _abort(fleet: OpenFleet, show: Callable[[Event], None]) -> Rollout:
@@ -125,46 +110,11 @@ async def _abort(fleet: OpenFleet, show: Callable[[Event], None]) -> Rollout:
     last = await configuration.rollout()
     if last is None or not last.under_way:
         raise Refused("no rollout is under way; to undo the last one, roll the previous configuration out")
-    if last.phase is Phase.FORWARD and not await configuration.change_rollout(last, last.to(Phase.BACK, "aborted")):
+    if last.phase is Phase.FORWARD and not await configuration.change_rollout(last, last.given_up("aborted")):
         raise Refused("it has just ended, or gone back by itself; look again with `orchestrator status`")
-    return await _follow(fleet, last.new.generation, show)
-
-
-async def _follow(fleet: OpenFleet, generation: int, show: Callable[[Event], None]) -> Rollout:
-    """Show the steps of the rollout to this generation until it has ended, either way. Raises Refused."""
-    from orchestrator.store.configuration import Phase
-    from orchestrator.store.planned import rollout_status
-
-    registry = fleet.registry
-    seen: dict[str, tuple[str, int]] = {}
-    said_back, missed = False, 0  # looks, one after the other
-    while True:
-        rollout = await retry_while_away(registry.configuration.rollout)
-        if rollout is None or rollout.new.generation != generation:
-            missed += 1
-            if missed > _LOOKS:  # Redis lost it; a launcher tells it again
-                raise Refused("the rollout is gone from Redis, and no launcher has told it again")
-            await asyncio.sleep(_LOOK_EVERY_S)
-            continue
-        if rollout.phase is Phase.BACK and not said_back:
-            said_back = True
-            show(Event("going_back", generation=rollout.old.generation, why=rollout.why))
-        workers, frontends = await retry_while_away(registry.workers), await retry_while_away(registry.frontends)
-        now = {name: (info.state.value, info.generation) for name, info in workers.items()}
-        now |= {name: ("ready" if f.url else "draining", f.generation) for name, f in frontends.items()}
-        for event in _steps(seen, now) if seen else ():
-            show(event)
-        seen = now
-        if not rollout.under_way:
-            ended = "done" if rollout.phase is Phase.DONE else "undone"
-            show(Event(ended, generation=rollout.target.generation, why=rollout.why))
-            for url in rollout_status(rollout, frontends).to_restart:
-                show(Event("to_restart", url))
-            return rollout
-        missed = 0 if await retry_while_away(registry.launchers) else missed + 1
-        if missed > _LOOKS:
-            raise Refused("no launcher runs this fleet any more; `orchestrator up` goes on with the rollout")
-        await asyncio.sleep(_LOOK_EVERY_S)
+    if last.restart:
+        show(Event("given up", "restart"))
+    return await follow(fleet, last, show)
 
 
 def changed(running: Version, config: Config | None, tree: dict[str, Any]) -> dict[str, Any]:
@@ -226,33 +176,3 @@ def _at(tree: Any, key: str) -> Any:
             return _UNKNOWN
         tree = tree[name]
     return tree
-
-
-def _steps(before: Mapping[str, tuple[str, int]], now: Mapping[str, tuple[str, int]]) -> Iterator[Event]:
-    for name in before.keys() | now.keys():
-        state, generation = now.get(name, ("gone", 0))
-        starts = name not in before and state == "draining"  # a frontend takes no requests before it has started, too
-        if now.get(name) != before.get(name) and not starts:
-            event = {"ready": "started", "draining": "draining"}.get(state, state)
-            yield Event(event, name, generation)
-
-
-def _print(event: Event) -> None:
-    match event.event:
-        case "ordered":
-            what = "".join(f"\n  {change}" for change in event.changes) or " the same configuration"
-            how = "Ctrl-C leaves it to the launcher, --abort goes back"
-            line = f"rolling out generation {event.generation}; {how}:{what}"
-        case "going_back":
-            line = f"going back to generation {event.generation}: {event.why}"
-        case "done":
-            line = f"rolled out: all workers and frontends run generation {event.generation}"
-        case "undone":
-            line = f"went back: all workers and frontends run generation {event.generation} ({event.why})"
-        case "to_restart":
-            line = restart_line(event.id)
-        case "started":
-            line = f"{event.id}: runs generation {event.generation}"
-        case _:
-            line = f"{event.id}: {event.event}"
-    OUT.print(line, highlight=False, soft_wrap=True)

@@ -1,27 +1,27 @@
 """Carries a rollout out: workers are restarted with the new configuration, few at a time, and frontends after them.
 
 The rollout itself is in Redis, so whichever launchers there are go on with it. One of them orders the restarts, once
-all have what is to be run; each starts its own processes with that. A new worker that cannot start turns the rollout
-back, and so does whatever it waits for in vain.
+all have what is to be run (`Replacer`); each starts its own processes with that. A new worker that cannot start
+turns the rollout back, and so does whatever it waits for in vain. A restart is a rollout to what runs.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable
 
 from orchestrator.config.settings import Config, ConfigError
 from orchestrator.config.shared import merged, shared
-from orchestrator.launch.decisions.replacement import MissingByHand, replaced, to_replace
+from orchestrator.launch.decisions.replacement import MissingByHand, to_replace
 from orchestrator.launch.machines import Setup
 from orchestrator.launch.pools.frontend_pool import FrontendPool, OfModel
 from orchestrator.launch.pools.worker_pool import WorkerPool
 from orchestrator.launch.registry_watch import Snapshot
-from orchestrator.launch.supervise import Supervised, describe
+from orchestrator.launch.supervise import Stage, Supervised, describe
 from orchestrator.store.configuration import Phase, Rollout, Version
 from orchestrator.store.fields import WorkerOrders
-from orchestrator.store.planned import loading_by_hand, of_launchers
+from orchestrator.store.planned import Reading, loading_by_hand, of_launchers
 from orchestrator.store.registry import Registry
 
 log = logging.getLogger("pd.launcher")
@@ -32,7 +32,72 @@ STARTS_BEFORE_GIVING_UP = 3
 def cannot_start(process: Supervised) -> bool:
     """Whether it can never work, or died again and again."""
     end = process.last_exit
-    return end is not None and not end.was_ready and (end.final or process.crashes >= STARTS_BEFORE_GIVING_UP)
+    if end is None or end.was_ready or process.stage is Stage.READY:
+        return False
+    return end.final or process.crashes >= STARTS_BEFORE_GIVING_UP
+
+
+class Replacer:
+    """Orders restarts for whoever leads: a launcher, or a command where there is none. `follow` every reading."""
+
+    def __init__(self, registry: Registry, patience_s: float) -> None:
+        """`patience_s`: within it a worker drains and its successor loads, or is ended by who runs it."""
+        self._registry, self._patience_s = registry, patience_s
+        self._by_hand = MissingByHand()
+        self._picture: object = None  # of the fleet, as it was when it last changed
+        self._changed_at = 0.0  # monotonic
+
+    def forget(self) -> None:
+        """No rollout is under way."""
+        self._by_hand = MissingByHand()
+
+    async def follow(self, reading: Reading, rollout: Rollout, loading: int, now: float, leads: bool) -> bool:
+        """Whether all are replaced. If not, the one that leads restarts as many workers as may be, and gives up if
+        nothing has changed for longer than any step takes. `loading` are not registered yet; `now` is monotonic. Raises
+        RedisAway."""
+        units, launchers = reading.units, of_launchers(reading.launchers)
+        old = [name for name, info in units.items() if rollout.replaces(info)]
+        managed = {name for launcher in launchers.values() for name in launcher.workers}
+        drained = [name for name, orders in reading.orders.items() if orders.drain]
+        by_hand = units.keys() - managed
+        away = loading + self._by_hand.missing(by_hand, drained, loading_by_hand(reading.launchers))
+        if units and not away and not old:
+            return True
+        if leads:
+            behind = sorted(name for name, it in launchers.items() if it.generation != rollout.target.generation)
+            states = {name: (info.process, info.state) for name, info in units.items()}
+            picture = (rollout.target.generation, rollout.phase, states, behind, launchers.keys())
+            if picture != self._picture:
+                self._picture, self._changed_at = picture, now
+            if now - self._changed_at > self._patience_s:
+                self.forget()  # no worker is waited for any more
+                if rollout.phase is Phase.FORWARD:
+                    why = f"launcher {behind[0]} is not prepared" if behind else "a worker told to restart is not back"
+                    await self.give_up(rollout, f"nothing has changed for {self._patience_s:g} s: {why}")
+                    return False
+            elif behind:
+                return False  # what it starts again would have the old configuration
+            await self._order(reading, to_replace(units, old, reading.orders.keys(), away, rollout.max_unavailable))
+        return False
+
+    async def _order(self, reading: Reading, chosen: list[str]) -> None:
+        restart = dict.fromkeys(chosen, WorkerOrders(restart=True))
+        if chosen and await self._registry.steer(reading.seen, restart) is not None:  # else the next reading decides
+            for worker_id in chosen:
+                log.info("%s: drains, and starts again", worker_id)
+
+    async def end(self, rollout: Rollout) -> bool:
+        """All members are as they were to be. Raises RedisAway."""
+        ended = Phase.DONE if rollout.phase is Phase.FORWARD else Phase.UNDONE
+        return await self._registry.configuration.change_rollout(rollout, rollout.to(ended))
+
+    async def give_up(self, rollout: Rollout, why: str) -> None:
+        """Raises RedisAway."""
+        if await self._registry.configuration.change_rollout(rollout, rollout.given_up(why)):
+            if rollout.restart:
+                log.info("no more restarts: %s", why)  # the command that ordered them says it
+            else:
+                log.error("going back to generation %d: %s", rollout.old.generation, why)
 
 
 class RolloutRunner:
@@ -53,11 +118,7 @@ class RolloutRunner:
         self._preparing: asyncio.Task[Setup] | None = None
         self._prepared_for = -1  # generation
         self._known: Rollout | None = None
-        self._by_hand = MissingByHand()
-        self._picture: object = None  # of the fleet, as it was when it last changed
-        self._changed_at = 0.0  # monotonic
-        # A worker drains and its successor loads within this time, or is ended by who runs it.
-        self._patience_s = config.workers.drain_timeout_s + config.workers.start_timeout_s
+        self._replacer = Replacer(registry, config.workers.drain_timeout_s + config.workers.start_timeout_s)
         self.version = Version(workers.setup.generation, shared(config))  # what starts now
 
     async def begin(self, alone: bool) -> None:
@@ -67,14 +128,13 @@ class RolloutRunner:
         if rollout is None:
             return
         if rollout.under_way:
-            generation = rollout.new.generation
-            log.warning(
-                "going on with the rollout to generation %d; `orchestrator rollout --abort` goes back", generation
-            )
+            log.warning("going on with the %s; `orchestrator rollout --abort` goes back", rollout.name)
         elif alone:
             await self._registry.configuration.forget_rollout()
             return
-        else:
+        if not rollout.settled.config:
+            return  # what was restarted runs what its own file says
+        if not rollout.under_way:
             log.warning("the fleet runs what was rolled out last, not this file's configuration")
         self.version = rollout.settled
         self._workers.setup = self._frontends.setup = await self._set_up(self.version)
@@ -92,53 +152,20 @@ class RolloutRunner:
             await self._switch(rollout)
             return
         if not rollout.under_way:
-            self._by_hand = MissingByHand()
+            self._replacer.forget()
             self._frontends.setup = self._workers.setup
             return
-        if rollout.phase is Phase.FORWARD and (failed := self._failed(target.generation)) is not None:
+        if rollout.phase is Phase.FORWARD and (failed := self._failed(rollout)) is not None:
             assert failed.last_exit is not None
-            await self._roll_back(rollout, f"{failed.name} cannot start: it {describe(failed.last_exit)}")
+            await self._replacer.give_up(rollout, f"{failed.name} cannot start: it {describe(failed.last_exit)}")
             return
-        loading = self._loading(snapshot)
-        if not replaced(snapshot.units, loading, target.generation):
-            if leads:
-                await self._replace(snapshot, rollout, loading)
+        if not await self._replacer.follow(snapshot, rollout, self._loading(snapshot), snapshot.read_at, leads):
             return
         self._frontends.setup = self._workers.setup
         ours = (frontend for frontend in snapshot.frontends.values() if not frontend.by_hand)
         all_new = all(frontend.generation == target.generation for frontend in ours)
-        if leads and all_new and self._frontends.renewed:
-            ended = Phase.DONE if rollout.phase is Phase.FORWARD else Phase.UNDONE
-            if await self._registry.configuration.change_rollout(rollout, rollout.to(ended)):
-                log.info("all run generation %d", target.generation)
-
-    async def _replace(self, snapshot: Snapshot, rollout: Rollout, loading: int) -> None:
-        """Restart as many workers as may be; turn back if nothing has changed for longer than any step takes. Raises
-        RedisAway."""
-        generation, launchers = rollout.target.generation, of_launchers(snapshot.launchers)
-        behind = sorted(name for name, launcher in launchers.items() if launcher.generation != generation)
-        states = {name: (info.process, info.state) for name, info in snapshot.units.items()}
-        picture = (generation, rollout.phase, states, behind, snapshot.launchers.keys())
-        if picture != self._picture:
-            self._picture, self._changed_at = picture, snapshot.read_at
-        if snapshot.read_at - self._changed_at > self._patience_s:
-            if rollout.phase is Phase.FORWARD:
-                why = f"launcher {behind[0]} is not prepared" if behind else "a worker told to restart is not back"
-                await self._roll_back(rollout, f"nothing has changed for {self._patience_s:g} s: {why}")
-                return
-            self._by_hand = MissingByHand()  # no worker is waited for any more
-        elif behind:
-            return  # what it starts again would have the old configuration
-        managed = {name for launcher in launchers.values() for name in launcher.workers}
-        drained = [name for name, orders in snapshot.orders.items() if orders.drain]
-        by_hand = snapshot.units.keys() - managed
-        away = loading + self._by_hand.missing(by_hand, drained, loading_by_hand(snapshot.launchers))
-        most = rollout.max_unavailable
-        chosen = to_replace(snapshot.units, snapshot.orders.keys(), away, generation, most)
-        restart = dict.fromkeys(chosen, WorkerOrders(restart=True))
-        if chosen and await self._registry.steer(snapshot.seen, restart) is not None:
-            for worker_id in chosen:
-                log.info("%s: drains, and starts again with generation %d", worker_id, generation)
+        if leads and all_new and self._frontends.renewed and await self._replacer.end(rollout):
+            log.info("all run generation %d", target.generation)
 
     async def _switch(self, rollout: Rollout) -> None:
         """Let what starts from now on be of the target generation. Raises RedisAway."""
@@ -155,7 +182,7 @@ class RolloutRunner:
             setup = self._preparing.result()
         except ConfigError as error:
             if rollout.phase is Phase.FORWARD:
-                await self._roll_back(rollout, str(error))
+                await self._replacer.give_up(rollout, str(error))
             return
         finally:
             self._preparing = None
@@ -168,15 +195,13 @@ class RolloutRunner:
     async def _set_up(self, version: Version) -> Setup:
         return await self._prepare(merged(self._config, version.config), version.generation)
 
-    async def _roll_back(self, rollout: Rollout, why: str) -> None:
-        if await self._registry.configuration.change_rollout(rollout, rollout.to(Phase.BACK, why)):
-            log.error("going back to generation %d: %s", rollout.old.generation, why)
-
-    def _failed(self, generation: int) -> Supervised | None:
-        ours: Iterable[Supervised] = (
-            slot.process for slot in self._workers.slots.values() if slot.generation == generation
-        )
-        ours = [*ours, *self._frontends.of_generation(generation)]
+    def _failed(self, rollout: Rollout) -> Supervised | None:
+        generation, slots = rollout.target.generation, self._workers.slots
+        ours = [slot.process for slot in slots.values() if slot.generation == generation]
+        if rollout.restart:
+            ours = [process for process in ours if process.name in rollout.restart]
+        else:
+            ours += self._frontends.of_generation(generation)
         return next((process for process in ours if cannot_start(process)), None)
 
     def _loading(self, snapshot: Snapshot) -> int:

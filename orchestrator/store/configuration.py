@@ -1,4 +1,4 @@
-"""The fleet's configuration in Redis, and its change from one generation to the next: a rollout.
+"""The fleet's configuration in Redis, and how members come to run it: a rollout to the next generation, or a restart.
 
 Workers and launchers of every host read it, so it has neither the URL of Redis nor the frontends' section. Not
 responsible for carrying a rollout out (`launch/rollout.py`).
@@ -13,6 +13,7 @@ import msgspec
 
 from orchestrator.store.client import Redis
 from orchestrator.store.keys import KEPT_S, REGISTRY, Keys
+from orchestrator.types import WorkerInfo
 
 
 class Phase(str, enum.Enum):
@@ -36,18 +37,24 @@ class RolloutStatus(msgspec.Struct, frozen=True):
     old: int  # generation
     new: int
     why: str
+    restart: list[str] = []  # units; where there are any it is a restart
     # URLs of frontends that no launcher runs, and that kept another configuration than the rollout ended with.
     to_restart: list[str] = []
 
 
 class Rollout(msgspec.Struct, frozen=True):
-    """The last rollout that was ordered. In every phase, `target` is the version that all members should run."""
+    """The last rollout that was ordered. In every phase, `target` is the version that all members should run.
+
+    A restart is a rollout to the version that they run: `restart` has the units to replace, and the process that each
+    had when it was ordered. Its version has no configuration where each member runs that of its own file.
+    """
 
     old: Version
     new: Version
     max_unavailable: int = 1
     phase: Phase = Phase.FORWARD
     why: str = ""  # it rolls back, or has rolled back
+    restart: dict[str, str] = {}
 
     @property
     def target(self) -> Version:
@@ -62,8 +69,22 @@ class Rollout(msgspec.Struct, frozen=True):
         """The version that a new process starts with: the old one, until the rollout has ended."""
         return self.old if self.under_way else self.target
 
+    @property
+    def name(self) -> str:
+        return "restart" if self.restart else f"rollout to generation {self.new.generation}"
+
+    def replaces(self, unit: WorkerInfo) -> bool:
+        """Whether this unit is still to be replaced."""
+        if self.restart:
+            return self.restart.get(unit.id) == unit.process
+        return unit.generation != self.target.generation
+
     def to(self, phase: Phase, why: str = "") -> Rollout:
         return msgspec.structs.replace(self, phase=phase, why=why or self.why)
+
+    def given_up(self, why: str) -> Rollout:
+        """A restart has nothing to go back to."""
+        return self.to(Phase.UNDONE if self.restart else Phase.BACK, why)
 
 
 _rollout: msgspec.json.Decoder[Rollout] = msgspec.json.Decoder(Rollout)

@@ -133,7 +133,7 @@ def rollout_status(rollout: Rollout, frontends: Mapping[str, Frontend]) -> Rollo
     phase, old, new = rollout.phase, rollout.old.generation, rollout.new.generation
     by_hand = [frontend for frontend in frontends.values() if frontend.by_hand and frontend.url]
     behind = [f.url for f in by_hand if not rollout.under_way and f.generation != rollout.target.generation]
-    return RolloutStatus(phase, old, new, rollout.why, sorted(behind))
+    return RolloutStatus(phase, old, new, rollout.why, sorted(rollout.restart), sorted(behind))
 
 
 def is_last_decode(worker_id: str, workers: Sequence[PlannedWorker]) -> bool:

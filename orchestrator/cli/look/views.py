@@ -57,7 +57,7 @@ def fleet_view(seen: dict[str, Any]) -> RenderableType:
     if desired:
         lines.append(Text(f"desired: {desired['prefill']} prefill, {desired['decode']} decode, {set_by(desired)}"))
     if rollout := seen.get("rollout"):
-        if rollout["phase"] != "done":
+        if rollout["phase"] != "done" and not (rollout["restart"] and rollout["phase"] == "undone"):
             lines.append(Text(_rollout_line(rollout, seen["workers"]), style="yellow"))
         lines += [Text(restart_line(url), style="yellow") for url in rollout["to_restart"]]
     return Group(*lines)
@@ -65,6 +65,8 @@ def fleet_view(seen: dict[str, Any]) -> RenderableType:
 
 def _rollout_line(rollout: dict[str, Any], workers: list[dict[str, Any]]) -> str:
     # Phases by their text: `store.configuration`, which names them, would load redis, which makes the command slower.
+    if rollout["restart"]:
+        return f"restart {rollout['phase']}: of {', '.join(rollout['restart'])}"
     forward = rollout["phase"] == "forward"
     begun, target = (rollout["old"], rollout["new"]) if forward else (rollout["new"], rollout["old"])
     there = sum(worker["generation"] == target for worker in workers)

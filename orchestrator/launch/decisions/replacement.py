@@ -1,4 +1,4 @@
-"""Which workers are replaced next, when all are to be of another generation. No clock, no I/O."""
+"""Which workers are replaced next by a rollout or a restart. No clock, no I/O."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ class MissingByHand:
 
 
 def to_replace(
-    workers: Mapping[str, WorkerInfo], busy: Collection[str], loading: int, target: int, max_unavailable: int
+    workers: Mapping[str, WorkerInfo], old: Collection[str], busy: Collection[str], loading: int, max_unavailable: int
 ) -> list[str]:
-    """Ids of workers to restart now, so that no more than `max_unavailable` of all do not serve, and one does, unless
-    there is one only.
+    """Which of the `old` workers to restart now, so that no more than `max_unavailable` of all do not serve, and one
+    does, unless there is one only.
 
     `busy` have orders to carry out, `loading` are not registered yet, or missing. The role goes first of which the
     smaller share is replaced, and decode where both are equal: KV passes within a generation, and a new decode worker
@@ -38,21 +38,16 @@ def to_replace(
     serving = {name: info for name, info in workers.items() if info.state is WorkerState.READY and name not in busy}
     room = max_unavailable - loading - (len(workers) - len(serving))
     room = min(room, len(serving) - min(1, len(workers) + loading - 1))
-    old = {role: sorted(_of(serving, role, target, old=True)) for role in Role}
-    new = {role: len(_of(workers, role, target, old=False)) for role in Role}
+    left = {role: sorted(name for name in _of(serving, role) if name in old) for role in Role}
+    new = {role: sum(name not in old for name in _of(workers, role)) for role in Role}
     chosen: list[str] = []
-    while len(chosen) < room and any(old.values()):
-        shares = {role: new[role] / (new[role] + len(old[role])) for role in Role if old[role]}
+    while len(chosen) < room and any(left.values()):
+        shares = {role: new[role] / (new[role] + len(left[role])) for role in Role if left[role]}
         role = min(shares, key=lambda r: (shares[r], r is Role.PREFILL))
-        chosen.append(old[role].pop(0))
+        chosen.append(left[role].pop(0))
         new[role] += 1
     return chosen
 
 
-def replaced(workers: Mapping[str, WorkerInfo], loading: int, target: int) -> bool:
-    """Whether all are of the target generation and serve, or are about to take another role."""
-    return bool(workers) and not loading and all(info.generation == target for info in workers.values())
-
-
-def _of(workers: Mapping[str, WorkerInfo], role: Role, target: int, old: bool) -> list[str]:
-    return [name for name, info in workers.items() if info.role is role and (info.generation != target) is old]
+def _of(workers: Mapping[str, WorkerInfo], role: Role) -> list[str]:
+    return [name for name, info in workers.items() if info.role is role]

@@ -6,29 +6,27 @@ import asyncio
 import json
 from collections.abc import AsyncIterator
 from pathlib import Path
-from unittest.mock import Mock, call
+from unittest.mock import Mock
 
 import msgspec
 import pytest
 from support_redis import Server, fresh_namespace, running_server, worker
 from support_steering import claim_ids, order_drain
-from support_wait import DEADLINE_S, until
+from support_wait import until
 from typer.testing import CliRunner
 
-from orchestrator.cli import handle, rolling
+from orchestrator.cli import handle as handle_module
 from orchestrator.cli.handle import FleetHandle, OpenFleet, open_fleet, retry_while_away
 from orchestrator.cli.join import Token
 from orchestrator.cli.main import app
-from orchestrator.cli.rolling import Step, restart
-from orchestrator.cli.rollout import Event, _follow
-from orchestrator.config.settings import WorkersConfig
+from orchestrator.cli.rolling import Event, follow, restart
+from orchestrator.config.settings import Refused, WorkersConfig
 from orchestrator.store.client import RedisAway
 from orchestrator.store.configuration import Phase, Rollout, Version
-from orchestrator.store.fields import Launcher
 from orchestrator.types import Role, WorkerState
 
 pytestmark = pytest.mark.slow  # a server of its own
-QUICK = WorkersConfig(heartbeat_s=0, drain_timeout_s=30, start_timeout_s=30)
+QUICK = WorkersConfig(drain_timeout_s=30, start_timeout_s=30)
 
 
 @pytest.fixture
@@ -53,7 +51,7 @@ async def test_rollout_follows_through_redis_outage(server: Server, fleet: OpenF
     configuration, show = fleet.registry.configuration, Mock()
     assert await configuration.change_rollout(None, begun)
     assert await claim_ids(fleet.registry, "launcher", Role.DECODE, ttl_s=600)
-    following = asyncio.create_task(_follow(fleet, 1, show))
+    following = asyncio.create_task(follow(fleet, begun, show))
     await asyncio.sleep(0.1)
     server.stop()
     await asyncio.sleep(1)
@@ -64,94 +62,142 @@ async def test_rollout_follows_through_redis_outage(server: Server, fleet: OpenF
     assert show.mock_calls[-1].args == (Event("done", generation=1),)
 
 
+# ---- a restart of workers that no launcher runs: the command itself orders it ------------------------------------
+
+
+class ByHand:
+    """Workers under a service manager, and `restart`, which does not wait for heartbeats before it begins."""
+
+    def __init__(self, fleet: OpenFleet, *names: str, heartbeat_s: float = 0.0) -> None:
+        self.fleet, self.registry = msgspec.structs.replace(fleet, heartbeat_s=heartbeat_s), fleet.registry
+        self.infos = {n: msgspec.structs.replace(worker(n), state=WorkerState.READY, process="1") for n in names}
+        self.shown: list[Event] = []
+
+    async def join(self, *names: str, process: str = "1") -> None:
+        for name in names:
+            info = msgspec.structs.replace(self.infos[name], process=process)
+            await retry_while_away(lambda info=info: self.registry.join(info, 600))  # type: ignore[misc]
+
+    def restart(self, max_unavailable: int = 1, role: Role | None = None, force: bool = False) -> asyncio.Task[None]:
+        return asyncio.create_task(restart(self.fleet, QUICK, role, max_unavailable, force, self.shown.append))
+
+    async def told(self, name: str) -> None:
+        await until(lambda: Event("draining", name) in self.shown)
+
+    async def all_restart(self, *names: str) -> None:
+        for name in names:
+            await self.told(name)
+            await self.join(name, process="2")
+
+
 async def test_restart_continues_after_redis_outage(server: Server, fleet: OpenFleet) -> None:
-    """It orders each worker itself: one that gave up would leave half of them as they were."""
-    registry = fleet.registry
-    infos = [msgspec.structs.replace(worker(name), state=WorkerState.READY, process="1") for name in ("a", "b")]
-    for info in infos:
-        await registry.join(info, 600)
-    restarting = asyncio.create_task(restart(fleet, QUICK, None, 1, False, Mock()))
-    await asyncio.sleep(0.1)
+    """One that gave up would leave half of them as they were."""
+    workers = ByHand(fleet, "a", "b")
+    await workers.join("a", "b")
+    restarting = workers.restart()
+    await workers.told("a")
     server.stop()
     await asyncio.sleep(1)
     assert not restarting.done()
     server.start()
-    for info in infos:  # each comes back as another process, as a launcher has it
-        await retry_while_away(lambda info=info: registry.join(msgspec.structs.replace(info, process="2"), 600))  # type: ignore[misc]
-    assert await restarting == 2
+    await workers.join("b")
+    await workers.join("a", process="2")
+    await workers.all_restart("b")
+    await restarting
+    assert workers.shown[-1] == Event("done", workers=2)
 
 
 async def test_restart_waits_for_workers_that_a_redis_without_its_data_has_not_heard_of(fleet: OpenFleet) -> None:
-    registry, show = fleet.registry, Mock()
-    infos = [msgspec.structs.replace(worker(name), state=WorkerState.READY, process="1") for name in ("a", "b")]
-    await registry.join(infos[0], 600)
-    settings = msgspec.structs.replace(QUICK, heartbeat_s=1.5)
-    restarting = asyncio.create_task(restart(fleet, settings, None, 1, False, show))
+    workers = ByHand(fleet, "a", "b", heartbeat_s=1.5)
+    await workers.join("a")
+    restarting = workers.restart()
     await asyncio.sleep(0.3)
-    await registry.join(infos[1], 600)  # its first heartbeat since
-    for info in infos:
-        async with asyncio.timeout(DEADLINE_S):
-            while call(Step("draining", info.id)) not in show.mock_calls:
-                await asyncio.sleep(0.01)
-        await registry.join(msgspec.structs.replace(info, process="2"), 600)
-    assert await restarting == 2
+    await workers.join("b")  # its first heartbeat since
+    await workers.all_restart("a", "b")
+    await restarting
+    assert workers.shown[-1] == Event("done", workers=2)
 
 
-async def test_restart_does_not_wait_for_workers_that_leave_for_good(fleet: OpenFleet, monkeypatch) -> None:
-    """The fleet is scaled meanwhile: launchers drain what they run, and `scale` what was started by hand."""
-    monkeypatch.setattr(rolling, "_LOOKS", 3)
-    registry, launcher, show = fleet.registry, "host/1/1", Mock()
-    infos = [msgspec.structs.replace(worker(n), state=WorkerState.READY, process="1") for n in ("a", "b", "c", "hand")]
-    for info in infos:
-        await registry.join(info, 600)
-    await registry.refresh_launcher(launcher, Launcher(dict.fromkeys("abc", Role.PREFILL)), 600)
-    restarting = asyncio.create_task(restart(fleet, QUICK, None, 1, False, show))
-    async with asyncio.timeout(DEADLINE_S):
-        while show.mock_calls != [call(Step("draining", "a"))]:
-            await asyncio.sleep(0.01)
-        await registry.leave("a")  # to come back
-        await asyncio.sleep(2.0)
-        assert len(show.mock_calls) == 1
-        await order_drain(registry, "hand")
-        await asyncio.sleep(0.5)
-        await registry.leave("hand")
-        await registry.leave("c")
-        await registry.refresh_launcher(launcher, Launcher(dict.fromkeys("ab", Role.PREFILL)), 600)
-        for info in infos[:2]:
-            await registry.join(msgspec.structs.replace(info, process="2"), 600)
-        assert await restarting == 2
-    assert call(Step("left", "hand")) in show.mock_calls and call(Step("left", "c")) in show.mock_calls
+async def test_restart_does_not_wait_for_workers_that_leave_for_good(fleet: OpenFleet) -> None:
+    workers = ByHand(fleet, "a", "b", "c")
+    await workers.join("a", "b", "c")
+    restarting = workers.restart()
+    await workers.told("a")
+    await workers.registry.leave("a")  # to come back
+    await order_drain(workers.registry, "c")
+    await asyncio.sleep(0.5)  # in which the next one would be told
+    assert workers.shown == [Event("draining", "a")]
+    await workers.registry.leave("c")
+    await workers.join("a", process="2")
+    await workers.all_restart("b")
+    await restarting
+    assert workers.shown[-2:] == [Event("left", "c"), Event("done", workers=2)]
 
 
 async def test_max_unavailable_above_fleet_size_keeps_one_serving(fleet: OpenFleet) -> None:
-    registry = fleet.registry
-    infos = [msgspec.structs.replace(worker(name), state=WorkerState.READY, process="1") for name in ("a", "b")]
-    for info in infos:
-        await registry.join(info, 600)
-    say = Mock()
-    restarting = asyncio.create_task(restart(fleet, QUICK, None, 9, False, say))
-    await until(lambda: say.mock_calls)
+    workers = ByHand(fleet, "a", "b")
+    await workers.join("a", "b")
+    restarting = workers.restart(max_unavailable=9)
+    await workers.told("a")
     await asyncio.sleep(0.5)  # in which it would drain the other
-    assert [call.args for call in say.mock_calls] == [(Step("draining", "a"),)]
-    for info in infos:
-        await registry.join(msgspec.structs.replace(info, process="2"), 600)
-        await asyncio.sleep(0.5)
-    assert await restarting == 2
+    assert workers.shown == [Event("draining", "a")]
+    await workers.all_restart("a", "b")
+    await restarting
 
 
-async def test_restart_prints_steps_as_json(server: Server, fleet: OpenFleet, namespace: str) -> None:
-    registry, options = fleet.registry, ["--redis", server.url, "--namespace", namespace]
-    info = msgspec.structs.replace(worker("a"), state=WorkerState.READY, process="1")
-    await registry.join(info, 600)
-    running = asyncio.create_task(
-        asyncio.to_thread(CliRunner().invoke, app, ["restart", "--json", "--force", *options])
-    )
-    async with asyncio.timeout(60):
-        while "a" not in (await registry.workers_and_orders())[1]:
-            await asyncio.sleep(0.02)
-        await registry.join(msgspec.structs.replace(info, process="2"), 600)
-        done = await running
-    assert [json.loads(line) for line in done.stdout.splitlines()] == [
+async def test_restart_of_one_role_leaves_the_others(fleet: OpenFleet) -> None:
+    workers = ByHand(fleet, "a", "b")
+    workers.infos["b"] = msgspec.structs.replace(workers.infos["b"], role=workers.infos["a"].role.other)
+    await workers.join("a", "b")
+    restarting = workers.restart(role=workers.infos["b"].role)
+    await workers.all_restart("b")
+    await restarting
+    assert [event.id for event in workers.shown] == ["b", "b", ""]
+
+
+async def test_interrupted_restart_tells_no_more_workers_and_the_next_one_begins_anew(fleet: OpenFleet) -> None:
+    workers = ByHand(fleet, "a", "b")
+    await workers.join("a", "b")
+    restarting = workers.restart()
+    await workers.told("a")
+    restarting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await restarting
+    rollout = await workers.registry.configuration.rollout()
+    assert rollout is not None and (rollout.phase, rollout.why) == (Phase.UNDONE, "interrupted")
+    await workers.join("a", process="2")
+    assert "b" not in (await workers.registry.read()).orders
+    workers.shown.clear()
+    again = workers.restart()
+    await workers.told("a")
+    await workers.join("a", process="3")
+    await workers.all_restart("b")
+    await again
+
+
+async def test_restart_that_nobody_carries_out_is_given_up_with_the_reason(fleet: OpenFleet) -> None:
+    workers = ByHand(fleet, "a", "b")
+    await workers.join("a", "b")
+    quick = msgspec.structs.replace(QUICK, drain_timeout_s=0.5, start_timeout_s=0.5)
+    with pytest.raises(Refused, match="nothing has changed for 1 s: a worker told to restart is not back"):
+        await restart(workers.fleet, quick, None, 1, False, workers.shown.append)
+
+
+async def test_restart_prints_steps_as_json(fleet: OpenFleet, capsys: pytest.CaptureFixture[str]) -> None:
+    workers = ByHand(fleet, "a")
+    await workers.join("a")
+    restarting = asyncio.create_task(restart(workers.fleet, QUICK, None, 1, True, handle_module.print_json))
+    printed = ""
+
+    def drains() -> bool:
+        nonlocal printed
+        printed += capsys.readouterr().out
+        return "draining" in printed
+
+    await until(drains)
+    await workers.join("a", process="2")
+    await restarting
+    assert [json.loads(line) for line in (printed + capsys.readouterr().out).splitlines()] == [
         {"event": "draining", "id": "a"},
         {"event": "restarted", "id": "a"},
         {"event": "done", "workers": 1},
@@ -167,7 +213,7 @@ def test_join_prints_token_as_json(server: Server) -> None:
 async def test_long_redis_outage_ends_command(
     server: Server, fleet: OpenFleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(handle, "_REDIS_PATIENCE_S", 0.0)
+    monkeypatch.setattr(handle_module, "_REDIS_PATIENCE_S", 0.0)
     server.stop()
     with pytest.raises(RedisAway):
         await retry_while_away(fleet.registry.workers)

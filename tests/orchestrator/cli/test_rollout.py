@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from orchestrator.cli.rollout import Event, _steps, changed, changes
+from orchestrator.cli.rolling import Event, _steps
+from orchestrator.cli.rollout import changed, changes
 from orchestrator.config.settings import ConfigError, Refused, parse_config
 from orchestrator.config.shared import merged, shared
 from orchestrator.launch.commands import resolve

@@ -20,8 +20,8 @@ from orchestrator.cli.doctor.command import _Shown
 from orchestrator.cli.look import status as status_module
 from orchestrator.cli.look.logs import _print_event
 from orchestrator.cli.look.views import fleet_view
-from orchestrator.cli.rollout import Event as Step
-from orchestrator.cli.rollout import _print
+from orchestrator.cli.rolling import Event as Step
+from orchestrator.cli.rolling import show_event
 from orchestrator.cli.steer import log_level, queue, queue_show
 from orchestrator.config.settings import Refused
 from orchestrator.launch.console import Console
@@ -61,7 +61,7 @@ def test_the_doctor_shows_addresses_in_brackets(capsys: pytest.CaptureFixture[st
 def test_last_output_of_engine_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
     why = "it ended with exit code 1 (ValueError: no room in [/dev/shm] for [a])"
     _print_event(Event("1-0", 0.0, "lost", {"id": "w", "why": why}))
-    _print(Step("going_back", generation=1, why=why))
+    show_event(Step("going_back", generation=1, why=why))
     assert capsys.readouterr().out.count(why) == 2
 
 

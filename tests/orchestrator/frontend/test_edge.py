@@ -194,7 +194,8 @@ async def test_the_fleet_page_has_the_promised_fields(client, fleet):
     page = (await client.get("/fleet")).json()
     assert page["model"] == "demo" and page["queue"] == {"requests": 3, "tokens": 4000, "claimed": 1}
     assert page["desired"] == {"prefill": 1, "decode": 2, "set_by": "ratio", "set_at": 5.0, "why": ""}
-    assert page["rollout"] == {"phase": "back", "old": 0, "new": 1, "why": "it cannot start", "to_restart": []}
+    rolled = {"phase": "back", "old": 0, "new": 1, "why": "it cannot start", "restart": [], "to_restart": []}
+    assert page["rollout"] == rolled
     assert page["workers"] == [
         {
             "id": "d0", "role": "decode", "state": "ready", "engine": "sim", "host": "h", "pid": 42,

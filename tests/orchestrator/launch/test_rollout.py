@@ -18,6 +18,7 @@ from orchestrator.launch.host.redis_server import EmbeddedRedis
 from orchestrator.launch.machines import Setup
 from orchestrator.launch.registry_watch import Snapshot
 from orchestrator.launch.rollout import RolloutRunner
+from orchestrator.launch.supervise import Exit
 from orchestrator.store.client import connect
 from orchestrator.store.configuration import Phase, Rollout, Version
 from orchestrator.store.fields import Launcher
@@ -133,7 +134,10 @@ async def test_unrestarted_worker_stops_further_replacements(leader: Leader):
     assert await leader.sees({}) == {"decode-1"}
     await leader.registry.leave("decode-1")
     await leader.sees({})
-    assert (await phase(leader))[0] is Phase.DONE, "all that are there are new"
+    assert (await phase(leader))[0] is Phase.FORWARD, "all that are there are new, but one is to come back"
+    await leader.registry.join(renewed(first, "decode-1-again"), 60)
+    await leader.sees({})
+    assert (await phase(leader))[0] is Phase.DONE
 
 
 async def test_unrestarted_worker_rolls_back(leader: Leader):
@@ -149,3 +153,63 @@ async def test_unrestarted_worker_rolls_back(leader: Leader):
         await leader.sees({})
     await leader.sees({})
     assert (await phase(leader))[0] is Phase.UNDONE
+
+
+# ---- a restart: a rollout to what runs ---------------------------------------------------------------------------
+
+
+@pytest.fixture
+async def restarted(leader: Leader) -> Leader:
+    """Both workers are this launcher's, nothing was rolled out, and a restart of them is ordered."""
+    configuration, units = leader.registry.configuration, await leader.registry.workers()
+    await configuration.forget_rollout()
+    leader.workers.setup = msgspec.structs.replace(leader.workers.setup, generation=0)
+    as_started = Version(0, {})
+    ordered = Rollout(as_started, as_started, restart={name: info.process for name, info in units.items()})
+    assert await configuration.change_rollout(None, ordered)
+    return leader
+
+
+def held(*names: str) -> dict[str, Launcher]:
+    return {"b": Launcher(dict.fromkeys(names, Role.DECODE))}
+
+
+async def test_restart_takes_one_after_the_other_and_no_new_configuration(restarted: Leader):
+    infos = await restarted.registry.workers()
+    for name in ("decode-0", "decode-1"):
+        assert await restarted.sees(held(*infos)) == {name}
+        await restarted.registry.leave(name)
+        assert await restarted.sees(held(*infos)) == set()
+        await restarted.registry.join(msgspec.structs.replace(infos[name], process="its successor"), 60)
+    assert await restarted.sees(held(*infos)) == set()
+    assert (await phase(restarted))[0] is Phase.DONE and restarted.workers.setup.generation == 0
+    await restarted.rolling.begin(alone=False)
+    assert restarted.rolling.version.config, "its own file counts: nothing was rolled out"
+
+
+async def test_restart_ends_when_its_last_worker_is_drained_for_good(restarted: Leader):
+    infos = await restarted.registry.workers()
+    assert await restarted.sees(held(*infos)) == {"decode-0"}
+    await restarted.registry.leave("decode-1")
+    await restarted.registry.join(msgspec.structs.replace(infos["decode-0"], process="its successor"), 60)
+    await restarted.sees(held(*infos))
+    assert (await phase(restarted))[0] is Phase.FORWARD, "its launcher may start it again"
+    await restarted.sees(held("decode-0"))
+    assert (await phase(restarted))[0] is Phase.DONE
+
+
+async def test_restart_is_given_up_when_a_restarted_worker_cannot_start(restarted: Leader):
+    def process(name: str) -> Any:
+        end = Exit(1, "no such library", was_ready=False)
+        return SimpleNamespace(
+            generation=0, process=SimpleNamespace(name=name, last_exit=end, crashes=3, stage="ended")
+        )
+
+    infos = await restarted.registry.workers()
+    restarted.workers.slots["decode-9"] = process("decode-9")
+    await restarted.sees(held(*infos))
+    assert (await phase(restarted))[0] is Phase.FORWARD, "it failed before, and is none of those that are restarted"
+    restarted.workers.slots["decode-0"] = process("decode-0")
+    await restarted.sees(held(*infos))
+    given_up, why = await phase(restarted)
+    assert given_up is Phase.UNDONE and "decode-0 cannot start: it ended with exit code 1" in why

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import msgspec
 from support_redis import worker
 
-from orchestrator.launch.decisions.replacement import MissingByHand, replaced, to_replace
+from orchestrator.launch.decisions.replacement import MissingByHand, to_replace
 from orchestrator.types import Role, WorkerInfo, WorkerState
 
 
@@ -15,14 +17,19 @@ def fleet(prefill: int, decode: int) -> dict[str, WorkerInfo]:
     return {info.id: info for info in infos}
 
 
+def choose(workers: dict[str, WorkerInfo], busy: Collection[str], loading: int, max_unavailable: int) -> list[str]:
+    old = [name for name, info in workers.items() if info.generation == 0]
+    return to_replace(workers, old, busy, loading, max_unavailable)
+
+
 def renew(workers: dict[str, WorkerInfo], worker_id: str) -> None:
     workers[worker_id] = msgspec.structs.replace(workers[worker_id], generation=1)
 
 
 def test_roles_are_replaced_at_the_same_pace_and_decode_first():
     workers, order = fleet(2, 4), []
-    while not replaced(workers, 0, 1):
-        [chosen] = to_replace(workers, (), 0, 1, max_unavailable=1)
+    while any(info.generation == 0 for info in workers.values()):
+        [chosen] = choose(workers, (), 0, max_unavailable=1)
         order.append(chosen)
         renew(workers, chosen)
     assert order == ["decode-0", "prefill-0", "decode-1", "decode-2", "prefill-1", "decode-3"]
@@ -30,27 +37,26 @@ def test_roles_are_replaced_at_the_same_pace_and_decode_first():
 
 def test_missing_workers_count_as_unavailable():
     workers = fleet(2, 2)
-    assert len(to_replace(workers, (), 0, 1, max_unavailable=2)) == 2
-    assert to_replace(workers, {"decode-1"}, 0, 1, max_unavailable=1) == [], "it has orders"
-    assert to_replace(workers, (), 1, 1, max_unavailable=1) == [], "one loads"
+    assert len(choose(workers, (), 0, max_unavailable=2)) == 2
+    assert choose(workers, {"decode-1"}, 0, max_unavailable=1) == [], "it has orders"
+    assert choose(workers, (), 1, max_unavailable=1) == [], "one loads"
     workers["prefill-0"] = msgspec.structs.replace(workers["prefill-0"], state=WorkerState.DRAINING)
-    assert to_replace(workers, (), 0, 1, max_unavailable=1) == []
-    assert to_replace(workers, (), 0, 1, max_unavailable=2) == ["decode-0"]
+    assert choose(workers, (), 0, max_unavailable=1) == []
+    assert choose(workers, (), 0, max_unavailable=2) == ["decode-0"]
 
 
 def test_max_unavailable_above_fleet_size_keeps_one_serving():
-    assert sorted(to_replace(fleet(1, 2), (), 0, 1, max_unavailable=9)) == ["decode-0", "prefill-0"]
-    assert to_replace(fleet(0, 2), {"decode-0"}, 0, 1, max_unavailable=9) == []
-    assert to_replace(fleet(0, 1), (), 1, 1, max_unavailable=9) == [], "another one loads"
-    assert to_replace(fleet(0, 1), (), 0, 1, max_unavailable=9) == ["decode-0"], "there is no other"
+    assert sorted(choose(fleet(1, 2), (), 0, max_unavailable=9)) == ["decode-0", "prefill-0"]
+    assert choose(fleet(0, 2), {"decode-0"}, 0, max_unavailable=9) == []
+    assert choose(fleet(0, 1), (), 1, max_unavailable=9) == [], "another one loads"
+    assert choose(fleet(0, 1), (), 0, max_unavailable=9) == ["decode-0"], "there is no other"
 
 
-def test_rollout_ends_when_all_workers_are_new():
-    workers = fleet(1, 1)
-    renew(workers, "decode-0")
-    assert not replaced(workers, 0, 1)
-    renew(workers, "prefill-0")
-    assert replaced(workers, 0, 1) and not replaced(workers, 1, 1) and not replaced({}, 0, 1)
+def test_only_the_old_ones_are_restarted():
+    """Of a restart of one role: the others count as serving."""
+    workers = fleet(2, 2)
+    assert to_replace(workers, ["decode-1", "decode-0"], (), 0, max_unavailable=9) == ["decode-0", "decode-1"]
+    assert to_replace(workers, [], (), 0, max_unavailable=9) == []
 
 
 def test_unrestarted_workers_count_as_missing():
