@@ -37,7 +37,7 @@ COMMANDS = {
     "scale": ("steer", "Set how many workers of each role there should be."),
     "role": ("steer", "Change a running worker's role in place; the desired ratio follows."),
     "drain": ("steer", "Let a worker finish its requests, then end it; the desired ratio follows."),
-    "restart": ("rolling", "Restart workers, a few at a time, each after it has drained: no request fails."),
+    "restart": ("rollout", "Restart workers, a few at a time, each after it has drained: no request fails."),
     "rollout": (
         "rollout",
         "Roll a new configuration out to all workers, then all frontends: no request fails.",

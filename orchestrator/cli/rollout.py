@@ -1,10 +1,14 @@
-"""`orchestrator rollout`: another configuration, worker by worker, while the fleet serves.
+"""`orchestrator rollout` and `restart`: another configuration, or the same one again, worker by worker while it serves.
 
-Checks what may change, writes the order into Redis, and shows how the launchers carry it out. They go on without us.
+Checks what may change, writes the order into Redis, and shows how the launchers carry it out. Where there is none, a
+restart is ordered by the command itself: a worker that is told to restart ends with exit code 75, and a service manager
+starts it again under the same id.
 """
 
 from __future__ import annotations
 
+import asyncio
+import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -14,6 +18,7 @@ import typer
 
 from orchestrator.cli.config import checked_models
 from orchestrator.cli.handle import (
+    OUT,
     FleetHandle,
     ForceOption,
     JsonOption,
@@ -26,22 +31,35 @@ from orchestrator.cli.handle import (
     find_fleet,
     print_json,
     refuse_only_worker,
+    retry_while_away,
 )
-from orchestrator.cli.rolling import Event, follow, show_event
-from orchestrator.config.engine_args import check_engine_args, engine_args
+from orchestrator.cli.look.views import restart_line
 from orchestrator.config.models import tree_of
-from orchestrator.config.settings import Config, Refused, overridden, parse_config, read_tree
-from orchestrator.config.shared import differing, shared
+from orchestrator.config.settings import Refused, WorkersConfig, overridden, read_tree
+from orchestrator.config.shared import changed, changes
 from orchestrator.types import Role, WorkerState
 
 if TYPE_CHECKING:
-    from orchestrator.store.configuration import Rollout, Version
+    from orchestrator.launch.rollout import Replacer
+    from orchestrator.store.configuration import Rollout
+    from orchestrator.store.fields import Frontend
+    from orchestrator.store.planned import Reading
 
+_LOOK_EVERY_S = 0.2
+_LOOKS = 25  # at a Redis that has lost what launchers tell it again within a second or two
 _WENT_BACK = 1  # the exit code when the fleet rolled back by itself
-# Whose values are the running fleet's: one host's, or what clients and processes that stay rely on.
-_KEPT = ("engine", "redis", "frontend", "launcher", "limits", "security", "workers.bind", "workers.advertise")
-_FOUND = (("frontend.port", 0), ("redis.url", "embedded"))  # these mean the values that the running fleet has found
 app = typer.Typer()
+
+
+class Event(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One step that was seen. `--json` prints each as a line."""
+
+    event: str  # ordered, draining, started, restarted, gone, left, going_back, done, undone, to_restart
+    id: str = ""
+    generation: int = 0
+    why: str = ""
+    changes: list[str] = []  # keys with the values before and after
+    workers: int = 0  # that were restarted
 
 
 @app.command("rollout")
@@ -93,7 +111,7 @@ async def _begin(
         raise Refused(f"a {last.name} is under way; wait for it, or use --abort")
     workers = (await fleet.registry.read()).units
     refuse_only_worker(sum(info.state is WorkerState.READY for info in workers.values()), force)
-    new = changed(running, handle.config, tree)
+    new = changed(running.config, handle.config, tree)
     generation = 1 + max(running.generation, last.new.generation if last is not None else 0)
     wanted = Rollout(running, Version(generation, new), max_unavailable)
     if not await configuration.change_rollout(last, wanted):
@@ -117,62 +135,157 @@ async def _abort(fleet: OpenFleet, show: Callable[[Event], None]) -> Rollout:
     return await follow(fleet, last, show)
 
 
-def changed(running: Version, config: Config | None, tree: dict[str, Any]) -> dict[str, Any]:
-    """The fleet's next configuration, as launchers take it. `config` is the one that it was started with, where that is
-    known; `tree` is the new file's. Raises ConfigError for what a running fleet cannot change."""
-    new = parse_config({**tree, "namespace": running.config["namespace"]})
-    check_engine_args(new)
-    if config is not None and config.launcher.kind == "ray" and config.frontend.port == 0:
-        raise Refused("frontend.port: 0 on Ray, so new frontends would listen elsewhere; start the fleet with a port")
-    started = msgspec.to_builtins(config) if config is not None else running.config
-    for key, value in _leaves(tree):
-        if key.startswith(_KEPT) and (key, value) not in _FOUND:
-            is_now = _at(started, key)
-            if is_now is not _UNKNOWN and is_now != _at(msgspec.to_builtins(new), key):
-                raise Refused(f"{key}: a rollout cannot change it ({is_now!r} now); leave it, or start a second fleet")
-    name, name_now = new.served_model_name or new.model, running.config["served_model_name"]
-    if name != name_now:
-        raise Refused(f"served_model_name: clients know the model as {name_now!r}, not {name!r}; set it to that name")
-    _check_length(parse_config(dict(running.config)), new)
-    result = shared(new)
-    for role in Role:  # `scale` sets how many there are
-        result["workers"][role.value]["replicas"] = running.config["workers"][role.value]["replicas"]
-    return result | {"namespace": running.config["namespace"], "served_model_name": name_now}
+@app.command("restart")
+def restart_command(
+    only: Annotated[Role | None, typer.Option("--role", metavar="prefill|decode", help="Only these workers.")] = None,
+    max_unavailable: MaxUnavailableOption = 1,
+    namespace: NamespaceOption = None,
+    redis: RedisOption = None,
+    force: ForceOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Restart workers, a few at a time, each after it has drained: no request fails."""
+    handle = find_fleet(namespace, redis)
+    show = print_json if as_json else show_event
+    ask(handle, lambda fleet: restart(fleet, handle.workers, only, max_unavailable, force, show))
 
 
-def changes(running: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[str]:
-    """The keys that change, as `a.b: before -> after`, also those that `up --set` gave and the new file lacks. Of
-    environment variables, which may be secrets, only the names."""
-    for key in differing(running, new):
-        if key == "model" and new[key] == running["served_model_name"]:
-            continue  # its name, of which the launcher made the folder
-        before, after = ("(unset)" if (value := _at(tree, key)) is _UNKNOWN else repr(value) for tree in (running, new))
-        yield key if ".env." in key else f"{key}: {before} -> {after}"
+async def restart(
+    fleet: OpenFleet,
+    workers: WorkersConfig,
+    role: Role | None,
+    max_unavailable: int,
+    force: bool,
+    show: Callable[[Event], None],
+) -> None:
+    """Restart the workers of `role`, or all. At most `max_unavailable` workers are down at a time, and the last that is
+    ready waits until another one is. One that leaves for good meanwhile is not waited for. Once this is cancelled, no
+    more workers are told to restart. Raises Refused, also when it was given up, and RedisAway when Redis stays away.
+    """
+    from orchestrator.launch.rollout import Replacer
+    from orchestrator.store.configuration import Phase, Rollout, Version
+    from orchestrator.store.planned import of_launchers
+    from orchestrator.store.steering import settle
+
+    registry, configuration = fleet.registry, fleet.registry.configuration
+    await settle(registry, fleet.heartbeat_s)
+    last, reading = await configuration.rollout(), await registry.read()
+    there, led = reading.units, bool(of_launchers(reading.launchers))
+    if last is not None and last.under_way and (led or not last.restart):
+        raise Refused(f"a {last.name} is under way; wait for it, or use `orchestrator rollout --abort`")
+    targets = {name: info.process for name, info in there.items() if role in (None, info.role)}
+    if not targets:
+        raise Refused(f"the fleet has no {role.value + ' ' if role else ''}worker to restart")
+    refuse_only_worker(sum(info.state is WorkerState.READY for info in there.values()), force)
+    version = last.settled if last is not None else Version(0, {})
+    ordered = Rollout(version, version, max_unavailable, restart=targets)
+    if not await configuration.change_rollout(last, ordered):
+        raise Refused("somebody else has just begun a rollout or a restart")
+    leader = None if led else Replacer(registry, workers.drain_timeout_s + workers.start_timeout_s)
+    try:
+        ended = await follow(fleet, ordered, show, leader)
+    except asyncio.CancelledError:
+        await configuration.change_rollout(ordered, ordered.given_up("interrupted"))
+        raise
+    if ended.phase is Phase.UNDONE:
+        raise Refused(f"the restart was given up: {ended.why}")
 
 
-def _check_length(old: Config, new: Config) -> None:
-    """Frontends let requests in by the old limit while new workers serve them. Raises Refused."""
-    was, wanted = engine_args(old, Role.DECODE).get("max_model_len"), engine_args(new, Role.DECODE).get("max_model_len")
-    if new.engine == "sim":
-        was, wanted = old.sim.max_model_len, new.sim.max_model_len
-    if isinstance(wanted, int) and wanted > 0 and not (isinstance(was, int) and 0 < was <= wanted) and wanted != was:
-        raise Refused(f"max_model_len: {wanted} instead of {was} would refuse requests that run; start a second fleet")
+async def follow(
+    fleet: OpenFleet, ordered: Rollout, show: Callable[[Event], None], leader: Replacer | None = None
+) -> Rollout:
+    """Show the steps of this rollout or restart until it has ended, either way; carry it out where there is a `leader`.
+    Raises Refused."""
+    from orchestrator.store.configuration import Phase
+
+    registry, configuration = fleet.registry, fleet.registry.configuration
+    seen = dict.fromkeys(ordered.restart, ("", 0))
+    said_back, missed = False, 0  # looks, one after the other
+    while missed <= _LOOKS:
+        rollout = await retry_while_away(configuration.rollout)
+        if rollout is None or (rollout.new.generation, rollout.restart) != (ordered.new.generation, ordered.restart):
+            missed += 1  # Redis lost it; who leads tells it again
+            if leader is not None:
+                await retry_while_away(lambda: configuration.change_rollout(None, ordered))
+            await asyncio.sleep(_LOOK_EVERY_S)
+            continue
+        if rollout.phase is Phase.BACK and not said_back:
+            said_back = True
+            show(Event("going_back", generation=rollout.old.generation, why=rollout.why))
+        reading, frontends = await retry_while_away(registry.read), await retry_while_away(registry.frontends)
+        before, seen = seen, _look(rollout, reading, frontends, seen)
+        for event in _steps(before, seen) if before else ():
+            show(event)
+        if not rollout.under_way:
+            for event in _ending(rollout, reading, frontends):
+                show(event)
+            return rollout
+        missed = 0 if leader is not None or reading.launchers else missed + 1
+        if leader is not None:
+            claimed = {name for holder in reading.launchers.values() for name in holder.workers}
+            loading = len(claimed - reading.units.keys())
+            if await leader.follow(reading, rollout, loading, time.monotonic(), leads=True):
+                await leader.end(rollout)
+        await asyncio.sleep(_LOOK_EVERY_S)
+    raise Refused("no launcher tells of it any more; `orchestrator up` goes on with the rollout if it is in Redis")
 
 
-_UNKNOWN = object()
+def _look(
+    rollout: Rollout, reading: Reading, frontends: Mapping[str, Frontend], before: dict[str, tuple[str, int]]
+) -> dict[str, tuple[str, int]]:
+    """The state and generation of each member, or how far the restart of each unit is."""
+    if not rollout.restart:
+        now = {name: (info.state.value, info.generation) for name, info in reading.workers.items()}
+        return now | {name: ("ready" if f.url else "draining", f.generation) for name, f in frontends.items()}
+    now = dict(before)
+    for name, process in rollout.restart.items():
+        if (info := reading.units.get(name)) is not None and info.process != process:
+            now[name] = ("restarted", 0)
+        elif name in reading.orders and reading.orders[name].restart:
+            now[name] = ("draining", 0)
+    return now
 
 
-def _leaves(tree: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in tree.items():
-        if isinstance(value, Mapping) and value:
-            yield from _leaves(value, f"{before}{name}.")
-        else:
-            yield before + name, value
+def _steps(before: Mapping[str, tuple[str, int]], now: Mapping[str, tuple[str, int]]) -> Iterator[Event]:
+    for name in sorted(before.keys() | now.keys()):
+        state, generation = now.get(name, ("gone", 0))
+        starts = name not in before and state == "draining"  # a frontend takes no requests before it has started, too
+        if now.get(name) != before.get(name) and not starts:
+            yield Event("started" if state == "ready" else state, name, generation)
 
 
-def _at(tree: Any, key: str) -> Any:
-    for name in key.split("."):
-        if not isinstance(tree, Mapping) or name not in tree:
-            return _UNKNOWN
-        tree = tree[name]
-    return tree
+def _ending(rollout: Rollout, reading: Reading, frontends: Mapping[str, Frontend]) -> Iterator[Event]:
+    from orchestrator.store.configuration import Phase
+    from orchestrator.store.planned import rollout_status
+
+    if not rollout.restart:
+        ended = "done" if rollout.phase is Phase.DONE else "undone"
+        yield Event(ended, generation=rollout.target.generation, why=rollout.why)
+        yield from (Event("to_restart", url) for url in rollout_status(rollout, frontends).to_restart)
+    elif rollout.phase is Phase.DONE:
+        left = sorted(rollout.restart.keys() - reading.units.keys())
+        yield from (Event("left", name) for name in left)
+        yield Event("done", workers=len(rollout.restart) - len(left))
+
+
+def show_event(event: Event) -> None:
+    match event.event:
+        case "ordered":
+            what = "".join(f"\n  {change}" for change in event.changes) or " the same configuration"
+            how = "Ctrl-C leaves it to the launcher, --abort goes back"
+            line = f"rolling out generation {event.generation}; {how}:{what}"
+        case "going_back":
+            line = f"going back to generation {event.generation}: {event.why}"
+        case "done" if event.generation:
+            line = f"rolled out: all workers and frontends run generation {event.generation}"
+        case "done":
+            line = f"{event.workers} workers restarted"
+        case "undone":
+            line = f"went back: all workers and frontends run generation {event.generation} ({event.why})"
+        case "to_restart":
+            line = restart_line(event.id)
+        case "started":
+            line = f"{event.id}: runs generation {event.generation}"
+        case _:
+            line = f"{event.id}: {event.event}"
+    OUT.print(line, highlight=False, soft_wrap=True)

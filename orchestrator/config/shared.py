@@ -1,4 +1,5 @@
-"""Splits a configuration into the part that all hosts of a fleet share and the part of one host."""
+"""Splits a configuration into the part that all hosts of a fleet share and the part of one host, and says what a
+rollout changes of the first."""
 
 from __future__ import annotations
 
@@ -7,7 +8,13 @@ from typing import Any
 
 import msgspec
 
-from orchestrator.config.settings import Config, parse_config
+from orchestrator.config.engine_args import check_engine_args, engine_args
+from orchestrator.config.settings import Config, Refused, parse_config
+from orchestrator.types import Role
+
+# Whose values are the running fleet's: one host's, or what clients and processes that stay rely on.
+_KEPT = ("engine", "redis", "frontend", "launcher", "limits", "security", "workers.bind", "workers.advertise")
+_FOUND = (("frontend.port", 0), ("redis.url", "embedded"))  # these mean the values that the running fleet has found
 
 
 def shared(config: Config) -> dict[str, Any]:
@@ -42,3 +49,64 @@ def differing(one: Mapping[str, Any], other: Mapping[str, Any], before: str = ""
             yield from differing(was, becomes, f"{before}{name}.")
         elif was != becomes:
             yield before + name
+
+
+def changed(running: Mapping[str, Any], config: Config | None, tree: dict[str, Any]) -> dict[str, Any]:
+    """The fleet's next configuration, as launchers take it. `config` is the one that it was started with, where that is
+    known; `tree` is the new file's. Raises ConfigError for what a running fleet cannot change."""
+    new = parse_config({**tree, "namespace": running["namespace"]})
+    check_engine_args(new)
+    if config is not None and config.launcher.kind == "ray" and config.frontend.port == 0:
+        raise Refused("frontend.port: 0 on Ray, so new frontends would listen elsewhere; start the fleet with a port")
+    started = msgspec.to_builtins(config) if config is not None else running
+    for key, value in _leaves(tree):
+        if key.startswith(_KEPT) and (key, value) not in _FOUND:
+            is_now = _at(started, key)
+            if is_now is not _UNKNOWN and is_now != _at(msgspec.to_builtins(new), key):
+                raise Refused(f"{key}: a rollout cannot change it ({is_now!r} now); leave it, or start a second fleet")
+    name, name_now = new.served_model_name or new.model, running["served_model_name"]
+    if name != name_now:
+        raise Refused(f"served_model_name: clients know the model as {name_now!r}, not {name!r}; set it to that name")
+    _check_length(parse_config(dict(running)), new)
+    result = shared(new)
+    for role in Role:  # `scale` sets how many there are
+        result["workers"][role.value]["replicas"] = running["workers"][role.value]["replicas"]
+    return result | {"namespace": running["namespace"], "served_model_name": name_now}
+
+
+def changes(running: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[str]:
+    """The keys that change, as `a.b: before -> after`, also those that `up --set` gave and the new file lacks. Of
+    environment variables, which may be secrets, only the names."""
+    for key in differing(running, new):
+        if key == "model" and new[key] == running["served_model_name"]:
+            continue  # its name, of which the launcher made the folder
+        before, after = ("(unset)" if (value := _at(tree, key)) is _UNKNOWN else repr(value) for tree in (running, new))
+        yield key if ".env." in key else f"{key}: {before} -> {after}"
+
+
+def _check_length(old: Config, new: Config) -> None:
+    """Frontends let requests in by the old limit while new workers serve them. Raises Refused."""
+    was, wanted = engine_args(old, Role.DECODE).get("max_model_len"), engine_args(new, Role.DECODE).get("max_model_len")
+    if new.engine == "sim":
+        was, wanted = old.sim.max_model_len, new.sim.max_model_len
+    if isinstance(wanted, int) and wanted > 0 and not (isinstance(was, int) and 0 < was <= wanted) and wanted != was:
+        raise Refused(f"max_model_len: {wanted} instead of {was} would refuse requests that run; start a second fleet")
+
+
+_UNKNOWN = object()
+
+
+def _leaves(tree: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in tree.items():
+        if isinstance(value, Mapping) and value:
+            yield from _leaves(value, f"{before}{name}.")
+        else:
+            yield before + name, value
+
+
+def _at(tree: Any, key: str) -> Any:
+    for name in key.split("."):
+        if not isinstance(tree, Mapping) or name not in tree:
+            return _UNKNOWN
+        tree = tree[name]
+    return tree

@@ -19,7 +19,7 @@ from orchestrator.cli import handle as handle_module
 from orchestrator.cli.handle import FleetHandle, OpenFleet, open_fleet, retry_while_away
 from orchestrator.cli.join import Token
 from orchestrator.cli.main import app
-from orchestrator.cli.rolling import Event, follow, restart
+from orchestrator.cli.rollout import Event, _steps, follow, restart
 from orchestrator.config.settings import Refused, WorkersConfig
 from orchestrator.store.client import RedisAway
 from orchestrator.store.configuration import Phase, Rollout, Version
@@ -60,6 +60,17 @@ async def test_rollout_follows_through_redis_outage(server: Server, fleet: OpenF
     assert await retry_while_away(lambda: configuration.change_rollout(None, begun.to(Phase.DONE)))
     assert (await following).phase is Phase.DONE
     assert show.mock_calls[-1].args == (Event("done", generation=1),)
+
+
+def test_a_frontend_that_starts_is_not_shown_as_draining():
+    looks: list[dict[str, tuple[str, int]]] = [
+        {"f0": ("ready", 0)},
+        {"f0": ("ready", 0), "f1": ("draining", 1)},
+        {"f0": ("draining", 0), "f1": ("ready", 1)},
+        {"f1": ("ready", 1)},
+    ]
+    steps = [sorted(_steps(*pair), key=lambda event: event.id) for pair in zip(looks, looks[1:], strict=False)]
+    assert steps == [[], [Event("draining", "f0", 0), Event("started", "f1", 1)], [Event("gone", "f0", 0)]]
 
 
 # ---- a restart of workers that no launcher runs: the command itself orders it ------------------------------------

@@ -20,8 +20,8 @@ from orchestrator.cli.doctor.command import _Shown
 from orchestrator.cli.look import status as status_module
 from orchestrator.cli.look.logs import _print_event
 from orchestrator.cli.look.views import fleet_view
-from orchestrator.cli.rolling import Event as Step
-from orchestrator.cli.rolling import show_event
+from orchestrator.cli.rollout import Event as Step
+from orchestrator.cli.rollout import show_event
 from orchestrator.cli.steer import log_level, queue, queue_show
 from orchestrator.config.settings import Refused
 from orchestrator.launch.console import Console
