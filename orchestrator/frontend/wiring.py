@@ -24,6 +24,7 @@ from orchestrator.fleet.queue_view import QueueView
 from orchestrator.fleet.ratio_controller import RatioController
 from orchestrator.fleet.view import Fleet
 from orchestrator.frontend.dashboard.history import History
+from orchestrator.frontend.dashboard.siblings import Siblings
 from orchestrator.frontend.pause import PauseCalls
 from orchestrator.policy.decode_choice import decode_choice
 from orchestrator.process.parent import own_identity
@@ -119,10 +120,10 @@ class FleetConnection:
             metrics=metrics,
         )
         self.desired: DesiredRatio | None = None
+        self.siblings = Siblings(frontend_id, redis, config.namespace, self.router.recent)
         self.history = History(
             config.name_served,
-            frontend_id,
-            config.frontend.most_replicas,
+            self.siblings,
             self.fleet,
             self.router.recent,
             depth=lambda: self.queue.depth,
@@ -146,6 +147,7 @@ class FleetConnection:
             tasks.create_task(self._heartbeat())
             tasks.create_task(self.adapters.run())
             tasks.create_task(self.ratio_controller.run())
+            tasks.create_task(self.siblings.run())
             tasks.create_task(self.history.run())
             tasks.create_task(self._log_retries(EventLog(self._redis, self._namespace)))
 

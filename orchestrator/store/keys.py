@@ -24,6 +24,7 @@ class Keys:
         self.rollout = f"{self.prefix}rollout"
         self.ratio_history = f"{self.prefix}ratio_history"
         self.events = f"{self.prefix}events"
+        self.frontends_told = f"{self.prefix}frontends_told"  # a channel
         self.log_levels = f"{self.prefix}log_levels"
         self.adapters = f"{self.prefix}adapters"
         self.adapters_revision = f"{self.prefix}adapters_revision"

@@ -9,7 +9,7 @@ import ipaddress
 import logging
 import os
 import ssl
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 log = logging.getLogger("pd.cli")
 
 _TIMEOUT_S = 2.0
-_ASK_TIMES = 4  # for each frontend
 _QUIET_S = 5.0  # a frontend whose stream is silent for longer is gone
 _UNANSWERED = (OSError, http.client.HTTPException, ValueError)  # ValueError: no URL, or no JSON
 
@@ -91,19 +90,6 @@ async def get_text(handle: FleetHandle, url: str, path: str) -> str | None:
         status, body = await asyncio.to_thread(_fetch, url, path, operator_key(handle, url))
         return body.decode() if status == HTTPStatus.OK else None
     return None
-
-
-async def all_frontends(ask: Callable[[], Awaitable[dict[str, Any]]]) -> list[dict[str, Any]]:
-    """The answer of each frontend at one URL. Any of those that share a port may answer, so `ask` is called until all
-    have, or too often."""
-    answers: dict[str, dict[str, Any]] = {}
-    frontends, asked = 1, 0
-    while len(answers) < frontends and asked < _ASK_TIMES * frontends:
-        said = await ask()
-        asked += 1
-        frontends = said.get("frontends", 1)
-        answers[said.get("frontend", "")] = said
-    return list(answers.values())
 
 
 def with_frontend(handle: FleetHandle) -> FleetHandle:

@@ -161,6 +161,8 @@ class Top(App[None]):
         said = Text(sample["model"], style="bold", no_wrap=True, overflow="ellipsis")
         said.append(f"  {len(sample['workers'])} workers", "default")
         said.append(f"  {queue['tokens']} tokens queued" if queue else "  Redis is away", "default" if queue else "red")
+        if silent := sample["silent_frontends"]:
+            said.append(f"  without {', '.join(silent)}, which did not answer", "red")
         said.append(f"  by {self._sort}" + (f"  /{self._filter}" if self._filter else ""), "dim")
         if desired:  # last: it may be longer than the terminal
             said.append(f"  desired {desired['prefill']}P{desired['decode']}D {set_by(desired)}", "default")

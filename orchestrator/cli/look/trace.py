@@ -9,7 +9,7 @@ import asyncio
 import heapq
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 from urllib.parse import quote
 
 import msgspec
@@ -27,7 +27,7 @@ from orchestrator.cli.handle import (
     find_fleet,
     print_json,
 )
-from orchestrator.cli.look.frontend import all_frontends, get, with_frontend
+from orchestrator.cli.look.frontend import get, with_frontend
 from orchestrator.config.settings import Refused
 from orchestrator.launch.host.run_folder import RunFolder, held_namespaces
 from orchestrator.process.own_files import Foreign, open_own
@@ -145,16 +145,13 @@ def request_lines(path: Path) -> Iterator[RequestLine]:
 
 
 async def _recorded_requests(handle: FleetHandle, request_id: str | None, slowest: int) -> list[RequestLine]:
-    """What the frontends at this URL remember."""
+    """What the fleet's frontends remember."""
     path = f"/requests?slowest={slowest}" if slowest else "/requests?latest=1"
     if request_id:
         path = f"/requests/{quote(request_id, safe='')}"  # its client named it
-
-    async def asked() -> dict[str, Any]:
-        if (said := await get(handle, handle.url or "", path, (200, 404))) is None:
-            raise Refused(f"{handle.url}: no frontend of a fleet answers there")
-        return dict(said)
-
-    answers = await all_frontends(asked)
-    lines = [msgspec.convert(line, RequestLine) for said in answers for line in said.get("requests", [])]
+    if (said := await get(handle, handle.url or "", path, (200, 404))) is None:
+        raise Refused(f"{handle.url}: no frontend of a fleet answers there")
+    if silent := said.get("silent_frontends"):
+        typer.echo(f"without the requests of {', '.join(silent)}, which did not answer", err=True)
+    lines = [msgspec.convert(line, RequestLine) for line in said.get("requests", [])]
     return sorted(lines, key=lambda line: line.arrived_at + line.total_ms / 1e3)

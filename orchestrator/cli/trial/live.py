@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 import httpx
 import msgspec
 
 from orchestrator.cli.handle import find_fleet
-from orchestrator.cli.look.frontend import all_frontends, credentials, operator_key
+from orchestrator.cli.look.frontend import credentials, operator_key
 from orchestrator.config.access import OPERATOR_KEY
 from orchestrator.simulator.profile import PROFILES, Profile, load_profile
 from orchestrator.simulator.trace import Arrival, Load
@@ -50,12 +49,9 @@ def live_load(url: str) -> Load:
 
 
 def _ended(url: str) -> list[dict[str, Any]]:
-    """The requests that ended in the time that all frontends remember."""
-    answers = asyncio.run(all_frontends(lambda: asyncio.to_thread(_get, url, f"/requests?latest={LATEST}")))
-    told = [said["requests"] for said in answers]
-    full = [min(line["arrived_at"] for line in lines) for lines in told if len(lines) >= LATEST]
-    since = max(full, default=0.0)
-    return [line for lines in told for line in lines if line["arrived_at"] >= since]
+    """The latest requests of all frontends."""
+    told: list[dict[str, Any]] = _get(url, f"/requests?latest={LATEST}").get("requests", [])
+    return told
 
 
 def live_profile(url: str) -> Profile:

@@ -56,8 +56,8 @@ function show() {
   const running = workers.reduce((sum, worker) => sum + (worker.running ?? 0), 0);
   $("summary").textContent = `${workers.length} workers, ${running} requests running` +
     (point ? `, ${point.output_tokens} tokens/s` : "");
-  $("whose").textContent = sample.frontends > 1
-    ? `latencies and decisions are those of one of ${sample.frontends} frontends (${sample.frontend})` : "";
+  $("whose").textContent = sample.silent_frontends.length
+    ? `of ${sample.frontends} frontends ${sample.silent_frontends.join(", ")} did not answer: figures are without it` : "";
   for (const role of ["prefill", "decode"]) showPool(role, workers.filter((worker) => worker.role === role));
   for (const [id, card] of cards) {
     if (!workers.some((worker) => worker.id === id)) { card.remove(); cards.delete(id); }

@@ -1,7 +1,7 @@
 """A sample of the fleet each second, and the points of the last hour, for the dashboard and `orchestrator top`.
 
 Bounded: HOUR_S points of some twenty numbers, and a few samples for each of at most MAX_WATCHERS watchers. Latencies,
-requests, tokens, decisions and flows are this frontend's; workers, queue and desired ratio are the whole fleet's.
+requests, tokens, decisions and flows are those of all frontends that tell of themselves (`siblings.py`).
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any
 import msgspec
 
 from orchestrator.fleet.view import Fleet
+from orchestrator.frontend.dashboard.siblings import SLOWEST, Second, Siblings, summed
 from orchestrator.store.operator.worker_status import WorkerStatus
 from orchestrator.telemetry.metrics import Metrics, counts
 from orchestrator.telemetry.recent import Recent, percentiles
@@ -26,7 +27,6 @@ INTERVAL_S = 1.0
 HOUR_S = 3600
 MAX_WATCHERS = 32
 _WINDOW = 10  # samples that a percentile is taken over
-_SLOWEST = 12
 _UNSENT = 5  # samples that wait for a slow watcher before it misses some
 
 
@@ -63,20 +63,19 @@ class Flow(msgspec.Struct, frozen=True):
 
 
 class History:
-    """Construct it, and start `run()` as a task. `frontends`: how many frontends share the requests of this port."""
+    """Construct it, and start `run()` as a task."""
 
     def __init__(
         self,
         model: str,
-        frontend: str,
-        frontends: int,
+        siblings: Siblings,
         fleet: Fleet,
         recent: Recent,
         depth: Callable[[], QueueDepth | None],
         desired: Callable[[], DesiredRatio | None],
         metrics: Metrics | None = None,
     ) -> None:
-        self._model, self.frontend, self.frontends = model, frontend, frontends
+        self._model, self._siblings = model, siblings
         self._fleet, self._recent = fleet, recent
         self._depth, self._desired = depth, desired
         self._metrics = metrics or Metrics()
@@ -96,8 +95,11 @@ class History:
 
     def take(self, at: float) -> None:
         """Add a point, and send a sample to every watcher. `at`: unix seconds."""
-        flows = self._flows()
-        self.points.append(self._point(at))
+        mine = self._second()
+        self._siblings.tell(mine, self._slowest())
+        all_told = summed([mine, *self._siblings.take()])
+        flows = self._flows(all_told)
+        self.points.append(self._point(at, all_told))
         if self._watchers:
             sample = event("sample", self.sample(flows))  # encoded once for all
             for watcher in self._watchers:
@@ -127,29 +129,48 @@ class History:
         views = sorted(self._fleet.workers.values(), key=lambda view: (view.info.role.value, view.info.id))
         return {
             "model": self._model,
-            "frontend": self.frontend,
-            "frontends": self.frontends,
+            "frontends": self._siblings.count,
+            "silent_frontends": self._siblings.silent,
             "workers": msgspec.to_builtins([WorkerStatus.of(view.info, view.load, view.connected) for view in views]),
             "flows": msgspec.to_builtins(flows),
             "queue": msgspec.to_builtins(self._depth()),
             "desired": msgspec.to_builtins(self._desired()),
             "point": msgspec.to_builtins(self.points[-1]) if self.points else None,
-            "slowest": [described(line) for line in self._recent.slowest(_SLOWEST, time.monotonic())],
+            "slowest": [described(line) for line in self._siblings.slowest(self._slowest())],
         }
 
-    def _point(self, at: float) -> Point:
-        recent, depth, desired = self._recent, self._depth(), self._desired()
-        for window, latencies in ((self._ttft, recent.ttft), (self._itl, recent.itl), (self._wait, recent.queue_wait)):
-            window.append(latencies.take())
-        ttft, itl = _ms(self._ttft, 0.5, 0.9, 0.99), _ms(self._itl, 0.5, 0.99)
-        wait = _ms(self._wait, 0.5, 0.99)
-        decided, ended = (
+    def _slowest(self) -> list[RequestLine]:
+        """Of this frontend."""
+        return self._recent.slowest(SLOWEST, time.monotonic())
+
+    def _second(self) -> Second:
+        """What this frontend has counted since the last call."""
+        recent = self._recent
+        placed, ended = (
             counts(self._metrics.placements, "decision", "reason"),
             counts(self._metrics.requests).total(),
         )
-        decisions, self._decided = decided - self._decided, decided
+        decisions, self._decided = placed - self._decided, placed
         requests, self._ended = ended - self._ended, ended
         tokens, self._tokens = recent.output_tokens - self._tokens, recent.output_tokens
+        moved, recent.transferred = recent.transferred, Counter()
+        return Second(
+            self._siblings.frontend,
+            recent.ttft.take(),
+            recent.itl.take(),
+            recent.queue_wait.take(),
+            requests,
+            tokens,
+            dict(decisions),
+            [(source, target, tokens) for (source, target), tokens in moved.items()],
+        )
+
+    def _point(self, at: float, second: Second) -> Point:
+        depth, desired = self._depth(), self._desired()
+        for window, counts in ((self._ttft, second.ttft), (self._itl, second.itl), (self._wait, second.wait)):
+            window.append(counts)
+        ttft, itl = _ms(self._ttft, 0.5, 0.9, 0.99), _ms(self._itl, 0.5, 0.99)
+        wait = _ms(self._wait, 0.5, 0.99)
         return Point(
             at=round(at, 1),
             queue_requests=depth.requests if depth else None,
@@ -161,9 +182,9 @@ class History:
             ttft_p99=ttft[2],
             itl_p50=itl[0],
             itl_p99=itl[1],
-            requests=requests,
-            output_tokens=tokens,
-            decisions=dict(decisions),
+            requests=second.requests,
+            output_tokens=second.output_tokens,
+            decisions=second.decisions,
             prefill_ready=self._fleet.ready(Role.PREFILL),
             decode_ready=self._fleet.ready(Role.DECODE),
             prefill_desired=desired.prefill if desired else None,
@@ -178,10 +199,9 @@ class History:
         total = sum(load.blocks_total for load in loads)
         return round(1 - sum(load.blocks_free for load in loads) / total, 4) if total else None
 
-    def _flows(self) -> list[Flow]:
-        moved, self._recent.transferred = self._recent.transferred, Counter()
+    def _flows(self, second: Second) -> list[Flow]:
         found = []
-        for (source, target), tokens in moved.items():
+        for source, target, tokens in second.transferred:
             view = self._fleet.workers.get(source)
             found.append(Flow(source, target, tokens * view.info.kv_bytes_per_token if view else 0))
         return found

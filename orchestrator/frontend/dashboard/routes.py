@@ -7,6 +7,7 @@ import vLLM.
 from __future__ import annotations
 
 import asyncio
+import heapq
 import importlib.util
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -20,9 +21,10 @@ from starlette.types import Receive, Scope, Send
 
 from orchestrator.config.settings import Refused
 from orchestrator.frontend.dashboard.history import History, described, event, samples
+from orchestrator.frontend.dashboard.siblings import Question, Siblings, ended_at, found, took_ms
 from orchestrator.store.client import RedisAway
 from orchestrator.store.steering import Steering
-from orchestrator.telemetry.recent import KEPT, Recent
+from orchestrator.telemetry.recent import KEPT
 from orchestrator.types import Role
 
 HERE = Path(__file__).parent
@@ -75,7 +77,7 @@ def page_routes() -> APIRouter:
     return routes
 
 
-def stream_routes(history: History, recent: Recent, ended: Callable[[], bool]) -> APIRouter:
+def stream_routes(history: History, siblings: Siblings, ended: Callable[[], bool]) -> APIRouter:
     """`/fleet/stream` and `/requests`. `ended()`: whether the server is about to stop, and streams must end."""
     routes = APIRouter()
 
@@ -86,18 +88,25 @@ def stream_routes(history: History, recent: Recent, ended: Callable[[], bool]) -
 
     @routes.get("/requests")
     async def requests(slowest: int = 0, latest: int = 0) -> dict[str, Any]:
-        """Ended requests of this frontend with their stages: the slowest of the last hour, or the latest."""
+        """Ended requests of all frontends with their stages: the slowest of the last hour, or the latest."""
         count = max(0, min(slowest or latest or 20, KEPT))
-        found = recent.slowest(count, time.monotonic()) if slowest else recent.latest(count)
-        return {"frontend": history.frontend, "frontends": history.frontends, "requests": [*map(described, found)]}
+        lines, silent = await siblings.ask(slowest=count if slowest else 0, latest=0 if slowest else count)
+        if slowest:
+            lines = heapq.nlargest(count, [*siblings.recent.slowest(count, time.monotonic()), *lines], took_ms)
+        else:
+            lines = heapq.nlargest(count, [*siblings.recent.latest(count), *lines], ended_at)
+        return {"requests": [*map(described, lines)], "silent_frontends": silent}
 
     @routes.get("/requests/{request_id:path}")  # an id may have slashes
     async def request(request_id: str) -> Response:
-        line = recent.find(request_id)
-        said = {"frontend": history.frontend, "frontends": history.frontends}
-        if line is None:
-            return JSONResponse({**said, "error": f"request {request_id!r} is not among the latest"}, status_code=404)
-        return JSONResponse({**said, "requests": [described(line)]})
+        lines, silent = found(siblings.recent, Question("", 0, request_id), 0.0), list[str]()
+        if not lines:
+            lines, silent = await siblings.ask(request_id=request_id)
+        if lines:
+            return JSONResponse({"requests": [*map(described, lines)]})
+        without = f"; {', '.join(silent)} did not answer" if silent else ""
+        why = f"request {request_id!r} is not among the latest{without}"
+        return JSONResponse({"error": why, "silent_frontends": silent}, status_code=404)
 
     return routes
 

@@ -119,7 +119,7 @@ async def build_model_app(
         registry,
         connection.router.learning.predictor,
     )
-    streams = stream_routes(connection.history, connection.router.recent, lambda: _is_stopping(app))
+    streams = stream_routes(connection.history, connection.siblings, lambda: _is_stopping(app))
     routes = [*ours.routes, *streams.routes]
     if config.frontend.dashboard:
         routes += [*page_routes().routes, *operator_routes(connection.steering).routes]

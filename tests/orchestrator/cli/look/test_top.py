@@ -15,6 +15,7 @@ import uvicorn
 from fastapi import FastAPI
 from fastapi.responses import PlainTextResponse
 from support_info import fleet_of, worker_info
+from support_siblings import alone
 
 from orchestrator.cli.look.screen import Confirm, Top
 from orchestrator.cli.look.top import sample, top
@@ -49,10 +50,11 @@ async def frontend(steered: Any, monkeypatch: pytest.MonkeyPatch) -> AsyncIterat
     for name, free in (("p0", 90), ("d0", 50), ("d1", 10)):
         fleet.take_load(WorkerLoad(name, 1, 100, free, 2, 1, 30, 5.0), 0.0)
     recent = Recent()
-    history = History("demo", "f", 1, fleet, recent, lambda: QueueDepth(3, 4000, 1), lambda: DesiredRatio(1, 2, "x"))
+    siblings, ratio = alone(recent), DesiredRatio(1, 2, "x")
+    history = History("demo", siblings, fleet, recent, lambda: QueueDepth(3, 4000, 1), lambda: ratio)
     app = FastAPI()
     ended = False
-    app.router.routes += stream_routes(history, recent, lambda: ended).routes
+    app.router.routes += stream_routes(history, siblings, lambda: ended).routes
     app.router.routes += operator_routes(steered).routes
     server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="warning"))
     tasks = [asyncio.create_task(server.serve()), asyncio.create_task(history.run())]

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-import json
-from collections.abc import AsyncIterator
 from pathlib import Path
+from unittest.mock import AsyncMock
 
 import msgspec
 import pytest
 from rich.console import Console
 
 from orchestrator.cli.handle import FleetHandle
+from orchestrator.cli.look import trace
 from orchestrator.cli.look.trace import _chosen, _recorded_requests, request_lines, waterfall
 from orchestrator.telemetry.request_line import RequestLine
 
@@ -70,29 +68,8 @@ def test_requested_trace_is_chosen():
     assert _chosen(lines, "q", 0) == []
 
 
-@contextlib.asynccontextmanager
-async def two_frontends() -> AsyncIterator[str]:
-    """They share a port: every other connection reaches the other one, which alone remembers the request."""
-    count = 0
-
-    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        nonlocal count
-        count += 1
-        await reader.readuntil(b"\r\n\r\n")
-        requests = [msgspec.to_builtins(LINE)] if count % 2 == 0 else []
-        said = {"frontend": f"f{count % 2}", "frontends": 2, "requests": requests, "error": "not among the latest"}
-        status = "200 OK" if requests else "404 Not Found"
-        body = json.dumps(said)
-        writer.write(f"HTTP/1.1 {status}\r\ncontent-length: {len(body)}\r\nconnection: close\r\n\r\n{body}".encode())
-        await writer.drain()
-        writer.close()
-
-    server = await asyncio.start_server(answer, "127.0.0.1", 0)
-    yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-    server.close()
-
-
-async def test_every_frontend_behind_a_port_is_asked():
-    async with two_frontends() as url:
-        handle = FleetHandle("default", None, url, None)
-        assert await _recorded_requests(handle, "abc-1", 0) == [LINE]
+async def test_a_frontend_that_did_not_answer_is_named(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    said = {"requests": [msgspec.to_builtins(LINE)], "silent_frontends": ["frontend-1-abc"]}
+    monkeypatch.setattr(trace, "get", AsyncMock(return_value=said))
+    assert await _recorded_requests(FleetHandle("default", None, "http://f", None), None, 5) == [LINE]
+    assert "frontend-1-abc" in capsys.readouterr().err

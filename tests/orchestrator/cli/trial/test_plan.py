@@ -8,7 +8,6 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from orchestrator.cli.trial.live import live_load
 from orchestrator.cli.trial.plan import _size_sentence, plan_command
 from orchestrator.config.access import OPERATOR_KEY
 from orchestrator.config.settings import ConfigError
@@ -113,15 +112,6 @@ def test_plan_uses_profile_and_load_of_running_fleet(frontend, tmp_path):
     pages["/predictions"] = {}
     result = run(*args)
     assert "no worker of the fleet has measured its engine" in str(result.exception)
-
-
-def test_the_requests_of_all_frontends_that_share_a_port_are_the_load(frontend):
-    pages, url = frontend
-    every = [{"arrived_at": 100 + n / 20, "prompt_tokens": 600, "output_tokens": 20} for n in range(3000)]
-    mine = {"frontend": "f0", "frontends": 2, "requests": every[1000::2][:1000]}  # as many as one remembers
-    pages["/requests?latest=1000"] = [mine, {"frontend": "f1", "frontends": 2, "requests": every[1::20]}]
-    load = live_load(url)
-    assert 10 < load.rate < 11.5 and len(load.arrivals) == 1100, "from when both remember"
 
 
 def test_a_running_fleet_is_asked_with_the_operators_key(frontend, tmp_path, monkeypatch):

@@ -7,6 +7,7 @@ import json
 
 import pytest
 from support_info import fleet_of, worker_info
+from support_siblings import alone
 
 from orchestrator.frontend.dashboard import history as module
 from orchestrator.frontend.dashboard.history import HOUR_S, MAX_WATCHERS, History, samples
@@ -24,7 +25,14 @@ def recent() -> Recent:
 def history(recent: Recent) -> History:
     fleet = fleet_of(worker_info("p0", Role.PREFILL), worker_info("d0"))
     fleet.take_load(WorkerLoad("d0", 1, 100, 25, 2, 1, 30, 5.0), 0.0)
-    return History("m", "f", 1, fleet, recent, lambda: QueueDepth(3, 4000, 1), lambda: DesiredRatio(1, 2, "scale"))
+    return History(
+        "m",
+        alone(recent),
+        fleet,
+        recent,
+        lambda: QueueDepth(3, 4000, 1),
+        lambda: DesiredRatio(1, 2, "scale"),
+    )
 
 
 def test_point_counts_since_previous_point(history: History, recent: Recent):

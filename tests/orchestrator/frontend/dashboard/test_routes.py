@@ -12,6 +12,7 @@ import pytest
 pytest.importorskip("fastapi")
 
 from fastapi import FastAPI
+from support_siblings import alone
 from support_wait import until
 
 from orchestrator.fleet.view import Fleet
@@ -23,8 +24,9 @@ from orchestrator.telemetry.request_line import RequestLine
 
 def made() -> tuple[FastAPI, History, Recent]:
     recent, app = Recent(), FastAPI()
-    history = History("m", "f", 1, Fleet("f"), recent, lambda: None, lambda: None)
-    app.include_router(stream_routes(history, recent, lambda: False))
+    siblings = alone(recent)
+    history = History("m", siblings, Fleet("f"), recent, lambda: None, lambda: None)
+    app.include_router(stream_routes(history, siblings, lambda: False))
     return app, history, recent
 
 

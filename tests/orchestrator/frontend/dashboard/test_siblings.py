@@ -1,0 +1,140 @@
+"""What frontends tell each other, over a real Redis: sums, questions, and one that does not answer."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import httpx
+import msgspec
+import pytest
+
+pytest.importorskip("fastapi")
+
+from fastapi import FastAPI
+from support_redis import Server, fresh_namespace, running_server
+from support_wait import until
+
+from orchestrator.fleet.view import Fleet
+from orchestrator.frontend.dashboard.history import History
+from orchestrator.frontend.dashboard.routes import stream_routes
+from orchestrator.frontend.dashboard.siblings import Second, Siblings, summed
+from orchestrator.store.client import Redis, connect
+from orchestrator.telemetry.recent import Recent
+from orchestrator.telemetry.request_line import RequestLine
+
+pytestmark = pytest.mark.slow  # a server of its own
+
+
+class Frontend:
+    """Its figures, its pages, and the task in which it tells of itself."""
+
+    def __init__(self, name: str, redis: Redis, namespace: str) -> None:
+        self.recent, app = Recent(), FastAPI()
+        self.siblings = Siblings(name, redis, namespace, self.recent)
+        self.history = History("m", self.siblings, Fleet(name), self.recent, lambda: None, lambda: None)
+        app.include_router(stream_routes(self.history, self.siblings, lambda: False))
+        self.http = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://f")
+        self.running = asyncio.create_task(self.siblings.run())
+
+    def answers(self, request_id: str, total_ms: float, arrived_at: float) -> None:
+        line = RequestLine(
+            request_id, "finished", "local", "short", 9, 2, 1, "w", None, total_ms, arrived_at=arrived_at
+        )
+        self.recent.ended(line, time.monotonic())
+        self.recent.output_tokens += 2
+        self.recent.ttft.add(total_ms / 1e3)
+
+    async def ids(self, path: str) -> list[str]:
+        return [line["id"] for line in (await self.http.get(path)).json()["requests"]]
+
+
+@pytest.fixture
+def server(tmp_path: Path):
+    with running_server(tmp_path) as server:
+        yield server
+
+
+@pytest.fixture
+async def two(server: Server) -> AsyncIterator[tuple[Frontend, Frontend]]:
+    redis, namespace = await connect(server.url, 5), fresh_namespace()
+    both = Frontend("f0", redis, namespace), Frontend("f1", redis, namespace)
+
+    def each_heard() -> bool:
+        for one in both:
+            one.history.take(time.time())
+        return all(one.siblings.count == 2 for one in both)
+
+    await until(each_heard)
+    yield both
+    for one in both:
+        one.running.cancel()
+    await asyncio.gather(*(one.running for one in both), return_exceptions=True)
+    await redis.aclose()
+
+
+async def test_a_point_has_what_all_frontends_counted_once(two: tuple[Frontend, Frontend]):
+    mine, other = two
+    mine.answers("a", 100.0, 1.0)
+    other.answers("b", 800.0, 2.0)
+    tokens: list[int] = []
+
+    def told() -> bool:
+        for one in two:
+            one.history.take(time.time())
+        tokens.append(mine.history.points[-1].output_tokens)
+        return sum(tokens) >= 4
+
+    await until(told)
+    mine.history.take(time.time())
+    assert (sum(tokens), mine.history.points[-1].output_tokens) == (4, 0)
+    assert mine.history.points[-1].ttft_p99 == pytest.approx(800, rel=0.1)
+    sample = mine.history.sample([])
+    assert [line["id"] for line in sample["slowest"]] == ["b", "a"]
+    assert (sample["frontends"], sample["silent_frontends"]) == (2, [])
+
+
+async def test_requests_of_all_frontends_are_found_whichever_answers(two: tuple[Frontend, Frontend]):
+    mine, other = two
+    mine.answers("a", 100.0, 1.0)
+    other.answers("b", 800.0, 2.0)
+    mine.answers("c", 10.0, 3.0)
+    for one in two:
+        assert await one.ids("/requests?slowest=2") == ["b", "a"]
+        assert await one.ids("/requests?latest=2") == ["c", "b"]
+        assert await one.ids("/requests/b") == ["b"]
+    assert (await mine.http.get("/requests/nobody")).json()["silent_frontends"] == []
+
+
+async def test_one_that_does_not_answer_is_named_and_not_waited_for(two: tuple[Frontend, Frontend], server: Server):
+    mine, other = two
+    other.answers("b", 800.0, 2.0)
+    ghost = Second("ghost", [0] * 160, [0] * 160, [0] * 160, 0, 0, {}, [])
+    channel = mine.siblings._channel
+    await mine.siblings._redis.execute_command("PUBLISH", channel, msgspec.json.encode(ghost))
+    await mine.siblings._redis.execute_command("PUBLISH", channel, b"{")
+    await until(lambda: mine.siblings.count == 3)
+    said = (await mine.http.get("/requests?latest=5")).json()
+    assert ([line["id"] for line in said["requests"]], said["silent_frontends"]) == (["b"], ["ghost"])
+    missing = (await mine.http.get("/requests/nobody")).json()
+    assert "ghost did not answer" in missing["error"]
+    await until(lambda: mine.siblings.silent == ["ghost"] or other.history.take(time.time()))
+    server.stop()
+    assert (await mine.http.get("/requests?latest=5")).json()["silent_frontends"] == ["f1", "ghost"]
+
+
+async def test_one_that_leaves_is_forgotten_at_once(two: tuple[Frontend, Frontend]):
+    mine, other = two
+    other.running.cancel()
+    await until(lambda: mine.siblings.count == 1)
+
+
+def test_latencies_decisions_and_flows_add_up():
+    one = Second("a", [1, 0], [0, 0], [2, 2], 1, 5, {"remote": 1}, [("p", "d", 7)])
+    two = Second("b", [1, 3], [1, 0], [0, 0], 2, 6, {"remote": 1, "local": 2}, [("p", "d", 1), ("p", "e", 2)])
+    assert summed([one, two]) == Second(
+        "", [2, 3], [1, 0], [2, 2], 3, 11, {"remote": 2, "local": 2}, [("p", "d", 8), ("p", "e", 2)]
+    )
+    assert summed([one]) == msgspec.structs.replace(one, frontend="")
