@@ -25,6 +25,9 @@ DECODE_EARLIER = 1.25
 # They go to prefill only at a headroom that is smaller by this factor: while all requests are in time it helps nobody,
 # and fewer decode workers are left if the load changes.
 PREFILL_LATER = 0.9
+# While all requests are in time, nothing is changed for a fleet that works for less than this share of its time: most
+# requests find an idle worker on either split.
+NEARLY_IDLE = 0.25
 NEVER_S = 1e6  # a TPOT objective that every request meets
 # A move to prefill must be better even if the prefill work is this many standard errors off; a move to decode, one. The
 # last prefill worker also needs so much to go: without it a long prompt delays all that decode.
@@ -78,7 +81,8 @@ def desired_ratio(
 
     The current split is kept for `config.cool_down_s` after a change, while fewer than `MIN_REQUESTS` requests arrive,
     while its headroom is above `PREFILL_LATER / config.busy` (for a move to decode: `DECODE_EARLIER / config.busy`),
-    and unless another split's headroom is larger by `config.gain` in spite of chance (`_gains`).
+    while the workers are nearly idle and all requests in time, and unless another split's headroom is larger by
+    `config.gain` in spite of chance (`_gains`).
 
     The latest samples are evaluated first, then longer windows, whose larger number of requests shows a smaller gain.
     The whole window and both halves must call for a change in the same direction, so that a burst moves nobody. A move
@@ -114,8 +118,17 @@ def _max_move_to_prefill(window: Sequence[LoadSample], current: DesiredRatio, co
     return max(1, (current.decode + (current.prefill if ends_soon else 0)) // 4)
 
 
-def _times(before: float, after: float) -> str:
-    return f"{after:.2f} instead of {before:.2f} times"
+def _why(before: float, after: float) -> str:
+    more = f", {after / before - 1:.0%} more" if before >= 0.01 else ""
+    return f"bears {after:.2f} instead of {before:.2f} times what arrives{more}"
+
+
+def _is_nearly_idle(arriving: Traffic, workers: int) -> bool:
+    """Taking each sequence for a step of its own, which is more than batches need."""
+    return (
+        arriving.requests_per_s * (arriving.prefill_s + arriving.output_tokens * arriving.step_s)
+        < NEARLY_IDLE * workers
+    )
 
 
 def _decision(window: Sequence[LoadSample], current: DesiredRatio, more: int, slo: SLOConfig) -> RatioDecision:
@@ -127,7 +140,7 @@ def _decision(window: Sequence[LoadSample], current: DesiredRatio, more: int, sl
     before, after = headroom(arriving, current.prefill, current.decode, slo), headroom(moved, prefill, decode, slo)
     return RatioDecision(
         before=current,
-        after=DesiredRatio(prefill, decode, "ratio", window[-1].at, f"bears {_times(before, after)} what arrives"),
+        after=DesiredRatio(prefill, decode, "ratio", window[-1].at, _why(before, after)),
         headroom_before=before,
         headroom_after=after,
         traffic=arriving,
@@ -163,7 +176,7 @@ def _best_prefill(
     if arriving is None:
         return current.prefill
     now = headroom(arriving, current.prefill, current.decode, slo)
-    if now * config.busy > DECODE_EARLIER:
+    if now * config.busy > DECODE_EARLIER or (now >= 1 and _is_nearly_idle(arriving, total)):
         return current.prefill
     # The sequences that decode now must fit on the remaining decode workers. If all workers together are too few for
     # them, workers only go to decode.

@@ -1,10 +1,13 @@
 """Whole simulated fleets: exact where a formula exists, complete and without leaks where not."""
 
+import random
+
 import msgspec
 import pytest
 
 from orchestrator.config.settings import SLOConfig
 from orchestrator.policy.placement import claim_timeout_s
+from orchestrator.policy.ratio import decision
 from orchestrator.simulator.faults import Faults
 from orchestrator.simulator.loads import synthetic
 from orchestrator.simulator.profile import PROFILES, Profile, load_profile
@@ -185,6 +188,34 @@ def test_the_ratio_follows_the_load():
     sim = simulate(prompts_only, prefill=2, decode=6, ratio={"mode": "auto"}).run()
     assert sim.ratio.decisions and sim.ratio.decisions[-1].after.prefill > 2
     assert_no_leaks(sim)
+
+
+def quiet(seconds: float, seed: int) -> list[Arrival]:
+    """A short request now and then."""
+    rng, now, arrivals = random.Random(seed), 0.0, list[Arrival]()
+    while (now := now + rng.expovariate(0.7)) < seconds:
+        arrivals.append(Arrival(now, 30, 8))
+    return arrivals
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_nearly_idle_fleet_keeps_its_split(seed):
+    """Its steps take nearly the objective by themselves, so that the model sees little headroom in any split."""
+    slow = msgspec.structs.replace(PROFILE, step_s=0.045, decode_s_per_seq=0.02)
+    chosen, load = stack("ours", changed(SHIPPED, {"ratio": {"mode": "auto"}})), Load("quiet", quiet(900, seed), 0)
+    slo = SLOConfig(ttft_s=1.0, tpot_s=0.053)
+    settings = Settings(prefill=1, decode=1, profile=slow, stack=chosen, seed=seed, slo=slo)
+    assert [str(decision) for decision in Simulation(settings, load).run().ratio.decisions] == []
+
+
+def test_burst_after_quiet_time_moves_workers_as_soon_as_ever(monkeypatch):
+    burst = [Arrival(300 + n / 12, 100, 400) for n in range(2000)]
+    moved = []
+    for nearly_idle in (decision.NEARLY_IDLE, 0.0):
+        monkeypatch.setattr(decision, "NEARLY_IDLE", nearly_idle)
+        sim = simulate(Load("burst", quiet(300, 0) + burst, 0), ratio={"mode": "auto"}).run()
+        moved.append([(change.after.prefill, change.after.set_at) for change in sim.ratio.decisions])
+    assert moved[0] and moved[0] == moved[1]
 
 
 def test_requests_use_free_decode_workers():
