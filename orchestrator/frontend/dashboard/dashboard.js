@@ -80,8 +80,10 @@ function showPool(role, workers) {
   const pool = $(`${role}-pool`);
   pool.classList.toggle("several", workers.length > SEVERAL);
   pool.classList.toggle("many", workers.length > MANY);
-  const ready = workers.filter((worker) => worker.state === "ready").length;
-  $(`${role}-count`).textContent = `${ready} of ${workers.length} ready` +
+  const units = new Set(workers.map((worker) => worker.unit)); // as the desired ratio counts them
+  const unready = new Set(workers.filter((worker) => worker.state !== "ready").map((worker) => worker.unit));
+  $(`${role}-count`).textContent = `${units.size - unready.size} of ${units.size} ready` +
+    (units.size < workers.length ? `, ${workers.length} ranks` : "") +
     (workers.length > SHOWN ? `, ${SHOWN} shown` : "");
   const byHost = Map.groupBy ? Map.groupBy(workers.slice(0, SHOWN), (worker) => worker.host) : grouped(workers);
   const wanted = [];

@@ -21,7 +21,7 @@ from orchestrator.store.operator.worker_status import WorkerStatus
 from orchestrator.telemetry.metrics import Metrics, counts
 from orchestrator.telemetry.recent import Recent, percentiles
 from orchestrator.telemetry.request_line import RequestLine, stages
-from orchestrator.types import DesiredRatio, QueueDepth, Role
+from orchestrator.types import DesiredRatio, QueueDepth, Role, WorkerState
 
 INTERVAL_S = 1.0
 HOUR_S = 3600
@@ -46,7 +46,7 @@ class Point(msgspec.Struct, frozen=True):
     requests: int  # ended in this second
     output_tokens: int  # sent in this second
     decisions: dict[str, int]  # placed in this second, by "decision: reason"
-    prefill_ready: int
+    prefill_ready: int  # units, as the desired ones
     decode_ready: int
     prefill_desired: int | None
     decode_desired: int | None
@@ -185,13 +185,20 @@ class History:
             requests=second.requests,
             output_tokens=second.output_tokens,
             decisions=second.decisions,
-            prefill_ready=self._fleet.ready(Role.PREFILL),
-            decode_ready=self._fleet.ready(Role.DECODE),
+            prefill_ready=self._ready_units(Role.PREFILL),
+            decode_ready=self._ready_units(Role.DECODE),
             prefill_desired=desired.prefill if desired else None,
             decode_desired=desired.decode if desired else None,
             prefill_kv=self._kv_used(Role.PREFILL),
             decode_kv=self._kv_used(Role.DECODE),
         )
+
+    def _ready_units(self, role: Role) -> int:
+        """Units of which all ranks are ready: what the desired ratio counts."""
+        ranks = [view.info for view in self._fleet.workers.values() if view.connected and view.info.role is role]
+        ready = Counter(info.unit for info in ranks if info.state is WorkerState.READY)
+        sizes = {info.unit: len(info.ranks) for info in ranks}
+        return sum(count >= sizes[unit] for unit, count in ready.items())
 
     def _kv_used(self, role: Role) -> float | None:
         views = self._fleet.workers.values()

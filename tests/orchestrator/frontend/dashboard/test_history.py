@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 
+import msgspec
 import pytest
 from support_info import fleet_of, worker_info
 from support_siblings import alone
@@ -24,6 +25,8 @@ def recent() -> Recent:
 @pytest.fixture
 def history(recent: Recent) -> History:
     fleet = fleet_of(worker_info("p0", Role.PREFILL), worker_info("d0"))
+    for view in fleet.workers.values():
+        view.connected = True
     fleet.take_load(WorkerLoad("d0", 1, 100, 25, 2, 1, 30, 5.0), 0.0)
     return History(
         "m",
@@ -101,3 +104,16 @@ async def test_a_sample_is_encoded_once_for_all_watchers(history: History, monke
         history.take(1.0)
         assert first is not None and second is not None
         assert (first.get_nowait(), second.get_nowait(), len(encoded)) == (b"event", b"event", 1)
+
+
+def test_groups_are_counted_as_the_desired_ratio_counts_them(recent: Recent):
+    """Units, of which all ranks are ready; each rank has its card."""
+    ranks = ("g0", "g0.1")
+    infos = [msgspec.structs.replace(worker_info(name), ranks=ranks) for name in ranks]
+    half = msgspec.structs.replace(worker_info("g1"), ranks=("g1", "g1.1"))
+    fleet = fleet_of(*infos, half, worker_info("p0", Role.PREFILL))
+    for view in fleet.workers.values():
+        view.connected = True
+    history = History("m", alone(recent), fleet, recent, lambda: None, lambda: DesiredRatio(1, 2, "scale"))
+    history.take(1.0)
+    assert (history.points[-1].prefill_ready, history.points[-1].decode_ready) == (1, 1)
