@@ -22,14 +22,14 @@ import uvloop
 
 from orchestrator.config.settings import QueueConfig
 from orchestrator.launch.host.redis_server import EmbeddedRedis
-from orchestrator.policy.claims import choose_claims
+from orchestrator.policy.claims import AFFINITY_WINDOW, choose_claims
 from orchestrator.store.client import Redis, connect
 from orchestrator.store.queue import Claim, PrefillQueue
 from orchestrator.types import PrefillJob
 
 NAMESPACE, FRONTEND = "bench-queue", "frontend-1"
 WAITING, SECONDS, BODY_BYTES = 1_000_000, 10.0, 512
-CLAIMERS, WINDOW = 64, QueueConfig().affinity_window
+CLAIMERS, WINDOW = 64, AFFINITY_WINDOW
 TARGET_CLAIM_P99_MS, TARGET_CYCLES_PER_S = 2.0, 5000.0
 CHOSEN_PER_S = 1000.0
 FEW = (8, 12, 16)  # tasks without pauses: so few that a claim's time is not the wait for other tasks of this process

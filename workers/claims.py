@@ -12,7 +12,8 @@ import random
 from collections.abc import Callable
 
 from orchestrator.config.settings import Config
-from orchestrator.policy.claims import choose_claims, claim_budget
+from orchestrator.policy.claims import AFFINITY_WINDOW, choose_claims, claim_budget
+from orchestrator.policy.predict.predictor import PRIOR_S_PER_TOKEN
 from orchestrator.store.client import RedisAway
 from orchestrator.store.queue import Claim, PrefillQueue
 from orchestrator.types import WorkerInfo
@@ -42,7 +43,7 @@ class ClaimLoop:
         active: Callable[[], bool],
     ) -> None:
         """`active`: whether this worker may claim now."""
-        self._info, self._queue_config, self._claim_batches = info, config.queue, config.workers.claim_batches
+        self._info, self._lease_s = info, config.queue.lease_s
         self._queue, self._attempts, self._load, self._prefills = queue, attempts, load, prefills
         self._active = active
         self._room = asyncio.Event()  # set when there may be more room
@@ -67,7 +68,6 @@ class ClaimLoop:
     def _budget(self) -> int:
         """Prompt tokens that may be claimed now."""
         return claim_budget(
-            self._claim_batches,
             self._info.max_num_batched_tokens,
             self._attempts.claimed_tokens,
             len(self._attempts),
@@ -104,14 +104,13 @@ class ClaimLoop:
     async def _claim(self, budget: int, jobs: int) -> tuple[list[Claim], bool]:
         """The new claims, and whether jobs were seen and all of them left in the queue. Raises RedisAway."""
         idle = len(self._attempts) == 0
-        affinity_window = self._queue_config.affinity_window
-        claims, window = await self._queue.claim(self._info.id, budget, jobs, affinity_window, idle, WAIT_S)
+        claims, window = await self._queue.claim(self._info.id, budget, jobs, AFFINITY_WINDOW, idle, WAIT_S)
         if not window:
             # Jobs that do not fit, or are left to idle workers, look like an empty queue. Asking again at once would
             # make a busy loop.
             return claims, not claims and not idle and not self._queue.waits
         rate = self._load.rate.tokens_per_s
-        s_per_token = 1 / rate if rate else self._queue_config.seconds_per_token
+        s_per_token = 1 / rate if rate else PRIOR_S_PER_TOKEN
         chosen = choose_claims(window, budget, idle, s_per_token, share_tokens=self._queue.share_tokens)[:jobs]
         # Another worker may have claimed some of them meanwhile.
         return await self._queue.claim_chosen(self._info.id, chosen, idle and bool(chosen)), not chosen
@@ -147,7 +146,7 @@ class ClaimLoop:
 
     async def _renew_forever(self) -> None:
         while True:
-            await asyncio.sleep(self._queue_config.lease_s / 3)
+            await asyncio.sleep(self._lease_s / 3)
             try:
                 await self._renew()
             except RedisAway as error:
@@ -162,7 +161,7 @@ class ClaimLoop:
     async def _sweep_forever(self) -> None:
         while True:
             # All prefill workers sweep; the jitter spreads them.
-            await asyncio.sleep(self._queue_config.lease_s / 2 * random.uniform(0.75, 1.25))
+            await asyncio.sleep(self._lease_s / 2 * random.uniform(0.75, 1.25))
             try:
                 await self._sweep()
             except RedisAway as error:

@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from orchestrator.cli.handle import OUT, JsonOption, NamespaceOption, SetOption, find_fleet, print_json
-from orchestrator.cli.look.views import config_keys, keys_view, plain
+from orchestrator.cli.look.views import config_keys, how_often, keys_view, plain
 from orchestrator.config.access import SECRETS
 from orchestrator.config.engine_args import check_engine_args
 from orchestrator.config.files import CONFIG_BYTES, read_plain_file
@@ -48,9 +48,10 @@ def _in_brief(name: str, config: Config) -> dict[str, str]:
 
 @config_app.command("keys")
 def keys(as_json: JsonOption = False) -> None:
-    """List every key with its type and default."""
+    """List every key with its type and default, those that most fleets set first."""
     if as_json:
-        print_json([{"key": key, "type": kind, "default": default} for key, kind, default in config_keys(Config)])
+        keys = ({"key": key, "type": kind, "default": default} for key, kind, default in config_keys(Config))
+        print_json([key | {"group": how_often(key["key"])} for key in keys])
     else:
         OUT.print(keys_view(Config))
 

@@ -16,9 +16,8 @@ Port = Annotated[int, Meta(ge=0, le=65535)]
 class FrontendConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     host: Text = "127.0.0.1"
     port: Port = 8000  # 0 picks a free one
-    # Processes that share the port. auto: by their CPU time and requests in flight, within the two limits below.
+    # Processes that share the port. auto: by their CPU time and requests in flight, from 1 to `max_replicas`.
     replicas: Processes | Literal["auto"] = 1
-    min_replicas: Processes = 1
     max_replicas: Processes = 8
     dashboard: bool = True  # the page /dashboard, and orders under /operator/
     otlp_endpoint: Text | None = None  # http://COLLECTOR:4317: OpenTelemetry spans of requests go there

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import msgspec
-from msgspec import Meta
 
 from orchestrator.config.access import LimitsConfig, SecurityConfig, is_loopback
 from orchestrator.config.explain import explain, find_unserializable, kind_of
@@ -84,8 +83,6 @@ class WorkersConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     # A vLLM worker measures its engine's speed when it starts, in at most 3 s. `ratio.mode: auto` and placement use it
     # until the first requests have been measured.
     profile: bool = True
-    # How many prompt tokens a prefill worker may have claimed at once, in engine batches (max_num_batched_tokens).
-    claim_batches: Annotated[float, Meta(ge=1, le=1_000_000)] = 2.0
 
 
 class SLOClass(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -103,7 +100,6 @@ class SLOConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     classes: dict[str, SLOClass] = {}  # by name
     # For a request whose predicted TTFT misses the objective: serve it as usual, answer 429, or queue it last.
     admission: Literal["off", "reject", "queue"] = "queue"
-    admission_slack: Factor = 1.0  # in objectives: 2 tolerates a predicted TTFT twice as long
 
 
 class RoutingConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -140,10 +136,7 @@ class QueueConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     # score = arrival + weight * predicted seconds of its prefill. 0 is FCFS, large is shortest-first.
     # A request's `priority` moves it one slo.ttft_s per step, lower numbers forward, up to ten.
     weight: Amount = 1.0
-    seconds_per_token: Amount = 0.0005  # of prefill, until the first one has been measured
     max_requests: Positive = 10_000
-    # A prefill worker looks at this many jobs at the head and claims one whose prefix it has cached. 0: in order.
-    affinity_window: Annotated[int, Meta(ge=0, le=256)] = 32
     lease_s: Seconds = 10.0
     max_deliveries: Positive = 3  # a job fails when this many workers that had claimed it died
 
@@ -155,7 +148,6 @@ class RatioConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     interval_s: Seconds = 2.0  # between two samples of the load
     window_s: Seconds = 60.0  # samples of this time must agree; of a shorter time where many requests arrive
     cool_down_s: Seconds = 10.0  # no change for this long after any change, an operator's included
-    gain: Share = 0.02  # another split must bear more load by this share
     busy: Amount = 0.8  # no change while the load is below this share of the fleet's capacity
     min_prefill: Workers = 0  # 0: decode workers may prefill everything
     min_decode: SomeWorkers = 1
@@ -193,7 +185,6 @@ class SimConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     kv_bytes_per_token: Positive = 131_072
     link_gb_per_s: Factor = 10.0
     speed: Factor = 1.0  # 2 runs twice as fast as the times above
-    lockstep: bool = True  # ranks of a data-parallel group step together, as those that share experts must
     crash_token: Count | None = None  # a prompt with this token id crashes the engine that computes it, for tests
 
 
@@ -298,11 +289,10 @@ def parse_config(tree: dict[str, Any]) -> Config:
         )
     if config.workers.decode.replicas == 0:
         raise ConfigError("workers.decode.replicas: expected an integer >= 1 (decode workers answer requests), got 0")
-    frontend, workers, ratio, scale = config.frontend, config.workers, config.ratio, config.scale
+    workers, ratio, scale = config.workers, config.ratio, config.scale
     for key, value, lower, least in (
         ("ratio.window_s", ratio.window_s, "two times ratio.interval_s", 2 * ratio.interval_s),
         ("workers.timeout_s", workers.timeout_s, "two times workers.heartbeat_s", 2 * workers.heartbeat_s),
-        ("frontend.max_replicas", frontend.max_replicas, "frontend.min_replicas", frontend.min_replicas),
         ("scale.max_workers", scale.max_workers, "scale.min_workers", scale.min_workers),
         ("scale.shrink_after_s", scale.shrink_after_s, "scale.grow_after_s", scale.grow_after_s),
     ):

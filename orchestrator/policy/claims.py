@@ -11,17 +11,18 @@ from collections.abc import Sequence
 
 from orchestrator.types import WindowJob
 
+CLAIM_BATCHES = 2  # engine batches (max_num_batched_tokens) of prompt tokens that a prefill worker may have claimed
+AFFINITY_WINDOW = 32  # jobs at the queue's head among which it looks for one whose prefix it has cached
 
-def claim_budget(
-    claim_batches: float, max_num_batched_tokens: int, claimed_tokens: int, held: int, free_tokens: int
-) -> int:
+
+def claim_budget(max_num_batched_tokens: int, claimed_tokens: int, held: int, free_tokens: int) -> int:
     """Prompt tokens that a worker may claim now; none if 0 or less.
 
     The worker has claimed `held` jobs and has yet to compute `claimed_tokens` of them. A busy worker claims what fits
-    into `claim_batches` batches and into its free KV memory. An idle worker may claim one job of any size, so its
+    into `CLAIM_BATCHES` batches and into its free KV memory. An idle worker may claim one job of any size, so its
     budget is at least 1.
     """
-    by_batches = int(claim_batches * max_num_batched_tokens) - claimed_tokens
+    by_batches = CLAIM_BATCHES * max_num_batched_tokens - claimed_tokens
     if held == 0:
         return max(1, min(by_batches, free_tokens))
     return min(by_batches, free_tokens - claimed_tokens)

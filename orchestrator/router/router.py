@@ -70,7 +70,7 @@ class Router:
         self._metrics, self.recent = metrics, Recent()
         self._routing, self._fleet, self._codec, self._prefixes = config.routing, fleet, codec, prefixes
         self._answers = Answers(codec, config.routing.first_token == "prefill", metrics)
-        self.learning = Learning(Predictor(config.queue.seconds_per_token), choose, config.slo, metrics)
+        self.learning = Learning(Predictor(), choose, config.slo, metrics)
         self._decider = Decider(transport.frontend_id, config, fleet, queue, prefixes, choose, self.learning)
         self._dispatch = Dispatch(fleet, transport, queue, metrics)
         self._requests = ActiveRequests(codec, self.learning, self.recent, prefixes, metrics)

@@ -11,7 +11,7 @@ import msgspec
 
 from orchestrator.config.settings import SLOConfig
 from orchestrator.policy.candidate import Candidate
-from orchestrator.policy.claims import choose_claims, claim_budget, fair_share_tokens
+from orchestrator.policy.claims import AFFINITY_WINDOW, CLAIM_BATCHES, choose_claims, claim_budget, fair_share_tokens
 from orchestrator.policy.decode_choice import decode_choice
 from orchestrator.policy.placement import Local, PrefillView, Reject, claim_timeout_s
 from orchestrator.policy.policies import Policies, Waiting
@@ -45,16 +45,14 @@ class Router:
         self.slo = msgspec.structs.replace(config.slo, ttft_s=slo.ttft_s, tpot_s=slo.tpot_s)
         self.choose = decode_choice(config.routing.decode_choice, settings.seed)
         self.choose_prefill = decode_choice(config.routing.decode_choice, settings.seed + 1)
-        self.predictor = Predictor(config.queue.seconds_per_token)
+        self.predictor = Predictor()
         self.predictor.set_prior(profile.speed)
         self.policies = Policies(msgspec.structs.replace(config, slo=self.slo), self.choose, self.predictor)
         self.decode = PoolView(self.choose)
         self.prefill = PoolView(self.choose_prefill)
         # The keys of a load are of units that are long already, so each is remembered.
         self.index = PrefixIndex(expected_step=1) if config.routing.prefix_index and unit_tokens else None
-        self._window = config.queue.affinity_window
-        self._claim_batches = config.workers.claim_batches
-        self._claim_tokens = int(self._claim_batches * profile.max_num_batched_tokens)
+        self._claim_tokens = CLAIM_BATCHES * profile.max_num_batched_tokens
         self.queue: list[tuple[float, int, Job]] = []
         self.queue_tokens = 0
         self.claimed = 0
@@ -248,14 +246,13 @@ class Router:
     def _claim_budget(self, worker: Worker) -> int:
         size = worker.profile.block_size
         free_tokens = (worker.kv.free + worker.uncomputed_blocks()) * size
-        batches, batch_tokens = self._claim_batches, worker.profile.max_num_batched_tokens
         held = len(worker.waiting) + len(worker.prefilling)
-        return claim_budget(batches, batch_tokens, worker.pending_tokens, held, free_tokens)
+        return claim_budget(worker.profile.max_num_batched_tokens, worker.pending_tokens, held, free_tokens)
 
     def _claim_from_window(self, worker: Worker, budget: int) -> bool:
         affinity = 1.0 if self.index is not None else 0.0
         now = self._clock.now
-        head = self.queue[: self._window]
+        head = self.queue[:AFFINITY_WINDOW]
         window = []
         for score, number, job in head:
             here = elsewhere = 0

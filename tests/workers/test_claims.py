@@ -13,8 +13,8 @@ from support_steering import order_drain, order_role
 from support_wait import DEADLINE_S, until
 from support_workers import Frontend, Workers, running_workers
 
-from orchestrator.config.settings import QueueConfig
 from orchestrator.launch.host.redis_server import EmbeddedRedis
+from orchestrator.policy.predict.predictor import PRIOR_S_PER_TOKEN
 from orchestrator.types import JobState, Role
 from orchestrator.wire.messages import Claimed, Prefilled, PrefillFailed, Rejected
 from workers.claims import claim_budget
@@ -111,7 +111,7 @@ async def test_idle_worker_leaves_job_cached_elsewhere(
         began = time.monotonic()
         await frontend.claimed(wanted, cached={home.id: 980})
         assert wanted.claimed_by[0] == idle.id
-        assert time.monotonic() - began > 980 * QueueConfig().seconds_per_token
+        assert time.monotonic() - began > 980 * PRIOR_S_PER_TOKEN
         await frontend.finished(first, wanted)
         await workers.assert_no_leaks()
 
@@ -141,7 +141,7 @@ async def test_jobs_cached_on_draining_worker_are_claimed(workers: Workers) -> N
     ],
 )
 def test_claim_budget(claimed: int, held: int, free: int, expected: int) -> None:
-    assert claim_budget(2.0, 2048, claimed, held, free) == expected
+    assert claim_budget(2048, claimed, held, free) == expected
 
 
 async def test_a_job_longer_than_the_budget_is_prefilled_alone(redis_server: EmbeddedRedis) -> None:

@@ -72,7 +72,7 @@ class SimEngine:
         self._codec = SimCodec()
         self._scheduler = SimScheduler(config)
         self._transfers = SimTransfers(self._scheduler, kv or KVConfig(), self._engine_id, self._wake_up)
-        self._lockstep = Lockstep(group if config.lockstep else Group(), self._wake_up)
+        self._lockstep = Lockstep(group, self._wake_up)
         self._steps: asyncio.Queue[EngineStep] = asyncio.Queue()
         self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None

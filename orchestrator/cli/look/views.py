@@ -104,13 +104,35 @@ def fields_view(fields: dict[str, Any]) -> RenderableType:
     return table
 
 
+# How often people need a key: most fleets set some of the first ones. Keys that are named nowhere are of the second
+# group, but for sections that few need.
+OFTEN, SOMETIMES, SELDOM = "set by most fleets", "set by some fleets", "seldom needed"
+_OFTEN = (
+    "model served_model_name engine redis.url frontend.host frontend.port frontend.replicas frontend.server_args "
+    "workers.prefill.replicas workers.prefill.engine_args workers.decode.replicas workers.decode.engine_args "
+    "workers.engine_args workers.env workers.bind slo.ttft_s slo.tpot_s ratio.mode scale.min_workers scale.max_workers "
+    "launcher.kind security.api_keys_file"
+).split()
+_SELDOM = ("queue.", "sim.", "routing.", "kv.", "ratio.", "workers.profile", "scale.attainment", "launcher.restart")
+
+
+def how_often(key: str) -> str:
+    """The group of a configuration key."""
+    if key in _OFTEN:
+        return OFTEN
+    return SELDOM if key.startswith(_SELDOM) or key.endswith(("timeout_s", "heartbeat_s", "after_s")) else SOMETIMES
+
+
 def keys_view(struct: type[msgspec.Struct]) -> RenderableType:
-    """Every configuration key with its type and default."""
+    """Every configuration key with its type and default, those that most people need first."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     for name in ("key", "type", "default"):
         table.add_column(name, overflow="fold")
-    for key, kind, default in config_keys(struct):
-        table.add_row(Text(key), Text(kind), Text(default))
+    for group in (OFTEN, SOMETIMES, SELDOM):
+        table.add_row(Text(group, style="bold"))
+        for key, kind, default in config_keys(struct):
+            if how_often(key) == group:
+                table.add_row(Text(f"  {key}"), Text(kind), Text(default))
     return table
 
 

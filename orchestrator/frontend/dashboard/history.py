@@ -167,8 +167,8 @@ class History:
 
     def _point(self, at: float, second: Second) -> Point:
         depth, desired = self._depth(), self._desired()
-        for window, counts in ((self._ttft, second.ttft), (self._itl, second.itl), (self._wait, second.wait)):
-            window.append(counts)
+        for window, counted in ((self._ttft, second.ttft), (self._itl, second.itl), (self._wait, second.wait)):
+            window.append(counted)
         ttft, itl = _ms(self._ttft, 0.5, 0.9, 0.99), _ms(self._itl, 0.5, 0.99)
         wait = _ms(self._wait, 0.5, 0.99)
         return Point(

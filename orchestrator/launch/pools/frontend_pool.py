@@ -167,7 +167,7 @@ class FrontendPool:
 
     def _replicas(self, node: str) -> int:
         configured = self._config.frontend.replicas
-        return self._wanted.get(node, self._config.frontend.min_replicas) if configured == "auto" else configured
+        return self._wanted.get(node, 1) if configured == "auto" else configured
 
     def _follow_load(self, node: str, snapshot: Snapshot) -> None:
         """Each reading of the registry is a sample while as many serve as should."""
@@ -182,8 +182,7 @@ class FrontendPool:
         samples.append(FrontendSample(now, len(serving), cpu, in_flight))
         while samples[0].at < now - 2 * SHRINK_AFTER_S:
             samples.popleft()
-        limits = self._config.frontend
-        wanted = frontends_wanted(samples, limits.min_replicas, limits.max_replicas, now)
+        wanted = frontends_wanted(samples, 1, self._config.frontend.max_replicas, now)
         if wanted is not None:
             where = f" on {node}" if node else ""
             log.info("frontends%s: %d -> %d (%.2f cores, %d requests)", where, len(serving), wanted, cpu, in_flight)

@@ -65,16 +65,16 @@ def admit(
 ) -> Admission:
     """Admit, defer or reject. `Retry-After` is the time by which the predicted TTFT exceeds its bound, 1 to 60 s.
 
-    The bound is the TTFT objective times `slo.admission_slack`. As in vLLM a lower priority number is more important.
-    Each step below 0 adds that product to the bound once more, and each step above 0 takes a quarter off the bound, so
-    that unimportant requests are refused first.
+    The bound is the TTFT objective. As in vLLM a lower priority number is more important. Each step below 0 adds the
+    objective to the bound once more, and each step above 0 takes a quarter off the bound, so that unimportant requests
+    are refused first.
     """
     if isinstance(decision, Reject):
         return decision
     ttft_s = predicted_ttft_s(decision, request, candidates, prefill, predictor)
     if slo.admission == "off":
         return Admitted(decision, ttft_s)
-    bound_s = slo.ttft_s * slo.admission_slack * _slack_factor(request.priority)
+    bound_s = slo.ttft_s * _slack_factor(request.priority)
     if ttft_s <= bound_s:
         return Admitted(decision, ttft_s)
     if slo.admission == "queue":

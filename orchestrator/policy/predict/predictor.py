@@ -26,6 +26,7 @@ from orchestrator.types import EngineSpeed, QueueDepth
 WAIT_FIT_MEMORY = 50.0  # observations; queue waits change faster than a worker's speed
 MAX_WAIT_PER_BACKLOG = 2.0  # seconds of wait per second of backlog; a line fitted to an idle queue may be steeper
 ITL_WEIGHT, OUTPUT_WEIGHT = 0.1, 0.01  # of a new observation in the running means of ITL and output length
+PRIOR_S_PER_TOKEN = 0.0005  # of prefill, until the first one has been measured
 Z_95 = 1.645  # standard deviations of a normal distribution, below which 95% of it are
 MIN_AHEAD_TOKENS = 16.0  # lower bound of `Predictor.ahead_tokens`, however short outputs are
 
@@ -49,7 +50,7 @@ class Predictor:
     length do not: every request renews them.
     """
 
-    def __init__(self, prior_s_per_token: float = 0.0005, prior_itl_s: float = 0.02) -> None:
+    def __init__(self, prior_s_per_token: float = PRIOR_S_PER_TOKEN, prior_itl_s: float = 0.02) -> None:
         self._prior_itl_s = prior_itl_s
         self._now, self._decisions = 0.0, 0
         self.speed = EngineSpeed()

@@ -28,6 +28,7 @@ PREFILL_LATER = 0.9
 # While all requests are in time, nothing is changed for a fleet that works for less than this share of its time: most
 # requests find an idle worker on either split.
 NEARLY_IDLE = 0.25
+GAIN = 0.02  # another split must bear more load by this share
 NEVER_S = 1e6  # a TPOT objective that every request meets
 # A move to prefill must be better even if the prefill work is this many standard errors off; a move to decode, one. The
 # last prefill worker also needs so much to go: without it a long prompt delays all that decode.
@@ -82,7 +83,7 @@ def desired_ratio(
     The current split is kept for `config.cool_down_s` after a change, while fewer than `MIN_REQUESTS` requests arrive,
     while its headroom is above `PREFILL_LATER / config.busy` (for a move to decode: `DECODE_EARLIER / config.busy`),
     while the workers are nearly idle and all requests in time, and unless another split's headroom is larger by
-    `config.gain` in spite of chance (`_gains`).
+    `GAIN` in spite of chance (`_gains`).
 
     The latest samples are evaluated first, then longer windows, whose larger number of requests shows a smaller gain.
     The whole window and both halves must call for a change in the same direction, so that a burst moves nobody. A move
@@ -166,7 +167,7 @@ def _best_prefill(
     window: Sequence[LoadSample], current: DesiredRatio, config: RatioConfig, slo: SLOConfig, overloaded: bool
 ) -> int:
     """The number of prefill workers of the split with most headroom; the current number if more headroom is not needed
-    or the gain is below `config.gain`.
+    or the gain is below `GAIN`.
 
     With `overloaded` the current split is left even for one with less headroom, because the sequences that decode now
     do not fit on its decode workers; but not for one without prefill workers.
@@ -204,7 +205,7 @@ def _best_prefill(
     if overloaded and gains.get(0, 1.0) < 1:
         gains[0] = 0.0  # the last prefill worker holds back long prompts, which would delay all others
     best = max(gains, key=lambda prefill: (gains[prefill], -abs(prefill - current.prefill)))
-    return best if gains[best] >= gains[current.prefill] * (1 + config.gain) else current.prefill
+    return best if gains[best] >= gains[current.prefill] * (1 + GAIN) else current.prefill
 
 
 def _gains(

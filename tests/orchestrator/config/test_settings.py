@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections import Counter
 from pathlib import Path
 
 import msgspec
@@ -12,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support_fuzz import values
 
-from orchestrator.cli.look.views import config_keys
+from orchestrator.cli.look.views import _OFTEN, OFTEN, SELDOM, SOMETIMES, config_keys, how_often
 from orchestrator.config.engine_args import check_engine_args, group_size
 from orchestrator.config.models import load_models
 from orchestrator.config.settings import Config, ConfigError, load_config, parse_config
@@ -166,6 +167,12 @@ def test_the_list_of_keys_has_each_with_type_and_default():
     assert keys["engine"] == ("vllm | sim", "vllm")
     assert keys["redis.timeout_s"][0] == "number >= 0.0001 <= 1e6"
     assert all(kind for kind, _ in keys.values())
+
+
+def test_keys_are_grouped_by_how_often_people_need_them():
+    groups = Counter(how_often(key) for key, _, _ in config_keys(Config))
+    assert groups[OFTEN] == len(_OFTEN), "each of them exists"
+    assert groups.keys() == {OFTEN, SOMETIMES, SELDOM} and groups[OFTEN] < 25
 
 
 def test_every_number_has_a_lower_and_an_upper_bound():

@@ -666,7 +666,7 @@ async def test_offered_load_counts_every_request_once():
 
 
 async def test_length_and_priority_set_queue_score():
-    bench = Bench(slo={"ttft_s": 3.0, "admission": "off"}, queue={"weight": 4.0, "seconds_per_token": 0.001})
+    bench = Bench(slo={"ttft_s": 3.0, "admission": "off"}, queue={"weight": 8.0})
     for request_id, prompt_tokens, priority in (("a", 1000, 0), ("b", 1000, -2), ("c", 3000, 0)):
         await bench.router.submit(FakeRequest(request_id, prompt_tokens, priority=priority))
     a, b, c = (job.delay_s for job in bench.queue.jobs)
@@ -675,7 +675,7 @@ async def test_length_and_priority_set_queue_score():
 
 
 async def test_length_and_priority_set_engine_delay():
-    bench = Bench(slo={"ttft_s": 3.0, "admission": "off"}, queue={"seconds_per_token": 0.001})
+    bench = Bench(slo={"ttft_s": 3.0, "admission": "off"})
     for request_id, prompt_tokens, priority in (("a", 20, 0), ("b", 20, -2), ("c", 90, 0)):
         await bench.router.submit(FakeRequest(request_id, prompt_tokens, priority=priority))
     await bench.router.submit(FakeRequest("remote", 1000))

@@ -4,6 +4,7 @@ import msgspec
 import pytest
 
 from orchestrator.config.settings import RatioConfig, SLOConfig
+from orchestrator.policy.ratio import decision
 from orchestrator.policy.ratio.attainment import headroom
 from orchestrator.policy.ratio.decision import DECODE_EARLIER, PREFILL_LATER, desired_ratio
 from orchestrator.policy.ratio.load import LoadSample, recent, traffic
@@ -98,14 +99,15 @@ def test_prefill_workers_come_back():
     assert decide(CODE, CODE, CODE, current=aggregated, max_step=8).after.prefill == 7
 
 
-def test_hysteresis_and_cool_down():
+def test_hysteresis_and_cool_down(monkeypatch):
     after = decide(CODE, CODE, CODE, max_step=8).after
     assert decide(CODE, CODE, CODE, current=msgspec.structs.replace(after, set_at=-1000.0)) is None
     assert decide(CODE, CODE, CODE, current=DesiredRatio(4, 4, set_at=95.0)) is None
     ahead = DesiredRatio(4, 4, set_at=3700.0)  # by a clock that was set back by an hour since
     assert decide(CODE, CODE, CODE, current=ahead) is not None
-    assert decide(CODE, CODE, CODE, config=RatioConfig(gain=0.9)) is None
     assert decide() is None
+    monkeypatch.setattr(decision, "GAIN", 0.9)
+    assert decide(CODE, CODE, CODE) is None
 
 
 def test_split_stays_when_headroom_is_large():
