@@ -8,6 +8,8 @@ greedy tokens are those of one engine; a rank that dies ends its group, and no c
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -105,3 +107,52 @@ class TestDecodeGroup:
             return {pid: (after[pid] - before[pid]) / (time.monotonic() - began) for pid in after}
 
         fleet.until(lambda: max(cores().values()) < 2 * IDLE_CORES, "engines that have no requests use no core")
+
+    @pytest.mark.parametrize(
+        ("victim", "how"),
+        [
+            ("rank 0", signal.SIGKILL),
+            ("rank 1", signal.SIGKILL),
+            ("engine 1", signal.SIGKILL),
+            ("coordinator", signal.SIGKILL),
+            ("rank 0", signal.SIGSTOP),
+            ("rank 1", signal.SIGSTOP),
+        ],
+    )
+    def test_group_ends_as_one_and_no_client_notices(
+        self, fleet: RunningFleet, truth: list[list[int]], victim: str, how: signal.Signals
+    ) -> None:
+        asyncio.run(killed_under_load(fleet, truth, victim, how))
+
+
+def ranks(fleet: RunningFleet) -> list[int]:
+    """Process ids of the group's workers. Its role may have changed: while it is away the other worker stands in."""
+    return [worker["pid"] for worker in sorted(fleet.workers(), key=lambda w: w["rank"]) if worker["ranks"] == 2]
+
+
+def find(fleet: RunningFleet, victim: str) -> int:
+    kind, _, rank = victim.partition(" ")
+    agent = ranks(fleet)[int(rank or 0)]
+    if kind == "rank":
+        return agent
+    named = "DPCoordinator" if kind == "coordinator" else "EngineCore"
+    return next(child.pid for child in psutil.Process(agent).children() if named in " ".join(child.cmdline()))
+
+
+async def killed_under_load(fleet: RunningFleet, truth: list[list[int]], victim: str, how: signal.Signals) -> None:
+    group = set(ranks(fleet))
+    assert len(group) == 2
+    async with fleet.under_load(PROMPTS, concurrency=8, max_tokens=MAX_TOKENS) as answers:
+        await asyncio.to_thread(fleet.until, lambda: len(answers) > 8, "answers")
+        os.kill(find(fleet, victim), how)
+        await asyncio.to_thread(
+            fleet.until, lambda: not group & {w["pid"] for w in fleet.workers()}, "all of its ranks are gone"
+        )
+        seen = len(answers)
+        await asyncio.to_thread(fleet.until, lambda: len(answers) > seen + 8, "answers go on")
+        await asyncio.to_thread(
+            fleet.until, lambda: len(ranks(fleet)) == 2 and sum(fleet.shape()) == 3, "the group is back", 180
+        )
+    assert [(a.status, a.error) for a in answers if not a.ok] == []
+    assert all(answer.tokens in truth for answer in answers), "an answer is another, or not whole"
+    fleet.assert_no_leaks()
