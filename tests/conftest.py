@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import re
 import shutil
@@ -45,6 +46,14 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 def pytest_collection_finish() -> None:
     gc.freeze()  # engine processes, which are forked from this one, share what is loaded
     gc.enable()
+
+
+@pytest.fixture(autouse=True)
+def logs_reach_caplog() -> None:
+    """Also after a test that has set up the logs of a program in this process."""
+    logger = logging.getLogger("pd")
+    logger.propagate, logger.handlers = True, []
+    logger.setLevel(logging.NOTSET)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -95,7 +95,7 @@ def stream_routes(history: History, siblings: Siblings, ended: Callable[[], bool
             lines = heapq.nlargest(count, [*siblings.recent.slowest(count, time.monotonic()), *lines], took_ms)
         else:
             lines = heapq.nlargest(count, [*siblings.recent.latest(count), *lines], ended_at)
-        return {"requests": [*map(described, lines)], "silent_frontends": silent}
+        return {"frontend": siblings.frontend, "requests": [*map(described, lines)], "silent_frontends": silent}
 
     @routes.get("/requests/{request_id:path}")  # an id may have slashes
     async def request(request_id: str) -> Response:
