@@ -2,7 +2,7 @@
 
 Two ranks hold half of the experts each and step together. Whatever the sizes of the groups that prefill and decode,
 greedy tokens are those of one engine; a rank that dies ends its group, and no client notices. Slow:
-`make test-topology` runs it.
+`pytest -m topology tests/e2e/test_real_groups.py` runs it.
 """
 
 from __future__ import annotations
