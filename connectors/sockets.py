@@ -150,7 +150,7 @@ class PeerAddresses:
             return settled or not (_FABRICS.is_dir() and any(_FABRICS.iterdir())) or self.has_ended(engine)
         if answered:
             time.sleep(_COPY_S)  # its threads, which were copying then, run
-        elif self._engines[engine].listens is None:
+        elif self._engines.get(engine, _Addresses()).listens is None:
             return settled  # it never named a connection, without which it writes nothing
         elif not self.has_ended(engine):
             return False  # it needs no connection: a process that was stopped during a copy may continue it

@@ -174,11 +174,13 @@ class Siblings:
             return [], []
         question = Question(self.frontend, next(self._numbers), request_id, slowest, latest)
         asked = self._asked[question.number] = _Asked(self._heard_at.keys() - set(self.silent))
-        with contextlib.suppress(RedisAway, TimeoutError):
-            async with asyncio.timeout(_ANSWER_S):
-                await self._publish(question)
-                await asked.complete.wait()
-        del self._asked[question.number]
+        try:
+            with contextlib.suppress(RedisAway, TimeoutError):
+                async with asyncio.timeout(_ANSWER_S):
+                    await self._publish(question)
+                    await asked.complete.wait()
+        finally:  # also of a client that leaves
+            del self._asked[question.number]
         lines = [line for lines in asked.answers.values() for line in lines]
         return lines, sorted(self._heard_at.keys() - asked.answers.keys())
 
