@@ -23,6 +23,7 @@ class Shares:
         self._weights = weights
         self._clocks: OrderedDict[str, float] = OrderedDict()  # by tenant, the one that asked last at the end
         self._asked: dict[str, float] = {}
+        self._active = 0.0  # weights of those that share the fleet now
 
     @property
     def given(self) -> bool:
@@ -31,29 +32,29 @@ class Shares:
     def lead_s(self, tenant: str, now: float) -> float:
         """How long what the tenant has asked for beyond its share would take; 0 while nobody else asks. `now`: seconds
         of a clock that never goes back."""
-        lead = self._clocks.get(tenant, now) - now
-        return lead if lead > 0 and self._active(now) > self._weight(tenant) else 0.0
+        self._forget_idle(now)
+        alone = self._clocks.keys() <= {tenant}
+        return 0.0 if alone else max(0.0, self._clocks.get(tenant, now) - now)
 
     def count(self, tenant: str, work_s: float, now: float, most_s: float) -> None:
         """Count a request of this tenant that keeps the whole fleet busy for `work_s`. Its clock leads by at most
         `most_s`."""
-        self._asked[tenant] = now
+        self._forget_idle(now)
+        if tenant not in self._clocks:
+            self._active += self._weight(tenant)
         clock = max(now, self._clocks.get(tenant, now))
-        self._clocks[tenant] = clock
+        self._clocks[tenant] = min(clock + work_s * self._active / self._weight(tenant), now + most_s)
         self._clocks.move_to_end(tenant)
-        share = self._weight(tenant) / self._active(now)
-        self._clocks[tenant] = min(clock + work_s / share, now + most_s)
-        if len(self._clocks) > _REMEMBERED:
-            del self._asked[self._clocks.popitem(last=False)[0]]
+        self._asked[tenant] = now
 
-    def _active(self, now: float) -> float:
-        """The weights of those that share the fleet now."""
-        total = 0.0
-        for name in reversed(self._clocks):
-            if now - self._asked[name] > _ACTIVE_S:
-                break
-            total += self._weight(name)
-        return total
+    def _forget_idle(self, now: float) -> None:
+        """Those that lend their shares. A client may name any number of tenants, so none is looked at twice."""
+        while self._clocks:
+            tenant = next(iter(self._clocks))
+            if now - self._asked[tenant] <= _ACTIVE_S and len(self._clocks) <= _REMEMBERED:
+                return
+            del self._clocks[tenant], self._asked[tenant]
+            self._active -= self._weight(tenant)
 
     def _weight(self, tenant: str) -> float:
         return self._weights.get(tenant) or self._weights.get(OTHERS, 1.0)
