@@ -50,10 +50,13 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(autouse=True)
 def logs_reach_caplog() -> None:
-    """Also after a test that has set up the logs of a program in this process."""
-    logger = logging.getLogger("pd")
-    logger.propagate, logger.handlers = True, []
-    logger.setLevel(logging.NOTSET)
+    """Also after a test, or a library that it called, has set up the logs of a program in this process."""
+    logging.disable(logging.NOTSET)
+    logging.root.setLevel(logging.WARNING)
+    for name, logger in list(logging.root.manager.loggerDict.items()):
+        if name.partition(".")[0] == "pd" and isinstance(logger, logging.Logger):
+            logger.propagate, logger.disabled, logger.handlers = True, False, []
+            logger.setLevel(logging.NOTSET)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -29,7 +29,7 @@ from orchestrator.telemetry.logs import request_in
 
 ROOT = Path(__file__).parents[1]
 DEMO_VOCABULARY = 49_152
-START_TIMEOUT_S = 180
+START_TIMEOUT_S = 240  # with two other fleets on the same two cores
 CHECKOUT = (sys.executable, "-m", "orchestrator.cli.main")  # `orchestrator` of this folder
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from support_client import Answer, FleetClient
-from support_fleet import RunningFleet, operators_key, small_model, token_prompt, with_operators_key
+from support_fleet import START_TIMEOUT_S, RunningFleet, operators_key, small_model, token_prompt, with_operators_key
 from support_ray import FakeCluster, fake_cluster, processes_of
 from support_redis import Server, running_server
 
@@ -175,7 +175,7 @@ async def test_a_stream_outlives_the_node_that_decodes_it(
     assert frontend.metric("pd_retries_total") >= len(PROMPTS), "they were not done before"
     await asyncio.to_thread(fleet.launcher.wait_for_line, r"waits for a node that has 1 CPU and 1 GPU free", 60)
     added = cluster.add(GPUS)  # Ray sets signal handlers, which only the main thread may
-    await frontend.soon(lambda: frontend.shape() == (1, 1), "replaced", 120)
+    await frontend.soon(lambda: frontend.shape() == (1, 1), "replaced", START_TIMEOUT_S)
     assert {worker["host"] for worker in frontend.workers()} == {fleet.stays, added}
     remote = fleet.placed("remote")
     assert await fleet.ask(PROMPTS, MAX_TOKENS) == [tokens[:MAX_TOKENS] for tokens in truth]
@@ -189,7 +189,7 @@ async def test_scale_ends_an_engine_and_starts_one_in_its_place(fleet: RayFleet,
     await asyncio.to_thread(fleet.launcher.cli, "scale", "prefill=0")
     await frontend.soon(lambda: fleet.where().keys() == {stays["id"]}, "one is drained")
     await asyncio.to_thread(fleet.launcher.cli, "scale", "prefill=1")
-    await frontend.soon(lambda: frontend.shape() == (1, 1), "another is there", 120)
+    await frontend.soon(lambda: frontend.shape() == (1, 1), "another is there", START_TIMEOUT_S)
     after, remote = fleet.where(), fleet.placed("remote")
     assert after[stays["id"]] == before[stays["id"]]
     assert {host for _, host, _ in after.values()} == {host for _, host, _ in before.values()}
@@ -205,7 +205,7 @@ async def test_node_added_while_requests_stream_is_used(
     async with frontend.under_load(PROMPTS, concurrency=3, max_tokens=LONG) as answers:
         await asyncio.to_thread(fleet.launcher.cli, "scale", "decode=2")
         added = cluster.add(GPUS)
-        await frontend.soon(lambda: frontend.shape() == (1, 2), "it has a decode worker", 120)
+        await frontend.soon(lambda: frontend.shape() == (1, 2), "it has a decode worker", START_TIMEOUT_S)
         (new,) = (worker for worker in frontend.workers() if worker["id"] not in before)
         assert new["host"] == added
         running = {"worker": new["id"], "state": "running"}

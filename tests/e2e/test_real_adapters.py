@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import psutil
 import pytest
-from support_fleet import RunningFleet, descendants, running_fleet, small_model, token_prompt
+from support_fleet import START_TIMEOUT_S, RunningFleet, descendants, running_fleet, small_model, token_prompt
 from support_models import LORA_RANK, lora_adapter
 from support_vllm import Driver
 
@@ -35,7 +35,7 @@ class Frontends:
         self._fleet, self._clients = fleet, dict[str, httpx.Client]()
 
     def both(self) -> list[httpx.Client]:
-        self._fleet.until(self._found, "a connection to each of two frontends", timeout_s=180)
+        self._fleet.until(self._found, "a connection to each of two frontends", timeout_s=START_TIMEOUT_S)
         return list(self._clients.values())
 
     def _found(self) -> bool:

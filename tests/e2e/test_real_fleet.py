@@ -11,7 +11,7 @@ import time
 
 import psutil
 import pytest
-from support_fleet import RunningFleet, descendants, running_fleet, small_model, token_prompt
+from support_fleet import START_TIMEOUT_S, RunningFleet, descendants, running_fleet, small_model, token_prompt
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -169,7 +169,7 @@ async def test_killing_the_only_prefill_worker_under_load_fails_nobody(fleet: Ru
         await fleet.soon(
             lambda: fleet.metric("pd_placements_total", reason="no_prefill_worker") > 0, "requests go local"
         )
-        await fleet.soon(lambda: fleet.shape() == (1, 1), "it came back by itself", 120)
+        await fleet.soon(lambda: fleet.shape() == (1, 1), "it came back by itself", START_TIMEOUT_S)
     assert [a.error for a in answers if not a.ok] == []
     assert all(a.tokens in truth for a in answers)
     assert fleet.metric("pd_retries_total", why="claim_timeout") == 0  # what was queued went local at once
