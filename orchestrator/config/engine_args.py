@@ -88,8 +88,21 @@ def group_size(config: Config, role: Role) -> int:
     return size
 
 
+def unit_size(config: Config) -> int:
+    """How many workers change roles together. Raises ConfigError where units of the two roles differ in it."""
+    prefill, decode = (group_size(config, role) for role in (Role.PREFILL, Role.DECODE))
+    if prefill != decode:
+        raise ConfigError(
+            f"workers.prefill.engine_args.{_GROUP}: {prefill}, and {decode} for decode: ratio.mode auto changes roles "
+            "of groups, which takes groups of one size; set it once, in workers.engine_args, or ratio.mode to off"
+        )
+    return decode
+
+
 def _check_groups(config: Config) -> None:
     """Raises ConfigError for a data-parallel group that this fleet cannot have."""
+    if config.ratio.mode == "auto":
+        unit_size(config)
     for role in Role:
         name, size = f"workers.{role.value}.engine_args.{_GROUP}: {engine_args(config, role).get(_GROUP)}", 1
         if pool(config, role).replicas:
@@ -98,8 +111,6 @@ def _check_groups(config: Config) -> None:
             raise ConfigError(
                 f"{name}: a group's ranks run on one host so far; use launcher.kind: local, or set this to 1"
             )
-        if size > 1 and config.ratio.mode == "auto":
-            raise ConfigError(f"{name}: ratio.mode auto weighs single workers; set ratio.mode to off, or this to 1")
 
 
 def check_stages(arguments: Mapping[str, Any], role: Role) -> None:

@@ -11,6 +11,7 @@ import logging
 from collections import deque
 from collections.abc import Iterable
 
+from orchestrator.config.engine_args import unit_size
 from orchestrator.config.settings import Config
 from orchestrator.fleet.view import Fleet, WorkerView
 from orchestrator.policy.predict.predictor import Predictor
@@ -48,6 +49,7 @@ class RatioController:
         self._history, self._predictor, self._reuse = history, predictor, reuse
         self._metrics = metrics or Metrics()
         self._ratio, self._slo = config.ratio, config.slo
+        self._unit_size = unit_size(config) if config.ratio.mode == "auto" else 1
         self._window_samples = samples_in_window(config.ratio)
         self._tick_s = min(config.ratio.interval_s, LEASE_S / 3)
         self._forget()
@@ -104,7 +106,9 @@ class RatioController:
         if current is None or loading:
             return
         # In a thread: for a hundred workers it takes tens of milliseconds, and requests are not to wait for it.
-        decision = await asyncio.to_thread(desired_ratio, list(self.window), current, self._ratio, self._slo)
+        decision = await asyncio.to_thread(
+            desired_ratio, list(self.window), current, self._ratio, self._slo, unit_size=self._unit_size
+        )
         if decision is None:
             return
         seen = Seen.ratio(current, self._frontend_id)  # an operator who has set it meanwhile means it

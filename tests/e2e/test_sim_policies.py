@@ -34,22 +34,26 @@ async def test_priority_overtakes_in_queue():
         fleet.assert_no_leaks()
 
 
-async def test_the_ratio_follows_a_load_that_decodes_much_without_a_failed_request():
-    sets = ["workers.prefill.replicas=3", "workers.decode.replicas=1", "sim.max_num_seqs=4", "frontend.replicas=2"]
+@pytest.mark.parametrize(("size", "prefill", "decode"), [(1, 3, 1), (2, 1, 1)])
+async def test_the_ratio_follows_a_load_that_decodes_much_without_a_failed_request(size, prefill, decode):
+    """Of workers, and of groups of two ranks."""
+    total = prefill + decode
+    sets = [f"workers.prefill.replicas={prefill}", f"workers.decode.replicas={decode}", "sim.max_num_seqs=4"]
+    sets += [f"workers.engine_args.data_parallel_size={size}", "frontend.replicas=2"]
     quick = ["ratio.mode=auto", "ratio.interval_s=0.5", "ratio.window_s=3", "ratio.cool_down_s=2"]
     quick.append("ratio.busy=0.5")  # clients that wait for answers offer no more than is served
     with running_fleet("sim-2p2d.yaml", BY_LENGTH, *sets, *quick) as fleet:
         prompts = [token_prompt(30 + seed, seed) for seed in range(12)]
         async with fleet.under_load(prompts, concurrency=24, max_tokens=80) as answers:
-            await fleet.soon(lambda: fleet.shape() == (0, 4), "0P4D by itself", 120)
+            await fleet.soon(lambda: fleet.shape() == (0, total * size), "all decode by themselves", 120)
             # Under load still: without it the automatic ratio may think again. A frontend asks once a second what is
             # desired, and `status` asks whichever of the two answers.
-            by_ratio = "0 prefill, 4 decode, by ratio"
+            by_ratio = f"0 prefill, {total} decode, by ratio"
             await fleet.soon(lambda: by_ratio in fleet.cli("status").stdout, "status shows it")
             told = functools.partial(fleet.metric, "pd_desired_workers", role="decode")
-            await fleet.soon(lambda: told() == 4, "metrics show it")
+            await fleet.soon(lambda: told() == total, "metrics show it")
         assert [answer.error for answer in answers if not answer.ok] == []
-        assert "3P1D -> " in fleet.cli("ratio", "history").stdout
-        fleet.cli("scale", "prefill=2", "decode=2")
-        fleet.until(lambda: fleet.shape() == (2, 2), "an idle fleet stays as its operator wants it")
+        assert f"{prefill}P{decode}D -> " in fleet.cli("ratio", "history").stdout
+        fleet.cli("scale", "prefill=1", f"decode={total - 1}")
+        fleet.until(lambda: fleet.shape() == (size, (total - 1) * size), "an idle fleet stays as its operator wants it")
         fleet.assert_no_leaks()

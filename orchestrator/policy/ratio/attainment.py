@@ -22,6 +22,14 @@ _NORMAL = NormalDist()
 STEPS = 24  # of a bisection: it halves its interval each time
 
 
+class Split(msgspec.Struct, frozen=True):
+    """Workers by role. `unit_size` of them change roles together, and both numbers are multiples of it."""
+
+    prefill: int
+    decode: int
+    unit_size: int = 1
+
+
 class Traffic(msgspec.Struct, frozen=True):
     """The arriving load and its cost. Seconds are those of one worker."""
 

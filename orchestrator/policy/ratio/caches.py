@@ -6,10 +6,9 @@ from collections.abc import Sequence
 
 import msgspec
 
-from orchestrator.policy.ratio.attainment import Traffic
+from orchestrator.policy.ratio.attainment import Split, Traffic
 from orchestrator.policy.ratio.load import LoadSample
 from orchestrator.policy.ratio.reuse import Curve, curve, uncached
-from orchestrator.types import DesiredRatio
 
 STEPS = 16  # of a bisection
 # While prompts have at most this share more uncached tokens than caches without duplicates would leave, the memory is
@@ -84,7 +83,7 @@ class Caches(msgspec.Struct, frozen=True):
         return low
 
 
-def caches_of(window: Sequence[LoadSample], arriving: Traffic, current: DesiredRatio) -> Caches | None:
+def caches_of(window: Sequence[LoadSample], arriving: Traffic, current: Split) -> Caches | None:
     """The caches that a window of samples shows; None without prompts, or while the workers' memory or speed is not
     known."""
     last, of = window[-1], curve(sample.reuse for sample in window)

@@ -13,7 +13,7 @@ import msgspec
 
 from orchestrator.config.settings import RatioConfig, SLOConfig
 from orchestrator.policy.predict.predictor import Z_95
-from orchestrator.policy.ratio.attainment import Traffic, after_moves, headroom, scale_prefill_times
+from orchestrator.policy.ratio.attainment import Split, Traffic, after_moves, headroom, scale_prefill_times
 from orchestrator.policy.ratio.caches import Caches, caches_of
 from orchestrator.policy.ratio.load import MIN_WINDOWS_S, LoadSample, recent, residence_s, traffic
 from orchestrator.types import DesiredRatio
@@ -77,8 +77,12 @@ def desired_ratio(
     config: RatioConfig = RatioConfig(),
     slo: SLOConfig = SLOConfig(),
     max_step: int | None = None,
+    unit_size: int = 1,
 ) -> RatioDecision | None:
-    """A better split of the same number of workers; None to keep the current one.
+    """A better split of the same number of units; None to keep the current one.
+
+    `current`, `max_step` and the least numbers of `config` count units. Each has `unit_size` workers, which change
+    roles together and have requests of their own: the ranks of a data-parallel group, or one worker.
 
     The current split is kept for `config.cool_down_s` after a change, while fewer than `MIN_REQUESTS` requests arrive,
     while its headroom is above `PREFILL_LATER / config.busy` (for a move to decode: `DECODE_EARLIER / config.busy`),
@@ -91,32 +95,37 @@ def desired_ratio(
     same reason any number of workers goes to decode at once, and at most `max_step` (default: `_max_move_to_prefill`)
     to prefill.
     """
-    total = current.prefill + current.decode
-    if not window or total < config.min_prefill + config.min_decode:
+    if not window or current.prefill + current.decode < config.min_prefill + config.min_decode:
         return None
     if abs(window[-1].at - current.set_at) < config.cool_down_s:  # the server's clock may have been set back since
         return None
+    split = Split(current.prefill * unit_size, current.decode * unit_size, unit_size)
+    config = msgspec.structs.replace(
+        config, min_prefill=config.min_prefill * unit_size, min_decode=config.min_decode * unit_size
+    )
     asked = 0
     for least_s in (0.0, *MIN_WINDOWS_S, config.window_s):
         part = recent(window, config, least_s)
         if len(part) == asked and least_s > MIN_WINDOWS_S[0]:
             continue
         asked = len(part)
-        more = min(max_step or _max_move_to_prefill(part, current, config), _agreed_move(part, current, config, slo))
+        most = max_step * unit_size if max_step else _max_move_to_prefill(part, split, config)
+        more = min(most, _agreed_move(part, split, config, slo))
         if more < 0 or (more > 0 and least_s > 0 and not _caches_filling(part)):
-            return _decision(part, current, more, slo)
+            return _decision(part, current, split, more, slo)
     return None
 
 
-def _max_move_to_prefill(window: Sequence[LoadSample], current: DesiredRatio, config: RatioConfig) -> int:
-    """How many workers may go to prefill at once: a quarter of the fleet, at least one.
+def _max_move_to_prefill(window: Sequence[LoadSample], current: Split, config: RatioConfig) -> int:
+    """How many workers may go to prefill at once: a quarter of the fleet, at least one unit.
 
     They take no new requests until those that they decode have ended. If that takes longer than a cool-down, the limit
     is a quarter of the decode workers.
     """
     arriving = traffic(window)
     ends_soon = arriving is None or residence_s(window, arriving) < config.cool_down_s
-    return max(1, (current.decode + (current.prefill if ends_soon else 0)) // 4)
+    quarter = (current.decode + (current.prefill if ends_soon else 0)) // 4
+    return max(1, quarter // current.unit_size) * current.unit_size
 
 
 def _why(before: float, after: float) -> str:
@@ -132,25 +141,28 @@ def _is_nearly_idle(arriving: Traffic, workers: int) -> bool:
     )
 
 
-def _decision(window: Sequence[LoadSample], current: DesiredRatio, more: int, slo: SLOConfig) -> RatioDecision:
+def _decision(
+    window: Sequence[LoadSample], before: DesiredRatio, current: Split, more: int, slo: SLOConfig
+) -> RatioDecision:
     arriving = traffic(window)
     assert arriving is not None
     caches = caches_of(window, arriving, current)
     moved = _traffic_after(arriving, caches, current, more)
     prefill, decode, per_token = current.prefill + more, current.decode - more, window[-1].prefill_s_per_token
-    before, after = headroom(arriving, current.prefill, current.decode, slo), headroom(moved, prefill, decode, slo)
+    now, then = headroom(arriving, current.prefill, current.decode, slo), headroom(moved, prefill, decode, slo)
+    units = more // current.unit_size
     return RatioDecision(
-        before=current,
-        after=DesiredRatio(prefill, decode, "ratio", window[-1].at, _why(before, after)),
-        headroom_before=before,
-        headroom_after=after,
+        before=before,
+        after=DesiredRatio(before.prefill + units, before.decode - units, "ratio", window[-1].at, _why(now, then)),
+        headroom_before=now,
+        headroom_after=then,
         traffic=arriving,
         uncached=(arriving.local_s / per_token, moved.local_s / per_token) if caches is not None else None,
         kept_s=(caches.at_decode(0)[2], caches.at_decode(more)[2]) if caches is not None else None,
     )
 
 
-def _agreed_move(window: Sequence[LoadSample], current: DesiredRatio, config: RatioConfig, slo: SLOConfig) -> int:
+def _agreed_move(window: Sequence[LoadSample], current: Split, config: RatioConfig, slo: SLOConfig) -> int:
     """How many more workers should prefill (negative: fewer); 0 if the window and its halves disagree."""
     if not window:
         return 0
@@ -164,7 +176,7 @@ def _agreed_move(window: Sequence[LoadSample], current: DesiredRatio, config: Ra
 
 
 def _best_prefill(
-    window: Sequence[LoadSample], current: DesiredRatio, config: RatioConfig, slo: SLOConfig, overloaded: bool
+    window: Sequence[LoadSample], current: Split, config: RatioConfig, slo: SLOConfig, overloaded: bool
 ) -> int:
     """The number of prefill workers of the split with most headroom; the current number if more headroom is not needed
     or the gain is below `GAIN`.
@@ -187,13 +199,14 @@ def _best_prefill(
         most = current.prefill
     if now * config.busy > PREFILL_LATER or _decode_growing(window):
         most = min(most, current.prefill)
-    step = max(1, total // MAX_SPLITS)
+    unit = current.unit_size
+    step = unit * max(1, total // unit // MAX_SPLITS)
     caches = caches_of(window, arriving, current)
     gains = {current.prefill: 0.0 if overloaded and current.prefill > most else 1.0}
     for prefills, standard_errors in (
-        (range(max(1, config.min_prefill), min(most + 1, current.prefill), step), 1.0),
+        (range(max(unit, config.min_prefill), min(most + 1, current.prefill), step), 1.0),
         (range(config.min_prefill, min(1, most + 1, current.prefill)), SURE_STANDARD_ERRORS),
-        (range(current.prefill + 1, most + 1, step), SURE_STANDARD_ERRORS),
+        (range(current.prefill + unit, most + 1, step), SURE_STANDARD_ERRORS),
     ):
         error = standard_errors * _relative_error(window, arriving, config)
         gains |= _gains(arriving, caches, current, prefills, error, slo)
@@ -211,7 +224,7 @@ def _best_prefill(
 def _gains(
     arriving: Traffic,
     caches: Caches | None,
-    current: DesiredRatio,
+    current: Split,
     prefills: Iterable[int],
     error: float,
     slo: SLOConfig,
@@ -237,7 +250,7 @@ def _gains(
     return gains
 
 
-def _traffic_after(arriving: Traffic, caches: Caches | None, current: DesiredRatio, more: int) -> Traffic:
+def _traffic_after(arriving: Traffic, caches: Caches | None, current: Split, more: int) -> Traffic:
     """The traffic after `more` workers have gone to prefill; a negative number goes to decode.
 
     There are two estimates: workers keep their caches when they change roles (`after_moves`), and caches of another
@@ -256,7 +269,7 @@ def _traffic_after(arriving: Traffic, caches: Caches | None, current: DesiredRat
     return msgspec.structs.replace(along, local_s=kept.local_s, local_s2=kept.local_s2)
 
 
-def _decode_overloaded(window: Sequence[LoadSample], current: DesiredRatio) -> bool:
+def _decode_overloaded(window: Sequence[LoadSample], current: Split) -> bool:
     """Whether decode workers had more sequences than they can hold throughout the window, by more than chance: the
     number is about Poisson."""
     return all(

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from support_fuzz import values
 
 from orchestrator.cli.look.views import _OFTEN, OFTEN, SELDOM, SOMETIMES, config_keys, how_often
-from orchestrator.config.engine_args import check_engine_args, group_size
+from orchestrator.config.engine_args import check_engine_args, group_size, unit_size
 from orchestrator.config.models import load_models
 from orchestrator.config.settings import Config, ConfigError, load_config, parse_config
 from orchestrator.types import Role
@@ -297,7 +297,10 @@ def test_a_refused_value_is_shown_in_short_and_without_its_password(tmp_path):
         ("{engine_args: {data_parallel_size: two}}", r"data_parallel_size: expected an integer >= 1, got 'two'"),
         ("{engine_args: {data_parallel_size: 0}}", r"data_parallel_size: expected an integer >= 1, got 0"),
         ("{engine_args: {data_parallel_rank: 1}}", r"data_parallel_rank: is set by the fleet; set data_parallel_size"),
-        ("{decode: {engine_args: {data_parallel_size: 2}}}", r"decode.*data_parallel_size: 2: ratio.mode auto weighs"),
+        (
+            "{decode: {engine_args: {data_parallel_size: 2}}}",
+            r"prefill.*: 1, and 2 for decode: ratio.mode auto changes",
+        ),
     ],
 )
 def test_groups_that_a_fleet_cannot_have_are_refused(tmp_path, more, line):
@@ -310,6 +313,9 @@ def test_groups_are_of_any_size_on_one_host(tmp_path):
     config = load(tmp_path, f"model: demo\nworkers: {sizes}", "ratio.mode=off")
     check_engine_args(config)
     assert [group_size(config, role) for role in (Role.PREFILL, Role.DECODE)] == [2, 3]
+    automatic = load(tmp_path, "model: demo\nworkers: {engine_args: {data_parallel_size: 2}}", "ratio.mode=auto")
+    check_engine_args(automatic)
+    assert unit_size(automatic) == 2
     with pytest.raises(ConfigError, match=r"a group's ranks run on one host so far; use launcher.kind: local"):
         ray = ("launcher.kind=ray", "redis.url=redis://h")
         check_engine_args(load(tmp_path, f"model: demo\nworkers: {sizes}", "ratio.mode=off", *ray))

@@ -280,3 +280,28 @@ def test_shorter_windows_need_more_requests():
 def test_decision_prints_its_numbers():
     line = str(decide(CODE, CODE, CODE))
     assert line.startswith("4P4D -> 6P2D: bears ") and "130 requests/s" in line and "50 ms of prefill" in line
+
+
+@pytest.mark.parametrize(("window", "current"), [(CODE, (4, 4)), (STORIES, (4, 4)), (STORIES, (2, 6)), (CODE, (0, 8))])
+def test_groups_move_as_the_workers_that_they_hold_would(window: LoadSample, current: tuple[int, int]):
+    """The load is that of eight workers; where two of them change roles together, their number is a multiple of two."""
+    each, units = DesiredRatio(*current, set_at=-1000.0), DesiredRatio(current[0] // 2, current[1] // 2, set_at=-1000.0)
+    single = decide(window, window, window, current=each, max_step=8)
+    grouped = decide(window, window, window, current=units, max_step=4, unit_size=2)
+    assert grouped.before == units and grouped.after.prefill + grouped.after.decode == 4
+    assert abs(2 * grouped.after.prefill - single.after.prefill) <= 1
+    assert grouped.headroom_before == single.headroom_before
+    assert grouped.headroom_after <= single.headroom_after * 1.001
+
+
+def test_a_group_is_moved_where_a_quarter_of_the_fleet_is_less_than_one():
+    units = DesiredRatio(1, 3, set_at=-1000.0)
+    moved = decide(CODE, CODE, CODE, current=units, unit_size=8)
+    assert moved is None or moved.after.prefill == 2
+    four = [msgspec.structs.replace(CODE, prefill_s_per_token=each) for each in [CODE.prefill_s_per_token * 4] * 3]
+    assert decide(*four, current=units, unit_size=8).after.prefill == 2
+
+
+def test_least_numbers_count_groups():
+    units, config = DesiredRatio(2, 2, set_at=-1000.0), RatioConfig(min_prefill=1)
+    assert decide(STORIES, STORIES, current=units, config=config, max_step=4, unit_size=2).after.prefill == 1
