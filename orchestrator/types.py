@@ -137,6 +137,7 @@ class WorkerInfo(msgspec.Struct, frozen=True):
     generation: int = 0  # of its configuration; KV passes within one generation
     ranks: tuple[str, ...] = ()  # the workers of its unit in their order; none: it is a unit by itself
     settled: int = 0  # the last order of a role for which its requests have ended
+    started_as: Role | None = None  # the role whose engine arguments and number of ranks it keeps, whichever it has
 
     @property
     def unit(self) -> str:

@@ -91,6 +91,7 @@ class Agent:
         return WorkerInfo(
             id=self.worker_id,
             role=self.life.role,
+            started_as=self.life.role,
             state=self.life.registered,
             host=self._listening.reached_at,
             pid=os.getpid(),

@@ -79,7 +79,7 @@ def worker_to_fields(info: WorkerInfo) -> dict[str, str]:
     flat |= {name: ",".join(flat[name]) for name in _LISTS}
     flat |= identity | {_KV + name: value for name, value in kv.items()}
     flat |= {_SPEED + name: value for name, value in speed.items()}
-    return {name: str(value) for name, value in flat.items()}
+    return {name: str(value) for name, value in flat.items() if value is not None}
 
 
 def worker_from_fields(worker_id: str, fields: dict[str, str]) -> WorkerInfo:

@@ -86,6 +86,7 @@ class PlannedWorker(msgspec.Struct, frozen=True):
     loads, restarts or changes its role is not ready. `owned` means that this launcher runs its process, `managed` that
     one of the fleet's launchers does. `fixed` means that its engine cannot take the other role, `flipping` that it
     serves and was told to take this one. One that is not `placed` has no process: it waits for a machine with room.
+    `started_as` is the role whose engine arguments it has; None where its process is not registered.
     """
 
     id: str
@@ -97,6 +98,7 @@ class PlannedWorker(msgspec.Struct, frozen=True):
     managed: bool = True
     flipping: bool = False
     placed: bool = True
+    started_as: Role | None = None
 
 
 def planned_worker(info: WorkerInfo, orders: WorkerOrders | None, owned: bool, managed: bool = False) -> PlannedWorker:
@@ -114,6 +116,7 @@ def planned_worker(info: WorkerInfo, orders: WorkerOrders | None, owned: bool, m
         fixed=not info.can_be(info.role.other),
         managed=owned or managed,
         flipping=flipping and not ends,
+        started_as=info.started_as,
     )
 
 

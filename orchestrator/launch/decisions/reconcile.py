@@ -145,11 +145,13 @@ def _expendable(worker: PlannedWorker, desired: DesiredRatio, workers: Iterable[
 
 
 def _to_flip(desired: DesiredRatio, role: Role, workers: Sequence[PlannedWorker]) -> PlannedWorker | None:
-    """One that still drains to take this role, which keeps the other then; launchers' before others', and the newest
-    first, so that equal situations move the same workers."""
+    """One that still drains to take this role, which keeps the other then; launchers' before others', ones that were
+    started as the other role, so that engines serve what their arguments are for, and the newest first, so that equal
+    situations move the same workers."""
     able = [w for w in workers if w.role is role and (w.ready or w.flipping) and not w.fixed]
     able = [w for w in able if _expendable(w, desired, workers)]
-    return max(able, key=lambda w: (w.flipping, w.managed, _age_order(w.id)), default=None)
+    returns = role.other
+    return max(able, key=lambda w: (w.flipping, w.managed, w.started_as is returns, _age_order(w.id)), default=None)
 
 
 def _to_drain(desired: DesiredRatio, role: Role, workers: Sequence[PlannedWorker]) -> PlannedWorker | None:

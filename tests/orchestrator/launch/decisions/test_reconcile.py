@@ -52,6 +52,15 @@ def test_roles_are_flipped_before_anything_is_started_or_drained():
     assert do(1, 2, seen("p0", "p1", "d0")) == [Flip("prefill-1", D)]
 
 
+def test_a_worker_that_stood_in_returns_to_the_role_that_it_was_started_as():
+    """A role may have engine arguments, and ranks, of its own: the newer worker, which has those for decode, stays."""
+    stood_in = msgspec.structs.replace(seen("d0")[0], started_as=P)
+    back = msgspec.structs.replace(seen("d1")[0], started_as=D)
+    assert do(1, 1, [stood_in, msgspec.structs.replace(back, ready=False)]) == [], "until the other is ready"
+    assert do(1, 1, [stood_in, back]) == [Flip("decode-0", P)]
+    assert do(1, 1, [msgspec.structs.replace(stood_in, fixed=True), back]) == [Flip("decode-1", P)]
+
+
 def test_a_difference_of_both_kinds_flips_and_then_starts_or_drains():
     assert do(3, 1, seen("p0", "d0", "d1")) == [Flip("decode-1", P), Start(P)]
     assert do(1, 1, seen("p0", "p1", "p2", "d0", "d1")) == [Drain("prefill-2"), Drain("prefill-1"), Drain("decode-1")]
