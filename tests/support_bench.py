@@ -144,7 +144,8 @@ class Bench:
 
     def __init__(self, slo=None, queue=None, **routing):
         routing = {"remote_prefill_min_tokens": 100, **routing}
-        self.config = parse_config({"model": "m", "routing": routing, "slo": slo or {}, "queue": queue or {}})
+        tree = {"model": "m", "routing": routing, "slo": slo or {}, "queue": queue or {}, "ratio": {"mode": "off"}}
+        self.config = parse_config(tree)
         self.choose = choose = decode_choice(self.config.routing.decode_choice)
         self.fleet = Fleet("f", choose.static_score)
         self.transport, self.queue = FakeTransport(), FakeQueue()

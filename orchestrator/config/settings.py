@@ -116,9 +116,11 @@ class RoutingConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     ] = "kv_prefix"
     # A prompt with at least this many uncached tokens is prefilled remotely. Default: predicted times decide.
     remote_prefill_min_tokens: Count | None = None
-    # With more tokens in the queue, prompts are prefilled locally. Default: what is claimed within the claim timeout.
+    # Where remote prefill is better and cannot be had: prefill on the decode worker, or answer 503 with `Retry-After`.
+    fallback: Literal["local", "refuse"] = "local"
+    # With more tokens in the queue, `fallback` applies. Default: what is claimed within the claim timeout.
     max_queued_prefill_tokens: Count | None = None
-    # A job that no worker claims for this long is prefilled locally. Default: 15 times slo.ttft_s, at least 15 s.
+    # To a job that no worker claims for this long `fallback` applies. Default: 15 times slo.ttft_s, at least 15 s.
     claim_timeout_s: Seconds | None = None
     max_waiting_per_worker: Positive = 128  # a decode engine with this many waiting requests is full
     # The engine whose first token the client gets after a remote prefill. `prefill` is sent earlier, and only where
@@ -290,7 +292,9 @@ def parse_config(tree: dict[str, Any]) -> Config:
     if config.workers.decode.replicas == 0:
         raise ConfigError("workers.decode.replicas: expected an integer >= 1 (decode workers answer requests), got 0")
     workers, ratio, scale = config.workers, config.ratio, config.scale
+    refuses = config.routing.fallback == "refuse" and ratio.mode == "auto"
     for key, value, lower, least in (
+        ("ratio.min_prefill", ratio.min_prefill, "what routing.fallback: refuse needs", 1 if refuses else None),
         ("ratio.window_s", ratio.window_s, "two times ratio.interval_s", 2 * ratio.interval_s),
         ("workers.timeout_s", workers.timeout_s, "two times workers.heartbeat_s", 2 * workers.heartbeat_s),
         ("scale.max_workers", scale.max_workers, "scale.min_workers", scale.min_workers),

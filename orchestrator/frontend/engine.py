@@ -42,6 +42,10 @@ STATS_INTERVAL_S = 0.5
 _REASONS = {
     "decode_full": "every decode worker is full",
     "no_decode_worker": "no decode worker is ready",
+    "no_prefill_worker": "no prefill worker is ready, and routing.fallback refuses to prefill elsewhere",
+    "queue_full": "the prefill queue is full, and routing.fallback refuses to prefill elsewhere",
+    "queue_unavailable": "the prefill queue is out of reach, and routing.fallback refuses to prefill elsewhere",
+    "claim_timeout": "no prefill worker took it in time, and routing.fallback refuses to prefill elsewhere",
     "over_share": "its tenant has asked for more than its share, and others want theirs (limits.shares)",
     "slo_ttft": "the first token would come later than slo.ttft_s allows",
 }
@@ -58,8 +62,10 @@ class FleetRefused(GracefulHTTPError):
 
 
 def _failed(failure: Failure) -> Exception:
-    """The exception that the server answers with 500, or with 400 if no worker can serve the request. An event stream
-    that has not begun gets the 400 too."""
+    """The exception that the server answers with 500, with 400 if no worker can serve the request, or with 503 if it
+    was refused after all. An event stream that has not begun gets the last two too."""
+    if failure.rejected is not None:
+        return FleetRefused(Overloaded(failure.rejected))
     if not failure.by_client:
         return GenerationError(failure.why)
     if (context := edge.current.get()) is not None:

@@ -42,6 +42,7 @@ class PrefillView(msgspec.Struct, frozen=True):
     queue: QueueDepth | None
     cached_tokens: int = 0  # this request's best prefix-cache hit on a prefill worker
     queued: bool = False  # the request is in the queue already; `queue` is the part of the queue ahead of it
+    blocked: str | None = None  # why this request cannot go into the queue, whatever the pool can take
 
 
 class Local(msgspec.Struct, tag="local", frozen=True):
@@ -55,10 +56,11 @@ class Remote(msgspec.Struct, tag="remote", frozen=True):
 
 
 class Reject(msgspec.Struct, tag="reject", frozen=True):
-    """The frontend answers with 429 and `Retry-After`."""
+    """The frontend answers with 429 or 503, and `Retry-After`."""
 
     reason: str
     retry_after_s: float
+    no_fallback: bool = False  # it needs remote prefill, which cannot be had now: waiting for room here does not help
 
 
 Decision = Union[Local, Remote, Reject]
@@ -79,6 +81,9 @@ def place(
     Reasons for local: `short_prompt`, `cost`, `no_prefill_worker`, `queue_unavailable`, `queue_full`, or the request's
     own `local_only`. For remote: `long_prompt`, `cost`, or `decode_full` when no decode worker has room for a local
     prefill. For reject: `decode_full`, `no_decode_worker`.
+
+    With `routing.fallback: refuse` the three reasons that are the pool's, and `prefill.blocked`, are reasons for reject
+    where a prefill worker would get the request if one were idle.
     """
     if not candidates:
         return Reject("no_decode_worker", RETRY_AFTER_S)
@@ -91,10 +96,19 @@ def place(
     if routing.max_queued_prefill_tokens is not None:
         cached = max(prefill.cached_tokens, max([c.cached_tokens for c in candidates]))
         uncached = max(0, request.prompt_tokens - cached)
-    blocker = request.local_only or _queue_closed_reason(prefill, uncached, routing, predictor, slo)
+    blocker = request.local_only or prefill.blocked or _queue_closed_reason(prefill, uncached, routing, predictor, slo)
+    refusal = blocker if routing.fallback == "refuse" and request.local_only is None else None
+    if refusal is not None:  # decided as if a prefill worker were idle
+        blocker, prefill = None, PrefillView(1, QueueDepth(0, 0, 0), prefill.cached_tokens)
     if min_tokens is not None:
-        return _by_threshold(request, open_ones, blocker, min_tokens, choose)
-    return _by_cost(request, open_ones, prefill, blocker, routing, choose, predictor, slo)
+        decision = _by_threshold(request, open_ones, blocker, min_tokens, choose)
+    else:
+        decision = _by_cost(request, open_ones, prefill, blocker, routing, choose, predictor, slo)
+    if refusal is None or not isinstance(decision, Remote):
+        return decision
+    if decision.reason == "decode_full":
+        return Reject("decode_full", RETRY_AFTER_S)
+    return Reject(refusal, RETRY_AFTER_S, no_fallback=True)
 
 
 def reject_all(
@@ -120,7 +134,7 @@ def reject_all(
 
 
 def claim_timeout_s(routing: RoutingConfig, slo: SLOConfig, own_ttft_s: float | None = None) -> float:
-    """Seconds after which a job that no worker has claimed is prefilled locally. A queue with longer waits is full."""
+    """Seconds after which a job that no worker has claimed leaves the queue. A queue with longer waits is full."""
     if routing.claim_timeout_s is not None:
         return routing.claim_timeout_s
     return max(MIN_CLAIM_TIMEOUT_S, CLAIM_TIMEOUT_IN_OBJECTIVES * (own_ttft_s or slo.ttft_s))

@@ -7,6 +7,7 @@ import logging
 import time
 
 from orchestrator.fleet.prefixes import PrefixView
+from orchestrator.policy.placement import Reject
 from orchestrator.router.codec import Batch, Codec
 from orchestrator.router.learning import Learning
 from orchestrator.router.request import ActiveRequest, Failure, State
@@ -46,8 +47,17 @@ class ActiveRequests:
             active.parsed.label,
             failure.why,
         )
-        self.batches.put_nowait(Batch([self._codec.failure(active.id, failure)], time.monotonic()))
+        self._tell(active, failure)
         self.end(active, State.FAILED)
+
+    def refuse(self, active: ActiveRequest, rejected: Reject) -> None:
+        """End a request that was accepted, and of which its client has no token, as refused."""
+        self._metrics.placements.labels("reject", rejected.reason).inc()
+        self._tell(active, Failure(rejected.reason, rejected=rejected))
+        self.end(active, State.REJECTED)
+
+    def _tell(self, active: ActiveRequest, failure: Failure) -> None:
+        self.batches.put_nowait(Batch([self._codec.failure(active.id, failure)], time.monotonic()))
 
     def end(self, active: ActiveRequest, state: State) -> None:
         """End a request: count it, log it, and pass its figures to learning. Raises IllegalTransition."""

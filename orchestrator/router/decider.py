@@ -21,8 +21,13 @@ from orchestrator.policy.placement import RETRY_AFTER_S, Local, PrefillView, Rej
 from orchestrator.policy.policies import Policies, Waiting
 from orchestrator.router.learning import Learning
 from orchestrator.router.request import ActiveRequest, Placed
-from orchestrator.types import PrefillJob, Role
+from orchestrator.types import PrefillJob, RequestInfo, Role
 from orchestrator.wire.messages import pack_frames
+
+# Why an attempt that may be refused is not queued (again). After any other failure it is placed as if it were new.
+NOT_QUEUED = frozenset({"claim_timeout", "queue_full", "queue_unavailable"})
+# Local whatever `routing.fallback` is: the policies prefer it, or no queue would ever take the job.
+BETTER_LOCAL = frozenset({"recalled", "job_too_large"})
 
 
 class Decider:
@@ -65,13 +70,11 @@ class Decider:
         """Where this attempt goes. A retry is never refused for its predicted latency: it was accepted once."""
         if not self._fleet.ready(Role.DECODE):  # a short cut, since all waiting requests ask again and again
             return Reject("no_decode_worker", RETRY_AFTER_S)
-        info = active.parsed.info
-        if active.local_reason is not None and info.local_only is None:
-            info = msgspec.structs.replace(info, local_only=active.local_reason)
+        info, blocked = self._restrictions(active)
         hits = self._prefixes.look_up(active.parsed.prefix_keys)
         candidates = self._fleet.candidates(active.avoid, hits)
         cached_at_prefill = candidates.cached_at_prefill
-        pool = self._prefill_pool(max(cached_at_prefill.values(), default=0))
+        pool = self._prefill_pool(max(cached_at_prefill.values(), default=0), blocked)
         placement = self._policies.decide(
             info, candidates.decode, pool, time.monotonic(), admission=active.attempt == 1
         )
@@ -103,6 +106,20 @@ class Decider:
             delay_s=self._policies.engine_delay_s(info),
         )
 
+    def _restrictions(self, active: ActiveRequest) -> tuple[RequestInfo, str | None]:
+        """The request as it may be placed now, and why it may not be queued.
+
+        A retry is prefilled locally. With `routing.fallback: refuse` that is so only once the client has tokens, and
+        while the request may have crashed an engine: its trial is on one worker.
+        """
+        info, reason = active.parsed.info, active.local_reason
+        if reason is None or info.local_only is not None:
+            return info, None
+        may_refuse = self._routing.fallback == "refuse" and not active.answer.tokens and not active.crashes
+        if may_refuse and reason not in BETTER_LOCAL:
+            return info, reason if reason in NOT_QUEUED else None
+        return msgspec.structs.replace(info, local_only=reason), None
+
     def recalled(self, queued: Iterable[ActiveRequest]) -> list[ActiveRequest]:
         """The queued requests of this frontend that a decode worker would now serve sooner."""
         depth = self._queue.depth
@@ -130,8 +147,8 @@ class Decider:
         candidates = self._fleet.candidates(active.avoid, hits, generation).decode
         return (self._policies.choose(parsed.info, candidates) or candidates[0]) if candidates else None
 
-    def _prefill_pool(self, cached_tokens: int = 0) -> PrefillView:
-        return PrefillView(self._fleet.ready(Role.PREFILL), self._queue.depth, cached_tokens)
+    def _prefill_pool(self, cached_tokens: int = 0, blocked: str | None = None) -> PrefillView:
+        return PrefillView(self._fleet.ready(Role.PREFILL), self._queue.depth, cached_tokens, blocked=blocked)
 
     def _job(
         self, active: ActiveRequest, uncached_tokens: int, cached_at_prefill: Mapping[str, int], later_s: float

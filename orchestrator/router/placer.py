@@ -42,7 +42,8 @@ class Placer:
                 if placed.job is not None or not others_failed:
                     continue
                 placed = Reject("no_decode_worker", RETRY_AFTER_S)
-            if time.monotonic() >= deadline or not (wait_for_room or self._decider.is_temporary(placed)):
+            waits = (wait_for_room and not placed.no_fallback) or self._decider.is_temporary(placed)
+            if time.monotonic() >= deadline or not waits:
                 return placed
             await asyncio.sleep(PLACE_AGAIN_INTERVAL_S)
         return None

@@ -1,6 +1,7 @@
 """Retries: a request whose attempt failed gets another attempt on another worker, or fails.
 
-A retry waits for room on a worker, since the request was accepted already.
+A retry waits for room on a worker, since the request was accepted already. With `routing.fallback: refuse` it is
+refused all the same where only a local prefill is left and the client has no token.
 """
 
 from __future__ import annotations
@@ -42,14 +43,16 @@ class Recovery:
     def retry(
         self, active: ActiveRequest, why: str, avoid: str | None = None, charge: bool = True, said: str = ""
     ) -> None:
-        """Give the current attempt up and start the next, which prefills locally.
+        """Give the current attempt up and start the next, which prefills locally (`routing.fallback`).
 
-        `avoid`: a decode worker not to use again. `charge`: the failure counts against `routing.max_attempts`.
+        `avoid`: a decode worker not to use again. `charge`: the failure counts against `routing.max_attempts`; so does
+        that of any remote prefill where the next attempt may be remote too.
         `said`: the worker's own words, for the client should this have been the last attempt.
         """
+        remote = active.state in (State.QUEUED, State.TRANSFERRING) and self._routing.fallback == "refuse"
         if active.ended or not self._give_up(active, why):
             return
-        active.charged += charge
+        active.charged += charge or remote
         if active.charged >= self._routing.max_attempts:
             last = f"; the last: {said}" if said else ""
             self._fail(active, f"{active.attempt} attempts failed: {', '.join(active.retries)}{last}")
@@ -74,7 +77,7 @@ class Recovery:
         self._dispatch.background(self._place_again(active))
 
     def leave_queue(self, why: str) -> None:
-        """Prefill all queued requests locally: in the queue they would wait until their claim deadline."""
+        """Place all queued requests elsewhere: in the queue they would wait until their claim deadline."""
         for active in self._requests.all():
             if active.state is State.QUEUED:
                 self.retry(active, why)
@@ -145,7 +148,10 @@ class Recovery:
                 if active.ended:
                     return
             rejected = await self._placer.place(active, wait_for_room=True)
-            if rejected is not None:
+            if rejected is not None and rejected.no_fallback:
+                self._requests.refuse(active, rejected)
+                self.clear_suspect(active)
+            elif rejected is not None:
                 self._fail(active, f"no decode worker took it over within its deadline ({rejected.reason})")
         except Exception:
             log.exception("request %s could not be placed again", active.parsed.label)

@@ -29,7 +29,7 @@ class State(enum.Enum):
     FINISHED = "finished"
     ABORTED = "aborted"  # the client left
     FAILED = "failed"  # the client got an error
-    REJECTED = "rejected"  # never accepted: 429 or 503
+    REJECTED = "rejected"  # 429 or 503: before it was accepted, or, without a token yet, by `routing.fallback: refuse`
 
 
 SUCCESSORS: dict[State, frozenset[State]] = {
@@ -51,20 +51,23 @@ class IllegalTransition(RuntimeError):
 
 
 class Overloaded(Exception):
-    """The fleet cannot take this request now. `status` is 429 (full) or 503 (no decode worker)."""
+    """The fleet cannot take this request now. `status` is 429 (full) or 503 (no decode worker, or no remote prefill
+    where nothing else may be done)."""
 
     def __init__(self, rejected: Reject) -> None:
         super().__init__(rejected.reason)
         self.reason = rejected.reason
         self.retry_after_s = rejected.retry_after_s
-        self.status = 503 if rejected.reason == "no_decode_worker" else 429
+        self.status = 503 if rejected.reason == "no_decode_worker" or rejected.no_fallback else 429
 
 
 class Failure(msgspec.Struct, frozen=True):
-    """Why a request failed, for its client. `by_client`: no worker can serve it, so the status is 400, not 500."""
+    """Why a request failed, for its client. `by_client`: no worker can serve it, so the status is 400, not 500.
+    `rejected`: it was accepted, and the fleet cannot serve it now; 503."""
 
     why: str
     by_client: bool = False
+    rejected: Reject | None = None
 
 
 class ParsedRequest(msgspec.Struct, frozen=True):
@@ -160,7 +163,7 @@ class ActiveRequest:
     prefill: Prefilling | None = None
     decode: Submitted | None = None
     answer: Answer = field(default_factory=Answer)
-    local_reason: str | None = None  # why this attempt must be prefilled locally
+    local_reason: str | None = None  # why this attempt is not queued, or why the one before failed
     avoid: dict[str, None] = field(default_factory=dict)  # decode workers that refused or lost it, the latest last
     retries: list[str] = field(default_factory=list)  # why each attempt but the first began
     moved_at: float = field(default_factory=time.monotonic)  # when its present state began
@@ -210,9 +213,9 @@ class ActiveRequest:
         self.avoid[worker_id] = None
 
     def next_attempt(self, why: str) -> None:
-        """Go back to PLACING and drop the results of the failed attempt. The next attempt is prefilled locally."""
+        """Go back to PLACING and drop the results of the failed attempt."""
         self.move(State.PLACING)
         self.attempt += 1
-        self.local_reason = self.local_reason or why
+        self.local_reason = why
         self.placed = self.prefill = self.decode = self.answer.early_token = None
         self.answer.held = []

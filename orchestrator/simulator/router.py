@@ -74,6 +74,8 @@ class Router:
         self.settled(job)
         hits = self.look_up(job)
         request = job.info()
+        if job.first_at is not None and self.stack.config.routing.fallback == "refuse":
+            request = msgspec.structs.replace(request, local_only="retry")  # a stream that has started goes on
         candidates = self.decode.candidates(hits)
         cached = self._prefill_hit(hits)
         view = PrefillView(len(self.prefill), QueueDepth(len(self.queue), self.queue_tokens, self.claimed), cached)
@@ -88,7 +90,7 @@ class Router:
             self.predictor.output_tokens,
         )
         if isinstance(decision, Reject):
-            return self._refuse(job, again)
+            return self._refuse(job, again and not decision.no_fallback)
         if isinstance(decision, Local):
             self._place_locally(job, decision, candidates, ruling.later_s)
         else:
@@ -207,16 +209,25 @@ class Router:
             job = entry[2]
             claim_s = claim_timeout_s(self.stack.config.routing, self.slo, job.arrival.ttft_slo_s)
             if now - job.enqueued_at > claim_s:
-                waiting = self._waiting(job)
-                request = msgspec.structs.replace(waiting.request, local_only="claim_timeout")
-                view = PrefillView(len(self.prefill), QueueDepth(0, 0, self.claimed), waiting.cached_at_prefill)
-                local = self.policies.recall(request, waiting.candidates, view)
-                if local is not None:
-                    self._leave_queue(entry, local, waiting.candidates)
+                self._time_out(entry)
         depth = QueueDepth(len(self.queue), self.queue_tokens, self.claimed)
         queued = ((entry, self._waiting(entry[2])) for entry in self.queue)
         for entry, local, chosen in self.policies.recalled(queued, depth, len(self.prefill)):
             self._leave_queue(entry, local, [chosen])
+
+    def _time_out(self, entry: tuple[float, int, Job]) -> None:
+        waiting = self._waiting(entry[2])
+        request, empty = waiting.request, QueueDepth(0, 0, self.claimed)
+        view = PrefillView(len(self.prefill), empty, waiting.cached_at_prefill, blocked="claim_timeout")
+        if self.stack.config.routing.fallback == "local":
+            request = msgspec.structs.replace(request, local_only="claim_timeout")
+        decision = self.policies.decide(request, waiting.candidates, view, self._clock.now, admission=False).decision
+        if isinstance(decision, Local):
+            self._leave_queue(entry, decision, waiting.candidates)
+        elif isinstance(decision, Reject) and decision.no_fallback:
+            self.reasons[f"reject:{decision.reason}"] += 1
+            self._remove(entry)
+            self._end(entry[2], "rejected")
 
     def _waiting(self, job: Job) -> Waiting:
         stale = self._clock.now - job.hits_at > REFRESH_HITS_S
@@ -224,12 +235,15 @@ class Router:
         return Waiting(job.info(), job.uncached, self.decode.candidates(hits), self._prefill_hit(hits))
 
     def _leave_queue(self, entry: tuple[float, int, Job], local: Local, candidates: Sequence[Candidate]) -> None:
-        job = entry[2]
         self.reasons[f"recalled:{local.reason}"] += 1
+        self._remove(entry)
+        self._place_locally(entry[2], local, candidates)
+
+    def _remove(self, entry: tuple[float, int, Job]) -> None:
+        job = entry[2]
         self.queue_tokens -= job.uncached
         job.enqueued_at = -1.0
         del self.queue[bisect_left(self.queue, entry[:2])]
-        self._place_locally(job, local, candidates)
 
     def claim(self, worker: Worker) -> None:
         """Let a prefill worker claim jobs at the head of the queue, window by window, as its budget allows."""

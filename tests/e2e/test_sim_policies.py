@@ -11,6 +11,14 @@ pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 BY_LENGTH = "routing.remote_prefill_min_tokens=256"  # else decode workers would take what waits
 
 
+@pytest.fixture(scope="module")
+def refusing():
+    """A fleet without prefill workers that must not prefill long prompts elsewhere."""
+    sets = ["workers.prefill.replicas=0", "workers.decode.replicas=1", "sim.prefill_us_per_token=500"]
+    with running_fleet("sim-2p2d.yaml", BY_LENGTH, "routing.fallback=refuse", "ratio.mode=off", *sets) as fleet:
+        yield fleet
+
+
 async def test_priority_overtakes_in_queue():
     sets = ["workers.prefill.replicas=1", "workers.decode.replicas=1", "sim.prefill_us_per_token=500"]
     with running_fleet("sim-2p2d.yaml", BY_LENGTH, *sets) as fleet:
@@ -32,6 +40,42 @@ async def test_priority_overtakes_in_queue():
         assert ended[-1] == "unimportant"
         assert "important" not in ended[-4:], ended
         fleet.assert_no_leaks()
+
+
+@pytest.mark.parametrize("streams", [True, False])
+async def test_a_long_prompt_is_refused_where_no_worker_prefills_and_it_must_not_go_elsewhere(streams, refusing):
+    before = refusing.metric("pd_placements_total", decision="reject", reason="no_prefill_worker")
+    async with refusing.client() as client:
+        short = await refusing.ask(client, token_prompt(20, 1), max_tokens=4)
+        assert short.ok, short.error
+        body = {"model": refusing.model, "prompt": token_prompt(1000, 2), "max_tokens": 4, "stream": streams}
+        answer = await client.post("/v1/completions", json=body)
+    assert answer.status_code == 503 and int(answer.headers["retry-after"]) >= 1, answer.text
+    error = answer.json()["error"]
+    assert error["code"] == 503 and "no prefill worker is ready" in error["message"]
+    assert refusing.metric("pd_placements_total", decision="reject", reason="no_prefill_worker") == before + 1
+    refusing.assert_no_leaks()
+
+
+@pytest.mark.parametrize("streams", [True, False])
+async def test_a_prompt_that_waits_when_the_last_prefill_worker_leaves_is_refused(streams, refusing):
+    refusing.cli("scale", "prefill=1", "decode=1")
+    refusing.until(lambda: refusing.shape() == (1, 1), "1P1D")
+    async with refusing.client() as client:
+        body = {"model": refusing.model, "max_tokens": 4, "stream": streams}
+        asking = [
+            asyncio.create_task(client.post("/v1/completions", json={**body, "prompt": token_prompt(1000, seed)}))
+            for seed in range(30)
+        ]
+        await refusing.soon(lambda: refusing.fleet()["queue"]["requests"] >= 5, "a queue")
+        refusing.cli("scale", "prefill=0", "decode=1")
+        answers = await asyncio.gather(*asking)
+    refused = [answer for answer in answers if answer.status_code != 200]
+    assert refused and {answer.status_code for answer in refused} == {503}
+    assert all(int(answer.headers["retry-after"]) >= 1 for answer in refused)
+    assert all("no prefill worker is ready" in answer.json()["error"]["message"] for answer in refused)
+    refusing.until(lambda: refusing.shape() == (0, 1), "0P1D")
+    refusing.assert_no_leaks()
 
 
 @pytest.mark.parametrize(("size", "prefill", "decode"), [(1, 3, 1), (2, 1, 1)])

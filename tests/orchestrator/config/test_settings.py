@@ -121,6 +121,10 @@ def test_there_are_examples_for_each_topology():
             "model: demo\nworkers: {heartbeat_s: 3}",
             "workers.timeout_s: expected at least two times workers.heartbeat_s",
         ),
+        (
+            "model: demo\nrouting: {fallback: refuse}",
+            "ratio.min_prefill: expected at least what routing.fallback: refuse needs (1), got 0",
+        ),
         ('model: demo\nsecurity: {operator_key: "a\\n"}', "expected text of printable ASCII characters without spaces"),
         ("model: demo\nsecurity: {api_keys: [a, '']}", "security.api_keys[1]: expected text of length >= 1, got ''"),
     ],

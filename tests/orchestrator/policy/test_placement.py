@@ -64,6 +64,43 @@ def test_long_prompts_stay_local_when_they_cannot_go_remote(prefill, reason):
     assert decide(request(300), worker(), prefill=prefill) == Local("d0", reason)
 
 
+REFUSING = msgspec.structs.replace(ROUTING, fallback="refuse")
+AWAY = [
+    (PrefillView(0, QueueDepth(0, 0, 0)), "no_prefill_worker"),
+    (PrefillView(1, None), "queue_unavailable"),
+    (PrefillView(1, QueueDepth(9, 9_950, 0)), "queue_full"),
+    (PrefillView(1, QueueDepth(0, 0, 0), blocked="claim_timeout"), "claim_timeout"),
+]
+
+
+def refusing(req: RequestInfo, *workers: Candidate, prefill: PrefillView, routing: RoutingConfig = REFUSING):
+    predictor = Predictor(prior_s_per_token=0.001, prior_itl_s=0.02)
+    return place(req, workers, prefill, routing, decode_choice("kv_blocks"), predictor)
+
+
+@pytest.mark.parametrize(("prefill", "reason"), AWAY)
+def test_long_prompts_are_refused_when_they_cannot_go_remote_and_must_not_stay(prefill, reason):
+    refused = refusing(request(300), worker(), prefill=prefill)
+    assert refused == Reject(reason, refused.retry_after_s, no_fallback=True) and refused.retry_after_s > 0
+    # What no prefill worker would get anyhow stays.
+    assert refusing(request(255), worker(), prefill=prefill) == Local("d0", "short_prompt")
+    assert refusing(request(5000), worker(cached=4900), prefill=prefill) == Local("d0", "short_prompt")
+    assert refusing(request(5000, local_only="n"), worker(), prefill=prefill) == Local("d0", "n")
+    full = refusing(request(100), worker(free=2, waiting=4), prefill=prefill)
+    assert isinstance(full, Reject) and full.reason == "decode_full" and not full.no_fallback
+    assert refusing(request(300), worker(), prefill=IDLE) == Remote("long_prompt")
+
+
+@pytest.mark.parametrize(("prefill", "reason"), AWAY)
+def test_by_cost_what_an_idle_prefill_worker_would_get_is_refused(prefill, reason):
+    by_times = msgspec.structs.replace(REFUSING, remote_prefill_min_tokens=None)
+    busy, idle = decoding("busy", 60), decoding("idle", 0)
+    refused = refusing(request(4000), busy, prefill=prefill, routing=by_times)
+    assert isinstance(refused, Reject) and refused.reason == reason and refused.no_fallback
+    assert refusing(request(4000), busy, idle, prefill=prefill, routing=by_times) == Local("idle", "cost")
+    assert isinstance(refusing(request(4000), busy, prefill=IDLE, routing=by_times), Remote)
+
+
 def test_local_only_request_keeps_its_reason():
     assert decide(request(5000, local_only="n"), worker()) == Local("d0", "n")
 

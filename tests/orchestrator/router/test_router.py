@@ -5,7 +5,7 @@ import time
 
 import msgspec
 import pytest
-from support_bench import Bench, FakeCodec, FakeRequest
+from support_bench import Bench, FakeCodec, FakeRequest, counted
 from support_wait import DEADLINE_S, until
 
 from orchestrator.policy.policies import LATE_OBJECTIVES
@@ -51,6 +51,85 @@ async def test_refused_enqueue_prefills_locally(reason):
     await bench.router.submit(FakeRequest("r"))
     assert bench.submits()[0][1].kv_source is None
     assert bench.router.requests["r"].placed.reason == reason
+
+
+@pytest.mark.parametrize("reason", ["queue_unavailable", "queue_full"])
+async def test_refused_enqueue_refuses_where_prompts_must_not_go_local(reason):
+    bench = Bench(fallback="refuse")
+    bench.queue.refuses = reason
+    with pytest.raises(Overloaded) as refused:
+        await bench.router.submit(FakeRequest("r"))
+    assert (refused.value.reason, refused.value.status) == (reason, 503) and refused.value.retry_after_s > 0
+    bench.queue.refuses = "job_too_large"  # no later attempt would be taken either
+    await bench.router.submit(FakeRequest("s"))
+    assert bench.router.requests["s"].placed.reason == "job_too_large" and bench.submits()[0][1].kv_source is None
+
+
+async def test_a_request_that_nobody_claims_is_refused_where_it_must_not_go_local():
+    bench = await Bench.asked(FakeRequest("r"), claim_timeout_s=0.05, fallback="refuse")
+    before = counted("pd_placements", decision="reject", reason="claim_timeout")
+    bench.router.check(time.monotonic() + 0.06)
+    await bench.settle()
+    assert bench.queue.cancelled == [("r", 1)] and not bench.submits()
+    assert bench.received() == [("r", [], FinishReason.ERROR)]
+    refused = Overloaded(bench.codec.failures["r"].rejected)
+    assert (refused.reason, refused.status) == ("claim_timeout", 503)
+    assert counted("pd_placements", decision="reject", reason="claim_timeout") == before + 1
+    bench.assert_no_leaks()
+
+
+async def test_a_lost_prefill_is_done_by_another_worker_or_refused_where_it_must_not_go_local():
+    bench = Bench(fallback="refuse")
+    bench.add_worker("p1", Role.PREFILL)
+    for name in ("r", "s"):
+        await bench.router.submit(FakeRequest(name))
+        bench.claim(name)
+    bench.lose("p0")
+    await bench.settle()
+    assert [job.attempt for job in bench.queue.jobs] == [1, 1, 2, 2] and len(bench.submits()) == 2
+    bench.claim("r", 2, "p1")
+    bench.lose("p1")
+    await bench.settle()
+    assert {bench.codec.failures[name].rejected.reason for name in ("r", "s")} == {"no_prefill_worker"}
+    bench.assert_no_leaks()
+
+
+async def test_lost_redis_refuses_what_must_not_go_local():
+    bench = await Bench.asked(FakeRequest("r"), fallback="refuse")
+    bench.queue.depth = None
+    bench.router.queue_lost()
+    await bench.settle()
+    assert bench.codec.failures["r"].rejected.reason == "queue_unavailable"
+    bench.assert_no_leaks()
+
+
+async def test_an_unheard_claim_is_not_tried_again_for_ever():
+    bench = await Bench.asked(FakeRequest("r"), fallback="refuse")
+    bench.queue.known["r"] = JobState.CLAIMED
+    for attempt in range(1, 5):
+        assert bench.router.requests["r"].attempt == attempt
+        bench.router.requests["r"].moved_at -= 2
+        await bench.router.check_queue(time.monotonic())
+        await bench.router.check_queue(time.monotonic())
+        await bench.settle()
+    assert "4 attempts failed" in bench.codec.failures["r"].why
+    bench.assert_no_leaks()
+
+
+@pytest.mark.parametrize("early", [True, False])
+async def test_a_stream_that_has_started_is_never_refused(early):
+    bench = await Bench.asked(FakeRequest("r"), claimed=True, fallback="refuse")
+    if early:  # the client has the prefill worker's token, and decode none yet
+        bench.say("p0", Prefilled("r", 1, 0.2), [msgspec.msgpack.encode([["r", [5], FinishReason.LENGTH]])])
+    else:
+        bench.say("p0", Prefilled("r", 1, 0.2))
+        bench.tokens(bench.bound_to(), "r", [5])
+    assert bench.received() == [("r", [5], None)]
+    bench.lose("p0")
+    bench.lose(bench.bound_to())
+    await bench.settle()
+    (again,) = (message for _, message in bench.submits()[1:])
+    assert again.kv_source is None and again.resume_tokens == [5]
 
 
 async def test_requests_that_cannot_go_remote_stay_local():

@@ -1,6 +1,7 @@
 """Whole simulated fleets: exact where a formula exists, complete and without leaks where not."""
 
 import random
+from collections import Counter
 
 import msgspec
 import pytest
@@ -49,6 +50,27 @@ def test_one_request_alone_takes_what_the_formula_says():
     assert job.first_at == pytest.approx(prefill + transfer + step + 999e-7)
     # 100 more tokens, the context growing from 1000 to 1099
     assert job.done_at - job.first_at == pytest.approx(100 * step + 1e-7 * (1000 + 1099) / 2 * 100)
+    assert_no_leaks(sim)
+
+
+REFUSING = {"remote_prefill_min_tokens": 500, "fallback": "refuse"}
+
+
+def test_a_fleet_without_prefill_workers_refuses_what_it_must_not_prefill_elsewhere():
+    load = Load("mixed", [Arrival(0.1 * n, 1000 if n % 2 else 100, 20) for n in range(40)])
+    sim = simulate(load, prefill=0, decode=2, routing=REFUSING, ratio={"mode": "off"}).run()
+    assert {(job.arrival.prompt_tokens, job.outcome) for job in sim.jobs} == {(1000, "rejected"), (100, "ok")}
+    assert sim.router.reasons == {"reject:no_prefill_worker": 20, "local:short_prompt": 20}
+    assert_no_leaks(sim)
+
+
+def test_what_waits_too_long_is_refused_where_it_must_not_go_local():
+    load = Load("burst", [Arrival(0.0, 8000, 2) for _ in range(40)])
+    patient = {**REFUSING, "claim_timeout_s": 2.0, "max_queued_prefill_tokens": 10_000_000}
+    sim = simulate(load, prefill=1, decode=1, routing=patient, ratio={"mode": "off"}).run()
+    outcomes = Counter(job.outcome for job in sim.jobs)
+    assert outcomes["rejected"] == sim.router.reasons["reject:claim_timeout"] > 0
+    assert outcomes["ok"] == 40 - outcomes["rejected"] > 0
     assert_no_leaks(sim)
 
 
