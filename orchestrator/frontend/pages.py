@@ -98,6 +98,7 @@ def fleet_routes(
     rollout: Callable[[], Awaitable[RolloutStatus | None]],
     registry: CollectorRegistry,
     predictor: Predictor,
+    in_time: Callable[[], dict[str, float]],
 ) -> APIRouter:
     """`/ready`, `/fleet`, `/predictions` and `/metrics`."""
     routes = APIRouter()
@@ -120,6 +121,7 @@ def fleet_routes(
             "workers": msgspec.to_builtins([WorkerStatus.of(view.info, view.load, view.connected) for view in workers]),
             "queue": msgspec.to_builtins(queue),
             "desired": msgspec.to_builtins(wanted),
+            "in_time": in_time(),
             "rollout": msgspec.to_builtins(await rollout()),
         }
 

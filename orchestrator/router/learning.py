@@ -42,10 +42,11 @@ class Learning:
             so_far.prefill_tokens // count, so_far.local_tokens // count, self.predictor.output_tokens
         )
 
-    def ended(self, request: ActiveRequest, state: State, now: float) -> None:
-        """Call once for each request that was taken or refused. One whose client left says nothing about the fleet."""
+    def ended(self, request: ActiveRequest, state: State, now: float) -> bool | None:
+        """Call once for each request that was taken or refused. Returns whether it met its objectives; None for one
+        whose client left, which says nothing about the fleet."""
         if state is State.ABORTED:
-            return
+            return None
         late_first, late_tokens = True, False
         first, count = request.answer.first_token_at, len(request.answer.tokens)
         if state is State.FINISHED and first is not None:
@@ -58,6 +59,7 @@ class Learning:
         if count > 1:
             self._metrics.objectives.labels(name, "tpot", str(not late_tokens).lower()).inc()
         self.offered += Offered(ended=1, late_first=int(late_first), late_tokens=int(late_tokens), late=int(late))
+        return not late
 
     def claimed(self, request: ActiveRequest) -> None:
         if request.placed is not None and request.prefill is not None:

@@ -23,7 +23,8 @@ SETTLES_WITHIN_MS = 60_000
 
 @pytest.fixture(scope="module")
 def fleet() -> Iterator[RunningFleet]:
-    with running_fleet("sim-2p2d.yaml", "routing.remote_prefill_min_tokens=100") as running:
+    classes = "slo.classes={chat: {ttft_s: 20, tpot_s: 10}, hasty: {ttft_s: 0.0001}}"
+    with running_fleet("sim-2p2d.yaml", "routing.remote_prefill_min_tokens=100", classes) as running:
         yield running
 
 
@@ -108,6 +109,19 @@ def test_the_fleet_and_its_requests_are_shown(fleet: RunningFleet, look: Any, tm
     # Each plot has a line with points.
     until(page, "document.querySelectorAll('.plot .js-line').length >= 8")
     page.screenshot(path=tmp_path / "dashboard.png", full_page=True)
+
+
+def test_shares_within_objectives_are_shown_by_class(fleet: RunningFleet, look: Any, tmp_path: Path):
+    page = look()
+    for name in ("chat", "hasty"):
+        body = {"model": fleet.model, "prompt": token_prompt(500, seed=7), "max_tokens": 20}
+        fleet.http.post("/v1/completions", json=body, headers={"x-slo-class": name}).raise_for_status()
+    until(page, "document.getElementById('plots').innerText.includes('hasty')")
+    plot = page.locator('.plot:has-text("Within objectives")')
+    assert {"chat", "hasty"} <= set(plot.locator(".legendtext").all_text_contents())
+    said = fleet.cli("status").stdout
+    assert "within objectives in the last minute: chat 100.0%, hasty 0.0%" in said, said
+    page.screenshot(path=tmp_path / "classes.png", full_page=True)
 
 
 def test_transfers_are_drawn_while_they_happen(fleet: RunningFleet, look: Any):

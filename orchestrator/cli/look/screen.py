@@ -15,7 +15,7 @@ from textual.screen import ModalScreen
 from textual.widgets import DataTable, Footer, Input, Label, Sparkline, Static
 
 from orchestrator.cli.look.frontend import client, fleet_stream, stream_errors
-from orchestrator.cli.look.views import STATE_STYLE, blocks_bar, set_by
+from orchestrator.cli.look.views import STATE_STYLE, blocks_bar, in_time_line, set_by
 
 _AGAIN_S = 1.0  # between two attempts to reach a frontend
 _SPARK_POINTS = 60
@@ -93,6 +93,7 @@ class Top(App[None]):
         self._head = Static("connecting ...", id="head")
         self._values = {field: Static() for field, _, _ in _SPARKS}
         self._sparks = {field: Sparkline([]) for field, _, _ in _SPARKS}
+        self._in_time = Static(id="in-time")
         self._table: DataTable[Text] = DataTable(cursor_type="row")
         self._slowest = Static(id="slowest")
 
@@ -103,6 +104,7 @@ class Top(App[None]):
                 with Vertical(classes="spark"):
                     yield self._values[field]
                     yield self._sparks[field]
+        yield self._in_time
         yield self._table
         yield self._slowest
         yield Input(placeholder="show workers whose line contains ...", id="filter")
@@ -152,6 +154,9 @@ class Top(App[None]):
             said = "-" if last is None else f"{last:,.0f}{unit}"
             self._values[field].update(Text.assemble((f"{label:<9}", "bold"), f"{said:>11} "))
             self._sparks[field].data = [value or 0.0 for value in values]
+        shares = self._points[-1]["in_time"] if self._points else {}
+        self._in_time.update(Text(in_time_line(shares) if shares else "", no_wrap=True, overflow="ellipsis"))
+        self._in_time.display = bool(shares)
         self._show_workers()
         slowest = self._sample["slowest"][:_SLOWEST]
         self._slowest.update(Text("\n".join(map(_slow_line, slowest)), no_wrap=True))

@@ -54,6 +54,8 @@ def fleet_view(seen: dict[str, Any]) -> RenderableType:
     if seen.get("no_frontend"):
         lines.append(Text("no frontend answers: loads are not known", style="yellow"))
     lines.append(Text(_queue_line(queue)))
+    if shares := seen.get("in_time"):
+        lines.append(Text(in_time_line(shares)))
     if desired:
         lines.append(Text(f"desired: {desired['prefill']} prefill, {desired['decode']} decode, {set_by(desired)}"))
     if rollout := seen.get("rollout"):
@@ -61,6 +63,13 @@ def fleet_view(seen: dict[str, Any]) -> RenderableType:
             lines.append(Text(_rollout_line(rollout, seen["workers"]), style="yellow"))
         lines += [Text(restart_line(url), style="yellow") for url in rollout["to_restart"]]
     return Group(*lines)
+
+
+def in_time_line(shares: dict[str, float]) -> str:
+    """The share of requests that met their objectives, by class; the nameless class last."""
+    named = [f"{name} {share:.1%}" for name, share in shares.items() if name]
+    rest = [f"no class {shares['']:.1%}" if named else f"{shares['']:.1%}"] if "" in shares else []
+    return f"within objectives in the last minute: {', '.join([*named, *rest])}"
 
 
 def _rollout_line(rollout: dict[str, Any], workers: list[dict[str, Any]]) -> str:

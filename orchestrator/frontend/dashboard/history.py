@@ -10,7 +10,8 @@ import asyncio
 import contextlib
 import time
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from itertools import chain
 from typing import Any
 
 import msgspec
@@ -27,6 +28,7 @@ INTERVAL_S = 1.0
 HOUR_S = 3600
 MAX_WATCHERS = 32
 _WINDOW = 10  # samples that a percentile is taken over
+_JUDGED_WINDOW = 60  # samples that a share of requests is taken over: of a class few may end in a second
 _UNSENT = 5  # samples that wait for a slow watcher before it misses some
 
 
@@ -46,6 +48,7 @@ class Point(msgspec.Struct, frozen=True):
     requests: int  # ended in this second
     output_tokens: int  # sent in this second
     decisions: dict[str, int]  # placed in this second, by "decision: reason"
+    in_time: dict[str, float]  # share of the last minute's requests that met their objectives, by class
     prefill_ready: int  # units, as the desired ones
     decode_ready: int
     prefill_desired: int | None
@@ -83,6 +86,7 @@ class History:
         self._ttft: deque[list[int]] = deque(maxlen=_WINDOW)
         self._itl: deque[list[int]] = deque(maxlen=_WINDOW)
         self._wait: deque[list[int]] = deque(maxlen=_WINDOW)
+        self._judged: deque[list[tuple[str, bool, int]]] = deque(maxlen=_JUDGED_WINDOW)
         self._decided: Counter[str] = Counter()
         self._ended = self._tokens = 0
         self._watchers: set[asyncio.Queue[bytes]] = set()
@@ -119,6 +123,10 @@ class History:
         finally:
             self._watchers.discard(queue)
 
+    def in_time(self) -> dict[str, float]:
+        """The latest point's; empty before the first."""
+        return self.points[-1].in_time if self.points else {}
+
     def columns(self) -> dict[str, list[Any]]:
         """The last hour, one list per field of Point."""
         rows = [msgspec.structs.astuple(point) for point in self.points]
@@ -154,6 +162,7 @@ class History:
         requests, self._ended = ended - self._ended, ended
         tokens, self._tokens = recent.output_tokens - self._tokens, recent.output_tokens
         moved, recent.transferred = recent.transferred, Counter()
+        judged, recent.judged = recent.judged, Counter()
         return Second(
             self._siblings.frontend,
             recent.ttft.take(),
@@ -163,12 +172,14 @@ class History:
             tokens,
             dict(decisions),
             [(source, target, tokens) for (source, target), tokens in moved.items()],
+            [(name, met, requests) for (name, met), requests in judged.items()],
         )
 
     def _point(self, at: float, second: Second) -> Point:
         depth, desired = self._depth(), self._desired()
         for window, counted in ((self._ttft, second.ttft), (self._itl, second.itl), (self._wait, second.wait)):
             window.append(counted)
+        self._judged.append(second.judged)
         ttft, itl = _ms(self._ttft, 0.5, 0.9, 0.99), _ms(self._itl, 0.5, 0.99)
         wait = _ms(self._wait, 0.5, 0.99)
         return Point(
@@ -185,6 +196,7 @@ class History:
             requests=second.requests,
             output_tokens=second.output_tokens,
             decisions=second.decisions,
+            in_time=_in_time(self._judged),
             prefill_ready=self._ready_units(Role.PREFILL),
             decode_ready=self._ready_units(Role.DECODE),
             prefill_desired=desired.prefill if desired else None,
@@ -231,6 +243,14 @@ async def samples(watcher: asyncio.Queue[bytes], ended: Callable[[], bool]) -> A
             async with asyncio.timeout(INTERVAL_S):
                 sample = await watcher.get()
             yield sample
+
+
+def _in_time(window: Iterable[list[tuple[str, bool, int]]]) -> dict[str, float]:
+    met, ended = Counter[str](), Counter[str]()
+    for name, in_time, requests in chain.from_iterable(window):
+        ended[name] += requests
+        met[name] += requests * in_time
+    return {name: round(met[name] / ended[name], 4) for name in sorted(ended)}
 
 
 def _ms(windows: deque[list[int]], *shares: float) -> list[float | None]:

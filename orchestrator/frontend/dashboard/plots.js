@@ -10,7 +10,8 @@ const PLOTS = [
     lines: [["ttft_p50", "P50", "--prefill"], ["ttft_p90", "P90", "--transfer"], ["ttft_p99", "P99", "--warn"]] },
   { title: "Inter-token latency", unit: "ms", lines: [["itl_p50", "P50", "--decode"], ["itl_p99", "P99", "--warn"]] },
   { title: "Output tokens", unit: "tokens/s", lines: [["output_tokens", "sent", "--decode"]] },
-  { title: "Decisions by reason", unit: "requests/s", stacked: "decisions" },
+  { title: "Within objectives in the last minute, by class", unit: "%", factor: 100, top: 103, named: "in_time" },
+  { title: "Decisions by reason", unit: "requests/s", named: "decisions", stacked: true },
   { title: "KV blocks in use", unit: "%", factor: 100, top: 100,
     lines: [["prefill_kv", "prefill", "--prefill"], ["decode_kv", "decode", "--decode"]] },
   { title: "Workers: ready, and desired (dotted)", unit: "workers", steps: true,
@@ -42,9 +43,10 @@ function thinned(values, step) {
   return kept;
 }
 
-function stackedLines(points) {
+function namedLines(points, missing) {
   const names = [...new Set(points.flatMap((counts) => Object.keys(counts)))].sort();
-  return names.map((name, i) => [points.map((counts) => counts[name] ?? 0), name, COLOURS[i % COLOURS.length], "solid"]);
+  return names.map((name, i) =>
+    [points.map((counts) => counts[name] ?? missing), name || "no class", COLOURS[i % COLOURS.length], "solid"]);
 }
 
 export function draw(history, minutes) {
@@ -53,7 +55,7 @@ export function draw(history, minutes) {
   const times = history.at.slice(from).filter((_, i) => i % step === 0).map((at) => new Date(at * 1000));
   const ink = css("--dim"), grid = css("--line");
   for (const plot of PLOTS) {
-    const lines = plot.stacked ? stackedLines(history[plot.stacked].slice(from))
+    const lines = plot.named ? namedLines(history[plot.named].slice(from), plot.stacked ? 0 : null)
       : plot.lines.map(([key, ...rest]) => [history[key].slice(from), ...rest]);
     const traces = lines.map(([values, name, colour, dash]) => ({
       x: times, y: thinned(values, step).map((value) => value === null ? null : value * (plot.factor ?? 1)),

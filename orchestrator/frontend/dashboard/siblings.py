@@ -35,7 +35,8 @@ _UNSENT = 5
 
 class Second(msgspec.Struct, tag="second", frozen=True):
     """What one frontend counted in one second. Latencies as of `Latencies.take`; `transferred`: prompt tokens by
-    prefill and decode worker; `slowest` is None where it is as before."""
+    prefill and decode worker; `judged`: ended requests by class, and whether they met their objectives; `slowest` is
+    None where it is as before."""
 
     frontend: str
     ttft: list[int]
@@ -45,6 +46,7 @@ class Second(msgspec.Struct, tag="second", frozen=True):
     output_tokens: int
     decisions: dict[str, int]
     transferred: list[tuple[str, str, int]]
+    judged: list[tuple[str, bool, int]] = []
     slowest: list[RequestLine] | None = None
 
 
@@ -231,11 +233,13 @@ def summed(seconds: list[Second]) -> Second:
         [sum(column) for column in zip(*counts, strict=True)] for counts in zip(*map(_latencies, seconds), strict=True)
     )
     ttft, itl, wait = columns
-    decisions, moved = Counter[str](), Counter[tuple[str, str]]()
+    decisions, moved, judged = Counter[str](), Counter[tuple[str, str]](), Counter[tuple[str, bool]]()
     for second in seconds:
         decisions.update(second.decisions)
         for source, target, tokens in second.transferred:
             moved[source, target] += tokens
+        for name, met, requests in second.judged:
+            judged[name, met] += requests
     return Second(
         "",
         ttft,
@@ -245,6 +249,7 @@ def summed(seconds: list[Second]) -> Second:
         sum(second.output_tokens for second in seconds),
         dict(decisions),
         [(source, target, tokens) for (source, target), tokens in moved.items()],
+        [(name, met, requests) for (name, met), requests in judged.items()],
     )
 
 

@@ -118,6 +118,7 @@ async def build_model_app(
         connection.rollout,
         registry,
         connection.router.learning.predictor,
+        connection.history.in_time,
     )
     streams = stream_routes(connection.history, connection.siblings, lambda: _is_stopping(app))
     routes = [*ours.routes, *streams.routes]

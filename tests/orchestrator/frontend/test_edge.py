@@ -55,7 +55,7 @@ def app(fleet):
     async def rollout():
         return RolloutStatus(Phase.BACK, 0, 1, "it cannot start")
 
-    ours = pages.fleet_routes("demo", fleet, depth, desired, rollout, registry, Predictor())
+    ours = pages.fleet_routes("demo", fleet, depth, desired, rollout, registry, Predictor(), dict)
     app.router.routes[:0] = ours.routes
 
     @app.get("/refuse")

@@ -51,6 +51,7 @@ async def test_objectives_are_counted_by_class_and_by_whether_they_were_met():
     for name, objective, met in (("fast", "ttft", "true"), ("fast", "tpot", "true"), ("strict", "ttft", "false")):
         assert counted("pd_objectives", slo_class=name, objective=objective, met=met) == 1, (name, objective)
     assert counted("pd_objectives", slo_class="strict", objective="ttft", met="true") == 0
+    assert bench.router.recent.judged == {("fast", True): 1, ("strict", False): 1}
 
 
 async def test_unmeasured_worker_teaches_nothing():

@@ -50,6 +50,7 @@ async def frontend(steered: Any, monkeypatch: pytest.MonkeyPatch) -> AsyncIterat
     for name, free in (("p0", 90), ("d0", 50), ("d1", 10)):
         fleet.take_load(WorkerLoad(name, 1, 100, free, 2, 1, 30, 5.0), 0.0)
     recent = Recent()
+    recent.judged.update({("chat", True): 3, ("chat", False): 1})
     siblings, ratio = alone(recent), DesiredRatio(1, 2, "x")
     history = History("demo", siblings, fleet, recent, lambda: QueueDepth(3, 4000, 1), lambda: ratio)
     app = FastAPI()
@@ -85,6 +86,8 @@ async def test_keys_sort_filter_and_steer(monkeypatch: pytest.MonkeyPatch):
         async with app.run_test(size=(80, 24)) as pilot:
             await until(pilot, lambda: rows(app) == ["d0", "d1", "p0"], "workers by role")
             assert "demo  3 workers  4000 tokens queued  by role  desired 1P2D by x " in str(app._head.content)
+            await until(pilot, lambda: "chat 75.0%" in str(app._in_time.content), "shares within objectives")
+            assert app._in_time.display
             await pilot.press("s")
             assert rows(app) == ["d1", "d0", "p0"], "by used KV blocks"
             await pilot.press("slash", *"prefill", "enter")

@@ -1,8 +1,11 @@
 """Tables of a fleet, from plain data."""
 
-import pytest
+import io
 
-from orchestrator.cli.look.views import set_by
+import pytest
+from rich.console import Console
+
+from orchestrator.cli.look.views import fleet_view, in_time_line, set_by
 
 
 @pytest.mark.parametrize(
@@ -13,3 +16,18 @@ def test_who_set_the_ratio_when_and_why(age_s: float, said: str) -> None:
     desired = {"set_by": "ratio", "set_at": 1000.0, "why": "bears 2.00 instead of 1.00 times what arrives"}
     assert set_by(desired, 1000.0 + age_s) == f"by ratio {said}: {desired['why']}"
     assert set_by({"set_by": "scale", "set_at": 1000.0 + age_s + 5, "why": ""}, 1000.0 + age_s) == "by scale 0 s ago"
+
+
+def test_shares_within_objectives_by_class_the_nameless_last():
+    shares = {"": 0.98, "batch": 1.0, "chat": 0.9456}
+    line = "within objectives in the last minute: batch 100.0%, chat 94.6%, no class 98.0%"
+    assert in_time_line(shares) == line
+    assert in_time_line({"": 0.98}) == "within objectives in the last minute: 98.0%"
+    seen = {"model": "m", "workers": [], "queue": None, "desired": None}
+    console = Console(width=100, file=io.StringIO())
+    with console.capture() as shown:
+        console.print(fleet_view({**seen, "in_time": shares}))
+    assert line in shown.get()
+    with console.capture() as shown:
+        console.print(fleet_view(seen), fleet_view({**seen, "in_time": {}}))
+    assert "objectives" not in shown.get()

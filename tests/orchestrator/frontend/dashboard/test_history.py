@@ -58,6 +58,22 @@ def test_point_counts_since_previous_point(history: History, recent: Recent):
     assert (third.prefill_kv, third.decode_kv) == (None, 0.75)
 
 
+def test_shares_within_objectives_are_those_of_the_last_minute_by_class(history: History, recent: Recent):
+    history.take(0.0)
+    assert history.in_time() == {}
+    recent.judged.update({("chat", True): 3, ("chat", False): 1, ("", True): 2})
+    history.take(1.0)
+    recent.judged["batch", False] += 1
+    recent.judged["chat", True] += 4
+    history.take(2.0)
+    assert history.in_time() == {"": 1.0, "batch": 0.0, "chat": 0.875}
+    for second in range(59):
+        history.take(3.0 + second)
+    assert history.in_time() == {"batch": 0.0, "chat": 1.0}, "the first ones ended more than a minute ago"
+    history.take(100.0)
+    assert history.in_time() == {}
+
+
 def test_history_keeps_one_hour(history: History):
     for second in range(HOUR_S + 10):
         history.take(float(second))

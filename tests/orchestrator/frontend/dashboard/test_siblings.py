@@ -132,9 +132,13 @@ async def test_one_that_leaves_is_forgotten_at_once(two: tuple[Frontend, Fronten
 
 
 def test_latencies_decisions_and_flows_add_up():
-    one = Second("a", [1, 0], [0, 0], [2, 2], 1, 5, {"remote": 1}, [("p", "d", 7)])
-    two = Second("b", [1, 3], [1, 0], [0, 0], 2, 6, {"remote": 1, "local": 2}, [("p", "d", 1), ("p", "e", 2)])
+    one = Second("a", [1, 0], [0, 0], [2, 2], 1, 5, {"remote": 1}, [("p", "d", 7)], [("chat", True, 1)])
+    two = Second(
+        "b", [1, 3], [1, 0], [0, 0], 2, 6, {"remote": 1, "local": 2}, [("p", "d", 1), ("p", "e", 2)],
+        [("chat", True, 2), ("chat", False, 1)],
+    )  # fmt: skip
     assert summed([one, two]) == Second(
-        "", [2, 3], [1, 0], [2, 2], 3, 11, {"remote": 2, "local": 2}, [("p", "d", 8), ("p", "e", 2)]
-    )
+        "", [2, 3], [1, 0], [2, 2], 3, 11, {"remote": 2, "local": 2}, [("p", "d", 8), ("p", "e", 2)],
+        [("chat", True, 3), ("chat", False, 1)],
+    )  # fmt: skip
     assert summed([one]) == msgspec.structs.replace(one, frontend="")
