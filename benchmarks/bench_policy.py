@@ -35,6 +35,7 @@ from orchestrator.router.request import ActiveRequest, ParsedRequest
 from orchestrator.simulator.adp import AdpSettings, simulate_adp
 from orchestrator.simulator.plot import PlotError, line_chart
 from orchestrator.telemetry.metrics import Metrics
+from orchestrator.telemetry.recent import Recent
 from orchestrator.types import (
     EngineIdentity,
     KVEndpoint,
@@ -140,7 +141,7 @@ def bench_decision(results: dict[str, Any]) -> None:
         config = parse_config({"model": "m", "routing": routing})
         queue = cast(QueueView, SimpleNamespace(depth=QueueDepth(10, 50_000, 5)))
         decider = Decider(
-            "f", config, fleet, queue, prefixes, choose, Learning(Predictor(), choose, config.slo, Metrics())
+            "f", config, fleet, queue, prefixes, choose, Learning(Predictor(), choose, config.slo, Metrics(), Recent())
         )
         decided, updated = [], []
         for number in range(20_000):

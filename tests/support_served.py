@@ -36,7 +36,7 @@ class Scripted(FleetCore):
     """An engine core whose outputs are given."""
 
     def __init__(self) -> None:
-        nothing = SimpleNamespace(requests={}, check_admission=lambda: None)
+        nothing = SimpleNamespace(requests={}, check_admission=lambda slo_class: None)
         super().__init__(SimpleNamespace(router=nothing, fleet=Fleet("f"), calls=None, pause=None), ("generate",))
         self.script: list[Output] = []
         self.turns = TURNS

@@ -137,8 +137,9 @@ class FleetCore:
 
     def check_admission(self) -> None:
         """Raises FleetRefused when no request can be taken now."""
+        context = edge.current.get()
         try:
-            self._router.check_admission()
+            self._router.check_admission(context.objectives.name if context is not None else "")
         except Overloaded as error:
             raise FleetRefused(error) from None
 

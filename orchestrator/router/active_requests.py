@@ -64,8 +64,7 @@ class ActiveRequests:
         now = time.monotonic()
         if state is State.FINISHED:
             self._learning.finished(active, now)
-        if (met := self._learning.ended(active, state, now)) is not None:
-            self._recent.judged[active.parsed.info.slo_class, met] += 1
+        self._learning.ended(active, state, now)
         active.move(state)
         del self.by_id[active.id]
         self._prefixes.index.expected.settled(active.id)

@@ -1,4 +1,5 @@
-"""Feeds the predictor with the measured times of each stage of a request, when the stage ends.
+"""Feeds the predictor with the measured times of each stage of a request, when the stage ends, and counts who met their
+objectives.
 
 Reads requests and decides nothing. Times are seconds of the router's monotonic clock.
 """
@@ -12,12 +13,16 @@ from orchestrator.policy.predict.predictor import Predictor
 from orchestrator.policy.ratio.reuse import ReuseCounter
 from orchestrator.router.request import ActiveRequest, State
 from orchestrator.telemetry.metrics import Metrics
+from orchestrator.telemetry.recent import Recent
 from orchestrator.types import Offered
 
 
 class Learning:
-    def __init__(self, predictor: Predictor, choose: DecodeChoice, slo: SLOConfig, metrics: Metrics) -> None:
-        self.predictor, self._choose, self._slo, self._metrics = predictor, choose, slo, metrics
+    def __init__(
+        self, predictor: Predictor, choose: DecodeChoice, slo: SLOConfig, metrics: Metrics, recent: Recent
+    ) -> None:
+        self.predictor, self._choose, self._slo = predictor, choose, slo
+        self._metrics, self._recent = metrics, recent
         self.offered, self.reuse = Offered(), ReuseCounter()
         # By decode worker, the prefill workers from which KV has come. Not a set of pairs: a large fleet has 10,000s.
         self._connected: dict[str, set[str]] = {}
@@ -33,8 +38,9 @@ class Learning:
         at_decode = min(most, placed.at_decode_tokens) if placed is not None else most
         self.offered += Offered.one(at_prefill, at_decode, output_tokens)
 
-    def refused_unread(self) -> None:
-        """Count a request that was refused before it was read, as one of mean size."""
+    def refused_unread(self, slo_class: str) -> None:
+        """Count a request that was refused before it was read, as one of mean size. `slo_class`: as its client says."""
+        self._judge(slo_class if slo_class in self._slo.classes else "", late_first=True, late_tokens=None)
         so_far = self.offered
         count = max(1, so_far.requests)
         refused = Offered(ended=1, late_first=1, late=1)
@@ -42,11 +48,10 @@ class Learning:
             so_far.prefill_tokens // count, so_far.local_tokens // count, self.predictor.output_tokens
         )
 
-    def ended(self, request: ActiveRequest, state: State, now: float) -> bool | None:
-        """Call once for each request that was taken or refused. Returns whether it met its objectives; None for one
-        whose client left, which says nothing about the fleet."""
+    def ended(self, request: ActiveRequest, state: State, now: float) -> None:
+        """Call once for each request that was taken or refused. One whose client left says nothing about the fleet."""
         if state is State.ABORTED:
-            return None
+            return
         late_first, late_tokens = True, False
         first, count = request.answer.first_token_at, len(request.answer.tokens)
         if state is State.FINISHED and first is not None:
@@ -54,12 +59,15 @@ class Learning:
             late_first = first - request.accepted_at > (own.ttft_slo_s or self._slo.ttft_s)
             late_tokens = count > 1 and (now - first) / (count - 1) > (own.tpot_slo_s or self._slo.tpot_s)
         late = late_first or late_tokens
-        name = request.parsed.info.slo_class
-        self._metrics.objectives.labels(name, "ttft", str(not late_first).lower()).inc()
-        if count > 1:
-            self._metrics.objectives.labels(name, "tpot", str(not late_tokens).lower()).inc()
+        self._judge(request.parsed.info.slo_class, late_first, late_tokens if count > 1 else None)
         self.offered += Offered(ended=1, late_first=int(late_first), late_tokens=int(late_tokens), late=int(late))
-        return not late
+
+    def _judge(self, slo_class: str, late_first: bool, late_tokens: bool | None) -> None:
+        """`late_tokens` is None where there was no second token."""
+        self._metrics.objectives.labels(slo_class, "ttft", str(not late_first).lower()).inc()
+        if late_tokens is not None:
+            self._metrics.objectives.labels(slo_class, "tpot", str(not late_tokens).lower()).inc()
+        self._recent.judged[slo_class, not (late_first or late_tokens)] += 1
 
     def claimed(self, request: ActiveRequest) -> None:
         if request.placed is not None and request.prefill is not None:

@@ -70,7 +70,7 @@ class Router:
         self._metrics, self.recent = metrics, Recent()
         self._routing, self._fleet, self._codec, self._prefixes = config.routing, fleet, codec, prefixes
         self._answers = Answers(codec, config.routing.first_token == "prefill", metrics)
-        self.learning = Learning(Predictor(), choose, config.slo, metrics)
+        self.learning = Learning(Predictor(), choose, config.slo, metrics, self.recent)
         self._decider = Decider(transport.frontend_id, config, fleet, queue, prefixes, choose, self.learning)
         self._dispatch = Dispatch(fleet, transport, queue, metrics)
         self._requests = ActiveRequests(codec, self.learning, self.recent, prefixes, metrics)
@@ -82,11 +82,11 @@ class Router:
 
     # ---- what the server calls ---------------------------------------------------------------------------------
 
-    def check_admission(self) -> None:
+    def check_admission(self, slo_class: str = "") -> None:
         """Raises Overloaded when no request at all can be taken, so that the server can refuse before it responds."""
         if (rejected := self._decider.fleet_rejection()) is not None and not self._decider.is_temporary(rejected):
             self._metrics.placements.labels("reject", rejected.reason).inc()
-            self.learning.refused_unread()
+            self.learning.refused_unread(slo_class)
             raise Overloaded(rejected)
 
     async def submit(self, request: Any) -> None:

@@ -6,6 +6,7 @@ import pytest
 from support_bench import Bench, FakeRequest, counted
 
 from orchestrator.frontend.untrusted.objectives import Objectives
+from orchestrator.router.request import Overloaded
 from orchestrator.types import PrefixEvents, QueueDepth, WorkerLoad
 from orchestrator.wire.messages import Prefilled
 
@@ -52,6 +53,19 @@ async def test_objectives_are_counted_by_class_and_by_whether_they_were_met():
         assert counted("pd_objectives", slo_class=name, objective=objective, met=met) == 1, (name, objective)
     assert counted("pd_objectives", slo_class="strict", objective="ttft", met="true") == 0
     assert bench.router.recent.judged == {("fast", True): 1, ("strict", False): 1}
+
+
+async def test_what_is_refused_unread_has_missed_its_objectives():
+    bench = Bench(slo={"classes": {"chat": {"ttft_s": 1.0}}})
+    for name in ("d0", "d1", "p0"):
+        bench.fleet.remove(name)
+    before = counted("pd_objectives", slo_class="chat", objective="ttft", met="false")
+    for name in ("chat", "chat", "made-up"):  # nobody has checked yet whether there is such a class
+        with pytest.raises(Overloaded):
+            bench.router.check_admission(name)
+    assert bench.router.recent.judged == {("chat", False): 2, ("", False): 1}
+    assert counted("pd_objectives", slo_class="chat", objective="ttft", met="false") == before + 2
+    assert counted("pd_objectives", slo_class="made-up", objective="ttft", met="false") == 0
 
 
 async def test_unmeasured_worker_teaches_nothing():
