@@ -107,7 +107,7 @@ class Launcher(WorkerPool):
         """As for the objectives' sake."""
         if (was := self.held) is None:
             return
-        fleet: Any = SimpleNamespace(_registry=self._registry, desired=was)
+        fleet: Any = SimpleNamespace(registry=self._registry, desired=was)
         await FleetProcesses._resize(fleet, Resize(was.prefill, max(1, was.decode + more), "by chance"))
 
 

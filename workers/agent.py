@@ -195,7 +195,7 @@ class Agent:
             "heartbeat": self._heartbeat(),
             "frontends": self._check_frontends(),
             "orders": self._follow_orders(),
-            "log level": follow_log_level(self._log_levels, self.worker_id, logging.getLogger("pd")),
+            "log level": follow_log_level([self._log_levels], self.worker_id, logging.getLogger("pd")),
         }
 
     def _set_exit_code(self, task: asyncio.Task[None]) -> None:

@@ -129,6 +129,18 @@ def find_fleet(namespace: str | None, redis_url: str | None, url: str | None = N
     return FleetHandle(namespace, redis, url, folder.config(model), model)
 
 
+def find_whole_fleet(namespace: str | None, redis_url: str | None) -> FleetHandle:
+    """All models of the fleet that the options name, or that runs here. Raises Refused where there is none."""
+    fleet = namespace_here(namespace)
+    folder = RunFolder(fleet)
+    redis = redis_url or (folder.redis_url() if folder.is_held else None)
+    if redis is None:
+        raise Refused(
+            f"no fleet runs in namespace {fleet!r}; start one with `orchestrator up CONFIG`, or name its --redis"
+        )
+    return FleetHandle(fleet, redis, None, folder.config() if folder.is_held else None)
+
+
 def models_here(namespace: str | None) -> list[str]:
     """The models of the fleet on this machine, where its file names them and `namespace` names none of them."""
     held = held_namespaces() if namespace is None else [namespace]

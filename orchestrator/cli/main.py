@@ -45,6 +45,7 @@ COMMANDS = {
     "join": ("join", "Print what another host needs to run a worker of this fleet."),
     "worker": ("join", "Run one worker for a fleet that runs on another host."),
     "log-level": ("steer", "Set the log level of running processes."),
+    "model": ("model", "List the fleet's models; add one to it while it runs, or remove one."),
     "queue": ("steer", "Show the prefill queue, or one job of it."),
     "ratio": ("look.ratio", "Show how ratio.mode: auto chose the split of the workers."),
     "config": ("config", "Check, show and start configuration files."),

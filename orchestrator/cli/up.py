@@ -11,7 +11,7 @@ from orchestrator.cli.config import checked_models
 from orchestrator.cli.detach import start_detached
 from orchestrator.cli.handle import JsonOption, SetOption
 from orchestrator.config.models import fleet_namespace
-from orchestrator.config.settings import Refused
+from orchestrator.config.settings import Refused, overridden, read_tree
 from orchestrator.launch.console import Console
 from orchestrator.launch.launcher import launch
 
@@ -44,4 +44,4 @@ def up(
         sets = [part for item in set_ or [] for part in ("--set", item)]
         start_detached(fleet_namespace(models), [str(file), *sets, *(["--verbose"] if verbose else [])], as_json)
     else:
-        launch(models, Console(verbose=verbose))
+        launch(models, overridden(read_tree(file), set_ or []), Console(verbose=verbose))

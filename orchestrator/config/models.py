@@ -39,21 +39,16 @@ def parse_models(tree: dict[str, Any], check: Check = lambda config: None) -> di
         config = parse_config(tree)
         check(config)
         return {"": config}
-    shared = {name: value for name, value in tree.items() if name != SECTION}
+    shared = shared_part(tree)
     for name in ("model", "served_model_name"):
         if name in shared:
             raise ConfigError(f"{name}: there is {SECTION} too; give each model its own, under {SECTION}.NAME")
     models = tree[SECTION]
     if not isinstance(models, Mapping) or not models:
         raise ConfigError(f"{SECTION}: expected a section with a name for each model, got {kind_of(models)}")
-    configs = {name: _model(name, own, shared, check) for name, own in models.items()}
-    named: dict[str, str] = {}
-    for name, config in configs.items():
-        if (other := named.setdefault(config.name_served, name)) != name:
-            raise ConfigError(
-                f"{SECTION}.{name}.served_model_name: clients know {other} as {config.name_served!r} already; choose "
-                "another"
-            )
+    configs: dict[str, Config] = {}
+    for name, own in models.items():
+        configs[name] = model_config(name, own, shared, configs, check)
     if next(iter(configs.values())).launcher.kind != "local":
         raise ConfigError("launcher.kind: several models run on one host so far; start one fleet for each on Ray")
     return configs
@@ -76,10 +71,23 @@ def tree_of(tree: dict[str, Any], model: str) -> dict[str, Any]:
         return tree
     if model not in tree[SECTION]:
         raise ConfigError(f"{SECTION}: the model {model!r} is not among them; name another file")
-    return _whole({name: value for name, value in tree.items() if name != SECTION}, model, tree[SECTION][model])
+    return _whole(shared_part(tree), model, tree[SECTION][model])
 
 
-def _model(name: object, own: object, shared: Mapping[str, Any], check: Check) -> Config:
+def shared_part(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """What a file says of all models."""
+    return {name: value for name, value in tree.items() if name != SECTION}
+
+
+def model_config(
+    name: object,
+    own: object,
+    shared: Mapping[str, Any],
+    others: Mapping[str, Config] = {},
+    check: Check = lambda _: None,
+) -> Config:
+    """The configuration of one of several models: `own` is its section, `shared` the rest of the file, `others` are the
+    fleet's other models. Raises ConfigError."""
     where = f"{SECTION}.{name}"
     if not isinstance(name, str):
         raise ConfigError(f"{SECTION}: expected a name, as text, before each ':', got {kind_of(name)}")
@@ -88,7 +96,7 @@ def _model(name: object, own: object, shared: Mapping[str, Any], check: Check) -
         raise ConfigError(f"{where}: expected a section, got {kind_of(own)}")
     for key in own:
         if key in _SHARED:
-            raise ConfigError(f"{where}.{key}: all models share it; set {key} at the top of the file")
+            raise ConfigError(f"{where}.{key}: all models share it; set {key} at the top of the fleet's file")
     frontend = own.get("frontend")
     frontend = frontend if isinstance(frontend, Mapping) else {}
     for key in frontend:
@@ -107,6 +115,11 @@ def _model(name: object, own: object, shared: Mapping[str, Any], check: Check) -
         check(config)
     except ConfigError as error:
         raise _within(own, where, error) from None
+    for other, its in others.items():
+        if its.name_served == config.name_served:
+            raise ConfigError(
+                f"{where}.served_model_name: clients know {other} as {config.name_served!r} already; choose another"
+            )
     return config
 
 

@@ -21,6 +21,7 @@ import signal
 import socket
 import sys
 import uuid
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -37,10 +38,9 @@ from vllm.v1.metrics.prometheus import get_prometheus_registry
 
 from orchestrator.config.access import API_KEY, secured
 from orchestrator.config.engine_args import check_environment
-from orchestrator.config.models import load_models
+from orchestrator.config.models import shared_part
 from orchestrator.config.server_args import uses_tls, uvicorn_options
-from orchestrator.config.settings import Config, ConfigError, load_config
-from orchestrator.config.shared import differences, merged
+from orchestrator.config.settings import Config, ConfigError, read_tree
 from orchestrator.frontend import tracing
 from orchestrator.frontend.access import Access
 from orchestrator.frontend.codec.vllm_codec import VllmCodec
@@ -53,6 +53,7 @@ from orchestrator.frontend.models.metrics import (
     share_http_metrics,
     shared_stat_logger,
 )
+from orchestrator.frontend.models.served import Served, as_listed, rolled_out_config, served_models
 from orchestrator.frontend.pages import FleetCollector
 from orchestrator.frontend.untrusted.connections import BoundedHttp, FrontendServer, listen
 from orchestrator.frontend.wiring import FleetConnection, FleetConnections, unless_ended
@@ -60,7 +61,6 @@ from orchestrator.process.command_line import CommandLine
 from orchestrator.process.parent import die_with_parent, report_exit
 from orchestrator.store.client import Redis, RedisAway, connect
 from orchestrator.store.operator.log_levels import LogLevels, follow_log_level
-from orchestrator.store.registry import Registry
 from orchestrator.store.servers import redis_elsewhere
 from orchestrator.telemetry.logs import set_up as set_up_logging
 from orchestrator.telemetry.metric_files import recreate_missing_folder
@@ -94,15 +94,6 @@ def grace_s(config: Config, supervised: bool) -> float:
         return config.workers.drain_timeout_s
     stop_timeout_s = config.launcher.stop_timeout_s
     return max(stop_timeout_s - _END_S, stop_timeout_s / 2)
-
-
-class Served(msgspec.Struct, frozen=True):
-    """One of this frontend's models. `name`: empty text where there is one only, which its file does not name.
-    `generation`: that of `config`; None where no launcher started this frontend."""
-
-    name: str
-    config: Config
-    generation: int | None = None
 
 
 class Prepared(msgspec.Struct, frozen=True):
@@ -154,33 +145,28 @@ def fleet_collector(connection: FleetConnection) -> FleetCollector:
     return FleetCollector(connection.fleet.workers.values, lambda: connection.queue.depth, lambda: connection.desired)
 
 
-async def rolled_out_config(config: Config, redis: Redis) -> tuple[Config, int]:
-    """The configuration and generation of a frontend that no launcher starts: its own configuration, with the values
-    of the last settled rollout. Raises ConfigError, RedisAway."""
-    rollout = await Registry(redis, config.namespace).configuration.rollout()
-    if rollout is None:
-        return config, 0
-    version = rollout.settled
-    fleets = merged(config, version.config)
-    if keys := ", ".join(differences(config, fleets)):
-        log.warning("configuration %d was rolled out: its values go before this file's of %s", version.generation, keys)
-    return fleets, version.generation
-
-
-async def serve(models: list[Served], redis_url: str, index: int, port: int, drain_s: float) -> None:
-    """Serve until an order to drain, SIGTERM or SIGINT. A frontend that no launcher started reads its models'
-    configurations from Redis. Raises ConfigError, RedisAway."""
+async def serve(
+    models: list[Served],
+    redis_url: str,
+    index: int,
+    port: int,
+    drain_s: float,
+    shared: Mapping[str, Any] | None = None,
+) -> None:
+    """Serve until an order to drain, SIGTERM or SIGINT. A frontend that no launcher started reads its models and their
+    configurations from Redis; `shared` is what its file says of all, where it has several. Raises ConfigError,
+    RedisAway."""
     config = models[0].config
     listener = listen(config.frontend.host, port)
     redis = await connect(redis_url, config.redis.timeout_s)
     frontend_id = f"frontend-{index}-{uuid.uuid4().hex[:8]}"
+    if shared is not None:
+        models = await as_listed(models, shared, redis)
     prepared = [await prepare(each, frontend_id, redis) for each in models]
     connection = FleetConnections({each.name: each.connection for each in prepared})
-    levels, *others = [LogLevels(redis, each.config.namespace) for each in prepared]
+    levels = [LogLevels(redis, each.config.namespace) for each in prepared]
     connected = asyncio.create_task(connection.run())
-    levelled = asyncio.create_task(
-        follow_log_level(levels, frontend_id.rpartition("-")[0], logging.getLogger("pd"), *others)
-    )
+    levelled = asyncio.create_task(follow_log_level(levels, frontend_id.rpartition("-")[0], logging.getLogger("pd")))
     await unless_ended(connected, connection.synced())
     app = await unless_ended(connected, build_server_app(prepared))
     await connection.begin_adapters()
@@ -283,15 +269,6 @@ def allow_many_connections() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
 
 
-def served_models(options: argparse.Namespace) -> list[Served]:
-    """The models that the command line names. Raises ConfigError."""
-    if options.model:
-        return [Served(name, load_config(Path(file)), int(generation)) for name, file, generation in options.model]
-    if options.config is None:
-        raise ConfigError("--config: required, but not given")
-    return [Served(name, config, options.generation) for name, config in load_models(options.config).items()]
-
-
 def main() -> None:
     parser = CommandLine(prog="orchestrator.frontend.server", description=__doc__)
     parser.add_argument("--redis", help="URL of the fleet's Redis; default: redis.url of --config, or PD_REDIS_URL")
@@ -315,7 +292,9 @@ def main() -> None:
         port = config.frontend.port if options.port is None else options.port
         redis_url = options.redis or redis_elsewhere(config)
         drain_s = grace_s(config, options.die_with_parent)
-        uvloop.run(serve(models, redis_url, options.index, port, drain_s))
+        by_hand = bool(models[0].name) and models[0].generation is None
+        shared = shared_part(read_tree(options.config)) if by_hand else None
+        uvloop.run(serve(models, redis_url, options.index, port, drain_s, shared))
     except (ConfigError, RedisAway) as error:
         report_exit("orchestrator.frontend.server", str(error), final=isinstance(error, ConfigError))
         sys.exit(2)

@@ -21,7 +21,7 @@ from orchestrator.launch.decisions.fleet_size import FleetSize, Resize
 from orchestrator.launch.host.leftovers import SharedMemory
 from orchestrator.launch.host.run_folder import StartedProcess
 from orchestrator.launch.machines import Machines, Setup, frontend_named
-from orchestrator.launch.pools.frontend_pool import FrontendPool, OfModel
+from orchestrator.launch.pools.frontend_pool import FrontendPool
 from orchestrator.launch.pools.worker_pool import WorkerPool
 from orchestrator.launch.registry_watch import RegistryWatch, Snapshot
 from orchestrator.launch.rollout import RolloutRunner, cannot_start
@@ -64,14 +64,14 @@ class FleetProcesses:
         note_started: Callable[[list[StartedProcess], frozenset[str]], None],
         setup: Setup,
         prepare: Callable[[Config, int], Awaitable[Setup]],
-        frontends: FrontendPool | None = None,
+        frontends: FrontendPool,
     ) -> None:
         """`setup`: what processes are started with at first; `prepare` makes the setup of another configuration.
-        `frontends`: those of another model, which serve this one too; by default it has its own."""
+        `frontends`: of all models. They serve this one once `self.frontends` is told to `serve`."""
         self.config = config
         self.desired = DesiredRatio(config.workers.prefill.replicas, config.workers.decode.replicas, "launcher")
         self.watch = RegistryWatch(registry, self._update)
-        self._registry = registry
+        self.registry = registry
         self._console = console
         self._note_started = note_started
         self._model = setup.model  # its name, where the fleet has several
@@ -82,10 +82,7 @@ class FleetProcesses:
         self._pool = WorkerPool(config, registry, machines, console.log, self._show, setup)
         self._machines = machines
         self._looking: asyncio.Task[None] | None = None
-        self.frontend_pool = frontends or FrontendPool(config, registry, machines, console.log, self._show, setup)
-        self.frontends: FrontendPool | OfModel = self.frontend_pool
-        if frontends is not None:
-            self.frontends = frontends.add_model(setup, registry)
+        self.frontends = frontends.of_model(setup, registry, self._show)
         self._rolling = RolloutRunner(config, registry, self._pool, self.frontends, prepare)
         self._came_up = False
 
@@ -96,7 +93,7 @@ class FleetProcesses:
         """
         await self.remove_dead_entries()
         await self._begin_version()
-        await self._registry.configuration.write(self._rolling.version)
+        await self.registry.configuration.write(self._rolling.version)
         await self._pool.begin(self.desired)
         await self._machines.refresh()
         await self._take_over()
@@ -107,7 +104,7 @@ class FleetProcesses:
     async def _start_missing(self) -> bool | None:
         """Start what nobody runs yet, as far as it fits. None where the fleet has changed meanwhile. Raises ConfigError
         when nothing of the fleet fits here, and RedisAway."""
-        reading = await self._registry.read()
+        reading = await self.registry.read()
         self.desired = reading.desired or self.desired
         others = self._pool.workers_of_others(reading.launchers)
         there = [others[name] for name in others.keys() - self._pool.slots.keys()]
@@ -143,6 +140,24 @@ class FleetProcesses:
                         return
                     self.watch.read_soon()
                 await asyncio.sleep(_POLL_S)
+
+    async def until_started(self) -> None:
+        """Returns when all workers are up. Raises StartFailed."""
+        while True:
+            workers = [slot.process for slot in self._pool.slots.values()]
+            for process in workers:
+                self._check_start(process)
+            if all(process.stage is Stage.READY for process in workers):
+                self._came_up = True
+                return
+            await asyncio.sleep(_POLL_S)
+
+    async def until_served(self) -> None:
+        """Returns when all frontends of this launcher serve this model. Raises StartFailed."""
+        while not self.frontends.renewed:
+            for process in self.frontends.of_generation(self.frontends.setup.generation):
+                self._check_start(process)
+            await asyncio.sleep(_POLL_S)
 
     async def _answers(self, client: httpx.AsyncClient) -> bool:
         if needs_client_certificate(self.config):
@@ -185,11 +200,11 @@ class FleetProcesses:
         frontends = [name for name in running if frontend_named(name) is not None]
         self.frontends.take_over(frontends)
         left = [name for name in running if name not in frontends]
-        if left and self._pool.workers_of_others(await self._registry.launchers()).keys() & set(left):
+        if left and self._pool.workers_of_others(await self.registry.launchers()).keys() & set(left):
             await asyncio.sleep(self.config.workers.timeout_s)  # in which the claims of a launcher that is dead run out
         registered, others = (
-            await self._registry.workers(),
-            self._pool.workers_of_others(await self._registry.launchers()),
+            await self.registry.workers(),
+            self._pool.workers_of_others(await self.registry.launchers()),
         )
         for worker_id in left:
             if worker_id in others:
@@ -210,19 +225,19 @@ class FleetProcesses:
         """Take workers and launchers that ran here and do not any more out of the registry: a different fleet could not
         join them, and would leave their ratio as it is.
         """
-        for launcher_id in await self._registry.launchers():
+        for launcher_id in await self.registry.launchers():
             if has_ended(launcher_id.removeprefix(BY_HAND)):
-                await self._registry.leave_launcher(launcher_id)
-        for worker_id, info in (await self._registry.workers()).items():
+                await self.registry.leave_launcher(launcher_id)
+        for worker_id, info in (await self.registry.workers()).items():
             if has_ended(info.process):
-                await self._registry.leave(worker_id, info.kv.engine_id)
+                await self.registry.leave(worker_id, info.kv.engine_id)
 
     async def _begin_version(self) -> None:
         """Start with the version of the fleet's last rollout, if there was one. Raises ConfigError, RedisAway."""
-        others = self._pool.workers_of_others(await self._registry.launchers())
-        alone = not others and not await self._registry.workers() and not await self._machines.left_running()
+        others = self._pool.workers_of_others(await self.registry.launchers())
+        alone = not others and not await self.registry.workers() and not await self._machines.left_running()
         if alone:
-            await self._registry.configuration.forget_log_levels()
+            await self.registry.configuration.forget_log_levels()
         await self._rolling.begin(alone)
 
     async def _update(self, snapshot: Snapshot) -> None:
@@ -232,8 +247,8 @@ class FleetProcesses:
                 process.restart_now()
         await self.frontends.update(snapshot)
         if snapshot.desired is None:  # Redis was restarted, and has forgotten
-            await self._registry.configuration.write(self._rolling.version)
-        self.desired = await self._registry.restored(self.desired, snapshot.desired) or self.desired
+            await self.registry.configuration.write(self._rolling.version)
+        self.desired = await self.registry.restored(self.desired, snapshot.desired) or self.desired
         snapshot = msgspec.structs.replace(snapshot, desired=self.desired)
         await self._pool.update(snapshot)
         # Of several launchers one decides; its count of what is late begins when it becomes the first.
@@ -253,7 +268,7 @@ class FleetProcesses:
         if resize is None:
             return
         was, wanted = self.desired, DesiredRatio(resize.prefill, resize.decode, "objectives", why=resize.why)
-        if await self._registry.steer(Seen.ratio(was), desired=wanted) is not None:
+        if await self.registry.steer(Seen.ratio(was), desired=wanted) is not None:
             sizes = f"{was.prefill}P{was.decode}D -> {wanted.prefill}P{wanted.decode}D"
             log.info("scale: %s: %s", sizes, resize.why)
 

@@ -9,33 +9,31 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import shutil
 import signal
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Iterator, Mapping
+from functools import partial
 from typing import Any, TypeVar
 
 import msgspec
 
 from orchestrator.config.access import secured
 from orchestrator.config.engine_args import check_engine_args, check_environment, check_installed
-from orchestrator.config.model import find_model
-from orchestrator.config.models import fleet_namespace
-from orchestrator.config.settings import Config, ConfigError, LoggingConfig
+from orchestrator.config.models import SECTION, fleet_namespace, shared_part
+from orchestrator.config.settings import Config, ConfigError, LoggingConfig, Refused
 from orchestrator.launch.announcement import announce
-from orchestrator.launch.commands import resolve
 from orchestrator.launch.console import Console, ConsoleHandler, LogFile
-from orchestrator.launch.fleet_processes import FleetProcesses
 from orchestrator.launch.host.leftovers import end_processes, remove_shared_memory
-from orchestrator.launch.host.local_machine import LocalMachine
 from orchestrator.launch.host.machine import MachineShares, check_bind, hold_port
-from orchestrator.launch.host.process import adopt_orphans, cannot_run
+from orchestrator.launch.host.process import adopt_orphans
 from orchestrator.launch.host.redis_server import RedisServer
 from orchestrator.launch.host.run_folder import RunFolder, StartedProcess
-from orchestrator.launch.machines import Machines, Setup
-from orchestrator.launch.pools.all_models import ModelsProcesses, NotesOfModels
-from orchestrator.store.operator.log_levels import LogLevels, follow_log_level
-from orchestrator.store.registry import Registry
+from orchestrator.launch.pools.all_models import ModelsProcesses
+from orchestrator.launch.pools.builder import ModelBuilder, locate_model
+from orchestrator.launch.pools.model_list import ModelFollower, begin_list
+from orchestrator.store.client import Redis
+from orchestrator.store.operator.log_levels import follow_log_level
+from orchestrator.store.operator.models import ModelList, ModelStore
 from orchestrator.telemetry.logs import LogFormat
 
 T = TypeVar("T")
@@ -44,8 +42,9 @@ _SAME_SIGNAL_S = 0.5
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
-def launch(models: Mapping[str, Config], console: Console) -> None:
-    """Run until SIGINT, SIGTERM or SIGHUP. Leaves nothing behind but a log. `models`: as `load_models` returns them.
+def launch(models: Mapping[str, Config], tree: Mapping[str, Any], console: Console) -> None:
+    """Run until SIGINT, SIGTERM or SIGHUP. Leaves nothing behind but a log. `models`: as `load_models` returns them,
+    from this `tree`.
 
     Raises ConfigError when the fleet cannot come up.
     """
@@ -68,10 +67,10 @@ def launch(models: Mapping[str, Config], console: Console) -> None:
             console.start_progress()
             _open_log(folder, config.logging.format, console)
             with _connected(config, console):
-                found = {name: _model(name, each, console) for name, each in models.items()}
+                found = {name: locate_model(name, each, console) for name, each in models.items()}
                 if heard:  # the exception was lost in a callback, such as those of imports
                     raise KeyboardInterrupt
-                asyncio.run(_run(models, found, folder, console))
+                asyncio.run(_run(models, tree, found, folder, console))
         except KeyboardInterrupt:
             console.stop_progress()
             console.say("Stopped before anything was started")
@@ -83,7 +82,13 @@ def launch(models: Mapping[str, Config], console: Console) -> None:
             folder.remove()
 
 
-async def _run(models: Mapping[str, Config], found: Mapping[str, str], folder: RunFolder, console: Console) -> None:
+async def _run(
+    models: Mapping[str, Config],
+    tree: Mapping[str, Any],
+    found: Mapping[str, str],
+    folder: RunFolder,
+    console: Console,
+) -> None:
     """`found`: where each model is. Raises ConfigError, RedisAway."""
     adopt_orphans()
     stop = _Stop(console)
@@ -101,31 +106,12 @@ async def _run(models: Mapping[str, Config], found: Mapping[str, str], folder: R
         if config.launcher.kind == "local":
             held, port = hold_port(config.frontend.host, port)
             stack.callback(held.close)
-        resolved = {name: resolve(models[name], model, server.url, port) for name, model in found.items()}
-        machines = _machines(resolved)
-
-        def setup_of(name: str, config: Config, generation: int) -> Setup:
-            return Setup(generation, config, folder.write_config(config, generation, name), name)
-
-        def preparing(name: str) -> Callable[[Config, int], Awaitable[Setup]]:
-            async def prepare(changed: Config, generation: int) -> Setup:
-                """Raises ConfigError."""
-                if changed.python is not None and not machines[name].remote and shutil.which(changed.python) is None:
-                    raise ConfigError(f"python: {cannot_run(changed.python)}")  # before any worker is drained for it
-                found = await asyncio.to_thread(_model, name, changed, console)
-                return setup_of(name, resolve(changed, found, server.url, port), generation)
-
-            return prepare
-
-        note_started = NotesOfModels(folder.note_started)
-        each: dict[str, FleetProcesses] = {}
-        for name, config in resolved.items():
-            registry, setup = Registry(redis, config.namespace), setup_of(name, config, 0)
-            frontends = next((fleet.frontend_pool for fleet in each.values()), None)
-            each[name] = FleetProcesses(
-                config, registry, machines[name], console, note_started.of(name), setup, preparing(name), frontends
-            )
-        fleet = ModelsProcesses(each)
+        listed = await stop.or_done(_list_models(redis, models, tree))
+        if stop.came:
+            return
+        models = _still_listed(models, listed)
+        builder = ModelBuilder(models, folder, console, redis, server.url, port)
+        fleet = ModelsProcesses({name: builder.build(name, each, found[name]) for name, each in models.items()})
         stop.at_once = fleet.kill
         stack.push_async_callback(fleet.end)
         await stop.or_done(fleet.start())
@@ -133,15 +119,52 @@ async def _run(models: Mapping[str, Config], found: Mapping[str, str], folder: R
             return
         watching = asyncio.create_task(fleet.watch(), name="fleet-watch")
         keeping = asyncio.create_task(server.keep_running(fleet.read_soon), name="redis-keeper")
-        levels = [LogLevels(redis, config.namespace) for config in resolved.values()]
-        levelled = follow_log_level(levels[0], "launcher", logging.getLogger("pd"), *levels[1:])
+        levelled = follow_log_level(builder.levels.values(), "launcher", logging.getLogger("pd"))
         following = asyncio.create_task(levelled, name="log-level")
         for task in (watching, keeping, following):
             stack.push_async_callback(_cancel, task)
         await stop.or_done(fleet.until_ready(), watching)
         if not stop.came:
-            announce(each, next(iter(machines.values())).device, folder, console)
-            await stop.or_done(asyncio.Event().wait(), watching)
+            announce(fleet.models, builder.device, folder, console)
+            await stop.or_done(_follow_models(redis, listed, fleet, builder, tree, folder.namespace), watching)
+
+
+async def _list_models(redis: Redis, models: Mapping[str, Config], tree: Mapping[str, Any]) -> ModelList | None:
+    """None for a file of one model. Raises Refused, RedisAway."""
+    if SECTION in tree:
+        return await begin_list(redis, fleet_namespace(models), tree)
+    await ModelStore(redis, fleet_namespace(models)).delete()  # of a fleet that ran under this name before
+    return None
+
+
+def _still_listed(models: Mapping[str, Config], listed: ModelList | None) -> Mapping[str, Config]:
+    """Without those that were removed from a fleet that runs elsewhere. Raises Refused."""
+    if listed is None:
+        return models
+    there = {name: config for name, config in models.items() if name in listed.present}
+    if not there:
+        raise Refused(
+            f"{SECTION}: the fleet that runs has {', '.join(listed.present)}, and none of this file's; name one of "
+            "them in the file, or choose another namespace"
+        )
+    return there
+
+
+async def _follow_models(
+    redis: Redis,
+    listed: ModelList | None,
+    fleet: ModelsProcesses,
+    builder: ModelBuilder,
+    tree: Mapping[str, Any],
+    namespace: str,
+) -> None:
+    """Runs until cancelled."""
+    if listed is None:
+        await asyncio.Event().wait()
+        return
+    make = partial(builder.build_added, shared=shared_part(tree))
+    follower = ModelFollower(ModelStore(redis, namespace), fleet, make, partial(builder.forget, namespace), listed)
+    await follower.run()
 
 
 def _with_operator_key(models: Mapping[str, Config], folder: RunFolder) -> Mapping[str, Config]:
@@ -176,28 +199,6 @@ def _connected(config: Config, console: Console) -> Iterator[None]:
         yield
     finally:
         disconnect()
-
-
-def _machines(models: Mapping[str, Config]) -> dict[str, Machines]:
-    """By model; those on this machine share it."""
-    config = next(iter(models.values()))
-    if config.launcher.kind == "local":
-        shares = MachineShares(*models.values())
-        return {name: LocalMachine(each, shares) for name, each in models.items()}
-    from orchestrator.launch.ray.cluster import RayCluster
-
-    return {name: RayCluster(each) for name, each in models.items()}
-
-
-def _model(name: str, config: Config, console: Console) -> str:
-    """Its folder; elsewhere every node looks for it by its name. Raises ConfigError."""
-    if config.launcher.kind != "local":
-        return config.model
-    what = f"model {name}".rstrip()
-    console.stage(what, "looking for it")
-    model = find_model(config.model, lambda stage: console.stage(what, stage))
-    console.stage(what, model, done=True)
-    return model
 
 
 class _Stop:

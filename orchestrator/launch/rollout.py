@@ -15,7 +15,7 @@ from orchestrator.config.settings import Config, ConfigError
 from orchestrator.config.shared import merged, shared
 from orchestrator.launch.decisions.replacement import MissingByHand, to_replace
 from orchestrator.launch.machines import Setup
-from orchestrator.launch.pools.frontend_pool import FrontendPool, OfModel
+from orchestrator.launch.pools.frontend_pool import OfModel
 from orchestrator.launch.pools.worker_pool import WorkerPool
 from orchestrator.launch.registry_watch import Snapshot
 from orchestrator.launch.supervise import Stage, Supervised, describe
@@ -108,7 +108,7 @@ class RolloutRunner:
         config: Config,
         registry: Registry,
         workers: WorkerPool,
-        frontends: FrontendPool | OfModel,
+        frontends: OfModel,
         prepare: Callable[[Config, int], Awaitable[Setup]],
     ) -> None:
         """`config` is this launcher's own. `prepare` finds its model and writes the file; it raises ConfigError."""

@@ -29,6 +29,7 @@ class Keys:
         self.adapters = f"{self.prefix}adapters"
         self.adapters_revision = f"{self.prefix}adapters_revision"
         self.adapters_changed = f"{self.prefix}adapters_changed"  # a channel
+        self.models = f"{self.prefix}models"  # of a whole fleet
 
     def job(self, request_id: str) -> str:
         return f"{self.prefix}job:{request_id}"

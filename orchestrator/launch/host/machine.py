@@ -42,12 +42,15 @@ class MachineShares:
 
     def __init__(self, config: Config, *others: Config) -> None:
         """`others`: the configurations of the fleet's other models."""
-        self._config, self._configs = config, (config, *others)
+        self._config, self._configs = config, [config, *others]
         self._gpus: GpuShares | None = None
         self._cores: CoreShares | None = None
         self._workers: set[str] = set()
         self.device = "simulated"
-        if all(each.engine == "sim" for each in self._configs):
+        self._find_devices()
+
+    def _find_devices(self) -> None:
+        if self._gpus or self._cores or all(each.engine == "sim" for each in self._configs):
             return
         gpus = find_gpus()
         # The CPU build of vLLM imports as `vllm` too, but has no distribution of that name.
@@ -57,7 +60,18 @@ class MachineShares:
             self.device = "CPU"
             computing = [each for each in self._configs if each.engine != "sim"]
             all_ranks = sum(pool(each, role).replicas * unit_ranks(each, role) for each in computing for role in Role)
-            self._cores = CoreShares(find_cores(), all_ranks, config.frontend.most_replicas)
+            self._cores = CoreShares(find_cores(), all_ranks, self._config.frontend.most_replicas)
+
+    def add(self, config: Config) -> None:
+        """One more model has workers here. Raises ConfigError where the memory is too small for it and the others."""
+        if self._cores is not None:
+            _check_memory((*self._configs, config))
+        self._configs.append(config)
+        self._find_devices()
+
+    def remove(self, config: Config) -> None:
+        """That model has no more workers here. Idempotent."""
+        self._configs = [other for other in self._configs if other is not config]
 
     def take(self, owner: str, role: Role, config: Config | None = None) -> Share:
         """A worker's share, which stays the same until it is given back. `config`: the worker's, if it is not the one

@@ -124,6 +124,15 @@ class RunFolder:
             self._write(self.operator_key_path.name, config.security.operator_key)
         return self.path / file
 
+    def forget_model(self, model: str) -> None:
+        """Remove the files of one of several models, which has ended."""
+        for path in (self.path / _config_file(model), *self.path.glob(f"config-{model}-*.yaml")):
+            generation = path.stem.removeprefix(f"config-{model}-")
+            if path.name == _config_file(model) or generation.isdecimal():  # not of a model whose name begins so
+                self._texts.pop(path.name, None)
+                path.unlink(missing_ok=True)
+        self._write(_MODELS, msgspec.json.encode([other for other in self.models() if other != model]).decode())
+
     def note_started(self, processes: list[StartedProcess], shared_memory: frozenset[str] = frozenset()) -> None:
         """Record the started processes. Call it often: it also restores files that a logout or a cleaner of temporary
         files removed. A fleet runs on without its folder, so a failure is only logged, once.

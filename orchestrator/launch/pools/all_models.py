@@ -27,38 +27,75 @@ class NotesOfModels:
 
         return noted
 
+    def forget(self, model: str) -> None:
+        self._of.pop(model, None)
+
 
 class ModelsProcesses:
     """As `FleetProcesses`, for all models."""
 
     def __init__(self, models: Mapping[str, FleetProcesses]) -> None:
-        self._each = list(models.values())
-        self.first = self._each[0]
+        self.models = dict(models)
+        self._tasks: asyncio.TaskGroup | None = None  # while they are watched
+        self._watching: dict[str, asyncio.Task[None]] = {}
+
+    @property
+    def first(self) -> FleetProcesses:
+        """Whose registry has all frontends."""
+        return next(fleet for fleet in self.models.values() if fleet.frontends.is_first)
 
     async def start(self) -> None:
         """Raises ConfigError, RedisAway."""
-        for fleet in reversed(self._each):  # the first starts the frontends, with what all models run
+        for fleet in self.models.values():
+            fleet.frontends.serve()
+        for fleet in reversed(self.models.values()):  # the first starts the frontends, with what all models run
             await fleet.start()
 
     async def watch(self) -> None:
-        """Runs until cancelled."""
-        await _together([fleet.watch.run() for fleet in self._each])
+        """Runs until cancelled. Raises what the first that fails raises."""
+        try:
+            async with asyncio.TaskGroup() as self._tasks:
+                for name in self.models:
+                    self._watch(name)
+                await asyncio.Event().wait()
+        except BaseExceptionGroup as failed:
+            raise failed.exceptions[0] from None
+
+    def _watch(self, name: str) -> None:
+        assert self._tasks is not None
+        self._watching[name] = self._tasks.create_task(self.models[name].watch.run(), name=f"watch-{name}")
+
+    async def add(self, name: str, fleet: FleetProcesses) -> None:
+        """Start the workers of one more model, while all are watched. Raises ConfigError, RedisAway."""
+        self.models[name] = fleet
+        await fleet.start()
+        self._watch(name)
+
+    async def remove(self, name: str) -> None:
+        """End the workers of a model that frontends have left. Returns when they are gone."""
+        if (watching := self._watching.pop(name, None)) is not None:
+            watching.cancel()
+            await asyncio.gather(watching, return_exceptions=True)
+        if (fleet := self.models.get(name)) is not None:
+            await fleet.end()
+            del self.models[name]
 
     def read_soon(self) -> None:
-        for fleet in self._each:
+        for fleet in self.models.values():
             fleet.watch.read_soon()
 
     async def until_ready(self) -> None:
         """Returns when all are. Raises StartFailed."""
-        await _together([fleet.until_ready() for fleet in self._each])
+        await _together([fleet.until_ready() for fleet in self.models.values()])
 
     async def end(self) -> None:
         """Frontends first, then the workers of all models, at once. Returns when all are gone."""
-        await self.first.frontends.close()
-        await asyncio.gather(*(fleet.end() for fleet in self._each))
+        for fleet in self.models.values():
+            await fleet.frontends.close()
+        await asyncio.gather(*(fleet.end() for fleet in self.models.values()))
 
     def kill(self) -> None:
-        for fleet in self._each:
+        for fleet in self.models.values():
             fleet.kill()
 
 

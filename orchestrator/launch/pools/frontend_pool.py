@@ -34,6 +34,7 @@ class _Placed:
         """`generations`: by model."""
         self.node, self.index = node, index
         self.process, self.generations = process, generations
+        self.registries: Sequence[Registry] = ()  # of the models that it serves
         self.task: asyncio.Task[None] | None = None
         self.id = ""
 
@@ -47,16 +48,22 @@ class _Placed:
 
 
 class OfModel:
-    """One of several models of the frontends: what they are started with for it, and whether they have been. Another
-    model's registry, the first, says which frontends there are."""
+    """One of the models of the frontends: what they are started with for it, and whether they have been. The first
+    model's registry says which frontends there are, so what is done with them all is done through the first."""
 
-    def __init__(self, pool: FrontendPool, setup: Setup) -> None:
-        self._pool, self.setup = pool, setup
+    def __init__(
+        self, pool: FrontendPool, setup: Setup, registry: Registry, on_stage: Callable[[Supervised], None]
+    ) -> None:
+        self._pool, self.setup, self.registry, self.on_stage = pool, setup, registry, on_stage
+
+    @property
+    def is_first(self) -> bool:
+        return self._pool.first is self
 
     @property
     def processes(self) -> list[Supervised]:
-        """None: they are all the pool's."""
-        return []
+        """All frontends' of the pool, which the first model answers for."""
+        return self._pool.processes if self.is_first else []
 
     @property
     def renewed(self) -> bool:
@@ -67,35 +74,38 @@ class OfModel:
         return self._pool.of_generation(generation, self.setup.model)
 
     def take_over(self, names: Sequence[str]) -> None:
-        """Does nothing, like the next two."""
+        if self.is_first:
+            self._pool.take_over(names)
 
-    async def update(self, snapshot: Snapshot) -> None: ...
+    async def update(self, snapshot: Snapshot) -> None:
+        """Raises RedisAway."""
+        if self.is_first:
+            await self._pool.update(snapshot)
 
-    async def close(self) -> None: ...
+    async def close(self) -> None:
+        if self.is_first:
+            await self._pool.close()
+
+    def serve(self) -> None:
+        """Frontends that start from now on serve this model, and take the place of those that do not."""
+        self._pool.models.append(self)
+
+    def leave(self) -> None:
+        """Frontends that start from now on do not serve this model, and take the place of those that do."""
+        if self in self._pool.models:
+            self._pool.models.remove(self)
 
 
 class FrontendPool:
-    """`update` with every snapshot. Nothing is started after `close`. New ones get `setup`."""
+    """`update` with every snapshot of the first model's registry. Nothing is started after `close`."""
 
-    def __init__(
-        self,
-        config: Config,
-        registry: Registry,
-        machines: Machines,
-        on_line: OnLine,
-        on_stage: Callable[[Supervised], None],
-        setup: Setup,
-    ) -> None:
-        self.setup = setup
+    def __init__(self, config: Config, machines: Machines, on_line: OnLine) -> None:
+        self.models: list[OfModel] = []  # that new frontends serve
         self._wanted: dict[str, int] = {}  # by machine, where the load says how many
         self._samples: dict[str, deque[FrontendSample]] = {}
         self._config = config
-        self._registry = registry
-        self._registries = [registry]
-        self._others: list[OfModel] = []
         self._machines = machines
         self._on_line = on_line
-        self._on_stage = on_stage
         self._closed = False
         self._placed: list[_Placed] = []
 
@@ -103,23 +113,22 @@ class FrontendPool:
     def processes(self) -> list[Supervised]:
         return [placed.process for placed in self._placed]
 
-    def add_model(self, setup: Setup, registry: Registry) -> OfModel:
-        """Frontends that start from now on serve this model, too."""
-        self._registries.append(registry)
-        self._others.append(OfModel(self, setup))
-        return self._others[-1]
-
     @property
-    def renewed(self) -> bool:
-        return self.all_of(self.setup)
+    def first(self) -> OfModel | None:
+        return self.models[0] if self.models else None
+
+    def of_model(self, setup: Setup, registry: Registry, on_stage: Callable[[Supervised], None]) -> OfModel:
+        """A model that frontends serve once it is told to `serve`. `on_stage` is called while it is the first."""
+        return OfModel(self, setup, registry, on_stage)
 
     def all_of(self, setup: Setup) -> bool:
         """Whether all have this generation of this model, and serve."""
-        return all(placed.ready and placed.generations[setup.model] == setup.generation for placed in self._placed)
+        return all(placed.ready and placed.generations.get(setup.model) == setup.generation for placed in self._placed)
 
     @property
     def _whole(self) -> Setup:
-        return msgspec.structs.replace(self.setup, others=tuple(other.setup for other in self._others))
+        first, *others = (model.setup for model in self.models)
+        return msgspec.structs.replace(first, others=tuple(others))
 
     def take_over(self, names: Sequence[str]) -> None:
         """Supervise those that run as these already."""
@@ -128,10 +137,8 @@ class FrontendPool:
                 index, node = placed
                 self._start(node, index)
 
-    def of_generation(self, generation: int, model: str | None = None) -> list[Supervised]:
-        """`model`: the first, unless it is given."""
-        model = self.setup.model if model is None else model
-        return [placed.process for placed in self._placed if placed.generations[model] == generation]
+    def of_generation(self, generation: int, model: str) -> list[Supervised]:
+        return [placed.process for placed in self._placed if placed.generations.get(model) == generation]
 
     async def update(self, snapshot: Snapshot) -> None:
         """Note what is ready; start what is missing on the machines there are now, drain what is too many, end what is
@@ -140,7 +147,7 @@ class FrontendPool:
         for placed in self._placed:
             frontend = registered.get(placed.process.last_identity)
             if frontend is not None and placed.process.runs_as(frontend.process):
-                placed.id, placed.generations[self.setup.model] = frontend.id, frontend.generation
+                placed.id, placed.generations[self.models[0].setup.model] = frontend.id, frontend.generation
                 placed.process.seen()
                 if frontend.url:
                     placed.process.mark_ready()
@@ -209,7 +216,7 @@ class FrontendPool:
     async def _drain(self, placed: _Placed) -> None:
         """Raises RedisAway."""
         if placed.ready:
-            await self._registry.order_frontend_drain(placed.id)
+            await self.models[0].registry.order_frontend_drain(placed.id)
             placed.process.expect_exit(self._config.workers.drain_timeout_s)
         else:
             placed.process.expect_exit(0)
@@ -223,10 +230,14 @@ class FrontendPool:
         def make() -> Process:
             setup = self._whole
             placed.generations = _generations(setup)
+            placed.registries = [model.registry for model in self.models]
             return self._machines.frontend(name, index, node, setup, self._on_line)
 
+        async def deregister(process: Supervised) -> None:
+            await _deregister(process, placed.registries)
+
         process = Supervised(
-            name, make, self._config.launcher, self._config.workers.start_timeout_s, self._on_stage, self._deregister
+            name, make, self._config.launcher, self._config.workers.start_timeout_s, self._show, deregister
         )
         placed = _Placed(node, index, process, _generations(self._whole))
         self._placed.append(placed)
@@ -239,13 +250,18 @@ class FrontendPool:
             if not self._closed:
                 self._placed.remove(placed)
 
-    async def _deregister(self, process: Supervised) -> None:
-        """Take it out of the registries at once, so that its waiting jobs are swept."""
-        with contextlib.suppress(RedisAway):
-            for registry in self._registries:
-                for frontend in (await registry.frontends()).values():
-                    if frontend.process == process.last_identity:
-                        await registry.leave_frontend(frontend.id)
+    def _show(self, process: Supervised) -> None:
+        if self.first is not None:
+            self.first.on_stage(process)
+
+
+async def _deregister(process: Supervised, registries: Sequence[Registry]) -> None:
+    """Take it out of its models' registries at once, so that its waiting jobs are swept."""
+    with contextlib.suppress(RedisAway):
+        for registry in registries:
+            for frontend in (await registry.frontends()).values():
+                if frontend.process == process.last_identity:
+                    await registry.leave_frontend(frontend.id)
 
 
 def _generations(setup: Setup) -> dict[str, int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Iterable
 
 from orchestrator.store.client import Redis, RedisAway
 from orchestrator.store.keys import LEVELS_S, Keys
@@ -36,13 +37,13 @@ class LogLevels:
         return level.decode() if isinstance(level, bytes) else level
 
 
-async def follow_log_level(levels: LogLevels, process: str, logger: logging.Logger, *others: LogLevels) -> None:
-    """Give the logger the level that is set for this process, and its own level back. Runs until cancelled. `others`:
-    of the fleet's other models; the first that has a level counts."""
+async def follow_log_level(levels: Iterable[LogLevels], process: str, logger: logging.Logger) -> None:
+    """Give the logger the level that is set for this process, and its own level back. Runs until cancelled. `levels`:
+    of each of the fleet's models; the first that has a level counts."""
     configured = logger.level
     while True:
         try:
-            told = [level for each in (levels, *others) if (level := await each.of(process)) is not None]
+            told = [level for each in list(levels) if (level := await each.of(process)) is not None]
             level = told[0] if told else None
             logger.setLevel(configured if level is None else level)
         except (RedisAway, ValueError):  # ValueError: a level that this Python does not know

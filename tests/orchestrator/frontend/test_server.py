@@ -19,7 +19,8 @@ pytest.importorskip("vllm")
 from orchestrator.frontend import server
 from orchestrator.frontend.models import app
 from orchestrator.frontend.models.app import build_vllm_config, server_arguments
-from orchestrator.frontend.server import advertised_url, grace_s, rolled_out_config
+from orchestrator.frontend.models.served import rolled_out_config
+from orchestrator.frontend.server import advertised_url, grace_s
 
 pytestmark = pytest.mark.vllm
 

@@ -67,6 +67,7 @@ async def test_unless_ended_returns_first_result_or_error():
 @pytest.mark.vllm
 def test_a_frontend_raises_its_limit_of_open_files(monkeypatch):
     from orchestrator.frontend import server
+    from orchestrator.frontend.models import served
 
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     limits = []
@@ -75,7 +76,7 @@ def test_a_frontend_raises_its_limit_of_open_files(monkeypatch):
         limits.append(resource.getrlimit(resource.RLIMIT_NOFILE))
         raise ConfigError("seen")
 
-    monkeypatch.setattr(server, "load_models", load_models)
+    monkeypatch.setattr(served, "load_models", load_models)
     monkeypatch.setattr(sys, "argv", ["server", "--redis", "redis://h", "--config", "c"])
     resource.setrlimit(resource.RLIMIT_NOFILE, (1024, before[1]))
     try:

@@ -40,7 +40,10 @@ def of(worker_id: str, process: str) -> WorkerInfo:
 
 def processes_of(config: Config, registry: Registry, machine: LocalMachine, folder: Path) -> FleetProcesses:
     setup = Setup(0, config, folder / "c.yaml")
-    return FleetProcesses(config, registry, machine, Console(), lambda *noted: None, setup, AsyncMock())
+    frontends = FrontendPool(config, machine, lambda *line: None)
+    fleet = FleetProcesses(config, registry, machine, Console(), lambda *noted: None, setup, AsyncMock(), frontends)
+    fleet.frontends.serve()
+    return fleet
 
 
 async def test_only_ended_members_leave_registry(tmp_path: Path):

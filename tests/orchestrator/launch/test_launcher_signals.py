@@ -115,7 +115,7 @@ def test_a_signal_whose_exception_was_lost_stops_it_before_anything_is_started(
     console, said = Console(), []
     monkeypatch.setattr(console, "say", said.append)
     config = load_config(ROOT / "configs/sim-2p2d.yaml", ["namespace=lost", "frontend.port=0"])
-    launcher.launch({"": config}, console)
+    launcher.launch({"": config}, {}, console)
     assert said == ["Stopped before anything was started"]
 
 

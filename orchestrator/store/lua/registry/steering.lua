@@ -104,6 +104,34 @@ local function write_rollout(keys, args)
   return 1
 end
 
+-- ---- models ------------------------------------------------------------------------------------------------------
+
+-- args: what the fleet's list of models is believed to be ('' for none), and what it becomes. Returns 1, or 0 when it is
+-- another by now.
+local function write_models(keys, args)
+  local key = typed(keys[1] .. 'models', 'string')
+  if (redis.call('GET', key) or '') ~= args[1] then return 0 end
+  redis.call('SET', key, args[2], 'EX', KEPT_S)
+  return 1
+end
+
+-- args: the last generation. Removes everything of a namespace that has no member any more. Returns 1, or 0 while it has one.
+local function forget(keys, args)
+  local prefix = keys[1]
+  for _, kind in ipairs({ 'worker', 'frontend', 'launcher' }) do
+    if #live(prefix, kind) > 0 then return 0 end
+  end
+  for _, index in ipairs({ 'queue', 'leases' }) do
+    for _, id in ipairs(redis.call('ZRANGE', typed(prefix .. index, 'zset'), 0, -1)) do redis.call('DEL', prefix .. 'job:' .. id) end
+  end
+  for name in pairs(TYPES) do redis.call('DEL', prefix .. name) end
+  for generation = 0, args[1] do
+    redis.call('DEL', generation_key(prefix, generation), decoders_key(prefix, generation))
+  end
+  redis.call('DEL', prefix .. 'begun', prefix .. 'pruned')
+  return 1
+end
+
 -- ---- events that are kept for operators ---------------------------------------------------------------------------
 
 -- args: fields and values.

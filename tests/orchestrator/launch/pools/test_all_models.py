@@ -34,10 +34,15 @@ class OfOneModel:
     def __init__(self, name: str, seen: list[str], fails: bool = False) -> None:
         self.name, self.seen, self.fails = name, seen, fails
         self.frontends = self
+        self.is_first = name == "a"
         self.watch = self
 
+    def serve(self) -> None:
+        self.seen.append(f"{self.name} is served")
+
     async def close(self) -> None:
-        self.seen.append(f"{self.name}: no frontends")
+        if self.is_first:
+            self.seen.append(f"{self.name}: no frontends")
 
     async def start(self) -> None:
         self.seen.append(f"{self.name} starts")
@@ -63,7 +68,8 @@ async def test_frontends_start_last_and_end_first() -> None:
     fleet = ModelsProcesses(models)
     await fleet.start()
     await fleet.end()
-    assert seen == ["b starts", "a starts", "a: no frontends", "a ends", "b ends"]
+    assert seen[:2] == ["a is served", "b is served"]
+    assert seen[2:] == ["b starts", "a starts", "a: no frontends", "a ends", "b ends"]
 
 
 async def test_a_model_that_does_not_start_ends_the_start() -> None:

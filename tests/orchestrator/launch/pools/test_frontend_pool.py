@@ -13,10 +13,10 @@ from unittest.mock import AsyncMock
 import msgspec
 from support_wait import DEADLINE_S, until
 
-from orchestrator.config.settings import parse_config
+from orchestrator.config.settings import Config, parse_config
 from orchestrator.launch.host.process import LocalProcess, ProcessSpec, adopt_orphans
 from orchestrator.launch.machines import OnLine, Setup
-from orchestrator.launch.pools.frontend_pool import FrontendPool
+from orchestrator.launch.pools.frontend_pool import FrontendPool, OfModel
 from orchestrator.launch.registry_watch import Snapshot
 from orchestrator.launch.supervise import Stage
 from orchestrator.store.registry import Frontend
@@ -42,10 +42,18 @@ def pool_on(machines: Sleepers, heartbeat_s: float) -> FrontendPool:
         "workers": {"timeout_s": 4 * heartbeat_s, "heartbeat_s": heartbeat_s},
         "launcher": {"restart_backoff_s": 0.01},
     }
-    config, registry = parse_config(tree), AsyncMock()
+    config = parse_config(tree)
+    pool = FrontendPool(config, machines, lambda *_: None)  # type: ignore[arg-type]
+    serving(pool, config, "")
+    return pool
+
+
+def serving(pool: FrontendPool, config: Config, name: str) -> OfModel:
+    registry = AsyncMock()
     registry.frontends.return_value = {}
-    setup = Setup(0, config, Path("none"))
-    return FrontendPool(config, registry, machines, lambda *_: None, lambda _: None, setup)  # type: ignore[arg-type]
+    model = pool.of_model(Setup(0, config, Path("none"), name), registry, lambda _: None)
+    model.serve()
+    return model
 
 
 async def test_a_frontend_that_is_silent_while_the_registry_works_is_started_again():
@@ -90,42 +98,81 @@ async def test_frontends_that_were_taken_over_serve_on_while_the_machines_are_no
         await pool.close()
 
 
+class Noted(Sleepers):
+    def __init__(self) -> None:
+        super().__init__()
+        self.started: list[Setup] = []
+
+    def frontend(self, name: str, index: int, node: str, setup: Setup, on_line: OnLine) -> LocalProcess:
+        self.started.append(setup)
+        return super().frontend(name, index, node, setup, on_line)
+
+    def generations(self) -> dict[str, int]:
+        """Those of the models of the frontend that was started last."""
+        return {each.model: each.generation for each in (self.started[-1], *self.started[-1].others)}
+
+
+async def sees(pool: FrontendPool, name: str, generation: int = 0) -> None:
+    """The newest one is in the first model's registry, which tells that model's generation."""
+    process = pool.processes[-1]
+    await until(lambda: process.pid, "it runs")
+    there = Frontend(name, "http://x", process.last_identity, generation=generation)
+    await pool.update(Snapshot(frontends={name: there}))
+
+
 async def test_frontends_of_several_models_are_renewed_when_one_of_them_is_rolled_out():
     adopt_orphans()
-    started: list[Setup] = []
-
-    class Noted(Sleepers):
-        def frontend(self, name: str, index: int, node: str, setup: Setup, on_line: OnLine) -> LocalProcess:
-            started.append(setup)
-            return super().frontend(name, index, node, setup, on_line)
-
-    pool = pool_on(Noted(), heartbeat_s=5.0)
-    pool.setup, registry = msgspec.structs.replace(pool.setup, model="first"), AsyncMock()
-    registry.frontends.return_value = {}
-    other = pool.add_model(msgspec.structs.replace(pool.setup, model="other"), registry)
-
-    async def serving(name: str, generation: int = 0) -> None:
-        """The newest one is in the first model's registry, which tells that model's generation."""
-        process = pool.processes[-1]
-        await until(lambda: process.pid, "it runs")
-        await pool.update(Snapshot(frontends={name: Frontend(name, "http://x", process.last_identity)}))
-
+    machine = Noted()
+    pool = pool_on(machine, heartbeat_s=5.0)
+    first = pool.models[0]
+    first.setup = msgspec.structs.replace(first.setup, model="first")
+    other = serving(pool, first.setup.config, "other")
     try:
         await pool.update(Snapshot())
-        await serving("f")
-        assert pool.renewed and other.renewed and len(started) == 1
+        await sees(pool, "f")
+        assert first.renewed and other.renewed and len(machine.started) == 1
         other.setup = msgspec.structs.replace(other.setup, generation=7)
         await pool.update(Snapshot())
         assert not other.renewed and other.of_generation(7) == [pool.processes[-1]]
-        await until(lambda: len(started) == 2, "another is started beside it")
-        generations = {each.model: each.generation for each in (started[1], *started[1].others)}
-        assert generations == {"first": 0, "other": 7}
-        assert len(pool.processes) == 2 and pool.of_generation(0) == pool.processes
-        await serving("g")
-        pool._registry.order_frontend_drain.assert_awaited_once_with("f")
+        await until(lambda: len(machine.started) == 2, "another is started beside it")
+        assert machine.generations() == {"first": 0, "other": 7}
+        assert len(pool.processes) == 2 and first.of_generation(0) == pool.processes
+        await sees(pool, "g")
+        first.registry.order_frontend_drain.assert_awaited_once_with("f")  # type: ignore[attr-defined]
         lost = pool.processes[-1]
-        registry.frontends.return_value = {"g": Frontend("g", "http://x", lost.last_identity)}
-        await pool._deregister(lost)
-        registry.leave_frontend.assert_awaited_once_with("g")
+        gone = Frontend("g", "http://x", lost.last_identity)
+        other.registry.frontends.return_value = {"g": gone}  # type: ignore[attr-defined]
+        lost.kill()
+        left = other.registry.leave_frontend  # type: ignore[attr-defined]
+        await until(lambda: left.await_count, "it is taken out of both registries")
+        left.assert_awaited_once_with("g")
+    finally:
+        await pool.close()
+
+
+async def test_frontends_take_a_model_up_and_leave_the_first_one():
+    adopt_orphans()
+    machine = Noted()
+    pool = pool_on(machine, heartbeat_s=5.0)
+    first = pool.models[0]
+    first.setup = msgspec.structs.replace(first.setup, model="first")
+    try:
+        await pool.update(Snapshot())
+        await sees(pool, "f")
+        added = serving(pool, first.setup.config, "added")
+        assert not added.renewed and added.processes == []
+        await pool.update(Snapshot())
+        await sees(pool, "g")
+        first.registry.order_frontend_drain.assert_awaited_once_with("f")  # type: ignore[attr-defined]
+        assert machine.generations() == {"first": 0, "added": 0}
+        pool.processes[0].kill()  # it was told to leave, and does
+        await until(lambda: len(pool.processes) == 1, "one serves both")
+        first.leave()
+        assert added.is_first and added.processes == pool.processes
+        await sees(pool, "g")
+        await until(lambda: len(machine.started) == 3, "one that serves the other alone")
+        assert machine.generations() == {"added": 0}
+        await sees(pool, "h")
+        added.registry.order_frontend_drain.assert_awaited_once_with("g")  # type: ignore[attr-defined]
     finally:
         await pool.close()

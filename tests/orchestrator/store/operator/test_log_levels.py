@@ -32,7 +32,7 @@ async def test_level_for_all_replaces_single_levels(levels):
 async def test_a_logger_follows_and_gets_its_own_level_back(levels, monkeypatch):
     monkeypatch.setattr("orchestrator.store.operator.log_levels._EVERY_S", 0.01)
     logger = logging.Logger("test", logging.INFO)
-    following = asyncio.create_task(follow_log_level(levels, "decode-0", logger))
+    following = asyncio.create_task(follow_log_level([levels], "decode-0", logger))
     try:
         for wanted, level in (("DEBUG", logging.DEBUG), ("NONSENSE", logging.DEBUG), ("ERROR", logging.ERROR)):
             await levels.set(wanted, "decode-0")

@@ -1,0 +1,281 @@
+"""`orchestrator model`: list the fleet's models, add one while the fleet runs, remove one.
+
+Writes what is wanted into the list in Redis, and shows how the launchers carry it out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import msgspec
+import typer
+from rich.table import Table
+
+from orchestrator.cli.config import located
+from orchestrator.cli.handle import (
+    OUT,
+    JsonOption,
+    OpenFleet,
+    RedisOption,
+    SetOption,
+    WholeFleetOption,
+    ask,
+    find_whole_fleet,
+    print_json,
+    retry_while_away,
+)
+from orchestrator.config.engine_args import check_engine_args
+from orchestrator.config.models import SECTION, model_config, namespace_of
+from orchestrator.config.settings import Config, Refused, WorkersConfig, overridden, read_tree
+from orchestrator.types import WorkerState
+
+if TYPE_CHECKING:
+    from orchestrator.store.operator.models import ListedModel, ModelList, ModelStore
+    from orchestrator.store.registry import Registry
+
+_LOOK_EVERY_S = 0.2
+_INCOMPLETE = 1  # the exit code when frontends that were started by hand do not follow
+app = typer.Typer()
+model_app = typer.Typer(help="List the fleet's models; add one to it while it runs, or remove one.")
+app.add_typer(model_app, name="model")
+Show = Callable[["Seen"], None]
+
+
+class Seen(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A model as it is now. `frontends` serve it; `by_hand` has the URLs of those that no launcher runs."""
+
+    name: str
+    state: str
+    model: str = ""
+    served_model_name: str = ""
+    prefill: int = 0  # workers that are ready
+    decode: int = 0
+    frontends: int = 0
+    by_hand: list[str] = []
+    why: str = ""
+
+
+@model_app.command("list")
+def list_command(namespace: WholeFleetOption = None, redis: RedisOption = None, as_json: JsonOption = False) -> None:
+    """Show the fleet's models."""
+    handle = find_whole_fleet(namespace, redis)
+
+    async def read(fleet: OpenFleet) -> tuple[int, list[Seen]]:
+        listed = await _list(_store(fleet, handle.namespace), handle.namespace)
+        return listed.revision, [
+            await _look(_registry(fleet, handle.namespace, name), name, model) for name, model in listed.models.items()
+        ]
+
+    revision, models = ask(handle, read)
+    if as_json:
+        print_json({"revision": revision, "models": models})
+        return
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for column in ("name", "clients ask for", "state", "prefill", "decode", "frontends", "model"):
+        table.add_column(column, overflow="fold")
+    for it in models:
+        counts = (str(count) for count in (it.prefill, it.decode, it.frontends))
+        table.add_row(it.name, it.served_model_name, it.state, *counts, it.model)
+    OUT.print(table)
+
+
+@model_app.command("add")
+def add_command(
+    file: Annotated[Path, typer.Argument(help="The model's configuration: what would stand under models.NAME.")],
+    name: Annotated[
+        str | None,
+        typer.Option("--name", help="Its name; default: the last part of served_model_name, or of model."),
+    ] = None,
+    set_: SetOption = None,
+    namespace: WholeFleetOption = None,
+    redis: RedisOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Add a model to a fleet that has several: start its workers, then let all frontends serve it."""
+    section = overridden(read_tree(file), set_ or [])
+    if SECTION in section:
+        raise Refused(f"{file}: {SECTION} is of a whole fleet; name a file with what stands under one {SECTION}.NAME")
+    called = name or _default_name(section)
+    with located(file, set_ or ()):
+        config = model_config(called, section, {}, {}, check_engine_args)
+    handle = find_whole_fleet(namespace, redis)
+    show = _shower(as_json)
+    seen = ask(handle, lambda fleet: _add(fleet, handle.namespace, called, section, config, show))
+    if seen.by_hand:
+        urls = ", ".join(seen.by_hand)
+        typer.echo(f"{called}: frontends that no launcher runs do not serve it; start them again: {urls}", err=True)
+        raise typer.Exit(_INCOMPLETE)
+
+
+@model_app.command("remove")
+def remove_command(
+    name: Annotated[str, typer.Argument(help="The model, as `orchestrator model list` shows it.")],
+    namespace: WholeFleetOption = None,
+    redis: RedisOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Remove a model: its requests end, then its workers, and nothing of it is left."""
+    handle = find_whole_fleet(namespace, redis)
+    patience_s = _patience_s(handle.workers)
+    ask(handle, lambda fleet: _remove(fleet, handle.namespace, name, patience_s, _shower(as_json)))
+
+
+async def _add(fleet: OpenFleet, whole: str, name: str, section: dict[str, Any], config: Config, show: Show) -> Seen:
+    """Returns the model, with the frontends that do not serve it in `by_hand`. Raises Refused."""
+    from orchestrator.store.operator.models import ListedModel, ModelState
+
+    def wanted(listed: ModelList) -> ModelList:
+        if name in listed.models:
+            raise Refused(f"{name}: the fleet has a model of this name; choose another with --name")
+        for other, its in listed.models.items():
+            if its.section.get("served_model_name", other) == config.name_served:
+                raise Refused(
+                    f"served_model_name: clients know {other} as {config.name_served!r} already; choose another"
+                )
+        return listed.with_model(name, ListedModel(section, ModelState.ADDING))
+
+    await _change(fleet, whole, wanted)
+    why = await _follow(fleet, whole, name, _patience_s(config.workers), show, added=True)
+    if why is not None:
+        raise Refused(f"{name} was not added: {why}")
+    listed = await _list(_store(fleet, whole), whole)
+    first = next(iter(listed.models))
+    of_first = await _registry(fleet, whole, first).frontends()
+    of_this = await _registry(fleet, whole, name).frontends()
+    missing = [f.url for f in of_first.values() if f.by_hand and f.url and f.id not in of_this]
+    seen = await _look(_registry(fleet, whole, name), name, listed.models[name])
+    return msgspec.structs.replace(seen, by_hand=sorted(url.removesuffix(f"/models/{first}") for url in missing))
+
+
+async def _remove(fleet: OpenFleet, whole: str, name: str, patience_s: float, show: Show) -> None:
+    """Raises Refused."""
+    from orchestrator.store.operator.models import ModelState
+
+    def wanted(listed: ModelList) -> ModelList:
+        if name not in listed.models:
+            raise Refused(f"{name}: the fleet has no such model; it has {', '.join(listed.models)}")
+        if len(listed.models) == 1:
+            raise Refused(f"{name}: is the only model of the fleet; end the fleet with `orchestrator down`")
+        return listed.with_model(name, msgspec.structs.replace(listed.models[name], state=ModelState.REMOVING))
+
+    await _change(fleet, whole, wanted)
+    await _follow(fleet, whole, name, patience_s, show, added=False)
+
+
+async def _change(fleet: OpenFleet, whole: str, wanted: Callable[[ModelList], ModelList]) -> None:
+    """Raises Refused."""
+    from orchestrator.store.operator.models import ModelState
+    from orchestrator.store.planned import decided, of_launchers
+
+    store = _store(fleet, whole)
+
+    async def decide() -> bool | None:
+        listed = await _list(store, whole)
+        changed = wanted(listed)
+        for other, its in listed.models.items():
+            if its.state is not ModelState.SERVING and changed.models[other].state is not ModelState.REMOVING:
+                raise Refused(f"{other}: is {its.state.value}; wait until it is done (`orchestrator model list`)")
+        launchers = [of_launchers(await _registry(fleet, whole, name).launchers()) for name in listed.models]
+        if not any(launchers):
+            raise Refused("no launcher runs this fleet, which could start or end a model's workers")
+        return await store.change(listed, changed) or None
+
+    await decided(decide)
+
+
+async def _follow(fleet: OpenFleet, whole: str, name: str, patience_s: float, show: Show, added: bool) -> str | None:
+    """Show what becomes of the model until it serves, or is gone. Returns why it could not be added. Raises Refused
+    when nothing has changed for `patience_s`."""
+    from orchestrator.store.operator.models import ModelState
+
+    registry, store, why = _registry(fleet, whole, name), _store(fleet, whole), ""
+    last, changed_at = Seen(name, ""), time.monotonic()
+    while True:
+        listed = await retry_while_away(store.read)
+        if listed is not None and name not in listed.models:
+            show(Seen(name, "gone", why=why))
+            return why or "somebody has removed it" if added else None
+        if listed is not None:
+            model = listed.models[name]
+            why = why or model.why
+            seen = await retry_while_away(_looking(registry, name, model))
+            if seen != last:
+                show(seen)
+                last, changed_at = seen, time.monotonic()
+            if added and model.state is ModelState.SERVING:
+                return None
+        if time.monotonic() - changed_at > patience_s:
+            held = f": these frontends serve it, start them again: {', '.join(last.by_hand)}" if last.by_hand else ""
+            raise Refused(f"{name}: is still {last.state}, and nothing has changed for {patience_s:g} s{held}")
+        await asyncio.sleep(_LOOK_EVERY_S)
+
+
+def _looking(registry: Registry, name: str, model: ListedModel) -> Callable[[], Awaitable[Seen]]:
+    return lambda: _look(registry, name, model)
+
+
+async def _look(registry: Registry, name: str, model: ListedModel) -> Seen:
+    """Raises RedisAway."""
+    units, frontends = (await registry.read()).units, await registry.frontends()
+    ready = [info.role.value for info in units.values() if info.state is WorkerState.READY]
+    serving = [frontend for frontend in frontends.values() if frontend.url]
+    return Seen(
+        name,
+        model.state.value,
+        model.section.get("model", ""),
+        model.section.get("served_model_name", name),
+        ready.count("prefill"),
+        ready.count("decode"),
+        len(serving),
+        sorted(f.url.removesuffix(f"/models/{name}") for f in serving if f.by_hand),
+        model.why,
+    )
+
+
+async def _list(store: ModelStore, whole: str) -> ModelList:
+    """Raises Refused."""
+    listed = await store.read()
+    if listed is None:
+        raise Refused(
+            f"the fleet {whole!r} does not run, or has one model that its file does not name; start it with a file "
+            f"with `{SECTION}:` to add and remove models"
+        )
+    return listed
+
+
+def _store(fleet: OpenFleet, whole: str) -> ModelStore:
+    from orchestrator.store.operator.models import ModelStore
+
+    return ModelStore(fleet.redis, whole)
+
+
+def _registry(fleet: OpenFleet, whole: str, name: str) -> Registry:
+    from orchestrator.store.registry import Registry
+
+    return Registry(fleet.redis, namespace_of(whole, name))
+
+
+def _default_name(section: Mapping[str, Any]) -> str:
+    known_as = section.get("served_model_name") or section.get("model") or ""
+    return str(known_as).rstrip("/").rpartition("/")[2]
+
+
+def _patience_s(workers: WorkersConfig) -> float:
+    """Within it a worker loads, or a frontend's last request ends."""
+    return workers.start_timeout_s + workers.drain_timeout_s
+
+
+def _shower(as_json: bool) -> Show:
+    def show(seen: Seen) -> None:
+        if as_json:
+            print_json(seen)
+            return
+        workers = f"{seen.prefill}P{seen.decode}D ready, {seen.frontends} frontends serve it"
+        what = {"gone": "removed", "serving": f"added: {workers}"}.get(seen.state, f"{seen.state}: {workers}")
+        OUT.print(f"{seen.name}: {what}{f' ({seen.why})' if seen.why else ''}", highlight=False, soft_wrap=True)
+
+    return show

@@ -1,0 +1,166 @@
+"""Makes what this launcher runs equal to the fleet's list of models in Redis (`store/operator/models.py`).
+
+A model that is added has its workers first, and frontends after them; one that is removed loses its frontends first.
+Frontends take a model up, or leave it, by being replaced, as in a rollout. Each launcher does its own part; whichever
+sees that all is done says so in the list.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+import msgspec
+
+from orchestrator.config.models import SECTION, namespace_of
+from orchestrator.config.settings import ConfigError
+from orchestrator.launch.fleet_processes import FleetProcesses
+from orchestrator.launch.pools.all_models import ModelsProcesses
+from orchestrator.process.parent import has_ended
+from orchestrator.store.client import Redis, RedisAway
+from orchestrator.store.operator.models import ListedModel, ModelList, ModelState, ModelStore
+from orchestrator.store.planned import decided, of_launchers
+from orchestrator.store.registry import Registry
+
+log = logging.getLogger("pd.launcher")
+
+_EVERY_S = 0.5
+
+
+async def begin_list(redis: Redis, fleet: str, tree: Mapping[str, Any]) -> ModelList:
+    """The models of this launcher's file, written down as the fleet's; those that the fleet has, where other launchers
+    run it. Raises Refused, RedisAway."""
+    store = ModelStore(redis, fleet)
+
+    async def decide() -> ModelList | None:
+        listed = await store.read()
+        if listed is not None and await _is_run(redis, fleet, listed):
+            return listed
+        revision = 1 + (listed.revision if listed is not None else 0)
+        ours = ModelList(revision, {name: ListedModel(section) for name, section in tree[SECTION].items()})
+        return ours if await store.change(listed, ours) else None
+
+    return await decided(decide)
+
+
+async def _is_run(redis: Redis, fleet: str, listed: ModelList) -> bool:
+    for name in listed.models:
+        launchers = of_launchers(await Registry(redis, namespace_of(fleet, name)).launchers())
+        if any(not has_ended(launcher) for launcher in launchers):
+            return True
+    return False
+
+
+class ModelFollower:
+    """`run` it while the fleet is watched."""
+
+    def __init__(
+        self,
+        store: ModelStore,
+        fleet: ModelsProcesses,
+        make: Callable[[str, dict[str, Any]], Awaitable[FleetProcesses]],
+        forget: Callable[[str], Awaitable[bool]],
+        listed: ModelList,
+    ) -> None:
+        """`make`: the processes of a model with this name and section, none started; it raises ConfigError. `forget`
+        removes what a model without processes here has left; False while it has members elsewhere. `listed`: the list
+        when the fleet started."""
+        self._store, self._fleet = store, fleet
+        self._make, self._forget = make, forget
+        self._known = listed
+        self._doing: dict[str, asyncio.Task[None]] = {}  # what is done for a model, which takes long
+
+    async def run(self) -> None:
+        """Runs until cancelled."""
+        try:
+            while True:
+                try:
+                    await self._follow()
+                except RedisAway as error:
+                    log.debug("the list of models: %s", error)
+                await asyncio.sleep(_EVERY_S)
+        finally:
+            for task in self._doing.values():
+                task.cancel()
+            await asyncio.gather(*self._doing.values(), return_exceptions=True)
+
+    async def _follow(self) -> None:
+        """Raises RedisAway."""
+        listed = await self._store.read()
+        if listed is None:  # Redis was restarted, and has forgotten
+            await self._store.change(None, self._known)
+            return
+        self._known = listed
+        for name in [name for name, task in self._doing.items() if task.done()]:
+            self._doing.pop(name).result()
+        for name, model in listed.models.items():
+            if model.state is ModelState.REMOVING:
+                await self._remove(name, listed)
+            elif name not in self._fleet.models and name not in self._doing:
+                self._doing[name] = asyncio.create_task(self._add(name, model), name=f"add-{name}")
+            elif model.state is ModelState.ADDING and name not in self._doing and await self._is_served(name):
+                await self._store.change(listed, listed.with_model(name, _in(model, ModelState.SERVING)))
+        for name in self._fleet.models.keys() - listed.models.keys():  # another launcher has completed its removal
+            await self._end_here(name)
+
+    async def _add(self, name: str, model: ListedModel) -> None:
+        log.info("model %s: is added", name)
+        try:
+            fleet = await self._make(name, model.section)
+            await self._fleet.add(name, fleet)
+            await fleet.until_started()
+            fleet.frontends.serve()
+            await fleet.until_served()
+        except ConfigError as error:
+            await self._give_up(name, str(error))
+        except RedisAway as error:
+            log.warning("model %s: %s", name, error)
+            await self._end_here(name)  # it is tried again
+
+    async def _give_up(self, name: str, why: str) -> None:
+        log.error("model %s cannot be added: %s", name, why)
+        while True:
+            try:
+                listed = await self._store.read()
+                if listed is None or name not in listed.models:
+                    return
+                gone = ListedModel(listed.models[name].section, ModelState.REMOVING, why)
+                if await self._store.change(listed, listed.with_model(name, gone)):
+                    return
+            except RedisAway:
+                await asyncio.sleep(_EVERY_S)
+
+    async def _is_served(self, name: str) -> bool:
+        """Whether all frontends of launchers that serve the first model serve this one. Raises RedisAway."""
+        of_first = await self._serving(self._fleet.first)
+        of_this = await self._serving(self._fleet.models[name])
+        return bool(of_first) and of_first <= of_this
+
+    async def _serving(self, fleet: FleetProcesses) -> set[str]:
+        frontends = await fleet.registry.frontends()
+        return {name for name, frontend in frontends.items() if frontend.url and not frontend.by_hand}
+
+    async def _remove(self, name: str, listed: ModelList) -> None:
+        """Do what can be done now. Raises RedisAway."""
+        if (adding := self._doing.pop(name, None)) is not None:
+            adding.cancel()
+            await asyncio.gather(adding, return_exceptions=True)
+        if (fleet := self._fleet.models.get(name)) is not None:
+            fleet.frontends.leave()
+            self._fleet.first.watch.read_soon()
+            if await fleet.registry.frontends():
+                return  # they have requests of it
+            await self._end_here(name)
+        if await self._forget(name) and await self._store.change(listed, listed.without(name)):
+            log.info("model %s: is removed", name)
+
+    async def _end_here(self, name: str) -> None:
+        if (fleet := self._fleet.models.get(name)) is not None:
+            fleet.frontends.leave()
+            await self._fleet.remove(name)
+
+
+def _in(model: ListedModel, state: ModelState) -> ListedModel:
+    return msgspec.structs.replace(model, state=state)

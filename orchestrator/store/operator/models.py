@@ -1,0 +1,81 @@
+"""The list of a fleet's models in Redis, with a revision that every change raises: what the file says under `models`,
+and models that were added since.
+
+Launchers follow it (`launch/pools/model_list.py`), and frontends start with it. It is of the whole fleet: each model's
+own keys are in that model's namespace.
+"""
+
+from __future__ import annotations
+
+import enum
+from typing import Any
+
+import msgspec
+
+from orchestrator.store.client import Redis
+from orchestrator.store.keys import KEPT_S, REGISTRY, Keys
+
+
+class ModelState(str, enum.Enum):
+    ADDING = "adding"  # its workers load, then frontends take it up
+    SERVING = "serving"
+    REMOVING = "removing"  # frontends leave it, then its workers end
+
+
+class ListedModel(msgspec.Struct, frozen=True):
+    """`section`: its part of the file. `why`: it is taken out again because it could not be added."""
+
+    section: dict[str, Any]
+    state: ModelState = ModelState.SERVING
+    why: str = ""
+
+
+class ModelList(msgspec.Struct, frozen=True):
+    """In the order of the file."""
+
+    revision: int
+    models: dict[str, ListedModel]
+
+    @property
+    def present(self) -> dict[str, ListedModel]:
+        """Those that are not being removed."""
+        return {name: model for name, model in self.models.items() if model.state is not ModelState.REMOVING}
+
+    def with_model(self, name: str, model: ListedModel) -> ModelList:
+        return ModelList(self.revision + 1, {**self.models, name: model})
+
+    def without(self, name: str) -> ModelList:
+        return ModelList(self.revision + 1, {other: model for other, model in self.models.items() if other != name})
+
+
+class ModelStore:
+    """Every method raises RedisAway."""
+
+    def __init__(self, redis: Redis, fleet: str) -> None:
+        """`fleet`: the namespace of the whole."""
+        self._redis, self._keys = redis, Keys(fleet)
+
+    async def read(self) -> ModelList | None:
+        """The list, which is kept for `KEPT_S` more; None if there is none, or another release wrote it."""
+        found: bytes | None = await self._redis.execute_command("GET", self._keys.models)
+        await self._redis.execute_command("EXPIRE", self._keys.models, KEPT_S)
+        try:
+            return msgspec.json.decode(found, type=ModelList) if found else None
+        except msgspec.DecodeError:
+            return None
+
+    async def change(self, seen: ModelList | None, wanted: ModelList) -> bool:
+        """Replace the list `seen` by `wanted`. False if another process has changed it meanwhile."""
+        was = msgspec.json.encode(seen) if seen is not None else b""
+        args = (self._keys.prefix, was, msgspec.json.encode(wanted))
+        return bool(await self._redis.call(REGISTRY, "write_models", *args))
+
+    async def delete(self) -> None:
+        """That of a fleet that has ended, so that the next one starts with its own file."""
+        await self._redis.execute_command("DEL", self._keys.models)
+
+
+async def forget_namespace(redis: Redis, namespace: str, last_generation: int) -> bool:
+    """Remove everything that a model has in Redis, once it has no member any more. False while it has one.
+    `last_generation`: of its configurations. Raises RedisAway."""
+    return bool(await redis.call(REGISTRY, "forget", Keys(namespace).prefix, last_generation))

@@ -1,0 +1,123 @@
+"""Models that are added to a fleet that runs, and removed: simulated engines, two frontends, real processes."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from support_client import Answer, FleetClient
+from support_fleet import RunningFleet, token_prompt
+
+from orchestrator.launch.host.run_folder import RunFolder
+from orchestrator.store.client import connect
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
+
+PROMPTS = [token_prompt(20 + 173 * i % 1500, seed=i) for i in range(40)]
+SECTION = """\
+model: demo
+engine: sim
+workers: {prefill: {replicas: 1}, decode: {replicas: 1}}
+sim: {max_model_len: 8192, decode_us_per_seq: 10}
+"""
+
+
+class Changing(RunningFleet):
+    def __init__(self, *sets: str) -> None:
+        super().__init__("sim-two-models.yaml", "ratio.mode=off", "frontend.replicas=2", *sets)
+
+    def of(self, model: str) -> FleetClient:
+        """Asks at the common address."""
+        client = FleetClient(self.url, self.namespace)
+        client.model = model
+        return client
+
+    def at(self, model: str) -> FleetClient:
+        return FleetClient(f"{self.url}/models/{model}", self.namespace)
+
+    def listed(self) -> dict[str, dict[str, Any]]:
+        shown = json.loads(self.cli("model", "list", "--json").stdout)
+        return {model["name"]: model for model in shown["models"]}
+
+    def keys_of(self, model: str) -> list[str]:
+        async def read() -> list[str]:
+            redis = await connect(self.redis_url(), 5)
+            try:
+                found = await redis.execute_command("KEYS", f"pd:{{{self.namespace}.{model}}}:*")
+                return sorted(key.decode() for key in found)
+            finally:
+                await redis.aclose()
+
+        return asyncio.run(read())
+
+    def processes_of(self, model: str) -> list[int]:
+        """Workers of the model, and frontends that serve it."""
+        children = psutil.Process(self.process.pid).children(recursive=True)
+        return [child.pid for child in children if f"{self.namespace}.{model}" in " ".join(_command(child))]
+
+    def shared_memory(self) -> set[str]:
+        """Names of the segments of its processes."""
+        return set(json.loads((RunFolder(self.namespace).path / "shared_memory.json").read_text()))
+
+
+def _command(process: psutil.Process) -> list[str]:
+    try:
+        return process.cmdline()
+    except psutil.NoSuchProcess:
+        return []
+
+
+@pytest.fixture(scope="module")
+def fleet() -> Iterator[Changing]:
+    running = Changing()
+    try:
+        yield running
+    finally:
+        running.end()
+
+
+@pytest.fixture
+def section(tmp_path: Path) -> Path:
+    (file := tmp_path / "third.yaml").write_text(SECTION)
+    return file
+
+
+async def test_a_model_is_added_used_and_removed_under_load_of_another(fleet: Changing, section: Path) -> None:
+    small, third = fleet.of("small"), fleet.of("third")
+    before = fleet.shared_memory()
+    truth = [answer.tokens for answer in await small.ask_all(PROMPTS, concurrency=8)]
+    loaded: list[list[Answer]] = []
+    async with small.under_load(PROMPTS, 4, max_tokens=16) as answers:
+        loaded.append(answers)
+        added = await asyncio.to_thread(fleet.cli, "model", "add", str(section), "--name", "third")
+        assert added.stdout.splitlines()[-1] == "third: added: 1P1D ready, 2 frontends serve it"
+        cards = fleet.http.get("/v1/models").json()["data"]
+        assert [card["id"] for card in cards] == ["small", "large", "third"]
+        used = await third.ask_all(PROMPTS, concurrency=4)
+        assert [(a.status, a.error) for a in used if not a.ok] == []
+        assert await asyncio.to_thread(fleet.keys_of, "third")
+        fleet.at("third").assert_no_leaks()
+        assert fleet.processes_of("third")
+        its_memory = fleet.shared_memory() - before
+        async with third.under_load(PROMPTS, 2, max_tokens=16) as last:
+            removing = asyncio.create_task(asyncio.to_thread(fleet.cli, "model", "remove", "third"))
+            await third.soon(lambda: any(answer.status == 404 for answer in last), "its name is unknown")
+        removed = await removing
+        assert removed.stdout.splitlines()[-1] == "third: removed"
+    for answers in loaded:
+        assert answers and [(a.status, a.error) for a in answers if not a.ok] == []
+        assert all(answer.tokens in truth for answer in answers)
+    assert {answer.status for answer in last if not answer.ok} == {404}, "no request of it is lost"
+    unknown = fleet.http.post("/v1/completions", json={"model": "third", "prompt": "x", "max_tokens": 1})
+    assert unknown.status_code == 404 and unknown.json()["error"]["type"] == "NotFoundError"
+    assert fleet.listed().keys() == {"small", "large"} == set(RunFolder(fleet.namespace).models())
+    assert await asyncio.to_thread(fleet.keys_of, "third") == []
+    assert fleet.processes_of("third") == []
+    assert not [path for path in RunFolder(fleet.namespace).path.iterdir() if "third" in path.name]
+    assert not its_memory & set(os.listdir("/dev/shm"))

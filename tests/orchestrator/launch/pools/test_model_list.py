@@ -1,0 +1,170 @@
+"""Launchers follow the list of models: a real registry, models without processes."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+from support_redis import fresh_namespace
+from support_wait import until
+
+from orchestrator.config.models import namespace_of
+from orchestrator.launch.fleet_processes import StartFailed
+from orchestrator.launch.pools.model_list import ModelFollower, begin_list
+from orchestrator.process.parent import own_identity
+from orchestrator.store.client import Redis
+from orchestrator.store.fields import Frontend, Launcher
+from orchestrator.store.operator.models import ListedModel, ModelList, ModelState, ModelStore, forget_namespace
+from orchestrator.store.registry import Registry
+
+TREE = {"models": {"a": {"model": "demo"}, "b": {"model": "demo"}}}
+
+
+class Model:
+    """The processes of one, which are none."""
+
+    def __init__(self, registry: Registry, seen: list[str], name: str, fails: str = "") -> None:
+        self.registry, self.seen, self.name, self.fails = registry, seen, name, fails
+        self.frontends = self.watch = self
+        self.is_first = name == "a"
+
+    async def until_started(self) -> None:
+        if self.fails:
+            raise StartFailed(self.fails)
+        self.seen.append(f"{self.name}: workers")
+
+    def serve(self) -> None:
+        self.seen.append(f"{self.name}: frontends")
+
+    def leave(self) -> None:
+        self.seen.append(f"{self.name}: no frontends")
+
+    def read_soon(self) -> None: ...
+
+    async def until_served(self) -> None: ...
+
+
+class Models:
+    def __init__(self, seen: list[str], models: dict[str, Model]) -> None:
+        self.seen, self.models = seen, models
+
+    @property
+    def first(self) -> Model:
+        return self.models["a"]
+
+    async def add(self, name: str, model: Model) -> None:
+        self.models[name] = model
+
+    async def remove(self, name: str) -> None:
+        self.seen.append(f"{name}: no workers")
+        del self.models[name]
+
+
+class World:
+    def __init__(self, redis: Redis) -> None:
+        self.redis, self.fleet = redis, fresh_namespace()
+        self.store = ModelStore(redis, self.fleet)
+        self.seen: list[str] = []
+        self.fails = ""
+
+    def registry(self, name: str) -> Registry:
+        return Registry(self.redis, namespace_of(self.fleet, name))
+
+    async def frontend(self, name: str, url: str = "http://x") -> None:
+        await self.registry(name).refresh_frontend(Frontend("f", url, "1"), 60)
+
+    async def change(self, name: str, model: ListedModel) -> None:
+        seen = await self.store.read()
+        assert seen is not None and await self.store.change(seen, seen.with_model(name, model))
+
+    async def state(self, name: str) -> str:
+        listed = await self.store.read()
+        assert listed is not None
+        return listed.models[name].state.value if name in listed.models else "gone"
+
+    @contextlib.asynccontextmanager
+    async def launcher(self) -> AsyncIterator[None]:
+        async def make(name: str, section: dict[str, Any]) -> Any:
+            return Model(self.registry(name), self.seen, name, self.fails)
+
+        async def forget(name: str) -> bool:
+            return await forget_namespace(self.redis, namespace_of(self.fleet, name), 0)
+
+        listed = await begin_list(self.redis, self.fleet, TREE)
+        models: Any = Models(self.seen, {name: Model(self.registry(name), self.seen, name) for name in listed.models})
+        running = asyncio.create_task(ModelFollower(self.store, models, make, forget, listed).run())
+        try:
+            yield
+        finally:
+            running.cancel()
+            await asyncio.gather(running, return_exceptions=True)
+
+
+@pytest.fixture
+def world(redis: Redis, monkeypatch: pytest.MonkeyPatch) -> World:
+    monkeypatch.setattr("orchestrator.launch.pools.model_list._EVERY_S", 0.02)
+    return World(redis)
+
+
+async def test_workers_come_first_and_frontends_leave_first(world: World) -> None:
+    await world.frontend("a")
+    async with world.launcher():
+        await world.change("c", ListedModel({}, ModelState.ADDING))
+        await until(lambda: world.seen == ["c: workers", "c: frontends"], "it is added here")
+        await world.frontend("c", url="")
+        await asyncio.sleep(0.1)
+        assert await world.state("c") == "adding", "a frontend that starts does not serve it yet"
+        await world.frontend("c")
+        await _until(world, "c", "serving")
+        world.seen.clear()
+        await world.change("c", ListedModel({}, ModelState.REMOVING))
+        await until(lambda: world.seen, "frontends leave it")
+        assert set(world.seen) == {"c: no frontends"} and await world.state("c") == "removing"
+        await world.registry("c").leave_frontend("f")
+        await _until(world, "c", "gone")
+        assert world.seen[-1] == "c: no workers"
+
+
+async def test_a_model_that_cannot_start_is_taken_out_with_the_reason(world: World) -> None:
+    await world.frontend("a")
+    world.fails = "c-worker-0 did not start: no room"
+    async with world.launcher():
+        await world.registry("c").refresh_launcher("another", Launcher(), 60)  # it has not taken it out yet
+        await world.change("c", ListedModel({}, ModelState.ADDING))
+        await _until(world, "c", "removing")
+        listed = await world.store.read()
+        assert listed is not None and listed.models["c"].why == world.fails
+        await until(lambda: "c: no workers" in world.seen, "it ends here")
+        assert await world.state("c") == "removing", "another launcher still runs it"
+        await world.registry("c").leave_launcher("another")
+        await _until(world, "c", "gone")
+
+
+async def test_a_launcher_that_joins_takes_the_list_over_and_one_that_is_alone_writes_its_own(world: World) -> None:
+    assert list((await begin_list(world.redis, world.fleet, TREE)).models) == ["a", "b"]
+    await world.registry("b").refresh_launcher(own_identity(), Launcher(), 60)
+    assert list((await begin_list(world.redis, world.fleet, {"models": {"c": {}}})).models) == ["a", "b"]
+    await world.registry("b").leave_launcher(own_identity())
+    listed = await begin_list(world.redis, world.fleet, {"models": {"c": {}}})
+    assert list(listed.models) == ["c"] and listed.revision == 2
+
+
+async def test_a_list_that_redis_has_lost_is_put_back(world: World) -> None:
+    async with world.launcher():
+        known = await world.store.read()
+        await world.store.delete()
+        deadline = asyncio.get_running_loop().time() + 60
+        while await world.store.read() != known:
+            assert asyncio.get_running_loop().time() < deadline
+            await asyncio.sleep(0.02)
+        assert isinstance(known, ModelList)
+
+
+async def _until(world: World, name: str, state: str) -> None:
+    deadline = asyncio.get_running_loop().time() + 60
+    while await world.state(name) != state:
+        assert asyncio.get_running_loop().time() < deadline, (name, state, world.seen)
+        await asyncio.sleep(0.02)

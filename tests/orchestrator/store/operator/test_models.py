@@ -1,0 +1,54 @@
+"""The list of a fleet's models, and that nothing of one stays that is gone: a real server."""
+
+from __future__ import annotations
+
+from support_redis import fresh_namespace, job, keys_of, queue_config, worker
+from support_steering import set_desired
+
+from orchestrator.store.configuration import Rollout, Version
+from orchestrator.store.events import EventLog, RatioHistory
+from orchestrator.store.operator.log_levels import LogLevels
+from orchestrator.store.operator.models import ListedModel, ModelList, ModelState, ModelStore, forget_namespace
+from orchestrator.store.queue import PrefillQueue
+from orchestrator.store.registry import Frontend, Registry
+from orchestrator.types import Role
+
+
+async def test_of_two_that_change_the_list_at_once_one_has_to_read_again(redis):
+    store = ModelStore(redis, fresh_namespace())
+    assert await store.read() is None
+    first = ModelList(1, {"a": ListedModel({"model": "demo"})})
+    assert await store.change(None, first) and not await store.change(None, first)
+    seen = await store.read()
+    assert seen == first
+    added = seen.with_model("b", ListedModel({"model": "other", "sim": {"blocks": 1.5}}, ModelState.ADDING))
+    assert await store.change(seen, added) and not await store.change(seen, seen.without("a"))
+    now = await store.read()
+    assert now == added and now.revision == 2 and list(now.present) == ["a", "b"]
+    leaving = now.with_model("a", ListedModel({}, ModelState.REMOVING))
+    assert await store.change(now, leaving) and list(leaving.present) == ["b"]
+    await store.delete()
+    assert await store.read() is None
+
+
+async def test_everything_of_a_namespace_goes_once_its_last_member_has(redis):
+    namespace, other = fresh_namespace(), fresh_namespace()
+    registry, queue = Registry(redis, namespace), PrefillQueue(redis, namespace, queue_config())
+    await registry.configuration.write(Version(0, {}))
+    assert await registry.configuration.change_rollout(None, Rollout(Version(0, {}), Version(3, {})))
+    await registry.refresh_frontend(Frontend("f1", "http://h", "1", mesh_key="k"), 60)
+    await registry.join(worker("decode-0", Role.DECODE), 60)
+    await set_desired(registry, 1, 1)
+    await registry._call("prune")
+    await queue.enqueue(job("waits"))
+    await LogLevels(redis, namespace).set("DEBUG")
+    await RatioHistory(redis, namespace).note(1.0, "1P1D")
+    await EventLog(redis, namespace).note("retried", why="test")
+    await Registry(redis, other).configuration.write(Version(0, {}))
+    there = await keys_of(redis, other)
+    for leave in (registry.leave("decode-0"), registry.leave_frontend("f1")):
+        assert not await forget_namespace(redis, namespace, 3)
+        await leave
+    assert await forget_namespace(redis, namespace, 3) and await forget_namespace(redis, namespace, 3)
+    assert await keys_of(redis, namespace) == set()
+    assert await keys_of(redis, other) == there != set()
