@@ -313,14 +313,27 @@ class Offered(msgspec.Struct, frozen=True):
         return Offered(*(a - b for a, b in zip(astuple(self), astuple(other), strict=True)))
 
 
+IDLE, WAKE = "idle", "wake"  # who set a desired ratio: nobody asked for the model; somebody does again
+
+
 class DesiredRatio(msgspec.Struct, frozen=True):
-    """How many workers of each role there should be, who set it, when (unix seconds), and why (empty for people)."""
+    """How many workers of each role there should be, who set it, when (unix seconds), and why (empty for people). Of an
+    idle model: how many there are to be once it is asked for."""
 
     prefill: int
     decode: int
     set_by: str = ""
     set_at: float = 0.0
     why: str = ""
+
+    @property
+    def idle(self) -> bool:
+        return self.set_by == IDLE
+
+    @property
+    def now(self) -> DesiredRatio:
+        """How many there should be now: of an idle model none."""
+        return DesiredRatio(0, 0, self.set_by, self.set_at, self.why) if self.idle else self
 
 
 def engine_key(request_id: str, attempt: int) -> str:

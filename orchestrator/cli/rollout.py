@@ -109,6 +109,8 @@ async def _begin(
         raise Refused("no launcher runs this fleet, which could start workers with another configuration")
     if last is not None and last.under_way:
         raise Refused(f"a {last.name} is under way; wait for it, or use --abort")
+    if (desired := await fleet.registry.desired()) is not None and desired.idle:
+        raise Refused("the model is idle and has no worker to start again; send it a request first")
     workers = (await fleet.registry.read()).units
     refuse_only_worker(sum(info.state is WorkerState.READY for info in workers.values()), force)
     new = changed(running.config, handle.config, tree)
@@ -174,6 +176,8 @@ async def restart(
     if last is not None and last.under_way and (led or not last.restart):
         raise Refused(f"a {last.name} is under way; wait for it, or use `orchestrator rollout --abort`")
     targets = {name: info.process for name, info in there.items() if role in (None, info.role)}
+    if not targets and reading.desired is not None and reading.desired.idle:
+        raise Refused("the model is idle and has no worker to restart; those of the next request are new")
     if not targets:
         raise Refused(f"the fleet has no {role.value + ' ' if role else ''}worker to restart")
     refuse_only_worker(sum(info.state is WorkerState.READY for info in there.values()), force)

@@ -216,6 +216,8 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     # The Python of workers and frontends on every host; default: the launcher's own. A rollout to another virtual
     # environment rolls its software out.
     python: Text | None = None
+    idle_after_s: Seconds | None = None  # without a request its workers end; the next one brings them back
+    cold_start_s: Seconds = 300.0  # for so long requests wait for workers that come back
     redis: RedisConfig = RedisConfig()
     frontend: FrontendConfig = FrontendConfig()
     workers: WorkersConfig = WorkersConfig()

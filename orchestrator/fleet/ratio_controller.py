@@ -103,7 +103,7 @@ class RatioController:
         current = await self._registry.desired()
         # Draining workers are no reason to wait: a drain may take minutes, and a role change can still be cancelled.
         loading = any(view.info.state is WorkerState.STARTING for view in self._fleet.workers.values())
-        if current is None or loading:
+        if current is None or current.idle or loading:
             return
         # In a thread: for a hundred workers it takes tens of milliseconds, and requests are not to wait for it.
         decision = await asyncio.to_thread(

@@ -14,6 +14,7 @@ from typing import NamedTuple, TypeVar
 import msgspec
 
 from orchestrator.fleet.pause import Pause
+from orchestrator.fleet.rest import Rest
 from orchestrator.policy.candidate import Candidate, blocks_for
 from orchestrator.policy.prefix_index import Hits
 from orchestrator.policy.shortlist import SHORTLIST_FROM, Shortlist
@@ -178,6 +179,7 @@ class Fleet:
         self.frontend_id = frontend_id
         self.workers: dict[str, WorkerView] = {}
         self.pause = Pause()
+        self.rest: Rest | None = None  # where an idle model's workers can be asked for
         self.block_size = 0  # tokens; the same on every worker, 0 before the first is known
         self.speed = EngineSpeed()  # of the worker that joined last and measured one
         self._generations: Counter[int] = Counter()  # workers of each; KV passes within one

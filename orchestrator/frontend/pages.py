@@ -48,8 +48,8 @@ class FleetCollector(Collector):
             yield GaugeMetricFamily("pd_queue_claimed", "Remote prefills claimed and not yet done", value=depth.claimed)
         if (desired := self._desired()) is not None:
             wanted = GaugeMetricFamily("pd_desired_workers", "Workers that there should be, by role", labels=["role"])
-            for role in Role:
-                wanted.add_metric([role.value], desired.prefill if role is Role.PREFILL else desired.decode)
+            for role, count in ((Role.PREFILL, desired.now.prefill), (Role.DECODE, desired.now.decode)):
+                wanted.add_metric([role.value], count)
             yield wanted
         blocks = GaugeMetricFamily("pd_worker_kv_blocks", "KV blocks, by worker and state", labels=["worker", "state"])
         running = GaugeMetricFamily("pd_worker_requests", "Requests, by worker and state", labels=["worker", "state"])
@@ -99,15 +99,18 @@ def fleet_routes(
     registry: CollectorRegistry,
     predictor: Predictor,
     in_time: Callable[[], dict[str, float]],
+    away: Callable[[], bool] = lambda: False,
 ) -> APIRouter:
-    """`/ready`, `/fleet`, `/predictions` and `/metrics`."""
+    """`/ready`, `/fleet`, `/predictions` and `/metrics`. `away`: whether a request would bring the workers back."""
     routes = APIRouter()
 
     @routes.get("/ready")
     async def ready() -> Response:
-        """200 once at least one worker can decode."""
+        """200 once at least one worker can decode, or will when it is asked for."""
         if fleet.ready(Role.DECODE):
             return JSONResponse({"status": "ready"})
+        if away():
+            return JSONResponse({"status": "idle"})
         return JSONResponse(
             {"status": "not ready", "why": "no decode worker is ready"}, status_code=503, headers={"retry-after": "1"}
         )

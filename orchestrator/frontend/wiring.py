@@ -22,6 +22,7 @@ from orchestrator.fleet.membership import Membership
 from orchestrator.fleet.prefixes import PrefixView
 from orchestrator.fleet.queue_view import QueueView
 from orchestrator.fleet.ratio_controller import RatioController
+from orchestrator.fleet.rest import Rest
 from orchestrator.fleet.view import Fleet
 from orchestrator.frontend.dashboard.history import History
 from orchestrator.frontend.dashboard.siblings import Siblings
@@ -39,7 +40,7 @@ from orchestrator.store.queue import PrefillQueue
 from orchestrator.store.registry import Frontend, Registry
 from orchestrator.store.steering import Steering
 from orchestrator.telemetry.metrics import Metrics, counts
-from orchestrator.types import DesiredRatio
+from orchestrator.types import DesiredRatio, Role
 from orchestrator.wire.curve import KeyPair
 from orchestrator.wire.messages import CallReply, PrefixSnapshot, Welcome
 from orchestrator.wire.transport import Disconnected, FrontendTransport
@@ -97,6 +98,10 @@ class FleetConnection:
         jobs = PrefillQueue(redis, config.namespace, config.queue)
         self.queue = QueueView(jobs, frontend_id, config.queue.lease_s)
         self.steering = Steering(self.registry, jobs, config.workers.heartbeat_s)
+        self.rest = Rest(
+            self.registry, lambda: bool(self.fleet.ready(Role.DECODE)), lambda: self.desired, config.cold_start_s
+        )
+        self.fleet.rest = self.rest
         self.router = Router(config, self.fleet, self.transport, self.queue, self.prefixes, codec, choose, metrics)
         self.membership = Membership(
             self.registry,
@@ -146,6 +151,7 @@ class FleetConnection:
             tasks.create_task(self._receive())
             tasks.create_task(self._heartbeat())
             tasks.create_task(self.adapters.run())
+            tasks.create_task(self.rest.run())
             tasks.create_task(self.ratio_controller.run())
             tasks.create_task(self.siblings.run())
             tasks.create_task(self.history.run())
@@ -165,6 +171,7 @@ class FleetConnection:
     async def worker_connected(self) -> None:
         """Wait until there is a worker that control calls reach."""
         while not any(view.connected for view in self.fleet.workers.values()):
+            self.rest.recall()
             await asyncio.sleep(HEARTBEAT_S / 10)
 
     async def announce(self, url: str) -> None:
@@ -232,6 +239,7 @@ class FleetConnection:
                 by_hand=self._by_hand,
                 cpu=self._cpu_used(),
                 in_flight=self.in_flight(),
+                idle_s=self.rest.idle_s(len(self.router.requests), self.router.learning.offered.requests),
                 reaches=sum(view.connected for view in self.fleet.workers.values()),
             )
             orders = await self.registry.refresh_frontend(me, self._ttl_s)

@@ -18,6 +18,7 @@ from orchestrator.config.server_args import needs_client_certificate, uses_tls
 from orchestrator.config.settings import Config, ConfigError
 from orchestrator.launch.console import Console
 from orchestrator.launch.decisions.fleet_size import FleetSize, Resize
+from orchestrator.launch.decisions.idle import Idleness
 from orchestrator.launch.host.leftovers import SharedMemory
 from orchestrator.launch.host.run_folder import StartedProcess
 from orchestrator.launch.machines import Machines, Setup, frontend_named
@@ -29,7 +30,7 @@ from orchestrator.launch.supervise import Stage, Supervised, describe
 from orchestrator.process.parent import has_ended, local_pid
 from orchestrator.store.planned import BY_HAND, Seen, decided, of_launchers
 from orchestrator.store.registry import Registry
-from orchestrator.types import DesiredRatio, Role
+from orchestrator.types import IDLE, DesiredRatio, Role
 
 log = logging.getLogger("pd.launcher")
 
@@ -76,6 +77,7 @@ class FleetProcesses:
         self._note_started = note_started
         self._model = setup.model  # its name, where the fleet has several
         self._size = FleetSize(config.scale)
+        self._idleness = Idleness()
         self._shared_memory = SharedMemory()
         self._looked_at = 0.0  # monotonic; when it was looked for
         self._ended: list[int] = []  # process groups whose shared memory is to be removed
@@ -109,11 +111,15 @@ class FleetProcesses:
         others = self._pool.workers_of_others(reading.launchers)
         there = [others[name] for name in others.keys() - self._pool.slots.keys()]
         there += [slot.role for slot in self._pool.slots.values()]
-        missing = [Role.PREFILL] * (self.desired.prefill - there.count(Role.PREFILL))
-        missing += [Role.DECODE] * (self.desired.decode - there.count(Role.DECODE))
+        wanted = self.desired.now
+        missing = [Role.PREFILL] * (wanted.prefill - there.count(Role.PREFILL))
+        missing += [Role.DECODE] * (wanted.decode - there.count(Role.DECODE))
         try:
             missing = self._pool.fitting(missing)
-        except ConfigError:
+        except ConfigError as error:
+            if not there and self.config.idle_after_s is not None:
+                idle = msgspec.structs.replace(self.desired, set_by=IDLE, why=str(error))  # others have its room now
+                return True if await self.registry.steer(reading.seen, desired=idle) is not None else None
             if not there:
                 raise
             missing = []  # what does not fit here may fit there
@@ -255,8 +261,10 @@ class FleetProcesses:
         leads = min(of_launchers(snapshot.launchers), default="") == self._pool.launcher_id
         if self._came_up:
             await self._rolling.follow(snapshot, leads)
-        if self._size.is_on and leads:
+        if self._size.is_on and leads and not self.desired.idle:
             await self._resize(self._size.observe(snapshot))
+        if self._came_up and leads:
+            await self._rest(snapshot)
         while self._ended:  # in a thread: it reads what every process of this machine maps
             removed = await asyncio.to_thread(self._shared_memory.remove_files_of, self._ended.pop())
             if removed:
@@ -271,6 +279,15 @@ class FleetProcesses:
         if await self.registry.steer(Seen.ratio(was), desired=wanted) is not None:
             sizes = f"{was.prefill}P{was.decode}D -> {wanted.prefill}P{wanted.decode}D"
             log.info("scale: %s: %s", sizes, resize.why)
+
+    async def _rest(self, snapshot: Snapshot) -> None:
+        """End the workers of a model that nobody asks for. Raises RedisAway."""
+        idle_after_s = self._pool.setup.config.idle_after_s
+        if self._idleness.observe(snapshot, self.desired, idle_after_s):
+            why = f"no request for {idle_after_s:g} s"
+            idle = msgspec.structs.replace(self.desired, set_by=IDLE, why=why)
+            if await self.registry.steer(Seen.ratio(self.desired), desired=idle) is not None:
+                log.info("%s: %s: its workers end until the next", self.config.name_served, why)
 
     def _note_processes(self) -> None:
         """Write down what runs, for the one that cleans up if this process is killed."""

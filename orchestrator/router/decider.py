@@ -63,8 +63,14 @@ class Decider:
         """Whether the rejection will pass by itself: the launcher gives a live worker the decode role, or starts those
         again that were ready a moment ago."""
         able = (view.info.can_be(Role.DECODE) for view in self._fleet.workers.values())
-        soon = time.monotonic() < self._decoded_until or any(able)
+        away = self._fleet.rest is not None and self._fleet.rest.away
+        soon = away or time.monotonic() < self._decoded_until or any(able)
         return rejected.reason == "no_decode_worker" and soon
+
+    def recall_s(self) -> float:
+        """Ask for the workers of an idle model, if it is one. For how long a request may wait for them; else 0."""
+        rest = self._fleet.rest
+        return rest.cold_start_s if rest is not None and rest.recall() else 0.0
 
     def decide(self, active: ActiveRequest) -> Placed | Reject:
         """Where this attempt goes. A retry is never refused for its predicted latency: it was accepted once."""

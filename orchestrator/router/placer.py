@@ -23,13 +23,12 @@ class Placer:
     def __init__(
         self, decider: Decider, dispatch: Dispatch, prefixes: PrefixView, timeout_s: float, metrics: Metrics
     ) -> None:
-        """`timeout_s`: the longest wait of a request."""
+        """`timeout_s`: the longest wait of a request, unless the workers of an idle model are to come back first."""
         self._decider, self._dispatch, self._prefixes, self._timeout_s = decider, dispatch, prefixes, timeout_s
         self._metrics = metrics
 
     async def place(self, active: ActiveRequest, wait_for_room: bool = False) -> Reject | None:
         """Returns why it could not be placed; None once it is not PLACING any more, for whatever reason."""
-        deadline = active.moved_at + self._timeout_s
         self._prefixes.index.expected.settled(active.id)  # an attempt before this one computes nothing any more
         while active.state is State.PLACING:
             placed = self._decider.decide(active)
@@ -42,8 +41,10 @@ class Placer:
                 if placed.job is not None or not others_failed:
                     continue
                 placed = Reject("no_decode_worker", RETRY_AFTER_S)
+            waited_s = time.monotonic() - active.moved_at
+            patience_s = max(self._timeout_s, self._decider.recall_s())
             waits = (wait_for_room and not placed.no_fallback) or self._decider.is_temporary(placed)
-            if time.monotonic() >= deadline or not waits:
+            if waited_s >= patience_s or not waits:
                 return placed
             await asyncio.sleep(PLACE_AGAIN_INTERVAL_S)
         return None

@@ -56,6 +56,7 @@ class Frontend(msgspec.Struct, frozen=True):
     cpu: float = 0.0  # cores that it used since its heartbeat before
     in_flight: int = 0  # requests that it has
     reaches: int = 0  # workers that it is connected to
+    idle_s: float = 0.0  # for so long it has had no request of this model
 
 
 class Heartbeat(msgspec.Struct, frozen=True):

@@ -196,7 +196,9 @@ class Registry:
         told = msgspec.structs.asdict(frontend)
         frontend_id, offered = told.pop("id"), msgspec.structs.asdict(told.pop("offered"))
         del told["since"]
-        told |= {"cpu": f"{frontend.cpu:.3f}"} | {_OFFERED + name: value for name, value in offered.items()}
+        told |= {"cpu": f"{frontend.cpu:.3f}", "idle_s": f"{frontend.idle_s:.1f}"} | {
+            _OFFERED + name: value for name, value in offered.items()
+        }
         fields = {name: str(value) for name, value in told.items()}
         reply = await self._call("put_member", *member("frontend", frontend_id, ttl_s, False, [], fields))
         return orders_of(*(text(part) for part in reply[1:4]))

@@ -15,7 +15,7 @@ from textual.screen import ModalScreen
 from textual.widgets import DataTable, Footer, Input, Label, Sparkline, Static
 
 from orchestrator.cli.look.frontend import client, fleet_stream, stream_errors
-from orchestrator.cli.look.views import STATE_STYLE, blocks_bar, in_time_line, set_by
+from orchestrator.cli.look.views import STATE_STYLE, at_rest, blocks_bar, in_time_line, set_by
 
 _AGAIN_S = 1.0  # between two attempts to reach a frontend
 _SPARK_POINTS = 60
@@ -168,6 +168,8 @@ class Top(App[None]):
         said.append(f"  {queue['tokens']} tokens queued" if queue else "  Redis is away", "default" if queue else "red")
         if silent := sample["silent_frontends"]:
             said.append(f"  without {', '.join(silent)}, which did not answer", "red")
+        if resting := at_rest(sample):
+            said.append(f"  {resting.partition(':')[0]}", "yellow")
         said.append(f"  by {self._sort}" + (f"  /{self._filter}" if self._filter else ""), "dim")
         if desired:  # last: it may be longer than the terminal
             said.append(f"  desired {desired['prefill']}P{desired['decode']}D {set_by(desired)}", "default")

@@ -14,6 +14,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from orchestrator.types import IDLE, WAKE
+
 STATE_STYLE = {"ready": "green", "draining": "yellow", "unreachable": "red"}
 _BAR_CELLS = 6
 _AGES = ((86_400, "d"), (3600, "h"), (60, "min"), (1, "s"))
@@ -50,7 +52,7 @@ def fleet_view(seen: dict[str, Any]) -> RenderableType:
     queue, desired = seen["queue"], seen["desired"]
     lines: list[RenderableType] = [Text(f"model {seen['model'] or 'unknown'}", style="bold"), table]
     if not seen["workers"]:
-        lines.append(Text("no worker is registered", style="yellow"))
+        lines.append(Text(at_rest(seen) or "no worker is registered", style="yellow"))
     if seen.get("no_frontend"):
         lines.append(Text("no frontend answers: loads are not known", style="yellow"))
     lines.append(Text(_queue_line(queue)))
@@ -214,6 +216,15 @@ def blocks_bar(share: float) -> str:
 
 def _count(number: int | None) -> str:
     return "-" if number is None else str(number)
+
+
+def at_rest(seen: dict[str, Any]) -> str:
+    """That the model is idle, or wakes; empty text for one that does neither."""
+    by = (seen["desired"] or {}).get("set_by")
+    if by == IDLE:
+        return "idle: the next request brings its workers back"
+    decodes = any(worker["role"] == "decode" and worker["state"] == "ready" for worker in seen["workers"])
+    return "waking: requests wait for its workers" if by == WAKE and not decodes else ""
 
 
 def set_by(desired: dict[str, Any], now: float | None = None) -> str:

@@ -64,8 +64,11 @@ function show() {
   }
   $("queue-requests").textContent = queue ? queue.requests : "–";
   $("queue-detail").textContent = queue ? `${queue.tokens} tokens, ${queue.claimed} claimed` : "Redis is away";
+  const decodes = workers.some((worker) => worker.role === "decode" && worker.state === "ready");
+  const by = desired ? desired.set_by : "";
+  const resting = by === "idle" ? "idle; " : by === "wake" && !decodes ? "waking; " : "";
   $("desired").textContent = desired
-    ? `desired: ${desired.prefill} prefill, ${desired.decode} decode (${desired.set_by}` +
+    ? `${resting}desired: ${desired.prefill} prefill, ${desired.decode} decode (${desired.set_by}` +
       ` ${new Date(desired.set_at * 1000).toLocaleTimeString()}${desired.why ? ": " + desired.why : ""})` : "";
   for (const role of ["prefill", "decode"]) {
     const field = $("scale").elements[role];

@@ -199,8 +199,8 @@ class History:
             in_time=_in_time(self._judged),
             prefill_ready=self._ready_units(Role.PREFILL),
             decode_ready=self._ready_units(Role.DECODE),
-            prefill_desired=desired.prefill if desired else None,
-            decode_desired=desired.decode if desired else None,
+            prefill_desired=desired.now.prefill if desired else None,
+            decode_desired=desired.now.decode if desired else None,
             prefill_kv=self._kv_used(Role.PREFILL),
             decode_kv=self._kv_used(Role.DECODE),
         )

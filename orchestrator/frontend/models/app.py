@@ -119,6 +119,7 @@ async def build_model_app(
         registry,
         connection.router.learning.predictor,
         connection.history.in_time,
+        lambda: connection.rest.away,
     )
     streams = stream_routes(connection.history, connection.siblings, lambda: _is_stopping(app))
     routes = [*ours.routes, *streams.routes]

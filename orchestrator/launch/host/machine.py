@@ -64,8 +64,9 @@ class MachineShares:
 
     def add(self, config: Config) -> None:
         """One more model has workers here. Raises ConfigError where the memory is too small for it and the others."""
+        staying = [each for each in self._configs if each.idle_after_s is None]
         if self._cores is not None:
-            _check_memory((*self._configs, config))
+            _check_memory((*staying, config))
         self._configs.append(config)
         self._find_devices()
 
@@ -115,9 +116,15 @@ class MachineShares:
                 shares.give_back(owner)
 
     def check_room(self) -> None:
-        """Raises ConfigError unless all configured workers fit on this machine together."""
+        """Raises ConfigError unless all configured workers fit on this machine together; of models that may become
+        idle, one at a time."""
+        stay = [config for config in self._configs if config.idle_after_s is None]
+        for beside in [[config] for config in self._configs if config.idle_after_s is not None] or [[]]:
+            self._check_room([*stay, *beside])
+
+    def _check_room(self, configs: Sequence[Config]) -> None:
         owners = []
-        for config in self._configs:
+        for config in configs:
             of = f"{config.name_served}: " if len(self._configs) > 1 else ""
             for role in Role:
                 count = pool(config, role).replicas * group_size(config, role)
@@ -127,7 +134,7 @@ class MachineShares:
         for owner, _, _ in owners:
             self.give_back(owner)
         if self._cores is not None:
-            _check_memory(self._configs)
+            _check_memory(configs)
 
 
 class CoreShares:

@@ -178,7 +178,7 @@ class WorkerPool:
     def actions(self, desired: DesiredRatio, workers: list[PlannedWorker]) -> list[Action]:
         """What is to be done now."""
         self._decoded |= has_decoded(workers)
-        return decide(desired, workers, self._decoded)
+        return decide(desired.now, workers, self._decoded)
 
     def planned(self, snapshot: Snapshot) -> list[PlannedWorker]:
         """All workers of the fleet, as planning takes them."""

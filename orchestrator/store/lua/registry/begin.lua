@@ -15,7 +15,7 @@ local DEPARTED = 5000   -- workers that left, kept for those whom it concerns
 local TOLD = 500        -- of them, at one heartbeat
 -- What is kept of a worker for when it is gone, in the order of `Departed` of types.py after its id, and its generation.
 local ENDPOINT = { 'kv_engine_id', 'request_address', 'kv_host', 'kv_port', 'generation' }
-local FRONTEND_LOAD = { cpu = true, in_flight = true, reaches = true }
+local FRONTEND_LOAD = { cpu = true, in_flight = true, reaches = true, idle_s = true }
 
 local function clock()
   local time = redis.call('TIME')

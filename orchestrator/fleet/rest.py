@@ -1,0 +1,77 @@
+"""A model that nobody asks for may end its workers (`idle_after_s`); a frontend that needs one brings them back.
+
+That it is idle is in the desired ratio: who set it is `IDLE`, and it keeps how many workers there were. Launchers
+decide when it becomes idle (`launch/decisions/idle.py`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Callable
+
+from msgspec.structs import replace
+
+from orchestrator.store.client import RedisAway
+from orchestrator.store.planned import Seen
+from orchestrator.store.registry import Registry
+from orchestrator.types import IDLE, WAKE, DesiredRatio
+
+log = logging.getLogger("pd.frontend")
+
+_LOOK_EVERY_S = 0.1
+
+
+class Rest:
+    """`run` it. `cold_start_s`: for how long a request may wait for the workers."""
+
+    def __init__(
+        self,
+        registry: Registry,
+        decodes: Callable[[], bool],
+        desired: Callable[[], DesiredRatio | None],
+        cold_start_s: float,
+    ) -> None:
+        """`decodes`: whether a decode worker is ready."""
+        self.cold_start_s = cold_start_s
+        self._registry, self._decodes, self._desired = registry, decodes, desired
+        self._asked = False  # a request waits
+        self._used_at = time.monotonic()
+        self._seen_requests = 0
+
+    @property
+    def away(self) -> bool:
+        """Whether no worker is there because nobody asked, so that one that is asked for comes."""
+        desired = self._desired()
+        return desired is not None and desired.set_by in (IDLE, WAKE) and not self._decodes()
+
+    def recall(self) -> bool:
+        """A request found no decode worker. Whether it is worth waiting for one, which is then asked for."""
+        desired = self._desired()
+        self._asked |= desired is not None and desired.idle
+        return self.away
+
+    def idle_s(self, in_flight: int, requests: int) -> float:
+        """For how long there has been no request. `requests`: how many came since the start."""
+        if in_flight or requests != self._seen_requests:
+            self._seen_requests, self._used_at = requests, time.monotonic()
+        return time.monotonic() - self._used_at
+
+    async def run(self) -> None:
+        """Runs until cancelled."""
+        while True:
+            await asyncio.sleep(_LOOK_EVERY_S)
+            if self._asked:
+                self._asked = False
+                with contextlib.suppress(RedisAway):
+                    await self._wake()
+
+    async def _wake(self) -> None:
+        """Unless somebody has done so. Raises RedisAway."""
+        desired = await self._registry.desired()
+        if desired is not None and desired.idle:
+            wanted = replace(desired, set_by=WAKE, why="a request came")
+            if await self._registry.steer(Seen.ratio(desired), desired=wanted) is not None:
+                log.info("workers are asked for again: %d prefill, %d decode", wanted.prefill, wanted.decode)

@@ -1,0 +1,85 @@
+"""A request for an idle model asks for its workers, and waits for them: real workers under the real router."""
+
+from __future__ import annotations
+
+import asyncio
+
+import msgspec
+import pytest
+from support_router import RouterClient
+from support_steering import set_desired
+from support_wait import until
+from support_workers import Workers, running_workers
+
+from orchestrator.launch.host.redis_server import EmbeddedRedis
+from orchestrator.router.request import Overloaded
+from orchestrator.store.planned import Seen
+from orchestrator.types import IDLE, WAKE, DesiredRatio, Role
+
+IMPATIENT = {"placement_timeout_s": 0.1}
+
+
+async def sleeping(workers: Workers) -> RouterClient:
+    """A frontend of a fleet that became idle before any worker came."""
+    await set_desired(workers.registry, 0, 1)
+    seen = Seen.ratio(await workers.registry.desired())
+    assert await workers.registry.steer(seen, desired=DesiredRatio(0, 1, IDLE, why="no request")) is not None
+    client = RouterClient(workers.redis, workers.config)
+    await client.start()
+    assert client.connection.rest.away
+    client.connection.router.check_admission()  # it is not refused unread
+    return client
+
+
+async def test_the_next_request_wakes_an_idle_model_and_waits_longer_than_for_a_worker_that_is_there(
+    redis_server: EmbeddedRedis,
+) -> None:
+    async with running_workers(redis_server, routing=IMPATIENT) as workers:
+        await wakes(workers)
+
+
+async def wakes(workers: Workers) -> None:
+    client = await sleeping(workers)
+    asking = asyncio.create_task(client.ask([1, 2, 3], 4))
+
+    async def woken() -> DesiredRatio | None:
+        desired = await workers.registry.desired()
+        return desired if desired is not None and not desired.idle else None
+
+    async with asyncio.timeout(60):
+        while (desired := await woken()) is None:
+            await asyncio.sleep(0.02)
+    assert (desired.decode, desired.set_by) == (1, WAKE)
+    await asyncio.sleep(1.2)  # a heartbeat: the frontend knows that it was woken, and waits on
+    assert not asking.done() and client.connection.rest.away
+    await workers.start(Role.DECODE)
+    await asking
+    await until(lambda: not client.connection.rest.away, "it serves")
+    await client.close()
+
+
+async def test_a_request_whose_workers_do_not_come_back_is_refused_in_time(redis_server: EmbeddedRedis) -> None:
+    async with running_workers(redis_server, routing=IMPATIENT) as workers:
+        workers.config = msgspec.structs.replace(workers.config, cold_start_s=0.5)
+        client = await sleeping(workers)
+        with pytest.raises(Overloaded) as refused:
+            async with asyncio.timeout(60):
+                await client.answer([1, 2, 3], 4)
+        assert (refused.value.status, refused.value.reason) == (503, "no_decode_worker")
+        assert refused.value.retry_after_s > 0
+        await client.close()
+
+
+async def test_idle_time_counts_from_the_last_request(workers: Workers) -> None:
+    await workers.start(Role.DECODE)
+    client = RouterClient(workers.redis, workers.config)
+    await client.start()
+    rest = client.connection.rest
+    await until(lambda: client.connection.fleet.ready(Role.DECODE), "it greets")
+    await asyncio.sleep(0.2)
+    before = rest.idle_s(0, 0)
+    assert before > 0.1
+    await client.ask([1, 2, 3], 4)
+    assert rest.idle_s(0, client.connection.router.learning.offered.requests) < before
+    assert rest.idle_s(1, 1) < 0.1, "one is in flight"
+    await client.close()
