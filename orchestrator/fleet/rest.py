@@ -38,14 +38,21 @@ class Rest:
         self.cold_start_s = cold_start_s
         self._registry, self._decodes, self._desired = registry, decodes, desired
         self._asked = False  # a request waits
+        self._woken = 0.0, 0.0  # the last wake that was seen: when it was ordered, and monotonic
         self._used_at = time.monotonic()
         self._seen_requests = 0
 
     @property
     def away(self) -> bool:
-        """Whether no worker is there because nobody asked, so that one that is asked for comes."""
+        """Whether no worker is there because nobody asked, and one comes when it is asked for, or is about to."""
         desired = self._desired()
-        return desired is not None and desired.set_by in (IDLE, WAKE) and not self._decodes()
+        if desired is None or desired.set_by not in (IDLE, WAKE) or self._decodes():
+            return False
+        if desired.idle:
+            return True
+        if desired.set_at != self._woken[0]:
+            self._woken = desired.set_at, time.monotonic()
+        return time.monotonic() - self._woken[1] < self.cold_start_s
 
     def recall(self) -> bool:
         """A request found no decode worker. Whether it is worth waiting for one, which is then asked for."""

@@ -265,11 +265,15 @@ class FleetProcesses:
             await self._resize(self._size.observe(snapshot))
         if self._came_up and leads:
             await self._rest(snapshot)
+        await self.remove_shared_memory()
+        self._note_processes()
+
+    async def remove_shared_memory(self) -> None:
+        """Of processes that have ended."""
         while self._ended:  # in a thread: it reads what every process of this machine maps
             removed = await asyncio.to_thread(self._shared_memory.remove_files_of, self._ended.pop())
             if removed:
                 log.info("removed shared memory that a dead process left: %s", ", ".join(removed))
-        self._note_processes()
 
     async def _resize(self, resize: Resize | None) -> None:
         """Change the size, unless somebody else has set one meanwhile. Raises RedisAway."""

@@ -78,6 +78,7 @@ class ModelsProcesses:
             await asyncio.gather(watching, return_exceptions=True)
         if (fleet := self.models.get(name)) is not None:
             await fleet.end()
+            await fleet.remove_shared_memory()  # nobody watches them any more
             del self.models[name]
 
     def read_soon(self) -> None:
