@@ -18,7 +18,7 @@ from support_fleet import RunningFleet, token_prompt
 from orchestrator.launch.host.run_folder import RunFolder
 from orchestrator.store.client import connect
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1500)]
 
 PROMPTS = [token_prompt(20 + 173 * i % 1500, seed=i) for i in range(40)]
 SECTION = """\

@@ -5,10 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import math
 import os
 import signal
+import statistics
 import subprocess
 import sys
+import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
@@ -73,6 +76,12 @@ async def load_on_both(fleet: Models, concurrency: int = 6) -> AsyncIterator[dic
         assert all(answer.tokens in truth for answer in answers)
 
 
+def took_ms(fleet: Models, model: str, since: float, until: float = math.inf) -> list[float]:
+    """Of the requests of a model that came in this time, unix seconds."""
+    lines = [line for line in fleet.request_lines() if (line.get("decode_worker") or "").startswith(f"{model}-")]
+    return [line["total_ms"] for line in lines if since <= line["arrived_at"] < until]
+
+
 async def test_each_request_is_served_by_workers_of_its_model(fleet: Models) -> None:
     answered = {name: fleet.of[name].ask_all(PROMPTS * 5, concurrency=16) for name in MODELS}
     answers = dict(zip(answered, await asyncio.gather(*answered.values()), strict=True))
@@ -117,9 +126,11 @@ def test_pages_and_names(fleet: Models) -> None:
 async def test_a_worker_that_is_killed_is_missed_by_no_model(fleet: Models) -> None:
     killed = fleet.at["small"].workers("decode")[0]
     before = {worker["pid"] for worker in fleet.at["large"].workers()}
+    begun_at = time.time()
     async with load_on_both(fleet):
-        await asyncio.sleep(1)
+        await fleet.at["large"].soon(lambda: len(took_ms(fleet, "large", begun_at)) > 50, "some are answered before")
         os.kill(killed["pid"], signal.SIGKILL)
+        killed_at = time.time()
         await fleet.at["small"].soon(
             lambda: (
                 killed["pid"] not in {w["pid"] for w in fleet.at["small"].workers()}
@@ -129,6 +140,12 @@ async def test_a_worker_that_is_killed_is_missed_by_no_model(fleet: Models) -> N
         )
     assert {worker["pid"] for worker in fleet.at["large"].workers()} == before
     assert fleet.at["large"].metric("pd_retries_total", model_name="large") == 0
+    until_then = statistics.median(took_ms(fleet, "large", begun_at, killed_at))
+    since = statistics.median(took_ms(fleet, "large", killed_at))
+    print(
+        f"the other model's latency: {until_then:.0f} ms before, {since:.0f} ms since, {since / until_then:.2f} times"
+    )
+    assert since < 3 * until_then, "the one that takes its place loads on the same two cores; nothing waits for it"
     for name in MODELS:
         fleet.at[name].assert_no_leaks()
 
