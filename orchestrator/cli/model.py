@@ -220,12 +220,15 @@ def _looking(registry: Registry, name: str, model: ListedModel) -> Callable[[], 
 
 async def _look(registry: Registry, name: str, model: ListedModel) -> Seen:
     """Raises RedisAway."""
-    units, frontends = (await registry.read()).units, await registry.frontends()
-    ready = [info.role.value for info in units.values() if info.state is WorkerState.READY]
+    from orchestrator.store.operator.models import ModelState
+
+    reading, frontends = await registry.read(), await registry.frontends()
+    idle = model.state is ModelState.SERVING and reading.desired is not None and reading.desired.idle
+    ready = [info.role.value for info in reading.units.values() if info.state is WorkerState.READY]
     serving = [frontend for frontend in frontends.values() if frontend.url]
     return Seen(
         name,
-        model.state.value,
+        "idle" if idle else model.state.value,
         model.section.get("model", ""),
         model.section.get("served_model_name", name),
         ready.count("prefill"),
