@@ -58,9 +58,8 @@ class MachineShares:
             self.device, self._gpus = "CUDA", GpuShares(gpus)
         else:
             self.device = "CPU"
-            computing = [each for each in self._configs if each.engine != "sim"]
-            all_ranks = sum(pool(each, role).replicas * unit_ranks(each, role) for each in computing for role in Role)
-            self._cores = CoreShares(find_cores(), all_ranks, self._config.frontend.most_replicas)
+            ranks_at_once = max(sum(map(_cpu_ranks, configs)) for configs in self._at_once())
+            self._cores = CoreShares(find_cores(), ranks_at_once, self._config.frontend.most_replicas)
 
     def add(self, config: Config) -> None:
         """One more model has workers here. Raises ConfigError where the memory is too small for it and the others."""
@@ -118,9 +117,14 @@ class MachineShares:
     def check_room(self) -> None:
         """Raises ConfigError unless all configured workers fit on this machine together; of models that may become
         idle, one at a time."""
+        for configs in self._at_once():
+            self._check_room(configs)
+
+    def _at_once(self) -> list[list[Config]]:
+        """Models whose workers have to fit together: those that stay, with each that may become idle."""
         stay = [config for config in self._configs if config.idle_after_s is None]
-        for beside in [[config] for config in self._configs if config.idle_after_s is not None] or [[]]:
-            self._check_room([*stay, *beside])
+        others = [config for config in self._configs if config.idle_after_s is not None]
+        return [[*stay, other] for other in others] or [stay]
 
     def _check_room(self, configs: Sequence[Config]) -> None:
         owners = []
@@ -306,6 +310,13 @@ def _limits(config: Config) -> Iterator[tuple[int, str]]:
             f"workers.ports: {config.workers.ports} are {len(ports)} ports, enough for {most} workers of "
             f"{_WORKER_PORTS} each; name more, or lower replicas",
         )
+
+
+def _cpu_ranks(config: Config) -> int:
+    """Of all of a model's workers that compute."""
+    if config.engine == "sim":
+        return 0
+    return sum(pool(config, role).replicas * unit_ranks(config, role) for role in Role)
 
 
 def unit_ranks(config: Config, role: Role) -> int:

@@ -144,6 +144,36 @@ def test_models_divide_one_machine(monkeypatch):
     assert on_cores.take("s", Role.DECODE, config_of(engine="sim")) == Share()
 
 
+def test_models_that_may_be_idle_take_turns_on_one_machine(monkeypatch):
+    monkeypatch.setattr("orchestrator.launch.host.machine.has_cuda_vllm", lambda: True)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2")
+    alone = {"prefill": {"replicas": 0}}
+    stays = config_of(workers=alone)
+    rests = [config_of(served_model_name=name, idle_after_s=60) for name in "ab"]
+    MachineShares(stays, *rests).check_room()
+    with pytest.raises(ConfigError, match="a: workers.prefill 0: needs 1 GPU"):
+        MachineShares(stays, rests[0], config_of(served_model_name="b")).check_room()
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setattr("orchestrator.launch.host.machine.find_cores", lambda: [0, 1])
+    on_cores = MachineShares(*(config_of(idle_after_s=60, workers=alone) for _ in range(2)))
+    assert on_cores.take("a", Role.DECODE).arguments == ["--cores", "0,1"]
+    on_cores.give_back("a")
+    assert on_cores.take("b", Role.DECODE).arguments == ["--cores", "0,1"]
+
+
+def test_a_model_that_is_added_finds_the_devices_that_simulated_ones_did_not_need(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setattr("orchestrator.launch.host.machine.find_cores", lambda: list(range(8)))
+    shares, added = MachineShares(config_of(engine="sim")), config_of()
+    shares.add(added)
+    assert shares.take("x", Role.DECODE, added).arguments == ["--cores", "0,1,2"]
+    huge = config_of(workers={"engine_args": {"kv_cache_memory_bytes": 1 << 50}})
+    with pytest.raises(ConfigError, match="kv_cache_memory_bytes need"):
+        shares.add(huge)
+    shares.remove(added)
+    shares.remove(added)
+
+
 def test_simulated_workers_are_not_pinned():
     assert MachineShares(config_of(engine="sim")).take("a", Role.PREFILL) == Share()
 
