@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -67,7 +68,7 @@ class Changing(RunningFleet):
     def processes_of(self, model: str) -> list[int]:
         """Workers of the model, and frontends that serve it."""
         children = psutil.Process(self.process.pid).children(recursive=True)
-        return [child.pid for child in children if f"{self.namespace}.{model}" in " ".join(_command(child))]
+        return [child.pid for child in children if f"/{self.namespace}/config-{model}-" in " ".join(_command(child))]
 
     def shared_memory(self) -> set[str]:
         """Names of the segments of its processes."""
@@ -129,3 +130,23 @@ async def test_a_model_is_added_used_and_removed_under_load_of_another(fleet: Ch
     assert fleet.processes_of("third") == []
     assert not [path for path in RunFolder(fleet.namespace).path.iterdir() if "third" in path.name]
     assert not its_memory & set(os.listdir("/dev/shm"))
+
+
+@pytest.mark.parametrize(
+    ("more", "why"),
+    [
+        ("model: /no/such/folder\n", "bad was not added: .*no/such/folder"),
+        ("model: demo\nfrontend: {server_args: {tool_call_parser: none-such}}\n", "bad was not added: frontend-"),
+    ],
+    ids=["workers", "frontends"],
+)
+def test_a_model_that_cannot_start_is_taken_out_again(fleet: Changing, tmp_path: Path, more: str, why: str) -> None:
+    (file := tmp_path / "bad.yaml").write_text(more + SECTION.partition("\n")[2])
+    frontends = set(fleet.processes_of("small")) - {worker["pid"] for worker in fleet.at("small").workers()}
+    command = [*fleet.program, "model", "add", str(file), "--name", "bad", "--namespace", fleet.namespace]
+    done = subprocess.run(command, cwd=fleet.folder, text=True, capture_output=True, timeout=500)
+    assert done.returncode == 2 and re.search(why, done.stderr), done.stdout + done.stderr
+    assert fleet.listed().keys() == {"small", "large"} and fleet.keys_of("bad") == fleet.processes_of("bad") == []
+    assert len(frontends) == 2
+    assert frontends <= set(fleet.processes_of("small")), "those that serve the others stay"
+    assert all(answer.ok for answer in asyncio.run(fleet.of("small").ask_all(PROMPTS[:4], concurrency=2)))
