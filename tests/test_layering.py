@@ -36,11 +36,12 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "connectors.agent": (),
     "connectors.handshake": (),
     "connectors.layers": (),
+    "connectors.lending": (),
     "connectors.sockets": (),
     "connectors.wake": (),
     "connectors.push": (
         *("connectors.unsupported", "connectors.agent", "connectors.handshake"),
-        *("connectors.layers", "connectors.sockets", "connectors.wake"),
+        *("connectors.layers", "connectors.lending", "connectors.sockets", "connectors.wake"),
     ),
     "workers": ("types", "telemetry", "process", "config", "wire", "policy", "store"),
     "workers.sim": ("types", "config", "wire", "policy", "workers", "connectors.push"),
@@ -59,6 +60,7 @@ ENGINE_ROOMS = (
     "workers.vllm_engine",
     "connectors.agent",
     "connectors.handshake",
+    "connectors.lending",
     "connectors.push",
 )
 ENGINE_FILES = ("orchestrator.config.demo.convert",)  # a program of its own

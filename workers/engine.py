@@ -65,7 +65,9 @@ def link_rate(size_bytes: float, seconds: float) -> float:
 
 
 class EngineRequest(msgspec.Struct, frozen=True):
-    """One attempt to run. `frames` is the engine request as the frontend encoded it."""
+    """One attempt to run. `frames` is the engine request as the frontend encoded it. `prefix_tokens`: only so many of
+    its prompt's first tokens, for the prefix cache; one token is sampled, which says that they are cached. 0: all.
+    """
 
     key: str
     phase: Phase
@@ -73,6 +75,7 @@ class EngineRequest(msgspec.Struct, frozen=True):
     kv_source: KVSource | None = None
     resume_tokens: list[int] = []
     behind_s: float = 0.0  # its place in the engine's queue: as if it had arrived so much later (negative: earlier)
+    prefix_tokens: int = 0
 
 
 class Refusal(msgspec.Struct, frozen=True):
@@ -194,6 +197,12 @@ class Engine(Protocol):
 
     async def meet(self, peer: KVEndpoint) -> None:
         """Connect with another engine, from which KV may come or to which it may go. Returns before it is done."""
+        ...
+
+    async def lend(self, key: str, frames: list[bytes], tokens: int) -> None:
+        """Send the first `tokens` of this request's prompt, whole blocks, from the prefix cache to the engine that asks
+        for `key`. Nothing is computed: that engine is refused where one of them is not cached. Raises RuntimeError for
+        frames that cannot be decoded."""
         ...
 
     async def call(self, method: str, args: list[Any], kwargs: dict[str, Any]) -> Any:

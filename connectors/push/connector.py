@@ -1,13 +1,13 @@
 """The connector that vLLM loads (`kv_connector_module_path`): a scheduler half in the engine, a worker half per rank.
 
-Scheduler: on_new_request, get_num_new_matched_tokens, update_state_after_alloc, build_connector_meta,
-request_finished, update_connector_output, has_pending_push_work. Worker: handle_preemptions, start_load_kv,
-save_kv_layer, wait_for_save, get_transfer_results.
+Scheduler: bind_gpu_block_pool, on_new_request, get_num_new_matched_tokens, update_state_after_alloc,
+build_connector_meta, request_finished, update_connector_output, has_pending_push_work. Worker: handle_preemptions,
+start_load_kv, save_kv_layer, wait_for_save, get_transfer_results.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -31,6 +31,8 @@ from connectors.unsupported import unsupported
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.forward_context import ForwardContext
+    from vllm.v1.core.block_pool import BlockPool
+    from vllm.v1.core.kv_cache_utils import BlockHash
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 
@@ -87,6 +89,16 @@ class PushConnector(NixlPushConnector):
         """Scheduler side: connect with the engine of this `Endpoint`, given by its fields."""
         assert self.connector_scheduler is not None
         self.connector_scheduler.meet(msgspec.convert(peer, Endpoint))
+
+    def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
+        assert self.connector_scheduler is not None
+        self.connector_scheduler.lending.pool = gpu_block_pool
+
+    def lend(self, key: str, hashes: Sequence[BlockHash], tokens: int) -> None:
+        """Scheduler side: send these blocks of the prefix cache, the first `tokens` of a prompt, to whoever asks for
+        `key`."""
+        assert self.connector_scheduler is not None
+        self.connector_scheduler.lend(key, hashes, tokens)
 
     def drop(self, keys: Iterable[str]) -> None:
         """Scheduler side: nobody wants the KV of these prefills any more."""

@@ -66,7 +66,7 @@ class Computed:
     """This step computes blocks `start ..` of a prefill. `closed`: they are the last.
 
     `epoch` counts the prefill's restarts. `blocks` are logical ids per KV cache group. `whole`: they are all that
-    is to be pushed, in groups that `start` and block positions do not describe.
+    is to be pushed, in groups that `start` and block positions do not describe. `lent`: they are of the prefix cache.
     """
 
     key: str
@@ -75,6 +75,12 @@ class Computed:
     blocks: tuple[tuple[int, ...], ...]
     closed: bool
     whole: bool = False
+    lent: bool = False
+
+    @property
+    def earlier(self) -> bool:
+        """Whether steps before this one computed them."""
+        return self.whole or self.lent
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +19,7 @@ from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec, Sliding
 from vllm.v1.request import RequestStatus
 
 from connectors import handshake
+from connectors.lending import Lending
 from connectors.push.actions import NO_BLOCK
 from connectors.push.metadata import (
     Computed,
@@ -37,6 +38,7 @@ from connectors.push.wire import Endpoint, Register, Source, Unregister
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.kv_cache_utils import BlockHash
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.outputs import KVConnectorOutput
@@ -81,7 +83,8 @@ class PushScheduler(NixlPushConnectorScheduler):
         if not self.by_position and self.options.transfer != "whole":
             logger.info("This model or topology cannot stream its KV: each prompt is pushed whole (transfer: whole)")
         self._prefills: dict[str, _Prefill] = {}
-        self._held: set[str] = set()  # prefills that have ended, and whose blocks are not given back yet
+        self._held: set[str] = set()  # prefills that have ended and prefixes lent, whose blocks are not given back yet
+        self.lending = Lending()
         self._reserved: set[str] = set()  # requests whose blocks wait for KV
         self._dead: dict[str, float] = {}  # engine -> until when its KV is not asked for
         self._withdrawing_blocks = self._withdrawing_told = 0
@@ -254,6 +257,19 @@ class PushScheduler(NixlPushConnectorScheduler):
             for ids, spec in zip(block_ids, specs, strict=True)
         )
 
+    def lend(self, key: str, hashes: Sequence[BlockHash], tokens: int) -> None:
+        """Send the first `tokens` of a prompt, whose blocks have these hashes, from this cache to the engine that
+        registers for `key`. It hears `Gone` where they are not all cached. The next step, which this call causes, tells
+        the worker half."""
+        whole_blocks = self.by_position and len(hashes) * self.block_size == tokens
+        firsts = self._first_kept(tokens)
+        if pinned := self.lending.pin(key, hashes, firsts) if whole_blocks else ():
+            blocks = tuple((NO_BLOCK,) * first + ids for first, ids in zip(firsts, pinned, strict=True))
+            self._held.add(key)
+            self._next.started.append(Started(key, len(hashes), tokens))
+            self._next.computed.append(Computed(key, 0, 0, blocks, closed=True, lent=True))
+        self._next.finished.append(Finished(key, ok=bool(pinned), held=bool(pinned)))
+
     def drop(self, keys: Iterable[str]) -> None:
         """Release the KV of these ended prefills. vLLM itself aborts those that still run."""
         unwanted = self._held.intersection(keys)
@@ -262,7 +278,10 @@ class PushScheduler(NixlPushConnectorScheduler):
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         self._reserved.difference_update(connector_output.finished_recving or ())
-        self._held.difference_update(connector_output.finished_sending or ())
+        if sent := connector_output.finished_sending:
+            self._held -= sent
+            if self.lending.pinned:  # vLLM has no request of these keys
+                connector_output.finished_sending = sent - self.lending.unpin(sent)
         if isinstance(report := connector_output.kv_connector_worker_meta, RankReport):
             self._withdrawing_blocks = report.withdrawing_blocks
             # What one rank has given up is of no use to the others, which may wait for that rank's peer.
@@ -299,7 +318,7 @@ class PushScheduler(NixlPushConnectorScheduler):
         return engine_id in self._dead
 
     def has_pending_push_work(self) -> bool:
-        return self._next.has_news()
+        return self._next.has_news() or bool(self.lending.pinned)
 
 
 def _source(params: dict[str, Any]) -> Source:

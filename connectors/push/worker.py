@@ -64,7 +64,7 @@ class PushWorker(Connections):
         for peer in metadata.met:
             self._submit(functools.partial(self._meet, peer))
         self._begin(metadata)
-        self._ship_whole(metadata)
+        self._ship_earlier(metadata)
         for reserved in metadata.reserved:
             self._submit(functools.partial(self._inbound.register, reserved.order, reserved.source))
         for unused in metadata.unused:
@@ -91,20 +91,21 @@ class PushWorker(Connections):
             self._submit(functools.partial(self._outbound.start, it.key, it.total_blocks, it.prompt_tokens))
         metadata.started.clear()
 
-    def _ship_whole(self, metadata: PushMetadata) -> None:
-        """Send prompts that earlier steps computed, before this step's work is queued on the device.
+    def _ship_earlier(self, metadata: PushMetadata) -> None:
+        """Send what earlier steps computed, before this step's work is queued on the device.
 
-        Their last token is known, so the device has computed them; a drafter may still be running.
+        The last token of a whole prompt is known, so the device has computed it; a drafter may still be running. A
+        prefix that is lent may be of a step that is queued.
         """
         for computed in metadata.computed:
-            if computed.whole:
-                ready = self._device_event() if self.drafts else None
-                chunk = do.Chunk(computed.start, computed.blocks, None, ready, whole=True)
+            if computed.earlier:
+                ready = self._device_event() if self.drafts or not computed.whole else None
+                chunk = do.Chunk(computed.start, computed.blocks, None, ready, whole=computed.whole)
                 self._submit(functools.partial(self._outbound.computed, computed.key, [chunk], computed.epoch, True))
 
     def on_layer(self, layer_name: str, metadata: PushMetadata, forward: object) -> None:
         """A forward pass has written a layer's KV, or queued it on the device: send what is due of each last chunk."""
-        closing = {it.key: len(it.blocks[0]) for it in metadata.computed if it.closed and not it.whole}
+        closing = {it.key: len(it.blocks[0]) for it in metadata.computed if it.closed and not it.earlier}
         if closing and (due := self._layers.report(layer_name, closing, forward)):
             self._begin(metadata)
             ready = self._device_event()
@@ -114,8 +115,8 @@ class PushWorker(Connections):
 
     def on_computed(self, metadata: PushMetadata) -> None:
         """Called after the forward pass was launched (CUDA) or has run (CPU), perhaps twice: send what has not gone."""
-        by_position = [computed for computed in metadata.computed if not computed.whole]
-        metadata.computed = [computed for computed in metadata.computed if computed.whole]
+        by_position = [computed for computed in metadata.computed if not computed.earlier]
+        metadata.computed = [computed for computed in metadata.computed if computed.earlier]
         self._begin(metadata)
         ready = self._device_event() if by_position else None
         for computed in by_position:

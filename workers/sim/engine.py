@@ -148,6 +148,14 @@ class SimEngine:
     async def meet(self, peer: KVEndpoint) -> None:
         self._transfers.meet(peer)
 
+    async def lend(self, key: str, frames: list[bytes], tokens: int) -> None:
+        try:
+            keys = self._prefix_keys(self._codec.decode_request(frames))[: tokens // self._config.block_size]
+        except MessageError as error:
+            raise RuntimeError(str(error)) from error
+        cached = len(keys) * self._config.block_size == tokens and self._scheduler.cache.hit_blocks(keys) == len(keys)
+        self._transfers.lend(key, tokens if cached else 0)
+
     async def call(self, method: str, args: list[Any], kwargs: dict[str, Any]) -> Any:
         """Raises ValueError for a method that the simulated engine does not have."""
         if method in ("pause_scheduler", "resume_scheduler"):
@@ -204,6 +212,9 @@ class SimEngine:
         return self._request(request, wire, sampling)
 
     def _request(self, request: EngineRequest, wire: WireRequest, sampling: WireSampling) -> SimRequest:
+        if request.prefix_tokens:
+            wire.prompt_token_ids = (wire.prompt_token_ids or [])[: request.prefix_tokens]
+            sampling.max_tokens = 1
         prompt = wire.prompt_token_ids or []
         resumed = len(request.resume_tokens)
         limit = self._config.max_model_len if sampling.max_tokens is None else sampling.max_tokens

@@ -87,6 +87,18 @@ class SimTransfers:
         now = time.monotonic()
         self._carry_out(self._outbound.start(request.key, self._scheduler.blocks_for(tokens), tokens, now))
 
+    def lend(self, key: str, tokens: int) -> None:
+        """Push so many cached tokens to whoever asks for `key`; 0: they are not cached. The cache has keys only, so
+        nothing is kept from eviction."""
+        now = time.monotonic()
+        if not tokens:
+            self._carry_out(self._outbound.abort(key, False, "the prefix is not cached", now))
+            return
+        blocks = self._scheduler.blocks_for(tokens)
+        self._carry_out(self._outbound.start(key, blocks, tokens, now))
+        self._carry_out(self._outbound.finish(key, now))
+        self._carry_out(self._outbound.computed(key, [do.Chunk(0, (tuple(range(blocks)),))], 0, True, now))
+
     def computed(self, requests: Iterable[SimRequest], began: float, now: float) -> None:
         """Push the new blocks after a step over these requests. By layers, the WRITEs have begun with the step."""
         writes_from = began if self._kv.transfer in ("auto", "layer") else now

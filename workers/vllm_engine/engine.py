@@ -163,13 +163,10 @@ class VllmEngine:
         )
 
     async def _measure(self, config: VllmConfig) -> EngineSpeed:
-        most_tokens = min(
-            config.scheduler_config.max_num_batched_tokens,
-            config.model_config.max_model_len - 1,
-            self._blocks_total * config.cache_config.block_size // 2,
-        )
-        vocabulary, sequences = config.model_config.get_vocab_size(), config.scheduler_config.max_num_seqs
-        return await measure_speed(self, vocabulary, most_tokens, sequences)
+        model, scheduling = config.model_config, config.scheduler_config
+        room = self._blocks_total * config.cache_config.block_size // 2
+        most_tokens = min(scheduling.max_num_batched_tokens, model.max_model_len - 1, room)
+        return await measure_speed(self, model.get_vocab_size(), most_tokens, scheduling.max_num_seqs)
 
     def _start_blocking(self) -> tuple[EngineCoreClient, Any]:
         config = build_config(
@@ -243,6 +240,9 @@ class VllmEngine:
 
     async def meet(self, peer: KVEndpoint) -> None:
         await self.call_engine("pd_meet", msgspec.to_builtins(peer))
+
+    async def lend(self, key: str, frames: list[bytes], tokens: int) -> None:
+        await self.call_engine("pd_lend", frames, key, tokens)
 
     async def call(self, method: str, args: list[Any], kwargs: dict[str, Any]) -> Any:
         """Raises ValueError for a method that is not a control method, RuntimeError for one that failed."""

@@ -17,12 +17,14 @@ from typing import Any
 
 from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 from vllm.platforms import current_platform
-from vllm.v1.engine import EngineCoreOutputs
+from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequest
 from vllm.v1.engine.coordinator import DPCoordinatorProc
 from vllm.v1.engine.core import EngineCore, EngineCoreProc
 from vllm.v1.executor import multiproc_executor, uniproc_executor
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
+from vllm.v1.request import Request
+from vllm.v1.serial_utils import MsgpackDecoder
 
 try:
     from vllm.utils.watch_dog import get_watch_dog
@@ -119,6 +121,7 @@ def register() -> None:
     EngineCore.pd_describe = _pd_describe
     EngineCore.pd_fail_peer = _pd_fail_peer
     EngineCore.pd_meet = _pd_meet
+    EngineCore.pd_lend = _pd_lend
     EngineCore.abort_requests = _abort_requests
 
 
@@ -163,6 +166,16 @@ def _pd_meet(engine: Any, peer: dict[str, Any]) -> None:
     connector = engine.scheduler.get_kv_connector()
     if (meet := getattr(connector, "meet", None)) is not None:
         meet(peer)
+
+
+def _pd_lend(engine: Any, frames: list[bytes], key: str, tokens: int) -> None:
+    """`frames`: an engine request, whose first `tokens` are lent."""
+    request = Request.from_engine_core_request(
+        MsgpackDecoder(EngineCoreRequest).decode(frames), engine.request_block_hasher
+    )
+    hashes = request.block_hashes[: tokens // engine.vllm_config.cache_config.block_size]
+    if (lend := getattr(engine.scheduler.get_kv_connector(), "lend", None)) is not None:
+        lend(key, hashes, tokens)
 
 
 def _abort_requests(engine: Any, keys: list[str]) -> None:

@@ -245,3 +245,56 @@ def test_withdrawing_blocks_are_reported_on_change() -> None:
         stats = decode.take_stats()
         told.append(0 if stats is None else sum(stats.data[PushStats.WITHDRAWING_BLOCKS]))
     assert told == [0, 5, 0, 2, 0, -7, 0]
+
+
+def lender(blocks: int = 16, cached: int = 4) -> tuple[Any, Any, list[Any]]:
+    """An engine of so many blocks with a prompt of `cached` blocks in its cache, and the blocks' hashes."""
+    lends = scheduler()
+    from vllm.v1.core.block_pool import BlockPool
+    from vllm.v1.core.kv_cache_utils import make_block_hash_with_group_id
+
+    lends.lending.pool = pool = BlockPool(blocks, enable_caching=True, hash_block_size=16)
+    hashes = [bytes([number]) * 32 for number in range(cached)]
+    computed = pool.get_new_blocks(cached)
+    for block, block_hash in zip(computed, hashes, strict=True):
+        keyed = make_block_hash_with_group_id(block_hash, 0)
+        pool._insert_block_hash(keyed, block, 16)
+    pool.free_blocks(reversed(computed))
+    return lends, pool, hashes
+
+
+def test_a_cached_prefix_is_lent_and_given_back_once_it_is_sent() -> None:
+    lends, pool, hashes = lender()
+    free = pool.get_num_free_blocks()
+    lends.lend("k", hashes, 64)
+    (started,), (computed,), (finished,) = lends._next.started, lends._next.computed, lends._next.finished
+    assert (started.key, started.total_blocks, started.prompt_tokens) == ("k", 4, 64)
+    assert computed.closed and computed.earlier and len(computed.blocks[0]) == 4
+    assert finished.ok and finished.held
+    assert pool.get_num_free_blocks() == free - 4 and lends.has_pending_push_work()
+    lends._next = type(lends._next)()
+    assert lends.has_pending_push_work(), "the engine goes on until the blocks are back"
+    output = SimpleNamespace(finished_recving=None, finished_sending={"k", "x"}, kv_connector_worker_meta=None)
+    lends.update_connector_output(output)
+    assert output.finished_sending == {"x"}, "vLLM has no request of the key of a prefix that was lent"
+    assert pool.get_num_free_blocks() == free and not lends.has_pending_push_work()
+
+
+@pytest.mark.parametrize("lost", ["a block", "the memory", "the cache", "half a block"])
+def test_what_cannot_be_lent_is_refused_at_once(lost: str) -> None:
+    lends, pool, hashes = lender()
+    free = pool.get_num_free_blocks()
+    tokens = 64
+    if lost == "a block":
+        hashes[2] = b"another" * 5
+    elif lost == "the memory":
+        used = pool.get_new_blocks(free - 5)
+        assert pool.get_num_free_blocks() == 5 and (free := 5) and used
+    elif lost == "the cache":
+        lends.lending.pool = None
+    else:
+        tokens = 60
+    lends.lend("k", hashes, tokens)
+    (finished,) = lends._next.finished
+    assert not finished.ok and not finished.held and not lends._next.started and not lends._next.computed
+    assert pool.get_num_free_blocks() == free

@@ -36,6 +36,8 @@ class RequestCodec:
         if request.resume_tokens:
             _continue(core, request.resume_tokens)
         self._check_prompt(core)
+        if request.prefix_tokens:
+            _prefix_only(core, request.prefix_tokens)
         if request.phase is Phase.PREFILL:
             _prefill_only(core)
         elif request.kv_source is not None:
@@ -82,9 +84,25 @@ def _prefill_only(core: EngineCoreRequest) -> None:
     Parameters that carry state from token to token (a grammar, a thinking budget) are left out. The client then gets
     the decode engine's token only.
     """
-    sampling = _sampling(core, "prefilled only")
+    _one_token(core, "prefilled only")
+    _set_kv(core, {"do_remote_decode": True, "do_remote_prefill": False})
+
+
+def _prefix_only(core: EngineCoreRequest, tokens: int) -> None:
+    """Keep the first `tokens` of the prompt, and sample one token, which nobody reads."""
+    _one_token(core, "cached only")
+    assert core.prompt_token_ids is not None  # `_one_token` has looked
+    if core.mm_features:
+        raise InvalidEngineRequest(f"{core.request_id}: a prefix with images cannot be fetched")
+    core.prompt_token_ids = core.prompt_token_ids[:tokens]
+    if core.prompt_is_token_ids is not None:
+        core.prompt_is_token_ids = core.prompt_is_token_ids[:tokens]
+
+
+def _one_token(core: EngineCoreRequest, what: str) -> None:
+    sampling = _sampling(core, what)
     if core.prompt_token_ids is None:
-        raise InvalidEngineRequest(f"{core.request_id}: a prompt of embeddings cannot be prefilled elsewhere")
+        raise InvalidEngineRequest(f"{core.request_id}: a prompt of embeddings cannot be {what}")
     sampling.n = 1
     sampling.max_tokens = 1
     sampling.min_tokens = min(1, sampling.min_tokens)
@@ -93,7 +111,6 @@ def _prefill_only(core: EngineCoreRequest) -> None:
     sampling.thinking_token_budget = None
     sampling.repetition_detection = None
     sampling.output_kind = RequestOutputKind.FINAL_ONLY
-    _set_kv(core, {"do_remote_decode": True, "do_remote_prefill": False})
 
 
 def _continue(core: EngineCoreRequest, tokens: list[int]) -> None:

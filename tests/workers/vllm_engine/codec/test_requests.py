@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from support_vllm import frames
 
+from orchestrator.types import KVEndpoint, KVSource
 from workers.engine import EngineRequest, Phase
 
 pytestmark = pytest.mark.vllm
@@ -30,3 +31,17 @@ def test_a_trace_goes_on_after_the_tokens_that_are_out() -> None:
 def test_limits_shrink_by_the_tokens_that_are_out() -> None:
     left = given(5, 6, max_tokens=8, min_tokens=1)
     assert (left.max_tokens, left.min_tokens) == (6, 0)
+
+
+def test_a_prefix_is_the_beginning_of_a_prompt_with_one_token_and_where_it_comes_from() -> None:
+    from workers.vllm_engine.codec.requests import RequestCodec
+
+    source = KVSource(KVEndpoint("holder", "host", 1), "r#1~")
+    body = frames([1, 2, 3, 4, 5], max_tokens=8, min_tokens=4, prompt_logprobs=2)
+    request = EngineRequest("r#1~", Phase.DECODE, body, source, prefix_tokens=3)
+    core = RequestCodec(max_model_len=100, vocabulary=500).decode(request)
+    assert core.prompt_token_ids == [1, 2, 3]
+    sampling = core.sampling_params
+    assert sampling is not None and sampling.prompt_logprobs is None and sampling.extra_args is not None
+    assert (sampling.max_tokens, sampling.min_tokens) == (1, 1)
+    assert sampling.extra_args["kv_transfer_params"]["kv_source"]["key"] == "r#1~"
