@@ -193,6 +193,8 @@ class WorkerLoad(msgspec.Struct, tag="load", frozen=True, omit_defaults=True):
     prefix_sequence: int = 0  # of the last `PrefixEvents` published before it; 0 = none ever
     pause: PauseState = PauseState()  # the newest that it has received
     corrupt_messages: int = 0  # messages from frontends that could not be read
+    fetches: dict[str, int] = {}  # of prefixes from other workers' caches, by outcome
+    fetched_tokens: int = 0
 
 
 class PrefixEvents(msgspec.Struct, tag="prefix", frozen=True):
@@ -240,11 +242,17 @@ class PrefillJob(msgspec.Struct, frozen=True):
     body: bytes  # `messages.pack_frames` of the engine request
     deliveries: int = 0  # how often a worker has claimed it
     delay_s: float = 0.0  # added to its arrival to give its score in the queue (`policy.policies`)
-    cached: dict[str, int] = {}  # prefill worker id -> prompt tokens cached there when it was enqueued; at most 4
+    # Worker id -> prompt tokens cached there when it was enqueued: of at most 4 prefill workers, and where prefixes are
+    # fetched of the decode worker that has most.
+    cached: dict[str, int] = {}
 
     def tokens_at(self, worker_id: str) -> int:
         """Prompt tokens to compute on this prefill worker; at least 1."""
         return max(1, self.tokens - self.cached.get(worker_id, 0)) if self.cached else self.uncached_tokens
+
+    def lacking_at(self, worker_id: str) -> int:
+        """Prompt tokens that another worker has cached beyond those that this one has."""
+        return max(self.cached.values(), default=0) - self.cached.get(worker_id, 0)
 
 
 class JobState(str, enum.Enum):

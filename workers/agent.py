@@ -126,6 +126,8 @@ class Agent:
             frontends=self._frontends,
             attempts=self._attempts,
             load=self._load,
+            source=self._peers.sources.add,
+            fetch=self._config.kv.fetch == "auto",
         )
         self._claims = ClaimLoop(
             info=info,

@@ -45,6 +45,7 @@ class Attempts:
         self._by_request: dict[tuple[Phase, str], Attempt] = {}
         self._prefills: dict[str, Attempt] = {}
         self._pushing: OrderedDict[str, Attempt] = OrderedDict()
+        self.lends = False  # the engine may be sending a prefix from its cache
         self._tokens_left: Counter[Phase] = Counter()  # sums over the attempts
         self.room = asyncio.Event()  # set when attempts or tokens get fewer; cleared by the waiting task
 
@@ -138,11 +139,12 @@ class Attempts:
     @property
     def pushes(self) -> bool:
         """Whether the engine may be pushing KV, to engines that only it knows."""
-        return bool(self._prefills or self._pushing)
+        return bool(self._prefills or self._pushing or self.lends)
 
     def pushed(self) -> None:
         """Forget all ended prefills: the engine holds no KV any more."""
         self._pushing.clear()
+        self.lends = False
 
     def note_pushing(self, attempt: Attempt) -> None:
         """Remember a prefill that has ended well."""

@@ -9,13 +9,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any
 
+from orchestrator.policy.predict.fetch import could_gain, wait_limit_s
+from orchestrator.policy.predict.predictor import PRIOR_S_PER_TOKEN
 from orchestrator.store.client import RedisAway
 from orchestrator.store.queue import Claim, PrefillQueue
 from orchestrator.types import FinishReason, KVSource, PrefillJob, WorkerInfo, engine_key
-from orchestrator.wire.messages import Claimed, MessageError, Prefilled, PrefillFailed, unpack_frames
+from orchestrator.wire.messages import Claimed, MessageError, Prefilled, PrefillFailed, Prefix, unpack_frames
 from workers.attempts import Attempt, Attempts
 from workers.engine import Engine, EngineOutput, EngineRequest, Phase, submit
 from workers.peers import Frontends
@@ -24,7 +26,77 @@ from workers.reports import LoadReporter
 log = logging.getLogger("pd.prefills")
 
 GREETING_TIMEOUT_S = 1.0  # how long to wait for the `Hello` of a frontend
+ANSWER_TIMEOUT_S = 0.25  # of a frontend that was asked which worker has a prefix
 _ENDED_WELL = (FinishReason.STOP, FinishReason.LENGTH)
+
+
+class Fetches:
+    """Prefixes fetched from other workers' caches, before the prompts that begin with them are computed here.
+
+    A prefix is received as the prompt of an engine request of its own, which leaves it in the prefix cache. However
+    that ends, and at the latest after a bound, the request that needs it is computed, and what has not come with it.
+    """
+
+    def __init__(self, engine: Engine, load: LoadReporter, source: Callable[[str], None]) -> None:
+        """`source(engine_id)`: called when that engine will push KV to this one."""
+        self._engine, self._load, self._source = engine, load, source
+        self._asked: dict[str, asyncio.Future[Prefix | None]] = {}  # engine key of a prefill -> a frontend's answer
+        self._coming: dict[str, asyncio.Future[EngineOutput]] = {}  # key of a fetch -> its only output
+
+    @property
+    def s_per_token(self) -> float:
+        """Of computing a prompt here."""
+        rate = self._load.rate.tokens_per_s
+        return 1 / rate if rate else PRIOR_S_PER_TOKEN
+
+    # ---- which worker has it -----------------------------------------------------------------------------------
+
+    def answer(self, key: str, prefix: Prefix | None) -> None:
+        if (asked := self._asked.get(key)) is not None and not asked.done():
+            asked.set_result(prefix)
+
+    async def answered(self, key: str) -> Prefix | None:
+        """What to fetch for the prefill of this key; None for nothing, also if no answer comes. Call it right after a
+        frontend was asked."""
+        asked = self._asked[key] = asyncio.get_running_loop().create_future()
+        try:
+            async with asyncio.timeout(ANSWER_TIMEOUT_S):
+                return await asked
+        except TimeoutError:
+            return None
+        finally:
+            del self._asked[key]
+
+    # ---- the fetch ---------------------------------------------------------------------------------------------
+
+    async def fetch(self, prefix: Prefix, frames: list[bytes]) -> None:
+        """Returns when it is cached here, or will not be. `frames`: the request that needs it. Raises EngineDead."""
+        key, tokens = prefix.source.key, prefix.tokens
+        request = EngineRequest(key, Phase.DECODE, frames, prefix.source, prefix_tokens=tokens)
+        coming = self._coming[key] = asyncio.get_running_loop().create_future()
+        self._source(prefix.source.endpoint.engine_id)
+        received, outcome = 0, "late"
+        try:
+            if await submit(self._engine, request) is not None:
+                outcome = "refused"
+                return
+            async with asyncio.timeout(wait_limit_s(tokens, self.s_per_token)):
+                output = await coming
+            received = getattr(getattr(output, "prefill_stats", None), "num_external_cached_tokens", 0)
+            outcome = "fetched" if received else "missed"
+        except TimeoutError:
+            log.info("gave up the prefix of %d tokens that %s fetches", tokens, key)
+        finally:
+            del self._coming[key]
+            self._load.fetched(outcome, received)
+            if outcome == "late":
+                await self._engine.abort([key])
+
+    def take(self, output: EngineOutput) -> None:
+        """An output of the engine that is no attempt's."""
+        coming = self._coming.get(output.request_id)
+        if coming is not None and output.finish_reason is not None and not coming.done():
+            coming.set_result(output)
 
 
 class Prefills:
@@ -38,10 +110,14 @@ class Prefills:
         frontends: Frontends,
         attempts: Attempts,
         load: LoadReporter,
+        source: Callable[[str], None],
+        fetch: bool,
     ) -> None:
+        """`source`: as for `Fetches`. `fetch`: whether prefixes are fetched."""
         self._worker_id, self._generation, self._endpoint = info.id, info.generation, info.kv
         self._engine, self._queue, self._frontends = engine, queue, frontends
         self._attempts, self._load = attempts, load
+        self.fetches, self._fetch = Fetches(engine, load, source), fetch
         self._unacked: dict[str, int] = {}  # request id -> attempt that ended while Redis was away
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -96,7 +172,9 @@ class Prefills:
         except MessageError as error:
             await self._fail(attempt, f"invalid: {error}")
             return
-        while not self._tell_claimed(attempt, queued_s):
+        asks = self._fetch and could_gain(job.lacking_at(self._worker_id), self.fetches.s_per_token)
+        cached_tokens = job.cached.get(self._worker_id, 0) if asks else None
+        while not self._tell_claimed(attempt, queued_s, cached_tokens):
             if not await self._frontends.wait_for_hello(attempt.frontend_id, GREETING_TIMEOUT_S):
                 log.warning("released %s: frontend %s is not connected", attempt.key, attempt.frontend_id)
                 self._attempts.remove(attempt)
@@ -107,6 +185,11 @@ class Prefills:
         if not self._attempts.holds(attempt):
             return  # aborted meanwhile
         attempt.since = time.monotonic()
+        if asks:
+            if (prefix := await self.fetches.answered(attempt.key)) is not None:
+                await self.fetches.fetch(prefix, frames)
+            if not self._attempts.holds(attempt):
+                return
         refusal = await submit(self._engine, EngineRequest(attempt.key, Phase.PREFILL, frames))
         attempt.submitted = refusal is None
         if refusal is not None:
@@ -114,9 +197,9 @@ class Prefills:
         elif not self._attempts.holds(attempt):
             await self._engine.abort([attempt.key])
 
-    def _tell_claimed(self, attempt: Attempt, queued_s: float) -> bool:
+    def _tell_claimed(self, attempt: Attempt, queued_s: float, cached_tokens: int | None = None) -> bool:
         source = KVSource(self._endpoint, attempt.key)
-        claimed = Claimed(attempt.request_id, attempt.number, source, queued_s, self._generation)
+        claimed = Claimed(attempt.request_id, attempt.number, source, queued_s, self._generation, cached_tokens)
         return bool(self._frontends.send(attempt.frontend_id, claimed))
 
     # ---- end ---------------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable
 
 from orchestrator.types import PauseState, PrefixEvents, WorkerLoad
@@ -109,6 +110,7 @@ class LoadReporter:
         self.longest_step_s, self.stuck = 0.0, False
         self.prefix_sequence = 0  # of the last prefix batch published before the next report
         self.pause = PauseState()  # the newest that this worker has received
+        self._fetches, self._fetched_tokens = Counter[str](), 0
         self.dirty = asyncio.Event()  # set by a change that no step may report
         self.steps = 0
         self._seen: dict[str, _SubmissionCounts] = {}
@@ -144,6 +146,15 @@ class LoadReporter:
     def prefilled(self, tokens: int) -> None:
         """Call after the attempts were updated."""
         self.rate.prefilled(tokens, self._attempts.waiting_tokens > 0, time.monotonic())
+
+    def fetched(self, outcome: str, tokens: int) -> None:
+        """A prefix was fetched from another worker's cache, or not. The wait for it is no time of computing."""
+        self._fetches[outcome] += 1
+        self._fetched_tokens += tokens
+        self.rate.idle()
+        if self._attempts.waiting_tokens:
+            self.rate.busy(time.monotonic())
+        self.dirty.set()
 
     def stepped(self, load: EngineLoad | None) -> None:
         """A step ended. It may have begun before the latest submissions; the next one begins after them."""
@@ -261,6 +272,8 @@ class LoadReporter:
                 prefix_sequence=self.prefix_sequence,
                 pause=self.pause,
                 corrupt_messages=self._corrupt_messages(),
+                fetches=dict(self._fetches),
+                fetched_tokens=self._fetched_tokens,
             )
         )
 

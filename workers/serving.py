@@ -10,7 +10,7 @@ import asyncio
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 from orchestrator.types import PauseState, WorkerInfo, engine_key
@@ -21,15 +21,18 @@ from orchestrator.wire.messages import (
     Call,
     CallReply,
     EngineCrashed,
+    Fetch,
     Hello,
+    Lend,
     Outputs,
+    Prefix,
     PrefixResync,
     Submit,
     ToWorker,
 )
 from orchestrator.wire.sockets import Sent
 from workers.attempts import Attempt, Attempts
-from workers.engine import Engine, EngineOutput, EngineRequest, EngineStep, Phase, Refusal, submit
+from workers.engine import Engine, EngineDead, EngineOutput, EngineRequest, EngineStep, Phase, Refusal, submit
 from workers.peers import IDLE_FRONTENDS_CHECK_S, Frontends
 from workers.prefills import Prefills
 from workers.reports import LoadReporter, PrefixReporter
@@ -76,10 +79,25 @@ class Serving:
             self._load.dirty.set()  # a report soon: a new frontend has none yet
         elif isinstance(message, PrefixResync):
             self._prefix.snapshot(frontend_id)
+        elif isinstance(message, Fetch):
+            self._prefills.fetches.answer(message.key, message.prefix)
+        elif isinstance(message, Lend):
+            self._start(self._lend(message, payload))
         elif isinstance(message, Call):
-            task = asyncio.create_task(self._call(frontend_id, message), name=f"call-{message.method}")
-            self._calls.add(task)
-            task.add_done_callback(self._calls.discard)
+            self._start(self._call(frontend_id, message))
+
+    def _start(self, calling: Coroutine[Any, Any, None]) -> None:
+        """The engine answers between two steps, and messages do not wait for that."""
+        task = asyncio.create_task(calling)
+        self._calls.add(task)
+        task.add_done_callback(self._calls.discard)
+
+    async def _lend(self, message: Lend, payload: list[bytes]) -> None:
+        self._attempts.lends = True  # so that the engine is told of the other's death
+        try:
+            await self._engine.lend(message.key, [bytes(frame) for frame in payload], message.tokens)
+        except RuntimeError as error:  # the asker waits for a bounded time
+            log.warning("no prefix is lent for %s: %s", message.key, error)
 
     async def _submit(self, frontend_id: str, message: Submit, payload: list[bytes]) -> None:
         why = self._refusal()
@@ -127,10 +145,27 @@ class Serving:
         if source is not None:
             self._source(source.endpoint.engine_id)
         request = EngineRequest(key, Phase.DECODE, payload, source, message.resume_tokens, message.behind_s)
+        if message.prefix is not None and source is None:
+            self._start(self._fetch_and_submit(attempt, message.prefix, request))
+            return None
         refusal = await submit(self._engine, request)
         if refusal is not None:
             self._attempts.remove(attempt)
         return refusal
+
+    async def _fetch_and_submit(self, attempt: Attempt, prefix: Prefix, request: EngineRequest) -> None:
+        try:
+            await self._prefills.fetches.fetch(prefix, request.frames)
+            if not self._attempts.holds(attempt):
+                return
+            refusal = await submit(self._engine, request)
+            if not self._attempts.holds(attempt):
+                await self._engine.abort([attempt.key])
+            elif refusal is not None:
+                self._attempts.remove(attempt)
+                self._frontends.reject(attempt.frontend_id, attempt.request_id, attempt.number, refusal)
+        except EngineDead as error:
+            log.debug("%s was not submitted: %s", attempt.key, error)
 
     async def _abort(self, frontend_id: str, message: Abort) -> None:
         for phase in Phase:
@@ -208,7 +243,8 @@ class Serving:
         for output in step.outputs:
             attempt = self._attempts.get(output.request_id)
             if attempt is None:
-                continue  # aborted meanwhile
+                self._prefills.fetches.take(output)
+                continue  # else aborted meanwhile
             if not attempt.computed:
                 self._attempts.mark_computed(attempt)
                 self._load.prefilled(_computed_tokens(attempt, output))

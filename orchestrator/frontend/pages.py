@@ -71,6 +71,12 @@ class FleetCollector(Collector):
         )
         failed = CounterMetricFamily("pd_kv_transfer_failures", "KV transfers that failed", labels=["worker"])
         took = SummaryMetricFamily("pd_kv_transfer_seconds", "Time of KV transfers", labels=["worker"])
+        fetches = CounterMetricFamily(
+            "pd_kv_fetches", "Prefixes asked for from other workers' caches, by outcome", labels=["worker", "outcome"]
+        )
+        fetched = CounterMetricFamily(
+            "pd_kv_fetched_tokens", "Prompt tokens fetched from other workers' caches", labels=["worker"]
+        )
         for view in self._workers():
             name = view.info.id
             up.add_metric([name, view.info.role.value, view.info.state.value], 1)
@@ -87,7 +93,10 @@ class FleetCollector(Collector):
             withdrawing.add_metric([name], load.kv.withdrawing_blocks)
             failed.add_metric([name], load.kv.failures)
             took.add_metric([name], count_value=load.kv.transfers, sum_value=load.kv.transfer_s)
-        yield from (up, blocks, running, corrupt, sent, described, took, failed, bad, withdrawing)
+            for outcome, count in load.fetches.items():
+                fetches.add_metric([name, outcome], count)
+            fetched.add_metric([name], load.fetched_tokens)
+        yield from (up, blocks, running, corrupt, sent, described, took, failed, bad, withdrawing, fetches, fetched)
 
 
 def fleet_routes(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 import msgspec
 
@@ -19,6 +19,7 @@ from orchestrator.fleet.view import Fleet
 from orchestrator.policy.candidate import Candidate, DecodeChoice
 from orchestrator.policy.placement import RETRY_AFTER_S, Local, PrefillView, Reject, reject_all
 from orchestrator.policy.policies import Policies, Waiting
+from orchestrator.policy.predict.fetch import MAX_HOLDERS, PRIOR_BYTES_PER_S, Holder, choose_holder
 from orchestrator.router.learning import Learning
 from orchestrator.router.request import ActiveRequest, Placed
 from orchestrator.types import PrefillJob, RequestInfo, Role
@@ -42,7 +43,7 @@ class Decider:
         learning: Learning,
     ) -> None:
         self._frontend_id = frontend_id
-        self._routing, self._slo = config.routing, config.slo
+        self._routing, self._slo, self._fetches = config.routing, config.slo, config.kv.fetch == "auto"
         self._fleet, self._queue, self._prefixes = fleet, queue, prefixes
         self._policies, self._predictor = Policies(config, choose, learning.predictor), learning.predictor
         self._decoded_until = -math.inf  # monotonic; a decode worker was ready so lately that another will be soon
@@ -101,7 +102,10 @@ class Decider:
                 delay_s=self._policies.engine_delay_s(info, info.prompt_tokens - cached_tokens, placement.later_s),
             )
         backlog_s = self._predictor.backlog_s(pool.queue, pool.workers_ready) if pool.queue is not None else 0.0
-        job = self._job(active, uncached_tokens, cached_at_prefill, placement.later_s)
+        cached = dict(cached_at_prefill)
+        if self._fetches and (most := max(candidates.decode, key=lambda there: there.cached_tokens)).cached_tokens:
+            cached[most.worker_id] = most.cached_tokens
+        job = self._job(active, uncached_tokens, cached, placement.later_s)
         return Placed(
             decision.reason,
             uncached_tokens,
@@ -153,12 +157,40 @@ class Decider:
         candidates = self._fleet.candidates(active.avoid, hits, generation).decode
         return (self._policies.choose(parsed.info, candidates) or candidates[0]) if candidates else None
 
+    def holder(self, active: ActiveRequest, asker: str, cached_tokens: int) -> Holder | None:
+        """The worker from whose cache `asker`, which has `cached_tokens` of the prompt itself, fetches its beginning.
+        None: it computes all."""
+        to, parsed = self._fleet.workers.get(asker), active.parsed
+        if not self._fetches or to is None or parsed.frames_with_kv is not None:  # of a prompt with media
+            return None
+        if active.crashes:  # only the request itself may be on trial
+            return None
+        held = self._prefixes.look_up(parsed.prefix_keys).longest_hits(MAX_HOLDERS)
+        views = [(self._fleet.workers[name], blocks) for name, blocks in held.items() if name in self._fleet.workers]
+        holders = [
+            Holder(
+                worker_id=view.info.id,
+                tokens=blocks * self._fleet.block_size,
+                requests=view.candidate.running + view.candidate.waiting,
+                step_s=view.load.step_ms / 1e3,
+            )
+            for view, blocks in views
+            if view.load is not None
+            and view is not to
+            and view.usable_as is not None
+            and not view.quiet
+            and view.info.generation == to.info.generation
+        ]
+        # The fastest link that was measured: a worker that has sent no KV lately has none.
+        loads = (view.load for view in self._fleet.workers.values() if view.load is not None)
+        link_bytes_per_s = max((load.kv.link_bytes_per_s for load in loads), default=0.0) or PRIOR_BYTES_PER_S
+        link_s_per_token = to.info.kv_bytes_per_token / link_bytes_per_s
+        return choose_holder(holders, cached_tokens, self._predictor.s_per_token, link_s_per_token)
+
     def _prefill_pool(self, cached_tokens: int = 0, blocked: str | None = None) -> PrefillView:
         return PrefillView(self._fleet.ready(Role.PREFILL), self._queue.depth, cached_tokens, blocked=blocked)
 
-    def _job(
-        self, active: ActiveRequest, uncached_tokens: int, cached_at_prefill: Mapping[str, int], later_s: float
-    ) -> PrefillJob:
+    def _job(self, active: ActiveRequest, uncached_tokens: int, cached: dict[str, int], later_s: float) -> PrefillJob:
         info = active.parsed.info
         return PrefillJob(
             request_id=info.id,
@@ -169,5 +201,5 @@ class Decider:
             reply_to=self._frontend_id,
             body=pack_frames(active.parsed.frames),
             delay_s=self._policies.delay_s(info, uncached_tokens, later_s),
-            cached=dict(cached_at_prefill),
+            cached=cached,
         )

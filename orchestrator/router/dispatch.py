@@ -12,11 +12,12 @@ from typing import Any
 
 from orchestrator.fleet.queue_view import QueueView
 from orchestrator.fleet.view import Fleet
+from orchestrator.policy.predict.fetch import Holder
 from orchestrator.router.quarantine import TRIAL_S
 from orchestrator.router.request import ActiveRequest, State, Submitted
 from orchestrator.telemetry.metrics import Metrics
-from orchestrator.types import PrefillJob
-from orchestrator.wire.messages import Abort, Submit
+from orchestrator.types import KVSource, PrefillJob, engine_key
+from orchestrator.wire.messages import Abort, Fetch, Lend, Prefix, Submit
 from orchestrator.wire.sockets import Sent
 from orchestrator.wire.transport import FrontendTransport
 
@@ -30,9 +31,9 @@ class Dispatch:
         """Put a job into the prefill queue. Returns None, or why the queue did not take it."""
         return await self._queue.enqueue(job)
 
-    def send(self, active: ActiveRequest, worker_id: str, to: State) -> bool:
+    def send(self, active: ActiveRequest, worker_id: str, to: State, holder: Holder | None = None) -> bool:
         """Submit the request to a decode worker, and move it to state `to`. False if it could not be sent; the request
-        then avoids that worker."""
+        then avoids that worker. `holder`: from whose cache that worker fetches the beginning of the prompt."""
         view, parsed = self._fleet.workers[worker_id], active.parsed
         source = active.prefill.source if active.prefill is not None else None
         there = view.candidate
@@ -52,6 +53,7 @@ class Dispatch:
             trial_s=TRIAL_S if active.crashes else 0.0,
             suspect=active.suspect,
             behind_s=delay_s - (now - active.accepted_at),
+            prefix=self._lent(active, engine_key(active.id, active.attempt), holder),
         )
         frames = parsed.frames if source is None else parsed.frames_with_kv or parsed.frames
         sent = self._transport.send(worker_id, submit, frames)
@@ -71,6 +73,21 @@ class Dispatch:
         # Now, not at the next decision: what this changes was read a moment ago, and by then it is in no cache.
         self._fleet.apply_changes()
         return True
+
+    def fetch(self, active: ActiveRequest, asker: str, holder: Holder | None) -> None:
+        """Answer a prefill worker that asks what of the prompt it can fetch, and tell the holder to lend it."""
+        assert active.prefill is not None
+        key = active.prefill.source.key
+        self._transport.send(asker, Fetch(key, self._lent(active, key, holder)))
+
+    def _lent(self, active: ActiveRequest, key: str, holder: Holder | None) -> Prefix | None:
+        """What the attempt of this engine key fetches; None if the holder cannot be told to lend it."""
+        view = self._fleet.workers.get(holder.worker_id) if holder is not None else None
+        if view is None or holder is None:
+            return None
+        prefix = Prefix(KVSource(view.info.kv, f"{key}~"), holder.tokens)
+        lend = Lend(prefix.source.key, prefix.tokens)
+        return prefix if self._transport.send(holder.worker_id, lend, active.parsed.frames) else None
 
     def withdraw(self, active: ActiveRequest) -> None:
         """Tell the attempt's workers to abort it, and remove its job from the queue."""

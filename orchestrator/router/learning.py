@@ -1,5 +1,5 @@
-"""Feeds the predictor with the measured times of each stage of a request, when the stage ends, and counts who met their
-objectives.
+"""Feeds the predictor and the metrics with the measured times of each stage of a request, when the stage ends, and
+counts who met their objectives.
 
 Reads requests and decides nothing. Times are seconds of the router's monotonic clock.
 """
@@ -70,12 +70,16 @@ class Learning:
         self._recent.judged[slo_class, not (late_first or late_tokens)] += 1
 
     def claimed(self, request: ActiveRequest) -> None:
-        if request.placed is not None and request.prefill is not None:
-            placed, queued_s = request.placed, request.prefill.queued_s
+        assert request.prefill is not None
+        placed, queued_s = request.placed, request.prefill.queued_s
+        self._metrics.queue_wait_s.observe(queued_s)
+        if placed is not None:
             self.predictor.observe_wait(placed.uncached_tokens, placed.backlog_s, queued_s)
 
     def prefilled(self, request: ActiveRequest, worker: WorkerView | None) -> None:
         """Record a prefill by the worker's own rate: a request's time includes the other prompts of its batch."""
+        assert request.prefill is not None
+        self._metrics.prefill_s.observe(request.prefill.compute_s)
         tokens_per_s = worker.load.prefill_tokens_per_s if worker is not None and worker.load is not None else 0.0
         computed = request.parsed.info.prompt_tokens - request.cached_tokens
         if worker is not None and computed > 0 and tokens_per_s > 0:

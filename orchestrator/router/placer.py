@@ -52,7 +52,10 @@ class Placer:
     async def _carry_out(self, active: ActiveRequest, placed: Placed) -> bool:
         """False if the queue or the worker did not take it. The next decision takes that into account."""
         if placed.job is None:
-            sent = self._dispatch.send(active, placed.worker_id, State.LOCAL)
+            holder = self._decider.holder(active, placed.worker_id, placed.cached_tokens)
+            if holder is not None:
+                active.placed = placed = placed.with_cached(holder.tokens, active.parsed.info.prompt_tokens)
+            sent = self._dispatch.send(active, placed.worker_id, State.LOCAL, holder)
             if sent:
                 self._prefixes.index.expected.sent(active.id, placed.worker_id, active.parsed.prefix_keys)
             self._metrics.prefix_hit_tokens.labels("local").inc(placed.cached_tokens if sent else 0)

@@ -97,6 +97,11 @@ class Placed(msgspec.Struct, frozen=True):
     at_decode_tokens: int = 1  # the same, on the decode worker with most of the prompt cached
     delay_s: float = 0.0  # added to its arrival for its place in the decode engine's queue
 
+    def with_cached(self, cached_tokens: int, prompt_tokens: int) -> Placed:
+        """The same, with so many of the prompt's tokens in its worker's cache before it is computed."""
+        uncached_tokens = max(1, prompt_tokens - cached_tokens)
+        return msgspec.structs.replace(self, cached_tokens=cached_tokens, uncached_tokens=uncached_tokens)
+
     @property
     def decision(self) -> str:
         return "local" if self.job is None else "remote"

@@ -67,7 +67,7 @@ class Router:
         choose: DecodeChoice,
         metrics: Metrics,
     ) -> None:
-        self._metrics, self.recent = metrics, Recent()
+        self._metrics, self.recent, self._recall_at = metrics, Recent(), 0.0
         self._routing, self._fleet, self._codec, self._prefixes = config.routing, fleet, codec, prefixes
         self._answers = Answers(codec, config.routing.first_token == "prefill", metrics)
         self.learning = Learning(Predictor(), choose, config.slo, metrics, self.recent)
@@ -78,7 +78,6 @@ class Router:
         self._recovery = Recovery(config.routing, fleet, self._requests, self._dispatch, self._placer, metrics)
         self._overdue = Overdue(config, fleet, queue, self._requests, self._recovery, self.learning.predictor)
         self.requests, self.batches = self._requests.by_id, self._requests.batches
-        self._recall_at = 0.0
 
     # ---- what the server calls ---------------------------------------------------------------------------------
 
@@ -178,9 +177,10 @@ class Router:
             return
         claim_s = max(0.0, now - active.moved_at - claimed.queued_s)
         active.prefill = Prefilling(worker_id, claimed.kv_source, claimed.queued_s, claim_s)
-        self._metrics.queue_wait_s.observe(claimed.queued_s)
         self.recent.queue_wait.add(claimed.queued_s)
         self.learning.claimed(active)
+        if claimed.cached_tokens is not None:
+            self._dispatch.fetch(active, worker_id, self._decider.holder(active, worker_id, claimed.cached_tokens))
         # The decode worker is chosen only now, on its latest load: no decode block is held while a job waits.
         while (chosen := self._decider.bind(active, claimed.generation)) is not None:
             if self._dispatch.send(active, chosen.worker_id, State.TRANSFERRING):
@@ -192,7 +192,6 @@ class Router:
         assert active.prefill is not None
         active.prefill = active.prefill.completed(said, now)
         self._metrics.prefix_hit_tokens.labels("prefill").inc(said.cached_tokens)
-        self._metrics.prefill_s.observe(said.prefill_s)
         self.learning.prefilled(active, self._fleet.workers.get(active.prefill.worker_id))
         if active.answer.held:
             self._release_held(active, now)

@@ -14,11 +14,18 @@ import msgspec
 from orchestrator.types import KVSource, PrefixEvents, WorkerLoad
 
 # Raised whenever a message below changes meaning; part of EngineIdentity, so mixed fleets are refused.
-PROTOCOL_VERSION = 8
+PROTOCOL_VERSION = 9
 
 
 class MessageError(ValueError):
     """Bytes from the wire that are not a message of the expected union."""
+
+
+class Prefix(msgspec.Struct, frozen=True):
+    """The first `tokens` of a prompt, whole blocks, that another engine sends from its prefix cache."""
+
+    source: KVSource
+    tokens: int
 
 
 # ---- to a worker -----------------------------------------------------------------------------------------------
@@ -33,8 +40,8 @@ class Hello(msgspec.Struct, tag="hello", frozen=True):
 class Submit(msgspec.Struct, tag="submit", frozen=True):
     """Decode this request. Payload: the engine request.
 
-    Without `kv_source` the worker prefills too. `resume_tokens` are tokens that the client has already:
-    generation continues after them (the request moved here from a worker that died).
+    Without `kv_source` the worker prefills too, and fetches `prefix` first. `resume_tokens` are tokens that the client
+    has already: generation continues after them (the request moved here from a worker that died).
     """
 
     request_id: str
@@ -47,6 +54,23 @@ class Submit(msgspec.Struct, tag="submit", frozen=True):
     trial_s: float = 0.0  # its last engine crashed: until its first output, for so long at most, it is on trial
     suspect: bool = False  # it may have been the cause: on trial alone
     behind_s: float = 0.0  # its place in the queue there: seconds behind one that arrives now (negative: before)
+    prefix: Prefix | None = None
+
+
+class Lend(msgspec.Struct, tag="lend", frozen=True):
+    """Send the first `tokens` of this request's prompt from the prefix cache to the worker that asks for `key`.
+    Payload: the engine request."""
+
+    key: str
+    tokens: int
+
+
+class Fetch(msgspec.Struct, tag="fetch", frozen=True):
+    """Answers a `Claimed` with `cached_tokens`: what to fetch before the prompt is computed, which is in the engine
+    under `key`. None: nothing."""
+
+    key: str
+    prefix: Prefix | None
 
 
 class Abort(msgspec.Struct, tag="abort", frozen=True):
@@ -69,7 +93,7 @@ class PrefixResync(msgspec.Struct, tag="prefix_resync", frozen=True):
     """Events were lost, or sent before this frontend listened. Answered with `PrefixSnapshot`s."""
 
 
-ToWorker = Union[Hello, Submit, Abort, Call, PrefixResync]
+ToWorker = Union[Hello, Submit, Lend, Fetch, Abort, Call, PrefixResync]
 
 
 # ---- to a frontend ---------------------------------------------------------------------------------------------
@@ -80,13 +104,17 @@ class Welcome(msgspec.Struct, tag="welcome", frozen=True):
 
 
 class Claimed(msgspec.Struct, tag="claimed", frozen=True):
-    """A prefill worker has claimed the job and starts computing: bind a decode worker now."""
+    """A prefill worker has claimed the job and starts computing: bind a decode worker now.
+
+    With `cached_tokens`, the prompt tokens that it has cached itself, it waits for a `Fetch` first.
+    """
 
     request_id: str
     attempt: int
     kv_source: KVSource
     queued_s: float  # from enqueue to claim, by the queue's clock
     generation: int = 0  # of the prefill worker: the decode worker must be of the same
+    cached_tokens: int | None = None
 
 
 class Prefilled(msgspec.Struct, tag="prefilled", frozen=True):

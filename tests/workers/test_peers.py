@@ -132,6 +132,17 @@ async def test_only_departures_that_matter_here_are_probed() -> None:
     await watched.peers.close()
 
 
+async def test_departures_matter_to_a_worker_that_lends_prefixes() -> None:
+    watched = Watched()
+    watched.attempts.lends = True
+    assert watched.peers.concerned
+    watched.peers.note([departed("a", 1, 1)], idle=False)
+    assert watched.peers.suspects == {"engine-a"}
+    watched.peers.note([], idle=True)
+    assert not watched.peers.concerned
+    await watched.peers.close()
+
+
 async def test_a_stopped_process_is_not_dead_though_its_host_drops_further_connections(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

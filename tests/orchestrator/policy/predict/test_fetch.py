@@ -1,0 +1,64 @@
+"""Which prefixes are fetched, from whom, and how long for."""
+
+from __future__ import annotations
+
+import pytest
+
+from orchestrator.policy.predict.fetch import (
+    FIXED_S,
+    MAX_WAIT_S,
+    MIN_WAIT_S,
+    Holder,
+    choose_holder,
+    could_gain,
+    gain_s,
+    wait_limit_s,
+)
+
+COMPUTE_S, LINK_S = 1e-4, 1e-5  # per token
+
+
+@pytest.mark.parametrize(
+    "tokens, compute_s, link_s, worth",
+    [
+        (10_000, COMPUTE_S, LINK_S, True),
+        (100, COMPUTE_S, LINK_S, False),  # the fixed time is most of it
+        (10_000, COMPUTE_S, 2 * COMPUTE_S, False),  # the link is slower than computing
+        (10_000, COMPUTE_S, 0.6 * COMPUTE_S, False),  # the gain is within the errors of the prediction
+        (0, COMPUTE_S, LINK_S, False),
+    ],
+)
+def test_only_what_saves_much_is_fetched(tokens: int, compute_s: float, link_s: float, worth: bool) -> None:
+    gain = gain_s(tokens, 0.005, compute_s, link_s)
+    assert (gain > 0) is worth
+    if worth:
+        assert gain == pytest.approx(tokens * (compute_s - link_s) - FIXED_S - 0.005)
+        assert could_gain(tokens, compute_s), "a worker asks wherever the answer may be yes"
+
+
+def test_of_holders_that_give_about_the_same_the_least_busy_one_is_asked() -> None:
+    holders = [Holder("most", 10_000, 30), Holder("near", 9_500, 2), Holder("less", 2_000, 0)]
+    assert choose_holder(holders, 0, COMPUTE_S, LINK_S) == holders[1]
+    assert choose_holder(holders[::-1], 0, COMPUTE_S, LINK_S) == holders[1]
+    assert choose_holder(holders[:1], 0, COMPUTE_S, LINK_S) == holders[0]
+
+
+def test_what_the_asker_has_itself_is_not_fetched() -> None:
+    holders = [Holder("a", 10_000, 0), Holder("b", 4_000, 0)]
+    assert choose_holder(holders, 10_000, COMPUTE_S, LINK_S) is None
+    assert choose_holder(holders, 9_900, COMPUTE_S, LINK_S) is None, "not worth a fetch"
+    assert choose_holder([], 0, COMPUTE_S, LINK_S) is None
+    chosen = choose_holder(holders, 5_000, COMPUTE_S, LINK_S)
+    assert chosen is not None and chosen.worker_id == "a"
+
+
+def test_a_busy_engines_step_counts() -> None:
+    slow, quick = Holder("slow", 1_000, 0, step_s=0.2), Holder("quick", 1_000, 5, step_s=0.005)
+    assert choose_holder([slow, quick], 0, COMPUTE_S, LINK_S) == quick
+    assert choose_holder([slow], 0, COMPUTE_S, LINK_S) is None
+
+
+def test_a_fetch_is_waited_for_within_bounds() -> None:
+    assert wait_limit_s(1, COMPUTE_S) == MIN_WAIT_S
+    assert wait_limit_s(1_000_000, COMPUTE_S) == MAX_WAIT_S == 2.0
+    assert wait_limit_s(5_000, COMPUTE_S) == pytest.approx(1.0)

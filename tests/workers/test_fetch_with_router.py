@@ -1,0 +1,189 @@
+"""Prefixes fetched from other workers' caches, between simulated workers under real routers."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from typing import Any
+
+from support_router import RouterClient
+from support_wait import until
+from support_workers import LocalWorker, WorkerProcess, Workers, running_workers
+
+from orchestrator.launch.host.redis_server import EmbeddedRedis
+from orchestrator.policy.prefix_keys import prefix_keys
+from orchestrator.types import KVSource, Role
+from orchestrator.wire.messages import Prefix, Submit
+
+SECTIONS: dict[str, Any] = {
+    "sim": {"prefill_us_per_token": 400.0, "speed": 1.0},
+    "kv": {"fetch": "auto", "transfer_timeout_s": 3.0},
+    "routing": {"remote_prefill_min_tokens": 100, "prefix_index": True},
+}
+PROMPT = list(range(1000, 1800))  # 50 blocks
+PREFIX_TOKENS = 800
+
+
+def turn(number: int) -> list[int]:
+    """What was said, and 160 new tokens: too many to compute where it decodes."""
+    return [*PROMPT, *range(5000 + 200 * number, 5160 + 200 * number)]
+
+
+async def joined(workers: Workers, decode: int, prefill: int = 1) -> RouterClient:
+    client = RouterClient(workers.redis, workers.config)
+    await client.start()
+    fleet = client.connection.fleet
+    await until(lambda: (fleet.ready(Role.PREFILL), fleet.ready(Role.DECODE)) == (prefill, decode), "greetings")
+    return client
+
+
+def counts(client: RouterClient, worker: LocalWorker) -> tuple[dict[str, int], int]:
+    load = client.connection.fleet.workers[worker.id].load
+    return (load.fetches, load.fetched_tokens) if load is not None else ({}, 0)
+
+
+async def forget(client: RouterClient, worker: LocalWorker) -> None:
+    """Its cache is empty, and the router knows. What is on its way by an answer comes before the reset."""
+    await worker.engine.call("reset_prefix_cache", [], {})
+    worker.agent._prefix.cleared()
+    await until(lambda: held(client, worker.id) == 0, f"{worker.id} holds nothing")
+
+
+def held(client: RouterClient, worker_id: str) -> int:
+    return client.connection.prefixes.look_up(prefix_keys(PROMPT, 16)).blocks(worker_id)
+
+
+async def holding(client: RouterClient, prefill: LocalWorker, decode: LocalWorker | WorkerProcess) -> None:
+    """The decode worker has the prompt cached, the prefill worker does not."""
+    await client.ask(PROMPT, 4)
+    await until(lambda: held(client, decode.id) == held(client, prefill.id) == 50, "the events of both")
+    await forget(client, prefill)
+
+
+async def test_a_prefill_worker_fetches_what_a_decode_worker_holds(redis_server: EmbeddedRedis) -> None:
+    async with running_workers(redis_server, **SECTIONS) as workers:
+        prefill, decode = await workers.start(Role.PREFILL), await workers.start(Role.DECODE)
+        watcher = await workers.frontend(prefill, decode)
+        client = await joined(workers, 1)
+        await holding(client, prefill, decode)
+        stats: list[Any] = []
+        output, complete = prefill.agent._prefills.output, stats.append
+
+        def seen(attempt: Any, given: Any, timestamp: float) -> None:
+            complete(given.prefill_stats)
+            output(attempt, given, timestamp)
+
+        prefill.agent._prefills.output = seen  # type: ignore[method-assign]
+        await client.ask(turn(0), 4)
+        await until(lambda: counts(client, prefill) == ({"fetched": 1}, PREFIX_TOKENS), "the fetch is counted")
+        assert [it.num_cached_tokens for it in stats] == [PREFIX_TOKENS], "the rest alone was computed"
+        await client.ask(turn(1), 4)
+        assert counts(client, prefill) == ({"fetched": 1}, PREFIX_TOKENS), "it has it by now"
+        await client.close()
+        assert watcher.loads
+        await workers.assert_no_leaks()
+
+
+async def test_a_decode_worker_that_prefills_fetches_too(redis_server: EmbeddedRedis) -> None:
+    sections = SECTIONS | {"routing": SECTIONS["routing"] | {"decode_choice": "round_robin"}}
+    async with running_workers(redis_server, **sections) as workers:
+        decodes = [await workers.start(Role.DECODE) for _ in range(2)]
+        watcher = await workers.frontend(*decodes)
+        client = await joined(workers, 2, prefill=0)
+        await client.ask(PROMPT, 4)
+        await until(lambda: any(held(client, worker.id) == 50 for worker in decodes), "its events")
+        for number in range(3):  # the first of them or the second goes to the other worker
+            await client.ask(turn(number), 4)
+        (asker,) = await until(lambda: [worker for worker in decodes if counts(client, worker)[1]], "a fetch")
+        assert counts(client, asker) == ({"fetched": 1}, PREFIX_TOKENS)
+        await client.close()
+        assert watcher.loads
+        await workers.assert_no_leaks()
+
+
+async def test_what_nobody_lends_is_computed_unless_it_was_aborted(redis_server: EmbeddedRedis) -> None:
+    async with running_workers(redis_server, **SECTIONS) as workers:
+        asker, holder = await workers.start(Role.DECODE), await workers.start(Role.DECODE)
+        frontend = await workers.frontend(asker, holder)
+        aborted, waits = frontend.new(turn(0), 4), frontend.new(turn(1), 4)
+        for sequence, request in enumerate((aborted, waits), 1):
+            prefix = Prefix(KVSource(holder.info.kv, f"{request.id}#1~"), PREFIX_TOKENS)
+            submit = Submit(request.id, 1, sequence, len(request.prompt), prefix=prefix)
+            assert frontend.transport.send(asker.id, submit, frontend.frames(request))
+        await until(lambda: len(asker.engine._scheduler.requests) == 2, "both fetch")
+        frontend.abort(asker.id, aborted)
+        await frontend.finished(waits)
+        await until(lambda: frontend.loads[asker.id].fetches == {"late": 2}, "both are counted")
+        assert not aborted.tokens and f"{aborted.id}#1" not in asker.engine._scheduler.requests
+        await workers.assert_no_leaks()
+
+
+async def test_nothing_is_asked_for_while_it_is_off(redis_server: EmbeddedRedis) -> None:
+    async with running_workers(redis_server, **SECTIONS | {"kv": {"fetch": "off"}}) as workers:
+        prefill, decode = await workers.start(Role.PREFILL), await workers.start(Role.DECODE)
+        client = await joined(workers, 1)
+        await holding(client, prefill, decode)
+        await client.ask(turn(0), 4)
+        assert counts(client, prefill) == ({}, 0)
+        await client.close()
+
+
+async def asked_of_a_stopped_holder(redis_server: EmbeddedRedis, then: signal.Signals) -> None:
+    """A holder that fails while it is asked costs no request and no block."""
+    async with running_workers(redis_server, **SECTIONS | {"workers": {"timeout_s": 5.0}}) as workers:
+        prefill, holder = await workers.start(Role.PREFILL), await workers.spawn(Role.DECODE)
+        watcher = await workers.frontend(prefill)
+        client = await joined(workers, 1)
+        await holding(client, prefill, holder)
+        other = await workers.start(Role.DECODE)
+        await until(lambda: client.connection.fleet.ready(Role.DECODE) == 2, "another decode worker")
+        holder.kill(signal.SIGSTOP)
+        asking = asyncio.create_task(client.ask(turn(0), 4))
+        await until(lambda: any(key.endswith("~") for key in prefill.engine._scheduler.requests), "it is asked")
+        if then is signal.SIGKILL:
+            holder.kill(then)
+        await asking
+        if then is signal.SIGCONT:
+            holder.kill(then)
+        await until(lambda: counts(client, prefill)[0], "the fetch is counted")
+        assert counts(client, prefill)[0].keys() <= {"late", "missed"}
+        for number in range(1, 4):
+            await client.ask(turn(number), 4)
+        await client.close()
+        assert watcher.loads and other
+        await workers.assert_no_leaks()
+
+
+async def test_a_holder_that_is_stopped_costs_a_bounded_wait(redis_server: EmbeddedRedis) -> None:
+    await asked_of_a_stopped_holder(redis_server, signal.SIGCONT)
+
+
+async def test_a_holder_that_dies_costs_no_request(redis_server: EmbeddedRedis) -> None:
+    await asked_of_a_stopped_holder(redis_server, signal.SIGKILL)
+
+
+async def test_a_lost_prefix_is_computed(redis_server: EmbeddedRedis) -> None:
+    async with running_workers(redis_server, **SECTIONS) as workers:
+        prefill, decode = await workers.start(Role.PREFILL), await workers.start(Role.DECODE)
+        client = await joined(workers, 1)
+        await holding(client, prefill, decode)
+        decode.engine._scheduler.cache._keys.clear()  # and nobody is told
+        await client.ask(turn(0), 4)
+        await until(lambda: set(counts(client, prefill)[0]) & {"missed", "late"}, "the miss is counted")
+        assert counts(client, prefill)[1] == 0
+        await client.close()
+
+
+async def test_a_frontend_that_does_not_answer_is_not_waited_for(redis_server: EmbeddedRedis) -> None:
+    async with running_workers(redis_server, **SECTIONS) as workers:
+        prefill, decode = await workers.start(Role.PREFILL), await workers.start(Role.DECODE)
+        frontend = await workers.frontend(prefill, decode, binds_to=decode)
+        request = frontend.new(PROMPT, 4)
+        claimed = await frontend.claimed(request, cached={decode.id: PREFIX_TOKENS, prefill.id: 0})
+        assert claimed.cached_tokens == 0, "it asks what to fetch"
+        await frontend.finished(request)
+        few = frontend.new(turn(1), 4)
+        claimed = await frontend.claimed(few, cached={decode.id: 32})
+        assert claimed.cached_tokens is None, "32 tokens are not worth asking"
+        await frontend.finished(few)
+        await workers.assert_no_leaks()
