@@ -90,6 +90,17 @@ class KVPool:
                 freed += unit
         self.used -= freed
 
+    def store(self, keys: Sequence[int]) -> None:
+        """Cache leading units of a prompt that came from another worker, in blocks that no sequence uses."""
+        refs, cached = self._refs, self._cached
+        for key in reversed(keys):  # the oldest first, as `release` leaves them
+            if key not in refs:
+                if key not in cached:
+                    self.dirty.add(key)
+                cached.pop(key, None)
+                cached[key] = None
+        self._evict()
+
     def clear(self) -> None:
         self.dirty.update(self._refs, self._cached)
         self._refs.clear()

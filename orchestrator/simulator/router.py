@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 import msgspec
@@ -36,10 +36,18 @@ class Clock(Protocol):
 class Router:
     """Places requests and keeps the prefill queue. Calls `end(job, "rejected")` for each request that it refuses."""
 
-    def __init__(self, settings: Settings, unit_tokens: int, clock: Clock, end: Callable[[Job, str], None]) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        unit_tokens: int,
+        clock: Clock,
+        end: Callable[[Job, str], None],
+        fetch: Callable[[Stay, Worker], bool] | None = None,
+    ) -> None:
+        """`fetch(stay, worker)`: whether the worker fetches a prefix first, after which the stay is submitted to it."""
         profile, self.stack = settings.profile, settings.stack
         self._unit_tokens = unit_tokens
-        self._clock, self._end = clock, end
+        self._clock, self._end, self._fetch = clock, end, fetch
         config = self.stack.config
         slo = settings.slo or SLOConfig(ttft_s=profile.ttft_slo_s, tpot_s=profile.tpot_slo_s)
         self.slo = msgspec.structs.replace(config.slo, ttft_s=slo.ttft_s, tpot_s=slo.tpot_s)
@@ -56,6 +64,7 @@ class Router:
         self.queue: list[tuple[float, int, Job]] = []
         self.queue_tokens = 0
         self.claimed = 0
+        self.fetching_tokens: Mapping[str, int] = {}  # by worker, to compute once their prefixes have come
         self.reasons: Counter[str] = Counter()
         self.offered = Offered()
         self.reuse = ReuseCounter()
@@ -260,8 +269,9 @@ class Router:
     def _claim_budget(self, worker: Worker) -> int:
         size = worker.profile.block_size
         free_tokens = (worker.kv.free + worker.uncomputed_blocks()) * size
-        held = len(worker.waiting) + len(worker.prefilling)
-        return claim_budget(worker.profile.max_num_batched_tokens, worker.pending_tokens, held, free_tokens)
+        fetching = self.fetching_tokens.get(worker.name, 0)
+        held = len(worker.waiting) + len(worker.prefilling) + (fetching > 0)
+        return claim_budget(worker.profile.max_num_batched_tokens, worker.pending_tokens + fetching, held, free_tokens)
 
     def _claim_from_window(self, worker: Worker, budget: int) -> bool:
         affinity = 1.0 if self.index is not None else 0.0
@@ -296,7 +306,9 @@ class Router:
         job.placed_at = self._clock.now
         hit = job.hits.get(worker.name, 0)
         now = self._clock.now
-        worker.submit(Stay(job, "prefill", job.prompt_tokens, 0, job.arrival.keys, now, hit), now)
+        stay = Stay(job, "prefill", job.prompt_tokens, 0, job.arrival.keys, now, hit)
+        if self._fetch is None or self.stack.dispatch == "push" or not self._fetch(stay, worker):
+            worker.submit(stay, now)
 
     # ---- reports of workers ----------------------------------------------------------------------------------
 

@@ -11,6 +11,7 @@ from itertools import count
 from typing import Any
 
 from orchestrator.policy.policies import RECALL_S
+from orchestrator.simulator.fetches import Fetches
 from orchestrator.simulator.job import Job, Stay
 from orchestrator.simulator.ratio_control import RatioControl
 from orchestrator.simulator.router import Router
@@ -43,7 +44,10 @@ class Simulation:
         self.settings, self.load = settings, load
         self.now = 0.0
         self.link_bytes_per_s = settings.profile.link_bytes_per_s
-        self.router = Router(settings, load.unit_tokens, self, self._end)
+        self.fetches = Fetches(self, load.unit_tokens)
+        fetch = self.fetches.begin if settings.stack.config.kv.fetch == "auto" else None
+        self.router = Router(settings, load.unit_tokens, self, self._end, fetch)
+        self.router.fetching_tokens = self.fetches.waiting_tokens
         self.jobs = [Job(n, arrival, load.unit_tokens) for n, arrival in enumerate(load.arrivals)]
         self.left = len(self.jobs)
         self.busy_s: dict[str, float] = {}  # by worker, at the last arrival

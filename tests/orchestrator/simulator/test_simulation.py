@@ -285,3 +285,59 @@ def test_impossible_fleets_are_refused(prefill, decode, policy, word):
 def test_a_request_that_no_worker_can_hold_is_refused_at_once():
     sim = simulate(Load("huge", [Arrival(0.0, 40_000, 5), Arrival(0.1, 100, 5)])).run()
     assert [job.outcome for job in sim.jobs] == ["too_long", "ok"]
+
+
+def conversations(turns: int = 6, count: int = 12, unit_tokens: int = 160) -> Load:
+    """Each turn repeats what was said, and adds a unit and a few tokens; 3 s lie between two turns."""
+    arrivals = [
+        Arrival(
+            3.0 * turn + 0.2 * number,
+            unit_tokens * (12 + turn) + 40,
+            20,
+            tuple(range(100 * number, 100 * number + 12 + turn)),
+        )
+        for turn in range(turns)
+        for number in range(count)
+    ]
+    return Load("conversations", arrivals, unit_tokens)
+
+
+# Every prompt is prefilled remotely, and the prefill worker's cache holds few of the conversations.
+SMALL = {"routing": {"remote_prefill_min_tokens": 50, "decode_choice": "round_robin"}, "ratio": {"mode": "off"}}
+
+
+def forgetful(way: str, link_bytes_per_s: float = 1e9) -> Simulation:
+    profile = msgspec.structs.replace(PROFILE, link_bytes_per_s=link_bytes_per_s)
+    sim = simulate(conversations(), prefill=1, decode=2, profile=profile, kv={"fetch": way}, **SMALL)
+    sim.workers["p0"].kv.total = 600
+    return sim.run()
+
+
+def test_a_fetched_prefix_is_not_computed_and_takes_its_time_of_the_link():
+    off, on = forgetful("off"), forgetful("auto")
+    assert off.fetches.outcomes == {} and off.fetches.fetched_tokens == 0
+    assert on.fetches.outcomes["fetched"] > 20 and not on.fetches.outcomes["missed"]
+    computed = [sum(worker.computed_tokens for worker in sim.workers.values()) for sim in (off, on)]
+    assert computed[1] == pytest.approx(computed[0] - on.fetches.fetched_tokens, rel=0.05)
+    assert computed[1] < 0.7 * computed[0]
+    assert report(on).ttft_p50_s < 0.7 * report(off).ttft_p50_s
+    for sim in (off, on):
+        assert_no_leaks(sim)
+        assert sum(sim.fetches.waiting_tokens.values()) == 0
+    slow = forgetful("auto", link_bytes_per_s=1e7)  # as slow as computing, once it is known
+    assert slow.fetches.fetched_tokens < on.fetches.fetched_tokens / 4
+    assert_no_leaks(slow)
+
+
+def test_workers_that_die_during_fetches_lose_no_request():
+    sim = simulate(conversations(), prefill=2, decode=2, kv={"fetch": "auto"}, **SMALL)
+    for worker in ("p0", "p1"):
+        sim.workers[worker].kv.total = 600
+    faults = Faults(sim)
+    for number, name in enumerate(("p0", "d0", "p1", "d1") * 3):
+        faults.kill(name, 3.05 + 1.1 * number, 0.6)
+    sim.run()
+    sim.finish_events()
+    assert sim.fetches.outcomes["fetched"] > 5
+    assert {job.outcome for job in sim.jobs} == {"ok"}
+    assert sim.left == 0 and sim.router.claimed == 0 and sum(sim.fetches.waiting_tokens.values()) == 0
