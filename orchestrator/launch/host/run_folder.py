@@ -7,6 +7,7 @@ launcher that was killed.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import logging
 import os
@@ -125,13 +126,14 @@ class RunFolder:
         return self.path / file
 
     def forget_model(self, model: str) -> None:
-        """Remove the files of one of several models, which has ended."""
+        """Remove the files of one of several models, which has ended. A fleet runs on without its folder."""
         for path in (self.path / _config_file(model), *self.path.glob(f"config-{model}-*.yaml")):
             generation = path.stem.removeprefix(f"config-{model}-")
             if path.name == _config_file(model) or generation.isdecimal():  # not of a model whose name begins so
                 self._texts.pop(path.name, None)
                 path.unlink(missing_ok=True)
-        self._write(_MODELS, msgspec.json.encode([other for other in self.models() if other != model]).decode())
+        with contextlib.suppress(OSError):
+            self._write(_MODELS, msgspec.json.encode([other for other in self.models() if other != model]).decode())
 
     def note_started(self, processes: list[StartedProcess], shared_memory: frozenset[str] = frozenset()) -> None:
         """Record the started processes. Call it often: it also restores files that a logout or a cleaner of temporary

@@ -118,6 +118,9 @@ class ModelFollower:
         except RedisAway as error:
             log.warning("model %s: %s", name, error)
             await self._end_here(name)  # it is tried again
+        except Exception as error:  # a defect that one model meets must not end the others
+            log.exception("model %s cannot be added", name)
+            await self._give_up(name, f"{type(error).__name__}: {error}")
 
     async def _give_up(self, name: str, why: str) -> None:
         log.error("model %s cannot be added: %s", name, why)

@@ -26,14 +26,14 @@ TREE = {"models": {"a": {"model": "demo"}, "b": {"model": "demo"}}}
 class Model:
     """The processes of one, which are none."""
 
-    def __init__(self, registry: Registry, seen: list[str], name: str, fails: str = "") -> None:
+    def __init__(self, registry: Registry, seen: list[str], name: str, fails: Exception | None = None) -> None:
         self.registry, self.seen, self.name, self.fails = registry, seen, name, fails
         self.frontends = self.watch = self
         self.is_first = name == "a"
 
     async def until_started(self) -> None:
         if self.fails:
-            raise StartFailed(self.fails)
+            raise self.fails
         self.seen.append(f"{self.name}: workers")
 
     def serve(self) -> None:
@@ -68,7 +68,7 @@ class World:
         self.redis, self.fleet = redis, fresh_namespace()
         self.store = ModelStore(redis, self.fleet)
         self.seen: list[str] = []
-        self.fails = ""
+        self.fails: Exception | None = None
 
     def registry(self, name: str) -> Registry:
         return Registry(self.redis, namespace_of(self.fleet, name))
@@ -128,15 +128,19 @@ async def test_workers_come_first_and_frontends_leave_first(world: World) -> Non
         assert world.seen[-1] == "c: no workers"
 
 
-async def test_a_model_that_cannot_start_is_taken_out_with_the_reason(world: World) -> None:
+@pytest.mark.parametrize(
+    ("fails", "why"),
+    [(StartFailed("c-worker-0: no room"), "c-worker-0: no room"), (KeyError("a defect"), "KeyError: 'a defect'")],
+)
+async def test_a_model_that_cannot_start_is_taken_out_with_the_reason(world: World, fails: Exception, why: str) -> None:
     await world.frontend("a")
-    world.fails = "c-worker-0 did not start: no room"
+    world.fails = fails
     async with world.launcher():
         await world.registry("c").refresh_launcher("another", Launcher(), 60)  # it has not taken it out yet
         await world.change("c", ListedModel({}, ModelState.ADDING))
         await _until(world, "c", "removing")
         listed = await world.store.read()
-        assert listed is not None and listed.models["c"].why == world.fails
+        assert listed is not None and listed.models["c"].why == why
         await until(lambda: "c: no workers" in world.seen, "it ends here")
         assert await world.state("c") == "removing", "another launcher still runs it"
         await world.registry("c").leave_launcher("another")
