@@ -136,7 +136,7 @@ async def test_a_model_is_added_used_and_removed_under_load_of_another(fleet: Ch
     ("more", "why"),
     [
         ("model: /no/such/folder\n", "bad was not added: .*no/such/folder"),
-        ("model: demo\nfrontend: {server_args: {tool_call_parser: none-such}}\n", "bad was not added: frontend-"),
+        ("model: demo\nfrontend: {server_args: {enable_auto_tool_choice: true}}\n", "bad was not added: frontend-"),
     ],
     ids=["workers", "frontends"],
 )

@@ -109,7 +109,7 @@ def test_a_signal_whose_exception_was_lost_stops_it_before_anything_is_started(
         Callback()
         return "demo"
 
-    monkeypatch.setattr(launcher, "_model", model)
+    monkeypatch.setattr(launcher, "locate_model", model)
     monkeypatch.setattr(launcher, "_run", lambda *_: pytest.fail("it was started"))
     monkeypatch.setattr(sys, "unraisablehook", lambda _: None)
     console, said = Console(), []
