@@ -17,14 +17,12 @@ from typing import Any
 
 from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 from vllm.platforms import current_platform
-from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequest
+from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.engine.coordinator import DPCoordinatorProc
 from vllm.v1.engine.core import EngineCore, EngineCoreProc
 from vllm.v1.executor import multiproc_executor, uniproc_executor
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
-from vllm.v1.request import Request
-from vllm.v1.serial_utils import MsgpackDecoder
 
 try:
     from vllm.utils.watch_dog import get_watch_dog
@@ -33,6 +31,7 @@ except ImportError:  # vLLM 0.32
 
 from orchestrator.process.parent import PARENT, die_with_parent
 from workers.engine import PrefixChanges
+from workers.vllm_engine.codec.requests import block_hashes
 from workers.vllm_engine.codec.withheld import give_back_withheld
 from workers.vllm_engine.patches import patch_cpu_engines, share_gloo_device, tell_preemptions_first
 from workers.vllm_engine.prefix import PrefixCollector
@@ -170,12 +169,9 @@ def _pd_meet(engine: Any, peer: dict[str, Any]) -> None:
 
 def _pd_lend(engine: Any, frames: list[bytes], key: str, tokens: int) -> None:
     """`frames`: an engine request, whose first `tokens` are lent."""
-    request = Request.from_engine_core_request(
-        MsgpackDecoder(EngineCoreRequest).decode(frames), engine.request_block_hasher
-    )
-    hashes = request.block_hashes[: tokens // engine.vllm_config.cache_config.block_size]
+    hashes = block_hashes(frames, engine.request_block_hasher)
     if (lend := getattr(engine.scheduler.get_kv_connector(), "lend", None)) is not None:
-        lend(key, hashes, tokens)
+        lend(key, hashes[: tokens // engine.vllm_config.cache_config.block_size], tokens)
 
 
 def _abort_requests(engine: Any, keys: list[str]) -> None:

@@ -3,15 +3,27 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
 from vllm.sampling_params import RequestOutputKind, SamplingParams
+from vllm.v1.core.kv_cache_utils import BlockHash
 from vllm.v1.engine import EngineCoreRequest
+from vllm.v1.request import Request
 from vllm.v1.serial_utils import MsgpackDecoder
 
 from orchestrator.types import KVSource
+from orchestrator.wire.adapters import unique_name
 from workers.engine import EngineRequest, InvalidEngineRequest, Phase
+
+
+def block_hashes(frames: list[bytes], hasher: Callable[[Request], list[BlockHash]] | None) -> list[BlockHash]:
+    """Of the prompt's whole blocks, as an engine that computes the request has them in its prefix cache."""
+    core: EngineCoreRequest = MsgpackDecoder(EngineCoreRequest).decode(frames)
+    if (adapter := core.lora_request) is not None:
+        adapter.lora_name = unique_name(adapter.lora_name, adapter.lora_int_id)  # as `Adapters.prepare` names it
+    return list(Request.from_engine_core_request(core, hasher).block_hashes)
 
 
 class RequestCodec:

@@ -6,8 +6,15 @@ from typing import Any
 
 import pytest
 from support_vllm import frames
+from vllm.lora.request import LoRARequest
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.engine import EngineCoreRequest
+from vllm.v1.request import Request
+from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from orchestrator.types import KVEndpoint, KVSource
+from orchestrator.wire.adapters import unique_name
 from workers.engine import EngineRequest, Phase
 
 pytestmark = pytest.mark.vllm
@@ -45,3 +52,21 @@ def test_a_prefix_is_the_beginning_of_a_prompt_with_one_token_and_where_it_comes
     assert sampling is not None and sampling.prompt_logprobs is None and sampling.extra_args is not None
     assert (sampling.max_tokens, sampling.min_tokens) == (1, 1)
     assert sampling.extra_args["kv_transfer_params"]["kv_source"]["key"] == "r#1~"
+
+
+def test_a_prefix_of_an_adapter_is_found_by_the_name_that_caches_have() -> None:
+    """Two adapters of one name are told apart by their numbers, and neither has the blocks of the other."""
+    from workers.vllm_engine.codec.requests import block_hashes
+
+    init_none_hash(sha256)
+    hasher = get_request_block_hasher(16, sha256)
+
+    def hashes(number: int) -> list[bytes]:
+        core = MsgpackDecoder(EngineCoreRequest).decode(frames(list(range(3, 43)), 4))
+        core.lora_request = LoRARequest("style", number, "/adapters/style")
+        return block_hashes(MsgpackEncoder().encode(core), hasher)
+
+    core = MsgpackDecoder(EngineCoreRequest).decode(frames(list(range(3, 43)), 4))
+    core.lora_request = LoRARequest(unique_name("style", 7), 7, "/adapters/style")
+    assert hashes(7) == Request.from_engine_core_request(core, hasher).block_hashes
+    assert len(hashes(7)) == 2 and hashes(7) != hashes(8)
