@@ -16,6 +16,9 @@ LOCKS  := $(LOCK) requirements/runtime-cpu.lock
 DOCS   := requirements/docs.lock
 STAMP  := .venv/.installed-$(shell cat $(LOCKS) pyproject.toml | sha256sum | cut -c1-16)
 
+# Modules are compiled once, into .venv, which is our own: with this variable each process would compile them again.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: up venv model check test test-fast test-slow test-topology test-vllm-api fuzz lint audit format docs bench-kv bench-policy bench-peers chaos chaos-real soak clean
 
 up: venv

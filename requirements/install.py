@@ -58,11 +58,9 @@ def by_pip(*arguments: str, quiet: bool = False) -> subprocess.CompletedProcess[
 def by_uv(uv: str) -> Install:
     listed = subprocess.run([sys.executable, "-m", "pip", "config", "list"], stdout=subprocess.PIPE, text=True).stdout
     environment = uv_environment(listed, os.environ)
-    # Python compiles what it imports, and keeps that; where it must not, each start of a fleet would compile it again.
-    compiled = ["--compile-bytecode"] if sys.dont_write_bytecode else []
 
     def install(*arguments: str, quiet: bool = False) -> subprocess.CompletedProcess[str]:
-        command = [uv, "pip", "install", "-q", "--python", sys.executable, "--no-deps", *compiled, *arguments]
+        command = [uv, "pip", "install", "-q", "--python", sys.executable, "--no-deps", *arguments]
         return subprocess.run(command, stderr=subprocess.PIPE if quiet else None, env=environment, text=True)
 
     return install

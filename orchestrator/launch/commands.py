@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 import msgspec
 
 from orchestrator.config.access import secured
 from orchestrator.config.engine_args import environment
 from orchestrator.config.settings import Config
+from orchestrator.launch.host.fork_servers import Forkable
 from orchestrator.launch.host.machine import Share
 from orchestrator.launch.host.process import ProcessSpec
 from orchestrator.launch.machines import Setup
@@ -20,6 +22,9 @@ from orchestrator.types import Role
 
 # What vLLM calls its local sockets; the whole path of a socket may have 107 bytes (unix(7)).
 _SOCKET_NAME_BYTES, _SOCKET_PATH_BYTES = 37, 107
+
+_WORKER, _FRONTEND = "workers.main", "orchestrator.frontend.server"
+_HEAVY = ["orchestrator.frontend.models.app", "workers.vllm_engine.engine"]
 
 # VLLM_LOGGING_LEVEL=INFO shows vLLM's many informative lines.
 _QUIET = {"VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "WARNING")}
@@ -40,9 +45,10 @@ def resolve(config: Config, model: str, redis_url: str, port: int) -> Config:
     )
 
 
-def _python(config: Config) -> list[str]:
-    """Another environment's imports nothing from the folder that we were started in, which may hold our code."""
-    return [sys.executable] if config.python is None else [config.python, "-P"]
+def _program(config: Config, module: str, arguments: Sequence[str] = (), *imports: str) -> Forkable:
+    """Another environment's Python imports nothing from the folder that we were started in, which may hold our code."""
+    python = (sys.executable,) if config.python is None else (config.python, "-P")
+    return Forkable(python, module, tuple(arguments), imports)
 
 
 def _environment(config: Config, name: str) -> dict[str, str]:
@@ -55,11 +61,10 @@ def worker_spec(
 ) -> ProcessSpec:
     """`ranks`: the workers of its unit, which meet at `rendezvous`; none for a worker that is alone."""
     config, folder = setup.config, setup.config_file.parent
-    command = [*_python(config), "-m", "workers.main", role.value, "--id", worker_id]
     # Redis is named by the file: its URL may hold a password, and whoever is on this machine can read command lines.
-    command += ["--namespace", config.namespace, "--config", str(setup.config_file)]
-    command += ["--generation", str(setup.generation), "--die-with-parent", "--id-claimed", *share.arguments]
-    command += ["--ranks", ",".join(ranks), "--rendezvous", rendezvous] if ranks else []
+    arguments = [role.value, "--id", worker_id, "--namespace", config.namespace, "--config", str(setup.config_file)]
+    arguments += ["--generation", str(setup.generation), "--die-with-parent", "--id-claimed", *share.arguments]
+    arguments += ["--ranks", ",".join(ranks), "--rendezvous", rendezvous] if ranks else []
     # vLLM leaves its local sockets behind when it is killed; in our folder they are removed with it.
     fits = len(str(folder).encode()) + _SOCKET_NAME_BYTES <= _SOCKET_PATH_BYTES
     sockets = {"VLLM_RPC_BASE_PATH": str(folder)} if fits else {}
@@ -69,19 +74,19 @@ def worker_spec(
         **share.env,
         **environment(config, role),
     }
-    return ProcessSpec(worker_id, command, env, folder / f"{worker_id}.exit")
+    program = _program(config, _WORKER, arguments, *_imports(config))
+    return _spec(worker_id, program, env, folder, forked=config.engine == "vllm")
 
 
 def frontend_spec(setup: Setup, name: str, index: int) -> ProcessSpec:
     """How a frontend is started. With several frontends this also makes the folder for the counters that they share."""
     config, folder = setup.config, setup.config_file.parent
-    command = [*_python(config), "-m", "orchestrator.frontend.server", "--index", str(index)]
-    command += ["--port", str(config.frontend.port), "--die-with-parent"]
+    arguments = ["--index", str(index), "--port", str(config.frontend.port), "--die-with-parent"]
     if setup.model:
         for each in (setup, *setup.others):
-            command += ["--model", each.model, str(each.config_file), str(each.generation)]
+            arguments += ["--model", each.model, str(each.config_file), str(each.generation)]
     else:
-        command += ["--config", str(setup.config_file), "--generation", str(setup.generation)]
+        arguments += ["--config", str(setup.config_file), "--generation", str(setup.generation)]
     env = _environment(config, name)
     if config.frontend.most_replicas > 1:
         # The counters of all frontends lie in one place, so that whichever is scraped answers for all. The folder must
@@ -89,4 +94,20 @@ def frontend_spec(setup: Setup, name: str, index: int) -> ProcessSpec:
         metrics = folder / f"metrics-{os.getpid()}"
         make_folder(metrics)
         env["PROMETHEUS_MULTIPROC_DIR"] = str(metrics)
-    return ProcessSpec(name, command, env, folder / f"{name}.exit")
+    return _spec(name, _program(config, _FRONTEND, arguments, *_imports(config)), env, folder)
+
+
+def _spec(name: str, program: Forkable, env: dict[str, str], folder: Path, forked: bool = True) -> ProcessSpec:
+    return ProcessSpec(name, program.command, env, folder / f"{name}.exit", program if forked else None)
+
+
+def _imports(config: Config) -> list[str]:
+    """Modules that take long to import. Of those of an engine frontends need the most, so that one list serves all."""
+    return _HEAVY if config.engine == "vllm" else _HEAVY[:1]
+
+
+def to_import(config: Config) -> list[tuple[Forkable, dict[str, str]]]:
+    """Programs with the imports that the fleet's processes begin with, and what is in their environment then."""
+    ours = _environment(config, "")
+    of_workers = [{**ours, **environment(config, role)} for role in Role] if config.engine == "vllm" else []
+    return [(_program(config, "", (), *_imports(config)), env) for env in (ours, *of_workers)]

@@ -13,6 +13,7 @@ import signal
 import time
 from collections.abc import Callable, Coroutine, Iterator, Mapping
 from functools import partial
+from itertools import chain
 from typing import Any, TypeVar
 
 import msgspec
@@ -22,10 +23,12 @@ from orchestrator.config.engine_args import check_engine_args, check_environment
 from orchestrator.config.models import SECTION, fleet_namespace, shared_part
 from orchestrator.config.settings import Config, ConfigError, LoggingConfig, Refused
 from orchestrator.launch.announcement import announce
+from orchestrator.launch.commands import to_import
 from orchestrator.launch.console import Console, ConsoleHandler, LogFile
+from orchestrator.launch.host.fork_servers import ForkServers
 from orchestrator.launch.host.leftovers import end_processes, remove_shared_memory
 from orchestrator.launch.host.machine import MachineShares, check_bind, hold_port
-from orchestrator.launch.host.process import adopt_orphans
+from orchestrator.launch.host.process import adopt_orphans, whole_environment
 from orchestrator.launch.host.redis_server import RedisServer
 from orchestrator.launch.host.run_folder import RunFolder, StartedProcess
 from orchestrator.launch.pools.all_models import ModelsProcesses
@@ -53,6 +56,7 @@ def launch(models: Mapping[str, Config], tree: Mapping[str, Any], console: Conso
         check_engine_args(config)
     config = next(iter(models.values()))
     folder = RunFolder(fleet_namespace(models))
+    forks = ForkServers()
     with _logging_to(console, config.logging), _signals_interrupt() as heard:
         try:
             models = _with_operator_key(models, folder)
@@ -64,13 +68,15 @@ def launch(models: Mapping[str, Config], tree: Mapping[str, Any], console: Conso
                 # A port in use is refused now, not after minutes of loading; it is held once the fleet starts.
                 hold_port(config.frontend.host, config.frontend.port)[0].close()
                 check_bind(config.workers.bind)
+                for program, env in chain.from_iterable(map(to_import, models.values())):
+                    forks.prepare(program, whole_environment(env))
             console.start_progress()
             _open_log(folder, config.logging.format, console)
             with _connected(config, console):
                 found = {name: locate_model(name, each, console) for name, each in models.items()}
                 if heard:  # the exception was lost in a callback, such as those of imports
                     raise KeyboardInterrupt
-                asyncio.run(_run(models, tree, found, folder, console))
+                asyncio.run(_run(models, tree, found, folder, console, forks))
         except KeyboardInterrupt:
             console.stop_progress()
             console.say("Stopped before anything was started")
@@ -78,6 +84,7 @@ def launch(models: Mapping[str, Config], tree: Mapping[str, Any], console: Conso
             for number in _end_signals():  # the rest takes a moment, and another signal would interrupt it
                 signal.signal(number, signal.SIG_IGN)
             console.close()
+            forks.close()
             remove_shared_memory(folder.shared_memory)
             folder.remove()
 
@@ -88,6 +95,7 @@ async def _run(
     found: Mapping[str, str],
     folder: RunFolder,
     console: Console,
+    forks: ForkServers,
 ) -> None:
     """`found`: where each model is. Raises ConfigError, RedisAway."""
     adopt_orphans()
@@ -110,7 +118,7 @@ async def _run(
         if stop.came:
             return
         models = _still_listed(models, listed)
-        builder = ModelBuilder(models, folder, console, redis, server.url, port)
+        builder = ModelBuilder(models, folder, console, redis, server.url, port, forks)
         fleet = ModelsProcesses({name: builder.build(name, each, found[name]) for name, each in models.items()})
         stop.at_once = fleet.kill
         stack.push_async_callback(fleet.end)

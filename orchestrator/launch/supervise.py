@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import enum
 import logging
+import signal
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any
@@ -234,24 +235,40 @@ class Supervised:
         self.started_at = time.monotonic()
         self._enter(Stage.STARTING)
         self._process = None
-        try:
-            self._process = self._make()
-            await self._process.start()
-        except OSError as error:
-            self._not_started = error
-            return _NOT_STARTED
-        exited = asyncio.create_task(self._process.wait())
         stop = asyncio.create_task(self._stopping.wait())
-        late = asyncio.create_task(self._wait_until_late())
+        late: asyncio.Task[None] | None = None
         try:
+            if not await self._started(stop):
+                return -signal.SIGTERM
+            assert self._process is not None
+            exited = asyncio.create_task(self._process.wait())
+            late = asyncio.create_task(self._wait_until_late())
             await asyncio.wait({exited, stop, late}, return_when=asyncio.FIRST_COMPLETED)
             if not exited.done():
                 await self._process.stop(self._stop_timeout_s)
             return await exited
+        except OSError as error:
+            self._not_started = error
+            return _NOT_STARTED
         finally:
-            for task in (stop, late):
+            waits = [task for task in (stop, late) if task is not None]
+            for task in waits:
                 task.cancel()
-            await asyncio.gather(stop, late, return_exceptions=True)
+            await asyncio.gather(*waits, return_exceptions=True)
+
+    async def _started(self, stop: asyncio.Task[Any]) -> bool:
+        """False when it was told to end meanwhile; nothing runs then. Raises OSError."""
+        self._process = self._make()
+        starting = asyncio.create_task(self._process.start())
+        try:
+            await asyncio.wait({starting, stop}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            starting.cancel()  # does nothing if it is done
+            await asyncio.gather(starting, return_exceptions=True)
+        if starting.cancelled():
+            return False
+        starting.result()
+        return True
 
     async def _wait_until_late(self) -> None:
         try:

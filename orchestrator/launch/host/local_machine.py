@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from orchestrator.config.engine_args import group_size
 from orchestrator.config.settings import Config, ConfigError
 from orchestrator.launch.commands import frontend_spec, worker_spec
+from orchestrator.launch.host.fork_servers import ForkServers
 from orchestrator.launch.host.machine import MachineShares, Share
 from orchestrator.launch.host.process import LocalProcess
 from orchestrator.launch.host.process_group import ProcessGroup
@@ -18,12 +19,13 @@ _HERE = "127.0.0.1"
 
 
 class LocalMachine:
-    """See Machines. `config` says what a worker needs; `shares` is for all models of this machine."""
+    """See Machines. `config` says what a worker needs; `shares` and `forks` are for all models of this machine."""
 
     remote = False
 
-    def __init__(self, config: Config, shares: MachineShares | None = None) -> None:
+    def __init__(self, config: Config, shares: MachineShares | None = None, forks: ForkServers | None = None) -> None:
         self._config = config
+        self._forks = forks
         self._shares = shares or MachineShares(config)
         self._meeting: dict[str, socket.socket] = {}  # by unit: the port where its ranks meet, held for its life
         self._ranks: dict[str, list[str]] = {}  # by unit, whose shares of the machine it has
@@ -73,7 +75,7 @@ class LocalMachine:
         ranks = self._ranks[worker_id]
         where = (ranks, self._rendezvous(worker_id)) if len(ranks) > 1 else ()
         specs = [worker_spec(setup, role, rank, share, *where) for rank, share in zip(ranks, shares, strict=True)]
-        return ProcessGroup([LocalProcess(spec, on_line) for spec in specs])
+        return ProcessGroup([LocalProcess(spec, on_line, self._forks) for spec in specs])
 
     def _rendezvous(self, unit: str) -> str:
         if unit not in self._meeting:
@@ -86,4 +88,4 @@ class LocalMachine:
         return ("",)
 
     def frontend(self, name: str, index: int, node: str, setup: Setup, on_line: OnLine) -> LocalProcess:
-        return LocalProcess(frontend_spec(setup, name, index), on_line)
+        return LocalProcess(frontend_spec(setup, name, index), on_line, self._forks)

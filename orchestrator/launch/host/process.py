@@ -14,12 +14,13 @@ import os
 import signal
 import socket
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
 import msgspec
 
+from orchestrator.launch.host.fork_servers import Forkable, ForkedProcess, ForkServers
 from orchestrator.process.parent import EXIT_REASON_FILE, PARENT, ExitReason, identity_of, read_exit_reason
 
 _PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
@@ -35,12 +36,18 @@ _NEVER = (errno.ENOENT, errno.ENOTDIR, errno.EACCES, errno.ENOEXEC)
 
 class ProcessSpec(msgspec.Struct, frozen=True):
     """What to start. `env` is added to this process's environment. The child may write its exit reason to
-    `exit_file`."""
+    `exit_file`. `forkable`: the same command, where its imports take long."""
 
     name: str
     command: list[str]
     env: dict[str, str] = {}
     exit_file: Path | None = None
+    forkable: Forkable | None = None
+
+
+def whole_environment(env: Mapping[str, str]) -> dict[str, str]:
+    """Of a child that has these variables besides this process's."""
+    return {**os.environ, "PYTHONUNBUFFERED": "1", PARENT: str(os.getpid()), **env}
 
 
 class CannotRun(OSError):
@@ -109,12 +116,16 @@ class LocalProcess:
     `start` it in the main thread: the kernel ties a child's parent-death signal to the thread that forked it.
     """
 
-    def __init__(self, spec: ProcessSpec, on_line: Callable[[str, str], None]) -> None:
+    def __init__(
+        self, spec: ProcessSpec, on_line: Callable[[str, str], None], forks: ForkServers | None = None
+    ) -> None:
+        """With `forks` it is forked if it can be; this process must have adopted orphans."""
         self.name = spec.name
         self.last_lines: deque[str] = deque(maxlen=_KEPT_LINES)
         self._spec = spec
         self._on_line = on_line
-        self._process: asyncio.subprocess.Process | None = None
+        self._forks = forks
+        self._process: asyncio.subprocess.Process | ForkedProcess | None = None
         self._pump: asyncio.Task[None] | None = None
         self.lost = False
         self.identity = ""  # see orchestrator.process.parent; empty until it is started
@@ -125,15 +136,33 @@ class LocalProcess:
 
     async def start(self) -> None:
         """Start it. Raises OSError, CannotRun."""
-        env = {**os.environ, "PYTHONUNBUFFERED": "1", PARENT: str(os.getpid()), **self._spec.env}
+        env = whole_environment(self._spec.env)
         if self._spec.exit_file is not None:
             self._spec.exit_file.unlink(missing_ok=True)
             env[EXIT_REASON_FILE] = str(self._spec.exit_file)
+        reader, writer = os.pipe()
+        lines, pipe = await _reading(reader)
         try:
-            self._process = await asyncio.create_subprocess_exec(
+            self._process = await self._forked(env, writer) or await self._executed(env, writer)
+        finally:
+            os.close(writer)
+            if self._process is None:
+                pipe.close()
+        self.identity = identity_of(self._process.pid)
+        self._pump = asyncio.create_task(self._read(lines, pipe), name=f"log-{self.name}")
+
+    async def _forked(self, env: dict[str, str], output: int) -> ForkedProcess | None:
+        """None where it has to be executed."""
+        program = self._spec.forkable
+        return await self._forks.start(program, env, output) if self._forks and program else None
+
+    async def _executed(self, env: dict[str, str], output: int) -> asyncio.subprocess.Process:
+        """Raises OSError, CannotRun."""
+        try:
+            return await asyncio.create_subprocess_exec(
                 *self._spec.command,
                 stdin=asyncio.subprocess.DEVNULL,
-                stdout=asyncio.subprocess.PIPE,
+                stdout=output,
                 stderr=asyncio.subprocess.STDOUT,
                 env=env,
                 # Ctrl-C reaches only the launcher, which ends the fleet in order.
@@ -143,8 +172,6 @@ class LocalProcess:
             if error.errno in _NEVER:
                 raise CannotRun(cannot_run(self._spec.command[0], os.strerror(error.errno))) from None
             raise
-        self.identity = identity_of(self._process.pid)
-        self._pump = asyncio.create_task(self._read(self._process), name=f"log-{self.name}")
 
     @property
     def pid(self) -> int:
@@ -202,15 +229,15 @@ class LocalProcess:
                 killed = True
             await asyncio.sleep(_POLL_S)
 
-    async def _read(self, process: asyncio.subprocess.Process) -> None:
-        assert process.stdout is not None
+    async def _read(self, output: asyncio.StreamReader, pipe: asyncio.BaseTransport) -> None:
         rest = b""
-        while data := await process.stdout.read(_READ_BYTES):
-            *lines, rest = (rest + data).split(b"\n")
-            if len(rest) > _MAX_LINE_BYTES:
-                lines, rest = [*lines, rest], b""
-            for line in lines:
-                self._pass_on(line)
+        with contextlib.closing(pipe):
+            while data := await output.read(_READ_BYTES):
+                *lines, rest = (rest + data).split(b"\n")
+                if len(rest) > _MAX_LINE_BYTES:
+                    lines, rest = [*lines, rest], b""
+                for line in lines:
+                    self._pass_on(line)
         if rest:
             self._pass_on(rest)
 
@@ -220,6 +247,16 @@ class LocalProcess:
         if text:
             self.last_lines.append(text)
             self._on_line(self.name, text)
+
+
+async def _reading(descriptor: int) -> tuple[asyncio.StreamReader, asyncio.BaseTransport]:
+    """A reader of the pipe, and what closes it."""
+    reader = asyncio.StreamReader()
+    protocol = asyncio.StreamReaderProtocol(reader)
+    transport, _ = await asyncio.get_running_loop().connect_read_pipe(
+        lambda: protocol, os.fdopen(descriptor, "rb", buffering=0)
+    )
+    return reader, transport
 
 
 def group_alive(pgid: int) -> bool:

@@ -51,11 +51,11 @@ class ProcessGroup:
         return self._told.exit_reason
 
     async def start(self) -> None:
-        """Raises OSError; nothing runs then."""
+        """Raises OSError. Nothing runs then, or if this is cancelled."""
         for part in self.parts:
             try:
                 await part.start()
-            except OSError:
+            except (OSError, asyncio.CancelledError):
                 self.kill()
                 await asyncio.gather(*(other.wait() for other in self.parts if other.running))
                 raise

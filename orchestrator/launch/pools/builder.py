@@ -16,6 +16,7 @@ from orchestrator.config.settings import Config, ConfigError
 from orchestrator.launch.commands import resolve
 from orchestrator.launch.console import Console
 from orchestrator.launch.fleet_processes import FleetProcesses
+from orchestrator.launch.host.fork_servers import ForkServers
 from orchestrator.launch.host.local_machine import LocalMachine
 from orchestrator.launch.host.machine import MachineShares
 from orchestrator.launch.host.process import cannot_run
@@ -44,7 +45,14 @@ class ModelBuilder:
     """`build` each model that the fleet starts with; `build_added` those that come later."""
 
     def __init__(
-        self, models: Mapping[str, Config], folder: RunFolder, console: Console, redis: Redis, redis_url: str, port: int
+        self,
+        models: Mapping[str, Config],
+        folder: RunFolder,
+        console: Console,
+        redis: Redis,
+        redis_url: str,
+        port: int,
+        forks: ForkServers,
     ) -> None:
         """`models`: those that the fleet starts with. `port`: of the frontends."""
         self.configs: dict[str, Config] = {}  # as the file has them
@@ -53,6 +61,7 @@ class ModelBuilder:
         self._shares = MachineShares(*models.values()) if self._first.launcher.kind == "local" else None
         self._folder, self._console = folder, console
         self._redis, self._redis_url, self._port = redis, redis_url, port
+        self._forks = forks
         self._notes = NotesOfModels(folder.note_started)
         self._frontends: FrontendPool | None = None  # of all models
         self.device = ""  # what the engines compute on
@@ -109,7 +118,7 @@ class ModelBuilder:
     def _machines(self, config: Config) -> Machines:
         """Those on this machine share it."""
         if self._shares is not None:
-            return LocalMachine(config, self._shares)
+            return LocalMachine(config, self._shares, self._forks)
         from orchestrator.launch.ray.cluster import RayCluster
 
         return RayCluster(config)

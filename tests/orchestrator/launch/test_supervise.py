@@ -293,6 +293,26 @@ async def test_a_process_without_room_waits_and_can_be_told_to_leave():
     assert stages[-1] is Stage.ENDED
 
 
+async def test_one_whose_start_takes_long_is_stopped_at_once(monkeypatch: pytest.MonkeyPatch):
+    begun, given_up = asyncio.Event(), asyncio.Event()
+
+    async def start(process: LocalProcess) -> None:
+        begun.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            given_up.set()
+
+    monkeypatch.setattr(LocalProcess, "start", start)
+    child = Child("")
+    await begun.wait()
+    child.process.request_stop()
+    async with asyncio.timeout(DEADLINE_S):
+        await child.task
+    assert given_up.is_set()
+    assert child.stages == [Stage.STARTING, Stage.ENDED]
+
+
 async def test_one_that_has_no_process_yet_leaves_at_once(monkeypatch: pytest.MonkeyPatch):
     """Before it is known whether it has to wait for room, too."""
     monkeypatch.setattr(supervise_module, "_PLACED_AT_ONCE_S", 0.2)

@@ -1,0 +1,149 @@
+"""A process that has imported what others take long to import, and forks them: `python -m THIS FD MODULE...`.
+
+vLLM's modules take 15 s of CPU time to load, and half of a process's memory. Forked processes start at once, and share
+that memory. The launcher sends an `Order` over the socket FD, with the descriptor of the new process's output, and gets
+a `Reply`. A new process is the launcher's child, since its parent here ends at once and the launcher adopts orphans.
+This process ends with the launcher, whose end of the socket closes then.
+
+As in Python's own fork server (multiprocessing.forkserver), no thread may run when it forks, other than of libraries
+that know what a fork is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import os
+import runpy
+import socket
+import sys
+import time
+from collections.abc import Mapping
+
+import msgspec
+from setproctitle import setproctitle
+
+# What a process may have on its own. All else may be read by modules when they are imported, so that processes which
+# differ in it are not forked from one.
+OWN_VARIABLES = frozenset({"CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "PROMETHEUS_MULTIPROC_DIR", "VLLM_RPC_BASE_PATH"})
+OURS = "PD_"  # our own variables are read by the program itself
+MAX_MESSAGE_BYTES = 1 << 18
+_ADOPTED_S = 10.0
+_POLL_S = 0.001
+
+
+class Order(msgspec.Struct, frozen=True):
+    """Run a module as `python -m` does, with this environment. `parent`: whose child it shall be."""
+
+    module: str
+    arguments: list[str]
+    env: dict[str, str]
+    parent: int
+
+
+class Reply(msgspec.Struct, frozen=True):
+    """The new process, or, as `changed`, a file that was changed since it was imported: nothing was started."""
+
+    pid: int = 0
+    changed: str = ""
+
+
+def main(arguments: list[str]) -> None:
+    control = socket.socket(fileno=int(arguments[0]))
+    control.set_inheritable(False)
+    setproctitle(" ".join(sys.orig_argv))  # the first call finds its place, beside an environment as the kernel made it
+    before = dict(os.environ)
+    gc.disable()  # a million objects are made, hardly one of them garbage
+    for module in arguments[1:]:
+        importlib.import_module(module)
+    gc.freeze()  # so that no collection touches, and so copies, the memory that is shared
+    gc.enable()
+    by_imports = {name: value for name, value in os.environ.items() if before.get(name) != value}
+    order = _serve(control, _sources())
+    if order is not None:  # in a new process
+        _become(order, before, by_imports)
+        runpy.run_module(order.module, run_name="__main__", alter_sys=True)
+
+
+def _serve(control: socket.socket, sources: Mapping[str, int]) -> Order | None:
+    """Returns None when the launcher has ended, and, in each new process, what that is to run."""
+    while True:
+        message, descriptors, _, _ = socket.recv_fds(control, MAX_MESSAGE_BYTES, 1)
+        if not message:
+            return None
+        order = msgspec.msgpack.decode(message, type=Order)
+        (output,) = descriptors
+        if changed := next((file for file, mtime_ns in sources.items() if _mtime_ns(file) != mtime_ns), ""):
+            reply = Reply(changed=changed)
+        elif pid := _fork_twice(order, output):
+            reply = Reply(pid)
+        else:
+            control.close()
+            return order
+        os.close(output)
+        control.send(msgspec.msgpack.encode(reply))
+
+
+def _sources() -> dict[str, int]:
+    """The files of the imported modules, with the times of their last changes."""
+    files = (getattr(module, "__file__", None) for module in list(sys.modules.values()))
+    return {file: _mtime_ns(file) for file in files if file}
+
+
+def _mtime_ns(file: str) -> int:
+    with contextlib.suppress(OSError):
+        return os.stat(file).st_mtime_ns
+    return 0
+
+
+def _fork_twice(order: Order, output: int) -> int:
+    """The pid of the new process; 0 in it. It goes on once it is the child of `order.parent`. Raises OSError."""
+    told, tell = os.pipe()
+    first = os.fork()
+    if first:
+        os.close(tell)
+        os.waitpid(first, 0)
+        pid = os.read(told, 32)
+        os.close(told)
+        if not pid:
+            raise OSError("cannot fork")
+        return int(pid)
+    try:
+        first = os.getpid()
+        if second := os.fork():
+            os.write(tell, str(second).encode())
+            os._exit(0)
+    except OSError:
+        os._exit(1)
+    os.close(told)
+    os.close(tell)
+    os.setsid()
+    for descriptor in (1, 2):
+        os.dup2(output, descriptor)
+    os.close(output)
+    deadline = time.monotonic() + _ADOPTED_S
+    while os.getppid() == first and time.monotonic() < deadline:
+        time.sleep(_POLL_S)
+    if os.getppid() != order.parent:  # the launcher has ended
+        os._exit(1)
+    return 0
+
+
+def _become(order: Order, before: Mapping[str, str], by_imports: Mapping[str, str]) -> None:
+    """Make this process what it would be had it been executed with `order`, and its modules imported since."""
+    # A variable that an import has set stays, unless the order has one of its own.
+    kept = {name: value for name, value in by_imports.items() if order.env.get(name) == before.get(name)}
+    os.environ.clear()
+    os.environ.update(order.env | kept)
+    sys.argv = [order.module, *order.arguments]
+    setproctitle(" ".join([sys.executable, "-m", *sys.argv]))
+    if (torch := sys.modules.get("torch")) is not None and "OMP_NUM_THREADS" in order.env:
+        torch.set_num_threads(int(order.env["OMP_NUM_THREADS"]))  # was read when torch was loaded
+    if (values := sys.modules.get("prometheus_client.values")) is not None:
+        # Where values are kept was chosen by PROMETHEUS_MULTIPROC_DIR when it was imported.
+        setattr(values, "ValueClass", values.get_value_class())  # noqa: B010 - mypy knows no attributes of a module
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,162 @@
+"""Processes that are forked from one that has imported their modules: what they are, and when they are not forked."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+from support_wait import until
+
+from orchestrator.launch.host import fork_servers
+from orchestrator.launch.host.fork_servers import Forkable, ForkServers
+from orchestrator.launch.host.process import LocalProcess, ProcessSpec, adopt_orphans
+
+TELLS = """
+import heavy, os, sys
+print(sys.argv[1:], heavy.imported_by == os.getpid(), os.environ.get("OWN"), os.environ.get("CUDA_VISIBLE_DEVICES"))
+print("parent", os.getppid(), "session", os.getsid(0) == os.getpid(), "main", __name__, os.environ.get("SET_BY_IMPORT"))
+sys.exit(int(sys.argv[1]))
+"""
+HEAVY = "import os\nimported_by = os.getpid()\nos.environ['SET_BY_IMPORT'] = 'yes'\n"
+
+
+@pytest.fixture
+def modules(tmp_path: Path):
+    """Two modules in a folder: `heavy`, which takes long to import, and `tells`, which imports it."""
+    (tmp_path / "heavy.py").write_text(HEAVY)
+    (tmp_path / "tells.py").write_text(TELLS)
+    (tmp_path / "waits.py").write_text("import heavy, time\nprint('waits', flush=True)\ntime.sleep(600)\n")
+    adopt_orphans()
+    return tmp_path
+
+
+@pytest.fixture
+def forks():
+    servers = ForkServers()
+    yield servers
+    servers.close()
+
+
+class Run:
+    """A process of a module in the folder, and what it said."""
+
+    def __init__(self, folder: Path, forks: ForkServers, module: str, *arguments: str, **env: str) -> None:
+        self.lines: list[str] = []
+        program = Forkable((sys.executable,), module, arguments, ("heavy",))
+        path = os.pathsep.join([str(folder), *sys.path])
+        spec = ProcessSpec(module, program.command, {"PYTHONPATH": path, **env}, forkable=program)
+        self.process = LocalProcess(spec, lambda name, line: self.lines.append(line), forks)
+
+    async def ended(self) -> int:
+        await self.process.start()
+        return await self.process.wait()
+
+    @property
+    def was_forked(self) -> bool:
+        return " False " in self.lines[0]  # another process has imported `heavy`
+
+
+async def test_a_forked_process_is_as_one_that_was_executed(modules: Path, forks: ForkServers):
+    forked = Run(modules, forks, "tells", "0", "more", OWN="a", CUDA_VISIBLE_DEVICES="1")
+    executed = Run(modules, None, "tells", "0", "more", OWN="a", CUDA_VISIBLE_DEVICES="1")
+    assert [await forked.ended(), await executed.ended()] == [0, 0]
+    assert (forked.was_forked, executed.was_forked) == (True, False)
+    assert forked.lines[0].replace(" False ", " True ") == executed.lines[0] == "['0', 'more'] True a 1"
+    assert forked.lines[1] == executed.lines[1] == f"parent {os.getpid()} session True main __main__ yes"
+
+
+async def test_exit_codes_and_signals_are_told(modules: Path, forks: ForkServers):
+    assert await Run(modules, forks, "tells", "7").ended() == 7
+    waiting = Run(modules, forks, "waits")
+    await waiting.process.start()
+    await until(lambda: waiting.lines == ["waits"])
+    title = " ".join(psutil.Process(waiting.process.pid).cmdline())
+    assert title.strip().endswith("-m waits"), "`ps` shows what it runs"
+    await waiting.process.stop(5)
+    assert await waiting.process.wait() == -signal.SIGTERM
+    assert not waiting.process.running
+
+
+async def test_modules_are_imported_once_for_each_environment_that_they_may_read(modules: Path, forks: ForkServers):
+    runs = [Run(modules, forks, "tells", "0", **env) for env in ({}, {"CUDA_VISIBLE_DEVICES": "3"}, {"OWN": "b"})]
+    assert [await run.ended() for run in runs] == [0, 0, 0]
+    assert all(run.was_forked for run in runs)
+    assert [run.lines[0].split()[-2:] for run in runs] == [["None", "None"], ["None", "3"], ["b", "None"]]
+    assert len(forks._servers) == 2, "the device is a process's own; any other variable may be read by an import"
+
+
+async def test_a_module_that_has_changed_is_imported_again(modules: Path, forks: ForkServers):
+    assert await Run(modules, forks, "tells", "0").ended() == 0
+    (modules / "heavy.py").write_text(HEAVY.replace("yes", "anew"))
+    later = os.stat(modules / "heavy.py").st_mtime_ns + 2_000_000_000  # whatever the file system's resolution
+    os.utime(modules / "heavy.py", ns=(later, later))
+    changed = Run(modules, forks, "tells", "0")
+    assert await changed.ended() == 0
+    assert changed.was_forked and changed.lines[1].endswith("anew")
+
+
+async def test_what_cannot_be_imported_is_executed_and_says_so(modules: Path, forks: ForkServers):
+    (modules / "heavy.py").write_text("raise RuntimeError('no such device')")
+    for _ in range(2):
+        failing = Run(modules, forks, "tells", "0")
+        assert await failing.ended() == 1
+        assert failing.lines[-1] == "RuntimeError: no such device"
+    assert forks._servers == {}, "it is not tried again"
+
+
+@pytest.mark.parametrize("what", [signal.SIGKILL, signal.SIGSTOP])
+async def test_without_an_answer_it_is_executed_and_the_next_is_forked(
+    modules: Path, forks: ForkServers, what: signal.Signals, monkeypatch: pytest.MonkeyPatch
+):
+    assert await Run(modules, forks, "tells", "0").ended() == 0
+    (server,) = forks._servers.values()
+    os.kill(server._process.pid, what)
+    monkeypatch.setattr(fork_servers, "_PATIENCE_S", 0.5)
+    executed = Run(modules, forks, "tells", "0")
+    assert await executed.ended() == 0
+    assert not executed.was_forked
+    monkeypatch.undo()
+    forked = Run(modules, forks, "tells", "0")
+    assert await forked.ended() == 0
+    assert forked.was_forked
+
+
+async def test_nothing_is_left_of_a_start_that_is_given_up_while_modules_are_imported(
+    modules: Path, forks: ForkServers
+):
+    (modules / "heavy.py").write_text(
+        f"import os, time\nwhile not os.path.exists({str(modules / 'go')!r}): time.sleep(0.02)\n"
+    )
+    given_up = Run(modules, forks, "waits")
+    starting = asyncio.create_task(given_up.process.start())
+    await until(lambda: forks._servers)
+    starting.cancel()
+    await asyncio.gather(starting, return_exceptions=True)
+    assert starting.cancelled() and not given_up.process.running
+    (modules / "go").touch()
+    other = Run(modules, forks, "tells", "0")
+    (modules / "tells.py").write_text("print('told')")
+    assert await other.ended() == 0 and other.lines == ["told"]
+    (server,) = forks._servers.values()
+    await until(lambda: children_of_this_process() == {server._process.pid})
+    assert given_up.lines == []
+
+
+async def test_a_fork_server_ends_with_its_launcher(modules: Path):
+    forks = ForkServers()
+    assert await Run(modules, forks, "tells", "0").ended() == 0
+    (server,) = forks._servers.values()
+    process = psutil.Process(server._process.pid)
+    server._socket.close()  # as the kernel does at the launcher's end
+    await asyncio.to_thread(server._process.wait, 60)
+    assert not process.is_running()
+    forks.close()
+
+
+def children_of_this_process() -> set[int]:
+    return {child.pid for child in psutil.Process().children()}
