@@ -117,5 +117,5 @@ class QueueView:
     def _note_away(self, error: RedisAway) -> None:
         self._depth = None
         if self._away_since is None:
-            log.warning("prompts are prefilled where they decode until Redis is back: %s", error)
+            log.warning("no prompt is prefilled remotely until Redis is back: %s", error)
             self._away_since = time.monotonic()

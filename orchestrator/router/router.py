@@ -85,6 +85,7 @@ class Router:
         """Raises Overloaded when no request at all can be taken, so that the server can refuse before it responds."""
         if (rejected := self._decider.fleet_rejection()) is not None and not self._decider.is_temporary(rejected):
             self._metrics.placements.labels("reject", rejected.reason).inc()
+            self._metrics.requests.labels(State.REJECTED.value).inc()
             self.learning.refused_unread(slo_class)
             raise Overloaded(rejected)
 

@@ -60,11 +60,13 @@ async def test_what_is_refused_unread_has_missed_its_objectives():
     for name in ("d0", "d1", "p0"):
         bench.fleet.remove(name)
     before = counted("pd_objectives", slo_class="chat", objective="ttft", met="false")
+    ended = counted("pd_requests", outcome="rejected")
     for name in ("chat", "chat", "made-up"):  # nobody has checked yet whether there is such a class
         with pytest.raises(Overloaded):
             bench.router.check_admission(name)
     assert bench.router.recent.judged == {("chat", False): 2, ("", False): 1}
     assert counted("pd_objectives", slo_class="chat", objective="ttft", met="false") == before + 2
+    assert counted("pd_requests", outcome="rejected") == ended + 3
     assert counted("pd_objectives", slo_class="made-up", objective="ttft", met="false") == 0
 
 
