@@ -22,7 +22,6 @@ import time
 from collections.abc import Mapping
 
 import msgspec
-from setproctitle import setproctitle
 
 # What a process may have on its own. All else may be read by modules when they are imported, so that processes which
 # differ in it are not forked from one.
@@ -52,7 +51,7 @@ class Reply(msgspec.Struct, frozen=True):
 def main(arguments: list[str]) -> None:
     control = socket.socket(fileno=int(arguments[0]))
     control.set_inheritable(False)
-    setproctitle(" ".join(sys.orig_argv))  # the first call finds its place, beside an environment as the kernel made it
+    _show(sys.orig_argv)  # the first call finds its place, beside an environment as the kernel made it
     before = dict(os.environ)
     gc.disable()  # a million objects are made, hardly one of them garbage
     for module in arguments[1:]:
@@ -137,12 +136,19 @@ def _become(order: Order, before: Mapping[str, str], by_imports: Mapping[str, st
     os.environ.clear()
     os.environ.update(order.env | kept)
     sys.argv = [order.module, *order.arguments]
-    setproctitle(" ".join([sys.executable, "-m", *sys.argv]))
+    _show([sys.executable, "-m", *sys.argv])
     if (torch := sys.modules.get("torch")) is not None and "OMP_NUM_THREADS" in order.env:
         torch.set_num_threads(int(order.env["OMP_NUM_THREADS"]))  # was read when torch was loaded
     if (values := sys.modules.get("prometheus_client.values")) is not None:
         # Where values are kept was chosen by PROMETHEUS_MULTIPROC_DIR when it was imported.
         setattr(values, "ValueClass", values.get_value_class())  # noqa: B010 - mypy knows no attributes of a module
+
+
+def _show(command: list[str]) -> None:
+    """Have `ps` show this command."""
+    from setproctitle import setproctitle  # a dependency of vLLM, which a launcher need not have
+
+    setproctitle(" ".join(command))
 
 
 if __name__ == "__main__":
