@@ -311,8 +311,10 @@ class FleetProcesses:
             pids = (local_pid(part.identity) for part in process.parts)
             self._ended += [pid for pid in pids if pid is not None]
         role = f"{slot.role.value}, " if (slot := self._pool.slots.get(process.name)) is not None else ""
-        shown = f"{role}{_SHOWN[process.stage]}"
-        self._console.stage(process.name, shown, done=process.stage in (Stage.READY, Stage.ENDED))
+        shown = _SHOWN[process.stage]
+        if process.stage is Stage.PAUSING and process.last_exit is not None and process.last_exit.final:
+            shown = "cannot work as it is"
+        self._console.stage(process.name, f"{role}{shown}", done=process.stage in (Stage.READY, Stage.ENDED))
         self.watch.read_soon()
 
     def _check_start(self, process: Supervised) -> None:

@@ -23,7 +23,7 @@ from orchestrator.launch.machines import Setup
 from orchestrator.launch.pools.frontend_pool import FrontendPool
 from orchestrator.launch.pools.worker_pool import WorkerPool
 from orchestrator.launch.rollout import cannot_start
-from orchestrator.launch.supervise import Supervised
+from orchestrator.launch.supervise import Exit, Stage, Supervised
 from orchestrator.process.parent import own_identity
 from orchestrator.store.client import connect
 from orchestrator.store.fields import Launcher
@@ -138,3 +138,14 @@ async def test_crashes_while_redis_was_away_are_not_held_against_a_process(tmp_p
         await running
         await redis.aclose()
         await server.stop()
+
+
+@pytest.mark.parametrize(("final", "shown"), [(False, "restarting"), (True, "cannot work as it is")])
+async def test_a_process_that_would_fail_again_is_not_said_to_restart(tmp_path: Path, final: bool, shown: str):
+    config = parse_config({"model": "m", "engine": "sim"})
+    fleet = processes_of(config, Mock(), LocalMachine(config), tmp_path)
+    fleet._console = Mock()
+    process = Mock(stage=Stage.PAUSING, last_exit=Exit(2, "why", was_ready=False, said=True, final=final), parts=())
+    process.name = "frontend-0"
+    fleet._show(process)
+    fleet._console.stage.assert_called_once_with("frontend-0", shown, done=False)
