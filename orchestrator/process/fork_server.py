@@ -97,7 +97,7 @@ def _mtime_ns(file: str) -> int:
 
 
 def _fork_twice(order: Order, output: int) -> int:
-    """The pid of the new process; 0 in it. It goes on once it is the child of `order.parent`. Raises OSError."""
+    """The pid of the new process, a child of `order.parent`; 0 in it. Raises OSError."""
     told, tell = os.pipe()
     first = os.fork()
     if first:
@@ -106,17 +106,15 @@ def _fork_twice(order: Order, output: int) -> int:
         pid = os.read(told, 32)
         os.close(told)
         if not pid:
-            raise OSError("cannot fork")
+            raise OSError("no process could be forked, or the launcher has not adopted it")
         return int(pid)
     try:
         first = os.getpid()
-        if second := os.fork():
-            os.write(tell, str(second).encode())
+        if os.fork():
             os._exit(0)
     except OSError:
         os._exit(1)
     os.close(told)
-    os.close(tell)
     os.setsid()
     for descriptor in (1, 2):
         os.dup2(output, descriptor)
@@ -124,8 +122,10 @@ def _fork_twice(order: Order, output: int) -> int:
     deadline = time.monotonic() + _ADOPTED_S
     while os.getppid() == first and time.monotonic() < deadline:
         time.sleep(_POLL_S)
-    if os.getppid() != order.parent:  # the launcher has ended
+    if os.getppid() != order.parent:  # it has ended, or this kernel does not let it adopt
         os._exit(1)
+    os.write(tell, str(os.getpid()).encode())
+    os.close(tell)
     return 0
 
 

@@ -83,7 +83,7 @@ class ForkServers:
     def prepare(self, program: Forkable, env: Mapping[str, str]) -> None:
         """Begin with the imports, so that the first process waits less for them."""
         key = (program.python, program.imports, _import_environment(env))
-        if key not in self._servers and key not in self._failed:
+        if key not in self._servers and key not in self._failed and _can_watch():
             with contextlib.suppress(OSError):  # what is wrong shows when the program is executed
                 self._servers[key] = _ForkServer(program, dict(key[2]))
 
@@ -185,6 +185,15 @@ class _ForkServer:
         while self._asked:
             if not (answer := self._asked.popleft()).done():
                 answer.set_result(None)
+
+
+def _can_watch() -> bool:
+    """Whether this kernel tells when a process ends that was not executed here (Linux 5.3, pidfd_open(2))."""
+    try:
+        os.close(os.pidfd_open(os.getpid()))
+    except (AttributeError, OSError):
+        return False
+    return True
 
 
 def _import_environment(env: Mapping[str, str]) -> frozenset[tuple[str, str]]:

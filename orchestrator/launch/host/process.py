@@ -105,9 +105,9 @@ class Process(Protocol):
         """Kill it and its process group, at once."""
 
 
-def adopt_orphans() -> None:
+def adopt_orphans(adopt: bool = True) -> None:
     """Have orphaned grandchildren become children of this process, so that they can be waited for (Linux)."""
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, int(adopt), 0, 0, 0)
 
 
 class LocalProcess:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import signal
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import psutil
 import pytest
@@ -107,6 +109,26 @@ async def test_what_cannot_be_imported_is_executed_and_says_so(modules: Path, fo
         assert await failing.ended() == 1
         assert failing.lines[-1] == "RuntimeError: no such device"
     assert forks._servers == {}, "it is not tried again"
+
+
+async def test_where_orphans_are_not_adopted_it_is_executed(modules: Path, forks: ForkServers):
+    adopt_orphans(False)
+    try:
+        for _ in range(2):
+            executed = Run(modules, forks, "tells", "0")
+            assert await executed.ended() == 0
+            assert not executed.was_forked and len(executed.lines) == 2
+    finally:
+        adopt_orphans()
+
+
+async def test_where_the_end_of_a_process_cannot_be_watched_it_is_executed(
+    modules: Path, forks: ForkServers, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(os, "pidfd_open", Mock(side_effect=OSError(errno.ENOSYS, "not here")))
+    executed = Run(modules, forks, "tells", "0")
+    assert await executed.ended() == 0
+    assert not executed.was_forked and forks._servers == {}
 
 
 @pytest.mark.parametrize("what", [signal.SIGKILL, signal.SIGSTOP])
