@@ -411,7 +411,7 @@ async def running_workers(server: EmbeddedRedis, **sections: Any) -> AsyncIterat
         "model": "sim-model",
         "engine": "sim",
         "namespace": f"test-{uuid.uuid4().hex[:8]}",
-        "workers": {"heartbeat_s": 0.2, "timeout_s": 1.0, "drain_timeout_s": 5.0},
+        "workers": {"timeout_s": 1.0, "drain_timeout_s": 5.0},
         "queue": {"lease_s": 0.6},
         "sim": {"speed": 10},
         "kv": {"transfer": "chunk", "transfer_timeout_s": 5.0},

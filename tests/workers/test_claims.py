@@ -15,6 +15,7 @@ from support_workers import Frontend, Workers, running_workers
 
 from orchestrator.launch.host.redis_server import EmbeddedRedis
 from orchestrator.policy.predict.predictor import PRIOR_S_PER_TOKEN
+from orchestrator.store.queue import MAX_DELIVERIES
 from orchestrator.types import JobState, Role
 from orchestrator.wire.messages import Claimed, Prefilled, PrefillFailed, Rejected
 from workers.claims import claim_budget
@@ -434,12 +435,13 @@ async def test_a_retried_request_is_prefilled_again(workers: Workers) -> None:
 
 
 async def test_jobs_with_too_many_deliveries_fail_at_frontend(redis_server: EmbeddedRedis) -> None:
-    async with running_workers(redis_server, queue={"lease_s": 0.2, "max_deliveries": 1}) as workers:
+    async with running_workers(redis_server, queue={"lease_s": 0.2}) as workers:
         decode = await workers.start(Role.DECODE)
         frontend = await workers.frontend(decode)
         request = frontend.new(PROMPT)
         await frontend.enqueue(request)
-        assert await claim_head(frontend.queue, "one-that-dies", 1000, 1)
+        for number in range(MAX_DELIVERIES):
+            await until(lambda dies=f"dies-{number}": claim_head(frontend.queue, dies, 1000, 1), "it is claimed")
         failed = await until(lambda: request.got(PrefillFailed))
         assert failed.why == "its claims died too often"
         await workers.assert_no_leaks()

@@ -47,7 +47,7 @@ async def test_a_full_redis_ends_no_request_and_gets_room_again(redis_server: Em
     sections = {
         "routing": {"remote_prefill_min_tokens": 100},
         "queue": {"lease_s": LEASE_S},
-        "workers": {"timeout_s": TIMEOUT_S, "heartbeat_s": 0.2},
+        "workers": {"timeout_s": TIMEOUT_S},
     }
     async with running_workers(redis_server, **sections) as workers:
         client = RouterClient(workers.redis, workers.config)
