@@ -263,6 +263,10 @@ class LocalWorker:
     def id(self) -> str:
         return self.agent.worker_id
 
+    @property
+    def ended(self) -> bool:
+        return self.task.done()
+
     async def stopped(self) -> int:
         async with asyncio.timeout(DEADLINE_S):
             return await self.task
@@ -276,6 +280,10 @@ class WorkerProcess:
         self.id, self.process, self.folder = worker_id, process, folder
         self.log: list[str] = []
         self._reader = asyncio.create_task(self._read())
+
+    @property
+    def ended(self) -> bool:
+        return self.process.returncode is not None
 
     async def _read(self) -> None:
         assert self.process.stderr is not None
@@ -313,6 +321,11 @@ class Workers:
         self.local.append(worker)
         await self.registered(worker.id)
         return worker
+
+    async def served(self, role: Role, **sim: Any) -> tuple[LocalWorker, Frontend]:
+        """A worker, and a frontend that has met it."""
+        worker = await self.start(role, **sim)
+        return worker, await self.frontend(worker)
 
     async def spawn(self, role: Role, *arguments: str, wait: bool = True) -> WorkerProcess:
         worker_id = f"{role.value}-{next(self._numbers)}"
@@ -370,18 +383,13 @@ class Workers:
         """All blocks free, nothing held, as each worker itself publishes it; queue and claims empty."""
         for frontend in self.frontends:
             for worker in [*self.local, *self.processes]:
-                ended = worker.task.done() if isinstance(worker, LocalWorker) else worker.process.returncode is not None
-                if ended or worker.id not in frontend.loads:
+                if worker.id not in frontend.loads:
                     continue
 
-                def clean(frontend: Frontend = frontend, worker_id: str = worker.id) -> bool:
-                    load = frontend.loads[worker_id]
-                    return (load.blocks_free, load.running, load.waiting, load.waiting_tokens) == (
-                        load.blocks_total,
-                        0,
-                        0,
-                        0,
-                    )
+                def clean(frontend: Frontend = frontend, worker: LocalWorker | WorkerProcess = worker) -> bool:
+                    load = frontend.loads[worker.id]
+                    held = load.blocks_total - load.blocks_free
+                    return worker.ended or (held, load.running, load.waiting, load.waiting_tokens) == (0, 0, 0, 0)
 
                 await until(clean, f"{worker.id} free: {frontend.loads[worker.id]}")
         deadline = time.monotonic() + DEADLINE_S
@@ -393,12 +401,12 @@ class Workers:
         for frontend in self.frontends:
             await frontend.close()
         for worker in self.local:
-            if not worker.task.done():
+            if not worker.ended:
                 worker.agent.request_stop(0.0)
                 worker.agent.request_stop(0.0)
                 await worker.stopped()
         for spawned in self.processes:
-            if spawned.process.returncode is None:
+            if not spawned.ended:
                 spawned.kill()
             await spawned.stopped()
             shutil.rmtree(spawned.folder)
@@ -406,7 +414,7 @@ class Workers:
 
 @contextlib.asynccontextmanager
 async def running_workers(server: EmbeddedRedis, **sections: Any) -> AsyncIterator[Workers]:
-    """`sections` are configuration sections; times are short unless said otherwise."""
+    """`sections` are configuration sections; times are short unless said otherwise. Nothing may be left at the end."""
     tree = {
         "model": "sim-model",
         "engine": "sim",
@@ -424,6 +432,7 @@ async def running_workers(server: EmbeddedRedis, **sections: Any) -> AsyncIterat
     workers = Workers(server.url, server, redis, config, tree)
     try:
         yield workers
+        await workers.assert_no_leaks()
     finally:
         await workers.close()
         await redis.aclose()

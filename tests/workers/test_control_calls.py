@@ -107,8 +107,7 @@ async def test_workers_that_must_agree_are_named_when_they_differ(
 
 async def test_worker_refuses_unknown_method(redis_server: EmbeddedRedis, monkeypatch: pytest.MonkeyPatch) -> None:
     async with running_workers(redis_server, **SECTIONS) as workers:
-        worker = await workers.start(Role.DECODE)
-        frontend = await workers.frontend(worker)
+        worker, frontend = await workers.served(Role.DECODE)
         calls = answering(worker, monkeypatch)
         frontend.transport.send(worker.id, Call(1, "shutdown"))
         await until(lambda: frontend.replies)

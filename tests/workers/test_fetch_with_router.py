@@ -81,7 +81,6 @@ async def test_a_prefill_worker_fetches_what_a_decode_worker_holds(redis_server:
         assert counts(client, prefill) == ({"fetched": 1}, PREFIX_TOKENS), "it has it by now"
         await client.close()
         assert watcher.loads
-        await workers.assert_no_leaks()
 
 
 async def test_a_decode_worker_that_prefills_fetches_too(redis_server: EmbeddedRedis) -> None:
@@ -98,7 +97,6 @@ async def test_a_decode_worker_that_prefills_fetches_too(redis_server: EmbeddedR
         assert counts(client, asker) == ({"fetched": 1}, PREFIX_TOKENS)
         await client.close()
         assert watcher.loads
-        await workers.assert_no_leaks()
 
 
 async def test_what_nobody_lends_is_computed_unless_it_was_aborted(redis_server: EmbeddedRedis) -> None:
@@ -115,7 +113,6 @@ async def test_what_nobody_lends_is_computed_unless_it_was_aborted(redis_server:
         await frontend.finished(waits)
         await until(lambda: frontend.loads[asker.id].fetches == {"late": 2}, "both are counted")
         assert not aborted.tokens and f"{aborted.id}#1" not in asker.engine._scheduler.requests
-        await workers.assert_no_leaks()
 
 
 async def test_nothing_is_asked_for_while_it_is_off(redis_server: EmbeddedRedis) -> None:
@@ -151,7 +148,6 @@ async def asked_of_a_stopped_holder(redis_server: EmbeddedRedis, then: signal.Si
             await client.ask(turn(number), 4)
         await client.close()
         assert watcher.loads and other
-        await workers.assert_no_leaks()
 
 
 async def test_a_holder_that_is_stopped_costs_a_bounded_wait(redis_server: EmbeddedRedis) -> None:
@@ -186,4 +182,3 @@ async def test_a_frontend_that_does_not_answer_is_not_waited_for(redis_server: E
         claimed = await frontend.claimed(few, cached={decode.id: 32})
         assert claimed.cached_tokens is None, "32 tokens are not worth asking"
         await frontend.finished(few)
-        await workers.assert_no_leaks()

@@ -164,8 +164,7 @@ async def test_a_reset_is_known_before_the_next_step(redis_server: EmbeddedRedis
 
 async def test_disabled_prefix_reports_send_nothing(redis_server: EmbeddedRedis) -> None:
     async with running_workers(redis_server, **SECTIONS | {"routing": {"prefix_index": False}}) as workers:
-        decode = await workers.start(Role.DECODE)
-        frontend = await workers.frontend(decode)
+        decode, frontend = await workers.served(Role.DECODE)
         client = await joined(workers, 0, 1)
         try:
             await client.ask(PROMPT, 4)
