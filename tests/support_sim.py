@@ -12,6 +12,7 @@ from orchestrator.types import FinishReason, KVEndpoint, KVSource
 from workers.engine import EngineInfo, EngineLoad, EngineRequest, Phase
 from workers.sim.codec import SimCodec, WirePrefillStats, WireRequest, WireSampling
 from workers.sim.engine import SimEngine
+from workers.sim.scheduler import TokenStream
 
 FAST = SimConfig(speed=20)
 DEADLINE_S = 60.0
@@ -23,6 +24,12 @@ class Collected:
     finish: FinishReason | None = None
     stats: WirePrefillStats | None = None
     stored: set[int] = field(default_factory=set)  # keys that the engine's prefix cache stored meanwhile
+
+
+def expected(prompt: list[int], count: int, start: int = 0) -> list[int]:
+    """What a simulated engine answers, from position `start` on."""
+    stream = TokenStream(prompt)
+    return [stream.token(i) for i in range(start, start + count)]
 
 
 def wire_of(prompt: list[int], sampling: WireSampling) -> list[bytes]:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from support_sim import expected
 from support_wait import DEADLINE_S, until
 
 from orchestrator.config.settings import Config, parse_config
@@ -56,14 +57,8 @@ from orchestrator.wire.transport import Disconnected, FrontendTransport
 from workers.agent import Agent
 from workers.sim.codec import SimCodec, WireRequest, WireSampling
 from workers.sim.engine import SimEngine
-from workers.sim.scheduler import TokenStream
 
 ROOT = Path(__file__).parents[1]
-
-
-def expected(prompt: list[int], count: int, start: int = 0) -> list[int]:
-    stream = TokenStream(prompt)
-    return [stream.token(i) for i in range(start, start + count)]
 
 
 @dataclass
