@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from support_router import RouterClient
 from support_sim import expected
 from support_wait import DEADLINE_S, until
 
@@ -305,6 +306,7 @@ class Workers:
         self.local: list[LocalWorker] = []
         self.processes: list[WorkerProcess] = []
         self.frontends: list[Frontend] = []
+        self.routers: list[RouterClient] = []
         self._numbers = itertools.count()
 
     async def start(self, role: Role, **sim: Any) -> LocalWorker:
@@ -352,6 +354,19 @@ class Workers:
         frontend.decode = binds_to.id if binds_to is not None else None
         return frontend
 
+    def unstarted_router(self) -> RouterClient:
+        """A frontend's router, which is closed with the workers."""
+        self.routers.append(RouterClient(self.redis, self.config))
+        return self.routers[-1]
+
+    async def router(self, prefill: int = 0, decode: int = 0) -> RouterClient:
+        """One that so many workers of each role have greeted."""
+        router = self.unstarted_router()
+        await router.start()
+        ready = router.connection.fleet.ready
+        await until(lambda: ready(Role.PREFILL) >= prefill and ready(Role.DECODE) >= decode, "greetings")
+        return router
+
     async def registered(
         self,
         worker_id: str,
@@ -393,8 +408,8 @@ class Workers:
             await asyncio.sleep(0.01)
 
     async def close(self) -> None:
-        for frontend in self.frontends:
-            await frontend.close()
+        for owned in (*self.frontends, *self.routers):
+            await owned.close()
         for worker in self.local:
             if not worker.ended:
                 worker.agent.request_stop(0.0)

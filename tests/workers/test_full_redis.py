@@ -9,7 +9,6 @@ import signal
 import pytest
 from support_bench import counted
 from support_redis import job
-from support_router import RouterClient
 from support_wait import DEADLINE_S, until
 from support_workers import Workers, running_workers
 
@@ -50,7 +49,7 @@ async def test_a_full_redis_ends_no_request_and_gets_room_again(redis_server: Em
         "workers": {"timeout_s": TIMEOUT_S},
     }
     async with running_workers(redis_server, **sections) as workers:
-        client = RouterClient(workers.redis, workers.config)
+        client = workers.unstarted_router()
         numbers = itertools.count()
 
         async def ask() -> None:
