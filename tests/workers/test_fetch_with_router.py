@@ -8,7 +8,7 @@ from typing import Any
 
 from support_router import RouterClient
 from support_wait import until
-from support_workers import LocalWorker, WorkerProcess, running_workers
+from support_workers import LocalWorker, WorkerProcess, Workers, running_workers
 
 from orchestrator.launch.host.redis_server import EmbeddedRedis
 from orchestrator.policy.prefix_keys import prefix_keys
@@ -27,6 +27,10 @@ PREFIX_TOKENS = 800
 def turn(number: int) -> list[int]:
     """What was said, and 160 new tokens: too many to compute where it decodes."""
     return [*PROMPT, *range(5000 + 200 * number, 5160 + 200 * number)]
+
+
+async def joined(workers: Workers, decode: int, prefill: int = 1) -> RouterClient:
+    return await workers.router(prefill, decode)
 
 
 def counts(client: RouterClient, worker: LocalWorker) -> tuple[dict[str, int], int]:
@@ -56,7 +60,7 @@ async def test_a_prefill_worker_fetches_what_a_decode_worker_holds(redis_server:
     async with running_workers(redis_server, **SECTIONS) as workers:
         prefill, decode = await workers.start(Role.PREFILL), await workers.start(Role.DECODE)
         watcher = await workers.frontend(prefill, decode)
-        client = await workers.router(1, 1)
+        client = await joined(workers, 1)
         await holding(client, prefill, decode)
         stats: list[Any] = []
         output, complete = prefill.agent._prefills.output, stats.append
@@ -79,7 +83,7 @@ async def test_a_decode_worker_that_prefills_fetches_too(redis_server: EmbeddedR
     async with running_workers(redis_server, **sections) as workers:
         decodes = [await workers.start(Role.DECODE) for _ in range(2)]
         watcher = await workers.frontend(*decodes)
-        client = await workers.router(0, 2)
+        client = await joined(workers, 2, prefill=0)
         await client.ask(PROMPT, 4)
         await until(lambda: any(held(client, worker.id) == 50 for worker in decodes), "its events")
         for number in range(3):  # the first of them or the second goes to the other worker
@@ -108,7 +112,7 @@ async def test_what_nobody_lends_is_computed_unless_it_was_aborted(redis_server:
 async def test_nothing_is_asked_for_while_it_is_off(redis_server: EmbeddedRedis) -> None:
     async with running_workers(redis_server, **SECTIONS | {"kv": {"fetch": "off"}}) as workers:
         prefill, decode = await workers.start(Role.PREFILL), await workers.start(Role.DECODE)
-        client = await workers.router(1, 1)
+        client = await joined(workers, 1)
         await holding(client, prefill, decode)
         await client.ask(turn(0), 4)
         assert counts(client, prefill) == ({}, 0)
@@ -119,7 +123,7 @@ async def asked_of_a_stopped_holder(redis_server: EmbeddedRedis, then: signal.Si
     async with running_workers(redis_server, **SECTIONS | {"workers": {"timeout_s": 5.0}}) as workers:
         prefill, holder = await workers.start(Role.PREFILL), await workers.spawn(Role.DECODE)
         watcher = await workers.frontend(prefill)
-        client = await workers.router(1, 1)
+        client = await joined(workers, 1)
         await holding(client, prefill, holder)
         other = await workers.start(Role.DECODE)
         await until(lambda: client.connection.fleet.ready(Role.DECODE) == 2, "another decode worker")
@@ -149,7 +153,7 @@ async def test_a_holder_that_dies_costs_no_request(redis_server: EmbeddedRedis) 
 async def test_a_lost_prefix_is_computed(redis_server: EmbeddedRedis) -> None:
     async with running_workers(redis_server, **SECTIONS) as workers:
         prefill, decode = await workers.start(Role.PREFILL), await workers.start(Role.DECODE)
-        client = await workers.router(1, 1)
+        client = await joined(workers, 1)
         await holding(client, prefill, decode)
         decode.engine._scheduler.cache._keys.clear()  # and nobody is told
         await client.ask(turn(0), 4)
