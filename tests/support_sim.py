@@ -82,6 +82,13 @@ class SimFixture:
         self.engines[engine] = info
         return engine, info
 
+    async def pair(
+        self, prefill: SimConfig = FAST, decode: SimConfig = FAST, kv: KVConfig | None = None
+    ) -> tuple[SimEngine, SimEngine, KVSource]:
+        """A prefill and a decode engine, and where decode gets the KV of `a#1`."""
+        engine, info = await self.start(prefill, kv)
+        return engine, (await self.start(decode, kv))[0], self.source(info, "a#1")
+
     @staticmethod
     def source(info: EngineInfo, key: str, engine_id: str | None = None) -> KVSource:
         kv = info.kv

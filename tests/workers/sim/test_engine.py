@@ -41,9 +41,7 @@ async def test_resumes_the_same_sequence_where_it_was_left(sims: SimFixture) -> 
 
 
 async def test_prefill_hands_its_kv_over(sims: SimFixture) -> None:
-    prefill, p_info = await sims.start()
-    decode, _ = await sims.start()
-    source = sims.source(p_info, "a#1")
+    prefill, decode, source = await sims.pair()
     # Registered before prefill has even begun.
     await decode.submit(request_of("a#1", PROMPT, max_tokens=6, source=source))
     await prefill.submit(request_of("a#1", PROMPT, phase=Phase.PREFILL))
@@ -60,11 +58,10 @@ async def test_prefill_hands_its_kv_over(sims: SimFixture) -> None:
 @pytest.mark.parametrize("transfer", ["whole", "chunk", "layer", "auto"])
 async def test_every_transfer_mode_sends_each_byte_once(sims: SimFixture, transfer: str) -> None:
     kv = KVConfig(transfer=transfer)  # type: ignore[arg-type]
-    prefill, p_info = await sims.start(kv=kv)
-    decode, _ = await sims.start(kv=kv)
+    prefill, decode, source = await sims.pair(kv=kv)
     prompt = list(range(3000))
     await prefill.submit(request_of("a#1", prompt, phase=Phase.PREFILL))
-    await decode.submit(request_of("a#1", prompt, max_tokens=2, source=sims.source(p_info, "a#1")))
+    await decode.submit(request_of("a#1", prompt, max_tokens=2, source=source))
     assert (await collect(decode, "a#1")).tokens == expected(prompt, 2)
     await sims.assert_no_leaks()
     kv_totals = (await prefill.load()).kv
@@ -74,11 +71,10 @@ async def test_every_transfer_mode_sends_each_byte_once(sims: SimFixture, transf
 
 async def test_link_that_is_not_used_any_more_is_unknown(sims: SimFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("workers.sim.transfers.LINK_AGE_S", 0.2)
-    prefill, p_info = await sims.start()
-    decode, _ = await sims.start()
+    prefill, decode, source = await sims.pair()
     prompt = list(range(3000))
     await prefill.submit(request_of("a#1", prompt, phase=Phase.PREFILL))
-    await decode.submit(request_of("a#1", prompt, max_tokens=2, source=sims.source(p_info, "a#1")))
+    await decode.submit(request_of("a#1", prompt, max_tokens=2, source=source))
     await collect(decode, "a#1")
     loads = [await prefill.load()]
 
@@ -94,12 +90,11 @@ async def test_link_that_is_not_used_any_more_is_unknown(sims: SimFixture, monke
 
 
 async def test_registering_after_prefill_has_ended(sims: SimFixture) -> None:
-    prefill, p_info = await sims.start()
-    decode, _ = await sims.start()
+    prefill, decode, source = await sims.pair()
     await prefill.submit(request_of("a#1", PROMPT, phase=Phase.PREFILL))
     await collect(prefill, "a#1")
     assert (await prefill.load()).blocks_free == FAST.blocks - 5  # held for whoever will ask
-    await decode.submit(request_of("a#1", PROMPT, max_tokens=2, source=sims.source(p_info, "a#1")))
+    await decode.submit(request_of("a#1", PROMPT, max_tokens=2, source=source))
     assert (await collect(decode, "a#1")).tokens == expected(PROMPT, 2)
 
 
@@ -141,9 +136,8 @@ async def test_decode_waits_for_long_running_prefill(sims: SimFixture) -> None:
 async def test_abort_of_the_waiting_decode_side_frees_both(sims: SimFixture, stage: str) -> None:
     # 80 tokens of 1 MB over 1 GB/s: 80 ms in flight.
     slow = SimConfig(kv_bytes_per_token=1_000_000, link_gb_per_s=1.0, prefill_us_per_token=500)
-    prefill, p_info = await sims.start(slow)
-    decode, _ = await sims.start(slow)
-    await decode.submit(request_of("a#1", PROMPT, max_tokens=3, source=sims.source(p_info, "a#1")))
+    prefill, decode, source = await sims.pair(slow, slow)
+    await decode.submit(request_of("a#1", PROMPT, max_tokens=3, source=source))
     if stage != "unprefilled":
         await prefill.submit(request_of("a#1", PROMPT, phase=Phase.PREFILL))
     if stage == "pushing":
@@ -155,13 +149,12 @@ async def test_abort_of_the_waiting_decode_side_frees_both(sims: SimFixture, sta
 
 
 async def test_abort_of_a_decode_that_waits_for_blocks_frees_the_prefill_side_at_once(sims: SimFixture) -> None:
-    prefill, p_info = await sims.start()
-    decode, _ = await sims.start(SimConfig(blocks=8, max_model_len=128))
+    prefill, decode, source = await sims.pair(decode=SimConfig(blocks=8, max_model_len=128))
     await prefill.submit(request_of("a#1", PROMPT, phase=Phase.PREFILL))
     await collect(prefill, "a#1")
     await decode.submit(request_of("long#1", PROMPT, max_tokens=40))
     await sims.until(lambda load: load.running == 1, decode)
-    await decode.submit(request_of("a#1", PROMPT, max_tokens=3, source=sims.source(p_info, "a#1")))
+    await decode.submit(request_of("a#1", PROMPT, max_tokens=3, source=source))
     assert (await decode.load()).waiting == 1
     await decode.abort(["a#1", "long#1"])
     await sims.assert_no_leaks()  # long before the lease ends
@@ -169,9 +162,8 @@ async def test_abort_of_a_decode_that_waits_for_blocks_frees_the_prefill_side_at
 
 async def test_blocks_stay_reserved_while_a_write_may_land(sims: SimFixture) -> None:
     slow = SimConfig(kv_bytes_per_token=1_000_000, link_gb_per_s=1.0)
-    prefill, p_info = await sims.start(slow)
-    decode, _ = await sims.start(slow)
-    await decode.submit(request_of("a#1", PROMPT, max_tokens=3, source=sims.source(p_info, "a#1")))
+    prefill, decode, source = await sims.pair(slow, slow)
+    await decode.submit(request_of("a#1", PROMPT, max_tokens=3, source=source))
     await sims.until(lambda load: load.waiting == 1 and load.blocks_free == slow.blocks - 5, decode)
     await prefill.submit(request_of("a#1", PROMPT, phase=Phase.PREFILL))
     await collect(prefill, "a#1")
@@ -185,28 +177,25 @@ async def test_blocks_stay_reserved_while_a_write_may_land(sims: SimFixture) -> 
 
 
 async def test_abort_of_the_prefill_side_makes_decode_recompute(sims: SimFixture) -> None:
-    prefill, p_info = await sims.start(SimConfig(prefill_us_per_token=2000))
-    decode, _ = await sims.start()
+    prefill, decode, source = await sims.pair(SimConfig(prefill_us_per_token=2000))
     await prefill.submit(request_of("a#1", PROMPT, phase=Phase.PREFILL))
-    await decode.submit(request_of("a#1", PROMPT, max_tokens=3, source=sims.source(p_info, "a#1")))
+    await decode.submit(request_of("a#1", PROMPT, max_tokens=3, source=source))
     await sims.until(lambda load: load.waiting == 1, decode)
     await prefill.abort(["a#1"])
     assert (await collect(decode, "a#1")).tokens == expected(PROMPT, 3)
 
 
 async def test_prefill_engine_that_stops_is_noticed(sims: SimFixture) -> None:
-    prefill, p_info = await sims.start()
-    decode, _ = await sims.start()
-    await decode.submit(request_of("a#1", PROMPT, max_tokens=3, source=sims.source(p_info, "a#1")))
+    prefill, decode, source = await sims.pair()
+    await decode.submit(request_of("a#1", PROMPT, max_tokens=3, source=source))
     await sims.until(lambda load: load.waiting == 1, decode)
     await sims.stop(prefill)
     assert (await collect(decode, "a#1")).tokens == expected(PROMPT, 3)
 
 
 async def test_decode_engine_that_stops_frees_the_prefill_side(sims: SimFixture) -> None:
-    prefill, p_info = await sims.start(SimConfig(kv_bytes_per_token=10_000_000, link_gb_per_s=1.0))
-    decode, _ = await sims.start()
-    await decode.submit(request_of("a#1", PROMPT, max_tokens=3, source=sims.source(p_info, "a#1")))
+    prefill, decode, source = await sims.pair(SimConfig(kv_bytes_per_token=10_000_000, link_gb_per_s=1.0))
+    await decode.submit(request_of("a#1", PROMPT, max_tokens=3, source=source))
     await prefill.submit(request_of("a#1", PROMPT, phase=Phase.PREFILL))
     await collect(prefill, "a#1")
     await sims.stop(decode)
@@ -235,10 +224,9 @@ async def test_another_engine_at_the_same_address_is_not_asked(sims: SimFixture)
 
 
 async def test_unreachable_source_is_recomputed(sims: SimFixture) -> None:
-    prefill, p_info = await sims.start()
-    decode, _ = await sims.start()
+    prefill, decode, source = await sims.pair()
     await sims.stop(prefill)
-    await decode.submit(request_of("a#1", PROMPT, max_tokens=3, source=sims.source(p_info, "a#1")))
+    await decode.submit(request_of("a#1", PROMPT, max_tokens=3, source=source))
     assert (await collect(decode, "a#1")).tokens == expected(PROMPT, 3)
 
 
