@@ -149,7 +149,7 @@ async def fleet(model: str, engine_args: dict[str, Any]) -> AsyncIterator[dict[s
     with tempfile.TemporaryDirectory() as folder:
         await server.start(Path(folder))
         try:
-            times = {"heartbeat_s": 1.0, "timeout_s": 10.0, "start_timeout_s": START_S}
+            times = {"timeout_s": 10.0, "start_timeout_s": START_S}
             async with running_workers(
                 server, workers={"engine_args": engine_args, **times}, queue={"lease_s": 10.0}
             ) as workers:

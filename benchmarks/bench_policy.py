@@ -20,6 +20,7 @@ import msgspec
 import uvloop
 from bench_queue import report as queue_report
 from bench_queue import run as queue_benchmark
+from policy_adp import AdpSettings, simulate_adp
 from policy_goodput import CASES, load_of, measure_all, measure_changing, simulate
 
 from orchestrator.config.settings import parse_config
@@ -32,7 +33,6 @@ from orchestrator.policy.prefix_keys import prefix_keys
 from orchestrator.router.decider import Decider
 from orchestrator.router.learning import Learning
 from orchestrator.router.request import ActiveRequest, ParsedRequest
-from orchestrator.simulator.adp import AdpSettings, simulate_adp
 from orchestrator.simulator.plot import PlotError, line_chart
 from orchestrator.telemetry.metrics import Metrics
 from orchestrator.telemetry.recent import Recent

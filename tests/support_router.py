@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from typing import Any, ClassVar
+from typing import Any
 
-from support_workers import expected
+from support_sim import expected
 
 from orchestrator.config.settings import Config
 from orchestrator.frontend.wiring import FleetConnection
@@ -56,15 +56,12 @@ class SimRouterCodec:
 class RouterClient:
     """One frontend: `ask` a prompt, get its tokens."""
 
-    open: ClassVar[set[RouterClient]] = set()  # closed after the test that fails before it closes them
-
     def __init__(self, redis: Redis, config: Config) -> None:
         self.connection = FleetConnection(f"router-{uuid.uuid4().hex[:6]}", config, redis, SimRouterCodec())
         self._outputs: dict[str, asyncio.Queue[WireOutput]] = {}
         self._tasks: list[asyncio.Task[None]] = []
         self.unexpected = 0
         self.prompts: list[WirePrefillStats] = []  # what answers said of their prompts
-        self.open.add(self)
 
     async def start(self) -> None:
         self._tasks = [asyncio.create_task(self.connection.run()), asyncio.create_task(self._distribute())]
@@ -104,7 +101,6 @@ class RouterClient:
         return tokens
 
     async def close(self) -> None:
-        self.open.discard(self)
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)

@@ -12,6 +12,7 @@ from orchestrator.types import FinishReason, KVEndpoint, KVSource
 from workers.engine import EngineInfo, EngineLoad, EngineRequest, Phase
 from workers.sim.codec import SimCodec, WirePrefillStats, WireRequest, WireSampling
 from workers.sim.engine import SimEngine
+from workers.sim.scheduler import TokenStream
 
 FAST = SimConfig(speed=20)
 DEADLINE_S = 60.0
@@ -23,6 +24,12 @@ class Collected:
     finish: FinishReason | None = None
     stats: WirePrefillStats | None = None
     stored: set[int] = field(default_factory=set)  # keys that the engine's prefix cache stored meanwhile
+
+
+def expected(prompt: list[int], count: int, start: int = 0) -> list[int]:
+    """What a simulated engine answers, from position `start` on."""
+    stream = TokenStream(prompt)
+    return [stream.token(i) for i in range(start, start + count)]
 
 
 def wire_of(prompt: list[int], sampling: WireSampling) -> list[bytes]:
@@ -74,6 +81,13 @@ class SimFixture:
         info = await engine.start()
         self.engines[engine] = info
         return engine, info
+
+    async def pair(
+        self, prefill: SimConfig = FAST, decode: SimConfig = FAST, kv: KVConfig | None = None
+    ) -> tuple[SimEngine, SimEngine, KVSource]:
+        """A prefill and a decode engine, and where decode gets the KV of `a#1`."""
+        engine, info = await self.start(prefill, kv)
+        return engine, (await self.start(decode, kv))[0], self.source(info, "a#1")
 
     @staticmethod
     def source(info: EngineInfo, key: str, engine_id: str | None = None) -> KVSource:

@@ -18,6 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from support_router import RouterClient
+from support_sim import expected
 from support_wait import DEADLINE_S, until
 
 from orchestrator.config.settings import Config, parse_config
@@ -56,14 +58,8 @@ from orchestrator.wire.transport import Disconnected, FrontendTransport
 from workers.agent import Agent
 from workers.sim.codec import SimCodec, WireRequest, WireSampling
 from workers.sim.engine import SimEngine
-from workers.sim.scheduler import TokenStream
 
 ROOT = Path(__file__).parents[1]
-
-
-def expected(prompt: list[int], count: int, start: int = 0) -> list[int]:
-    stream = TokenStream(prompt)
-    return [stream.token(i) for i in range(start, start + count)]
 
 
 @dataclass
@@ -263,6 +259,10 @@ class LocalWorker:
     def id(self) -> str:
         return self.agent.worker_id
 
+    @property
+    def ended(self) -> bool:
+        return self.task.done()
+
     async def stopped(self) -> int:
         async with asyncio.timeout(DEADLINE_S):
             return await self.task
@@ -276,6 +276,10 @@ class WorkerProcess:
         self.id, self.process, self.folder = worker_id, process, folder
         self.log: list[str] = []
         self._reader = asyncio.create_task(self._read())
+
+    @property
+    def ended(self) -> bool:
+        return self.process.returncode is not None
 
     async def _read(self) -> None:
         assert self.process.stderr is not None
@@ -302,6 +306,7 @@ class Workers:
         self.local: list[LocalWorker] = []
         self.processes: list[WorkerProcess] = []
         self.frontends: list[Frontend] = []
+        self.routers: list[RouterClient] = []
         self._numbers = itertools.count()
 
     async def start(self, role: Role, **sim: Any) -> LocalWorker:
@@ -313,6 +318,11 @@ class Workers:
         self.local.append(worker)
         await self.registered(worker.id)
         return worker
+
+    async def served(self, role: Role, **sim: Any) -> tuple[LocalWorker, Frontend]:
+        """A worker, and a frontend that has met it."""
+        worker = await self.start(role, **sim)
+        return worker, await self.frontend(worker)
 
     async def spawn(self, role: Role, *arguments: str, wait: bool = True) -> WorkerProcess:
         worker_id = f"{role.value}-{next(self._numbers)}"
@@ -344,6 +354,19 @@ class Workers:
         frontend.decode = binds_to.id if binds_to is not None else None
         return frontend
 
+    def unstarted_router(self) -> RouterClient:
+        """A frontend's router, which is closed with the workers."""
+        self.routers.append(RouterClient(self.redis, self.config))
+        return self.routers[-1]
+
+    async def router(self, prefill: int = 0, decode: int = 0) -> RouterClient:
+        """One that so many workers of each role have greeted."""
+        router = self.unstarted_router()
+        await router.start()
+        ready = router.connection.fleet.ready
+        await until(lambda: ready(Role.PREFILL) >= prefill and ready(Role.DECODE) >= decode, "greetings")
+        return router
+
     async def registered(
         self,
         worker_id: str,
@@ -367,38 +390,36 @@ class Workers:
             await asyncio.sleep(0.01)
 
     async def assert_no_leaks(self) -> None:
-        """All blocks free, nothing held, as each worker itself publishes it; queue and claims empty."""
+        """All blocks free, nothing held, as each worker itself publishes it; queue and claims empty, unless no worker
+        is left to sweep them."""
         for frontend in self.frontends:
             for worker in [*self.local, *self.processes]:
-                ended = worker.task.done() if isinstance(worker, LocalWorker) else worker.process.returncode is not None
-                if ended or worker.id not in frontend.loads:
+                if worker.id not in frontend.loads:
                     continue
 
-                def clean(frontend: Frontend = frontend, worker_id: str = worker.id) -> bool:
-                    load = frontend.loads[worker_id]
-                    return (load.blocks_free, load.running, load.waiting, load.waiting_tokens) == (
-                        load.blocks_total,
-                        0,
-                        0,
-                        0,
-                    )
+                def clean(frontend: Frontend = frontend, worker: LocalWorker | WorkerProcess = worker) -> bool:
+                    load = frontend.loads[worker.id]
+                    held = load.blocks_total - load.blocks_free
+                    return worker.ended or (held, load.running, load.waiting, load.waiting_tokens) == (0, 0, 0, 0)
 
                 await until(clean, f"{worker.id} free: {frontend.loads[worker.id]}")
+        if all(worker.ended for worker in (*self.local, *self.processes)):
+            return
         deadline = time.monotonic() + DEADLINE_S
         while (depth := await self.queue.depth()).requests or depth.claimed or depth.tokens:
             assert time.monotonic() < deadline, depth
             await asyncio.sleep(0.01)
 
     async def close(self) -> None:
-        for frontend in self.frontends:
-            await frontend.close()
+        for owned in (*self.frontends, *self.routers):
+            await owned.close()
         for worker in self.local:
-            if not worker.task.done():
+            if not worker.ended:
                 worker.agent.request_stop(0.0)
                 worker.agent.request_stop(0.0)
                 await worker.stopped()
         for spawned in self.processes:
-            if spawned.process.returncode is None:
+            if not spawned.ended:
                 spawned.kill()
             await spawned.stopped()
             shutil.rmtree(spawned.folder)
@@ -406,12 +427,12 @@ class Workers:
 
 @contextlib.asynccontextmanager
 async def running_workers(server: EmbeddedRedis, **sections: Any) -> AsyncIterator[Workers]:
-    """`sections` are configuration sections; times are short unless said otherwise."""
+    """`sections` are configuration sections; times are short unless said otherwise. Nothing may be left at the end."""
     tree = {
         "model": "sim-model",
         "engine": "sim",
         "namespace": f"test-{uuid.uuid4().hex[:8]}",
-        "workers": {"heartbeat_s": 0.2, "timeout_s": 1.0, "drain_timeout_s": 5.0},
+        "workers": {"timeout_s": 1.0, "drain_timeout_s": 5.0},
         "queue": {"lease_s": 0.6},
         "sim": {"speed": 10},
         "kv": {"transfer": "chunk", "transfer_timeout_s": 5.0},
@@ -424,6 +445,7 @@ async def running_workers(server: EmbeddedRedis, **sections: Any) -> AsyncIterat
     workers = Workers(server.url, server, redis, config, tree)
     try:
         yield workers
+        await workers.assert_no_leaks()
     finally:
         await workers.close()
         await redis.aclose()

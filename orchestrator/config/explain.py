@@ -61,6 +61,8 @@ _INSTEAD = {
     "workers.host": "it is workers.bind now, and workers.advertise where others reach the workers by another address",
     "frontend.min_replicas": "remove it: with frontend.replicas: auto there is one at least",
     "workers.claim_batches": "remove it: it is 2",
+    "workers.heartbeat_s": "remove it: it is a quarter of workers.timeout_s",
+    "queue.max_deliveries": "remove it: it is 3",
     "slo.admission_slack": "remove it, and set slo.ttft_s to what is tolerated",
     "queue.affinity_window": "remove it: a claim looks at 32 jobs",
     "queue.seconds_per_token": "remove it: engines measure their speed when they start",

@@ -76,13 +76,17 @@ class WorkersConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     advertise: Text | None = None
     # The ports that workers listen at, as 20000-20999; three for each, and those of UCX. Default: any that are free.
     ports: Ports | None = None
-    heartbeat_s: Seconds = 1.0
     timeout_s: Seconds = 4.0  # a worker that is silent for this long is gone
     start_timeout_s: Seconds = 900.0
     drain_timeout_s: Seconds = 120.0  # after it the remaining requests continue on other workers
     # A vLLM worker measures its engine's speed when it starts, in at most 3 s. `ratio.mode: auto` and placement use it
     # until the first requests have been measured.
     profile: bool = True
+
+    @property
+    def heartbeat_s(self) -> float:
+        """Between two heartbeats of a worker to Redis: three may be lost."""
+        return self.timeout_s / 4
 
 
 class SLOClass(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -140,7 +144,6 @@ class QueueConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     weight: Amount = 1.0
     max_requests: Positive = 10_000
     lease_s: Seconds = 10.0
-    max_deliveries: Positive = 3  # a job fails when this many workers that had claimed it died
 
 
 class RatioConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -294,12 +297,11 @@ def parse_config(tree: dict[str, Any]) -> Config:
         )
     if config.workers.decode.replicas == 0:
         raise ConfigError("workers.decode.replicas: expected an integer >= 1 (decode workers answer requests), got 0")
-    workers, ratio, scale = config.workers, config.ratio, config.scale
+    ratio, scale = config.ratio, config.scale
     refuses = config.routing.fallback == "refuse" and ratio.mode == "auto"
     for key, value, lower, least in (
         ("ratio.min_prefill", ratio.min_prefill, "what routing.fallback: refuse needs", 1 if refuses else None),
         ("ratio.window_s", ratio.window_s, "two times ratio.interval_s", 2 * ratio.interval_s),
-        ("workers.timeout_s", workers.timeout_s, "two times workers.heartbeat_s", 2 * workers.heartbeat_s),
         ("scale.max_workers", scale.max_workers, "scale.min_workers", scale.min_workers),
         ("scale.shrink_after_s", scale.shrink_after_s, "scale.grow_after_s", scale.grow_after_s),
     ):

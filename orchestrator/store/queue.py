@@ -32,6 +32,7 @@ MAX_CLAIM_JOBS = 256
 SWEEP_LEASES = 25
 SWEEP_WAITING = 25
 SWEEP_ROUNDS = 80
+MAX_DELIVERIES = 3  # a job fails when this many workers that had claimed it died
 MAX_PEEK = 1000
 
 
@@ -62,11 +63,18 @@ class SweepResult(msgspec.Struct, frozen=True):
 class PrefillQueue:
     """Verbs of the queue. Every method but `wait_for_work` raises RedisAway."""
 
-    def __init__(self, redis: Redis, namespace: str, config: QueueConfig, waiter_id: str = "") -> None:
+    def __init__(
+        self,
+        redis: Redis,
+        namespace: str,
+        config: QueueConfig,
+        waiter_id: str = "",
+        max_deliveries: int = MAX_DELIVERIES,
+    ) -> None:
         """`waiter_id`: the worker's id. A job whose prompt is cached on a waiting worker wakes that worker first."""
         self.keys = Keys(namespace)
         self._redis = redis
-        self._config = config
+        self._config, self._max_deliveries = config, max_deliveries
         self._waiter_id = waiter_id or uuid.uuid4().hex[:12]
         self._listener: asyncio.Task[None] | None = None
         self._woken = asyncio.Event()
@@ -207,7 +215,7 @@ class PrefillQueue:
         result = SweepResult([], [], [])
         for _ in range(SWEEP_ROUNDS):
             returned, failed, orphaned = await self._call(
-                "sweep", SWEEP_LEASES, SWEEP_WAITING, self._config.max_deliveries, JOB_TTL_S, self._config.lease_s
+                "sweep", SWEEP_LEASES, SWEEP_WAITING, self._max_deliveries, JOB_TTL_S, self._config.lease_s
             )
             result.returned.extend(map(_text, returned))
             result.failed.extend((_text(request_id), attempt, _text(to)) for request_id, attempt, to in failed)

@@ -30,14 +30,14 @@ def test_missing_requirements_are_listed_first() -> None:
 
 
 def test_every_part_runs_on_a_cpu(tmp_path: Path) -> None:
-    arguments = ["--tokens", "64", "160", "--prompts", "6", "--variants", "chunk", "stock push, repaired"]
+    arguments = ["--tokens", "64", "160", "--prompts", "6", "--variants", "stock push, repaired"]
     done = run("--device", "cpu", *arguments, "--out", str(tmp_path))
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     found = json.loads((tmp_path / "gpu-on-cpu.json").read_text())
     assert found["equality"]["equal"] == found["equality"]["prompts"] == 6
     assert found["equality"]["verified"] > 0 and not found["equality"]["corrupt"] + found["equality"]["recomputed"]
-    assert {row["variant"] for row in found["kv"]["rows"]} == {"chunk", "stock push, repaired"}
-    assert len(found["switches"]["rows"]) == 4
+    assert {row["variant"] for row in found["kv"]["rows"]} == {"stock push, repaired"}
+    assert {row["variant"] for row in found["switches"]["rows"]} == {"auto"} and len(found["switches"]["rows"]) == 4
     for engines in ("one engine", "prefill and decode"):
         assert 0 < found["gaps"][engines]["p50_ms"] <= found["gaps"][engines]["p99_ms"]
         assert found["gaps"][engines]["long_prompts"] > 0

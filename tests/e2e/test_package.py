@@ -75,7 +75,7 @@ def programs(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     overrides.write_text("".join(f"{name}; python_version < '3'\n" for name in LEFT_OUT))
     environment = folder / "environment"
     done(uv("venv", "--python", sys.executable, str(environment)))
-    install = ["pip", "install", "--compile-bytecode", "--python", str(environment)]  # as pip does
+    install = ["pip", "install", "--python", str(environment)]
     asked = ["--overrides", str(overrides), "--constraints", str(ROOT / "requirements" / "cpu.lock")]
     asked.append(f"{wheel}[cpu,demo]")
     if uv(*install, *asked).returncode != 0:  # no configured index has the CPU build of torch

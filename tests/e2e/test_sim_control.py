@@ -28,8 +28,34 @@ def fleet():
         patch.setenv("VLLM_SERVER_DEV_MODE", "1")
         sets = ("frontend.replicas=2", "routing.remote_prefill_min_tokens=100", f"sim.crash_token={POISON}")
         longer = f"frontend.server_args.max_model_len={LONGEST + 1000}"  # frontends let pass what workers refuse
-        with running_fleet("sim-2p2d.yaml", *sets, longer) as running:
+        with running_fleet("sim-2p2d.yaml", *sets, longer, "logging.format=json") as running:
             yield running
+
+
+def test_every_process_logs_json_and_takes_another_level_while_it_runs(fleet):
+    """The first here: a process that crashes, as workers do below, says so in lines of its own."""
+
+    def logged() -> bool:
+        """Whether a new request has its line."""
+        before = len(fleet.request_lines())
+        answered = fleet.http.post("/v1/completions", json={"model": fleet.model, "prompt": [1, 2], "max_tokens": 2})
+        assert answered.status_code == 200
+        time.sleep(0.5)  # the launcher reads it from a pipe
+        return len(fleet.request_lines()) > before
+
+    fleet.until(logged, "a request has a line")
+    lines = [json.loads(line) for line in fleet.process_lines()]
+    names = {*(f"worker-{number}" for number in range(4)), "frontend-0", "frontend-1"}
+    assert {line["process"] for line in lines} >= names
+    assert [line for line in lines if "time" not in line] == []
+    shown = fleet.cli("logs", "worker-1").stdout.splitlines()
+    assert shown and {json.loads(line)["process"] for line in shown} == {"worker-1"}
+    assert json.loads(fleet.cli("trace", "--last", "--json").stdout)
+    assert json.loads(fleet.cli("log-level", "error", "--json").stdout) == {"process": None, "level": "ERROR"}
+    fleet.until(lambda: not logged(), "no line at a higher level")
+    fleet.cli("log-level", "default")
+    fleet.until(logged, "lines again")
+    assert fleet.cli("log-level", "loud", check=False).returncode == 2
 
 
 @pytest.fixture
@@ -148,30 +174,3 @@ def test_who_connects_while_one_of_two_frontends_gets_sigterm_is_answered(fleet)
         finally:
             ended.set()
     assert set(answers) == {200}, answers
-
-
-async def test_every_process_logs_json_and_takes_another_level_while_it_runs():
-    with running_fleet("sim-2p2d.yaml", "logging.format=json", "workers.prefill.replicas=1") as fleet:
-
-        def logged() -> bool:
-            """Whether a new request has its line."""
-            before = len(fleet.request_lines())
-            answered = fleet.http.post(
-                "/v1/completions", json={"model": fleet.model, "prompt": [1, 2], "max_tokens": 2}
-            )
-            assert answered.status_code == 200
-            time.sleep(0.5)  # the launcher reads it from a pipe
-            return len(fleet.request_lines()) > before
-
-        fleet.until(logged, "a request has a line")
-        lines = [json.loads(line) for line in fleet.process_lines()]
-        assert {line["process"] for line in lines} >= {"worker-0", "worker-1", "worker-2", "frontend-0"}
-        assert [line for line in lines if "time" not in line] == []
-        shown = fleet.cli("logs", "worker-1").stdout.splitlines()
-        assert shown and {json.loads(line)["process"] for line in shown} == {"worker-1"}
-        assert json.loads(fleet.cli("trace", "--last", "--json").stdout)
-        assert json.loads(fleet.cli("log-level", "error", "--json").stdout) == {"process": None, "level": "ERROR"}
-        fleet.until(lambda: not logged(), "no line at a higher level")
-        fleet.cli("log-level", "default")
-        fleet.until(logged, "lines again")
-        assert fleet.cli("log-level", "loud", check=False).returncode == 2

@@ -4,14 +4,9 @@ import asyncio
 import os
 import signal
 
-import aiohttp
 import pytest
 from support_client import nobody_fails
 from support_fleet import RunningFleet, running_fleet, token_prompt
-from support_wait import until
-
-from orchestrator.store.client import connect
-from orchestrator.store.registry import Registry
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
@@ -210,55 +205,6 @@ async def test_parallel_sampling_goes_local_and_answers_each(fleet):
         body = {"model": fleet.model, "prompt": token_prompt(600, 3), "max_tokens": 4, "n": 3, "ignore_eos": True}
         answer = (await client.post("/v1/completions", json=body)).json()
     assert len(answer["choices"]) == 3 and fleet.metric("pd_placements_total", reason="n") == before + 3
-
-
-@pytest.mark.slow
-async def test_thousands_of_requests_go_through_4p4d_and_two_frontends():
-    total, concurrency, max_tokens = 3_000, 64, 8
-    with running_fleet(
-        "sim-2p2d.yaml",
-        "workers.prefill.replicas=4",
-        "workers.decode.replicas=4",
-        "frontend.replicas=2",
-        "routing.remote_prefill_min_tokens=200",
-    ) as fleet:
-        truth = await expected(fleet, PROMPTS, max_tokens)
-        already = fleet.metric("pd_requests_total", outcome="finished")
-        pending = iter(range(total))
-        wrong: list[object] = []
-        # A new connection now and then, so that the kernel spreads them over both frontends.
-        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=5)
-        async with aiohttp.ClientSession(fleet.url, connector=connector) as session:
-
-            async def client() -> None:
-                for i in pending:
-                    body = {
-                        "model": fleet.model,
-                        "prompt": PROMPTS[i % len(PROMPTS)],
-                        "max_tokens": max_tokens,
-                        "temperature": 0,
-                        "ignore_eos": True,
-                        "return_token_ids": True,
-                    }
-                    async with session.post("/v1/completions", json=body) as response:
-                        answer = await response.json()
-                        if response.status != 200 or answer["choices"][0]["token_ids"] != truth[i % len(PROMPTS)]:
-                            wrong.append(answer)
-
-            await asyncio.gather(*(client() for _ in range(concurrency)))
-        assert wrong == []
-        assert fleet.metric("pd_requests_total", outcome="finished") - already == total
-        assert fleet.metric("pd_requests_total") - already == total
-        redis = await connect(fleet.redis_url(), 5)
-
-        async def are_counted() -> bool:
-            frontends = await Registry(redis, fleet.namespace).frontends()
-            counted = [frontend.offered.generated_tokens for frontend in frontends.values()]
-            return len(counted) == 2 and min(counted) > 0 and sum(counted) == (total + len(PROMPTS)) * max_tokens
-
-        await until(are_counted, "both frontends tell how many tokens were generated")
-        await redis.aclose()
-        fleet.assert_no_leaks()
 
 
 async def test_a_full_fleet_answers_429_with_retry_after_and_forgets_nobody():

@@ -1,4 +1,4 @@
-"""`frontend.replicas: auto`: another frontend while there is much to do, and one fewer after a quiet minute."""
+"""Two frontends that share a port and the load; with `frontend.replicas: auto`, as many as there is work for."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ import signal
 from collections.abc import Iterator
 from typing import Any
 
+import aiohttp
 import httpx
 import pytest
 from support_fleet import RunningFleet, running_fleet, token_prompt
+from support_wait import until
 
 from orchestrator.process.parent import local_pid
 from orchestrator.store.client import connect
@@ -47,12 +49,12 @@ async def test_frontend_count_follows_load(fleet: RunningFleet) -> None:
     fleet.assert_no_leaks()
 
 
-# ---- two frontends that share a port: any of them shows both ------------------------------------------------------
+# ---- two frontends that share a port ------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
 def pair() -> Iterator[RunningFleet]:
-    with running_fleet("sim-2p2d.yaml", "frontend.replicas=2") as running:
+    with running_fleet("sim-2p2d.yaml", "frontend.replicas=2", "routing.remote_prefill_min_tokens=256") as running:
         yield running
 
 
@@ -77,6 +79,90 @@ async def test_any_frontend_shows_the_requests_of_both(pair: RunningFleet) -> No
 
 def top(fleet: RunningFleet) -> dict[str, Any]:
     return dict(json.loads(fleet.cli("top", "--json").stdout))
+
+
+async def offered(fleet: RunningFleet) -> list[int]:
+    """Generated tokens that each frontend tells of."""
+    redis = await connect(fleet.redis_url(), 5)
+    try:
+        frontends = await Registry(redis, fleet.namespace).frontends()
+        return [frontend.offered.generated_tokens for frontend in frontends.values()]
+    finally:
+        await redis.aclose()
+
+
+@pytest.mark.slow
+async def test_thousands_of_requests_go_through_4p4d_and_two_frontends(pair: RunningFleet) -> None:
+    total, concurrency, max_tokens = 3_000, 64, 8
+    pair.cli("scale", "prefill=4", "decode=4")
+    pair.until(lambda: pair.shape() == (4, 4), "4P4D")
+    prompts = [token_prompt(20 + 173 * i % 1800, seed=i) for i in range(40)]
+    expected = await pair.ask_all(prompts, concurrency=8, max_tokens=max_tokens)
+    assert all(answer.ok and len(answer.tokens) == max_tokens for answer in expected)
+    already, finished = pair.metric("pd_requests_total"), pair.metric("pd_requests_total", outcome="finished")
+    pending = iter(range(total))
+    wrong: list[object] = []
+    # A new connection now and then, so that the kernel spreads them over both frontends.
+    connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=5)
+    async with aiohttp.ClientSession(pair.url, connector=connector) as session:
+
+        async def client() -> None:
+            for i in pending:
+                body = {
+                    "model": pair.model,
+                    "prompt": prompts[i % len(prompts)],
+                    "max_tokens": max_tokens,
+                    "temperature": 0,
+                    "ignore_eos": True,
+                    "return_token_ids": True,
+                }
+                async with session.post("/v1/completions", json=body) as response:
+                    answer = await response.json()
+                    tokens = answer["choices"][0]["token_ids"] if response.status == 200 else None
+                    if tokens != expected[i % len(prompts)].tokens:
+                        wrong.append(answer)
+
+        await asyncio.gather(*(client() for _ in range(concurrency)))
+    assert wrong == []
+    assert pair.metric("pd_requests_total", outcome="finished") - finished == total
+    assert pair.metric("pd_requests_total") - already == total
+
+    async def are_counted() -> bool:
+        counted = await offered(pair)
+        made = sum(line["output_tokens"] for line in pair.request_lines())
+        return len(counted) == 2 and min(counted) > 0 and sum(counted) == made >= (total + len(prompts)) * max_tokens
+
+    await until(are_counted, "both frontends tell how many tokens were generated")
+    pair.assert_no_leaks()
+
+
+async def line_of(fleet: RunningFleet, prompt: list[int]) -> dict[str, Any]:
+    (answer,) = await fleet.ask_all([prompt], concurrency=1, max_tokens=4)
+    assert answer.ok, answer.error
+    lines = fleet.until(lambda: [x for x in fleet.request_lines() if x["id"] == answer.request_id], "its line")
+    return dict(lines[0])
+
+
+async def test_a_prompt_asked_again_is_decided_by_what_is_cached(pair: RunningFleet) -> None:
+    prompt = token_prompt(1000, seed=1000)
+    first = await line_of(pair, prompt)
+    assert (first["decision"], first["reason"]) == ("remote", "long_prompt")
+    assert "cached_tokens" not in first
+    # Whichever frontend answers: both hear the workers' events.
+    for _ in range(6):
+        await asyncio.sleep(0.5)
+        again = await line_of(pair, prompt)
+        assert (again["decision"], again["reason"]) == ("local", "short_prompt"), again
+        assert again["cached_tokens"] >= 900 and again["decode_worker"] == first["decode_worker"]
+    assert pair.metric("pd_prefix_hit_tokens_total", side="local") > 0
+    pid = next(w["pid"] for w in pair.workers("decode") if w["id"] == first["decode_worker"])
+    shape = pair.shape()
+    os.kill(pid, signal.SIGKILL)
+    pair.until(lambda: pair.shape() == shape and pid not in {w["pid"] for w in pair.workers("decode")}, "it is back")
+    await asyncio.sleep(1)  # the other frontend has noticed as well
+    last = await line_of(pair, prompt)
+    assert (last["decision"], last["reason"]) == ("remote", "long_prompt"), last  # its successor's cache is empty
+    pair.assert_no_leaks()
 
 
 async def test_a_stopped_frontend_is_named_and_holds_nobody_up(pair: RunningFleet) -> None:

@@ -22,7 +22,6 @@ SETS = (
     "workers.prefill.replicas=1",
     "workers.decode.replicas=2",
     "workers.timeout_s=2",
-    "workers.heartbeat_s=0.3",
     "routing.remote_prefill_min_tokens=100",
     "routing.prefix_index=false",
 )

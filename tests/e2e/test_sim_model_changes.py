@@ -13,8 +13,9 @@ from typing import Any
 
 import psutil
 import pytest
-from support_client import Answer, FleetClient
-from support_fleet import RunningFleet, token_prompt
+from support_client import Answer
+from support_fleet import token_prompt
+from support_many_models import Models
 
 from orchestrator.launch.host.run_folder import RunFolder
 from orchestrator.store.client import connect
@@ -30,25 +31,13 @@ sim: {max_model_len: 8192, decode_us_per_seq: 10}
 """
 
 
-class Changing(RunningFleet):
+class Changing(Models):
     def __init__(self, *sets: str) -> None:
-        super().__init__("sim-two-models.yaml", "ratio.mode=off", "frontend.replicas=2", *sets)
-
-    def of(self, model: str) -> FleetClient:
-        """Asks at the common address."""
-        client = FleetClient(self.url, self.namespace)
-        client.model = model
-        return client
-
-    def at(self, model: str) -> FleetClient:
-        return FleetClient(f"{self.url}/models/{model}", self.namespace)
+        super().__init__("sim-two-models.yaml", "frontend.replicas=2", *sets)
 
     def change(self, *arguments: str) -> subprocess.CompletedProcess[str]:
         """`orchestrator model`, which starts each frontend again."""
-        command = [*self.program, "model", *arguments, "--namespace", self.namespace]
-        done = subprocess.run(command, cwd=self.folder, text=True, capture_output=True, timeout=500)
-        assert done.returncode == 0, done.stdout + done.stderr
-        return done
+        return self.steer("model", *arguments, "--namespace", self.namespace)
 
     def listed(self) -> dict[str, dict[str, Any]]:
         shown = json.loads(self.cli("model", "list", "--json").stdout)
@@ -69,10 +58,6 @@ class Changing(RunningFleet):
         """Workers of the model, and frontends that serve it."""
         children = psutil.Process(self.process.pid).children(recursive=True)
         return [child.pid for child in children if f"/{self.namespace}/config-{model}-" in " ".join(_command(child))]
-
-    def shared_memory(self) -> set[str]:
-        """Names of the segments of its processes."""
-        return set(json.loads((RunFolder(self.namespace).path / "shared_memory.json").read_text()))
 
 
 def _command(process: psutil.Process) -> list[str]:

@@ -18,8 +18,9 @@ from typing import Any
 
 import httpx
 import pytest
-from support_client import Answer, FleetClient
-from support_fleet import ROOT, RunningFleet, token_prompt
+from support_client import Answer
+from support_fleet import ROOT, token_prompt
+from support_many_models import Models
 from support_servers import free_port
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
@@ -30,31 +31,9 @@ MODELS = ("small", "large")
 PROMPTS = [token_prompt(20 + 173 * i % 1500, seed=i) for i in range(40)]
 
 
-class Models(RunningFleet):
-    """`at` looks at one model's pages, by its path; `of` asks at the common address, by the name in the body."""
-
-    def __init__(self, *sets: str) -> None:
-        super().__init__(CONFIG, "ratio.mode=off", *sets)
-        self.at = {name: FleetClient(f"{self.url}/models/{name}", self.namespace) for name in MODELS}
-        self.of = {name: FleetClient(self.url, self.namespace) for name in MODELS}
-        for name, client in self.of.items():
-            client.model = name
-
-    def steer(self, model: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-        done = subprocess.run(
-            [*self.program, *arguments, "--model", f"{self.namespace}.{model}"],
-            cwd=self.folder,
-            text=True,
-            capture_output=True,
-            timeout=500,  # a rollout starts each frontend again
-        )
-        assert done.returncode == 0, done.stdout + done.stderr
-        return done
-
-
 @pytest.fixture(scope="module")
 def fleet() -> Iterator[Models]:
-    running = Models(*SETS)
+    running = Models(CONFIG, *SETS)
     try:
         yield running
     finally:
@@ -64,10 +43,10 @@ def fleet() -> Iterator[Models]:
 @contextlib.asynccontextmanager
 async def load_on_both(fleet: Models, concurrency: int = 6) -> AsyncIterator[dict[str, list[Answer]]]:
     """Load on both models while the body runs; no answer of either fails, or is not whole."""
-    truth = [answer.tokens for answer in await fleet.of["small"].ask_all(PROMPTS, concurrency=8)]
+    truth = [answer.tokens for answer in await fleet.of("small").ask_all(PROMPTS, concurrency=8)]
     async with contextlib.AsyncExitStack() as stack:
         loads = {
-            name: await stack.enter_async_context(fleet.of[name].under_load(PROMPTS, concurrency, max_tokens=16))
+            name: await stack.enter_async_context(fleet.of(name).under_load(PROMPTS, concurrency, max_tokens=16))
             for name in MODELS
         }
         yield loads
@@ -83,13 +62,13 @@ def took_ms(fleet: Models, model: str, since: float, until: float = math.inf) ->
 
 
 async def test_each_request_is_served_by_workers_of_its_model(fleet: Models) -> None:
-    answered = {name: fleet.of[name].ask_all(PROMPTS * 5, concurrency=16) for name in MODELS}
+    answered = {name: fleet.of(name).ask_all(PROMPTS * 5, concurrency=16) for name in MODELS}
     answers = dict(zip(answered, await asyncio.gather(*answered.values()), strict=True))
     for name, those in answers.items():
         assert [(a.status, a.error) for a in those if not a.ok] == []
-        ended = fleet.at[name].until(
+        ended = fleet.at(name).until(
             lambda name=name: (
-                fleet.at[name].metric("pd_requests_total", model_name=name, outcome="finished") >= len(PROMPTS) * 5
+                fleet.at(name).metric("pd_requests_total", model_name=name, outcome="finished") >= len(PROMPTS) * 5
             ),
             "all are counted for their model",
         )
@@ -98,9 +77,9 @@ async def test_each_request_is_served_by_workers_of_its_model(fleet: Models) -> 
         served_by = {line["decode_worker"], line.get("prefill_worker")} - {None}
         assert len({worker.partition("-")[0] for worker in served_by}) == 1, line
     for name in MODELS:
-        assert fleet.at[name].shape() == (1, 2)
-        assert all(worker["id"].startswith(f"{name}-worker-") for worker in fleet.at[name].workers())
-        fleet.at[name].assert_no_leaks()
+        assert fleet.at(name).shape() == (1, 2)
+        assert all(worker["id"].startswith(f"{name}-worker-") for worker in fleet.at(name).workers())
+        fleet.at(name).assert_no_leaks()
 
 
 def test_pages_and_names(fleet: Models) -> None:
@@ -124,22 +103,22 @@ def test_pages_and_names(fleet: Models) -> None:
 
 
 async def test_a_worker_that_is_killed_is_missed_by_no_model(fleet: Models) -> None:
-    killed = fleet.at["small"].workers("decode")[0]
-    before = {worker["pid"] for worker in fleet.at["large"].workers()}
+    killed = fleet.at("small").workers("decode")[0]
+    before = {worker["pid"] for worker in fleet.at("large").workers()}
     begun_at = time.time()
     async with load_on_both(fleet):
-        await fleet.at["large"].soon(lambda: len(took_ms(fleet, "large", begun_at)) > 50, "some are answered before")
+        await fleet.at("large").soon(lambda: len(took_ms(fleet, "large", begun_at)) > 50, "some are answered before")
         os.kill(killed["pid"], signal.SIGKILL)
         killed_at = time.time()
-        await fleet.at["small"].soon(
+        await fleet.at("small").soon(
             lambda: (
-                killed["pid"] not in {w["pid"] for w in fleet.at["small"].workers()}
-                and fleet.at["small"].shape() == (1, 2)
+                killed["pid"] not in {w["pid"] for w in fleet.at("small").workers()}
+                and fleet.at("small").shape() == (1, 2)
             ),
             "another takes its place",
         )
-    assert {worker["pid"] for worker in fleet.at["large"].workers()} == before
-    assert fleet.at["large"].metric("pd_retries_total", model_name="large") == 0
+    assert {worker["pid"] for worker in fleet.at("large").workers()} == before
+    assert fleet.at("large").metric("pd_retries_total", model_name="large") == 0
     until_then = statistics.median(took_ms(fleet, "large", begun_at, killed_at))
     since = statistics.median(took_ms(fleet, "large", killed_at))
     print(
@@ -147,35 +126,35 @@ async def test_a_worker_that_is_killed_is_missed_by_no_model(fleet: Models) -> N
     )
     assert since < 3 * until_then, "the one that takes its place loads on the same two cores; nothing waits for it"
     for name in MODELS:
-        fleet.at[name].assert_no_leaks()
+        fleet.at(name).assert_no_leaks()
 
 
 async def test_models_are_scaled_each_by_itself(fleet: Models) -> None:
     async with load_on_both(fleet):
-        await asyncio.to_thread(fleet.steer, "large", "scale", "decode=1")
-        await fleet.at["large"].soon(lambda: fleet.at["large"].shape() == (1, 1), "one decode worker less")
-    assert fleet.at["small"].shape() == (1, 2)
+        await asyncio.to_thread(fleet.steer_one, "large", "scale", "decode=1")
+        await fleet.at("large").soon(lambda: fleet.at("large").shape() == (1, 1), "one decode worker less")
+    assert fleet.at("small").shape() == (1, 2)
     shown: dict[str, Any] = json.loads(fleet.cli("status", "--json").stdout)["models"]
     assert {name: seen["desired"]["decode"] for name, seen in shown.items()} == {"small": 2, "large": 1}
     done = fleet.cli("scale", "decode=3", check=False)
     assert done.returncode == 2 and "has several models (small, large); name one with --model" in done.stderr
-    events = fleet.steer("large", "events").stdout
+    events = fleet.steer_one("large", "events").stdout
     assert "desired: 1 prefill, 1 decode, by scale" in events
 
 
 async def test_a_model_is_rolled_out_by_itself_and_frontends_follow(fleet: Models) -> None:
-    generations = [worker["generation"] for worker in fleet.at["large"].workers()]
+    generations = [worker["generation"] for worker in fleet.at("large").workers()]
     config = str(ROOT / "configs" / CONFIG)
     sets = (f"namespace={fleet.namespace}", "ratio.mode=off", *SETS[1:], "models.small.sim.blocks=2000")
     async with load_on_both(fleet, concurrency=1):
         done = await asyncio.to_thread(
-            fleet.steer, "small", "rollout", config, *(part for item in sets for part in ("--set", item))
+            fleet.steer_one, "small", "rollout", config, *(part for item in sets for part in ("--set", item))
         )
     assert "frontend" in done.stdout
-    assert {worker["blocks_total"] for worker in fleet.at["small"].workers()} == {2000}
-    assert [worker["generation"] for worker in fleet.at["large"].workers()] == generations
+    assert {worker["blocks_total"] for worker in fleet.at("small").workers()} == {2000}
+    assert [worker["generation"] for worker in fleet.at("large").workers()] == generations
     for name in MODELS:
-        fleet.at[name].assert_no_leaks()
+        fleet.at(name).assert_no_leaks()
 
 
 def test_a_frontend_that_no_launcher_starts_serves_all_models(fleet: Models, tmp_path: Path) -> None:
@@ -195,12 +174,10 @@ def test_a_frontend_that_no_launcher_starts_serves_all_models(fleet: Models, tmp
                 return all(httpx.get(f"{url}/ready", timeout=10).json()["models"].values())
             return False
 
-        fleet.at["small"].until(serves, "it serves both", timeout_s=180)
+        fleet.at("small").until(serves, "it serves both", timeout_s=180)
         for name in MODELS:
-            asked = FleetClient(url, fleet.namespace)
-            asked.model = name
-            assert all(answer.ok for answer in asyncio.run(asked.ask_all(PROMPTS[:8], concurrency=4)))
-        shown = fleet.steer("large", "status", "--json", "--redis", fleet.redis_url()).stdout
+            assert all(answer.ok for answer in asyncio.run(fleet.of(name, url).ask_all(PROMPTS[:8], concurrency=4)))
+        shown = fleet.steer_one("large", "status", "--json", "--redis", fleet.redis_url()).stdout
         assert json.loads(shown)["model"] == "large"
     finally:
         frontend.send_signal(signal.SIGTERM)

@@ -13,33 +13,10 @@ BY_LENGTH = "routing.remote_prefill_min_tokens=256"  # else decode workers would
 
 @pytest.fixture(scope="module")
 def refusing():
-    """A fleet without prefill workers that must not prefill long prompts elsewhere."""
+    """A fleet without prefill workers, slow ones if it gets any, that must not prefill long prompts elsewhere."""
     sets = ["workers.prefill.replicas=0", "workers.decode.replicas=1", "sim.prefill_us_per_token=500"]
     with running_fleet("sim-2p2d.yaml", BY_LENGTH, "routing.fallback=refuse", "ratio.mode=off", *sets) as fleet:
         yield fleet
-
-
-async def test_priority_overtakes_in_queue():
-    sets = ["workers.prefill.replicas=1", "workers.decode.replicas=1", "sim.prefill_us_per_token=500"]
-    with running_fleet("sim-2p2d.yaml", BY_LENGTH, *sets) as fleet:
-        ended: list[str] = []
-
-        async def ask(client, name, seed, priority):
-            answer = await fleet.ask(client, token_prompt(1000, seed), max_tokens=1, priority=priority)
-            ended.append(name)
-            assert answer.ok, answer.error
-
-        async with fleet.client() as client, asyncio.TaskGroup() as asking:
-            for seed in range(14):
-                asking.create_task(ask(client, "normal", seed, 0))
-            await fleet.soon(lambda: fleet.fleet()["queue"]["requests"] >= 7, "a queue")
-            asking.create_task(ask(client, "unimportant", 20, 5))
-            await fleet.soon(lambda: fleet.fleet()["queue"]["requests"] >= 5, "still a queue")
-            for seed in range(30, 32):
-                asking.create_task(ask(client, "important", seed, -5))
-        assert ended[-1] == "unimportant"
-        assert "important" not in ended[-4:], ended
-        fleet.assert_no_leaks()
 
 
 @pytest.mark.parametrize("streams", [True, False])
@@ -78,12 +55,35 @@ async def test_a_prompt_that_waits_when_the_last_prefill_worker_leaves_is_refuse
     refusing.assert_no_leaks()
 
 
-@pytest.mark.parametrize(("size", "prefill", "decode"), [(1, 3, 1), (2, 1, 1)])
-async def test_the_ratio_follows_a_load_that_decodes_much_without_a_failed_request(size, prefill, decode):
+async def test_priority_overtakes_in_queue(refusing):
+    refusing.cli("scale", "prefill=1", "decode=1")
+    refusing.until(lambda: refusing.shape() == (1, 1), "1P1D")
+    ended: list[str] = []
+
+    async def ask(client, name, seed, priority):
+        answer = await refusing.ask(client, token_prompt(1000, seed), max_tokens=1, priority=priority)
+        ended.append(name)
+        assert answer.ok, answer.error
+
+    async with refusing.client() as client, asyncio.TaskGroup() as asking:
+        for seed in range(100, 114):  # not what was asked for before: that may be cached
+            asking.create_task(ask(client, "normal", seed, 0))
+        await refusing.soon(lambda: refusing.fleet()["queue"]["requests"] >= 7, "a queue")
+        asking.create_task(ask(client, "unimportant", 120, 5))
+        await refusing.soon(lambda: refusing.fleet()["queue"]["requests"] >= 5, "still a queue")
+        for seed in range(130, 132):
+            asking.create_task(ask(client, "important", seed, -5))
+    assert ended[-1] == "unimportant"
+    assert "important" not in ended[-4:], ended
+    refusing.assert_no_leaks()
+
+
+@pytest.mark.parametrize(("size", "prefill", "decode", "frontends"), [(1, 3, 1, 2), (2, 1, 1, 1)])
+async def test_the_ratio_follows_a_load_that_decodes_much_without_a_failed_request(size, prefill, decode, frontends):
     """Of workers, and of groups of two ranks."""
     total = prefill + decode
     sets = [f"workers.prefill.replicas={prefill}", f"workers.decode.replicas={decode}", "sim.max_num_seqs=4"]
-    sets += [f"workers.engine_args.data_parallel_size={size}", "frontend.replicas=2"]
+    sets += [f"workers.engine_args.data_parallel_size={size}", f"frontend.replicas={frontends}"]
     quick = ["ratio.mode=auto", "ratio.interval_s=0.5", "ratio.window_s=3", "ratio.cool_down_s=2"]
     quick.append("ratio.busy=0.5")  # clients that wait for answers offer no more than is served
     with running_fleet("sim-2p2d.yaml", BY_LENGTH, *sets, *quick) as fleet:

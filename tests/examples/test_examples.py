@@ -1,4 +1,4 @@
-"""The programs in `examples/` run against a fleet, and show what they say. `grafana.py`: `tests/e2e/test_deploy.py`."""
+"""The programs in `examples/` run against a fleet, and show what they say. `grafana.py`: `e2e/test_telemetry.py`."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ ALONE = (f"{ROOT}/serve/instrumentator/test_metrics.py", f"{ROOT}/openai/models/
 
 # A test or module, by pattern, and why it says nothing about a fleet, or cannot run here.
 LEFT_OUT = {
-    "*/test_openai_schema.py*": "needs a vision model; tests/e2e/test_http_schema.py does the same to a fleet",
+    "*/test_openai_schema.py*": "needs a vision model; tests/e2e/test_sim_fuzz.py does the same to a fleet",
     "*/test_chat_completion_with_prompt_embeds.py*": "needs the embeddings of a model of theirs (opt-125m)",
     "*/test_completion_with_prompt_embeds.py*": "needs the embeddings of a model of theirs (opt-125m)",
     "*/test_extra_content_fields.py*": "needs google/translategemma-4b-it, a gated vision model",

@@ -7,7 +7,6 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
-from support_router import RouterClient
 from support_workers import Workers, running_workers
 
 from orchestrator.launch.host.redis_server import EmbeddedRedis
@@ -26,11 +25,3 @@ def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedR
 async def workers(redis_server: EmbeddedRedis) -> AsyncIterator[Workers]:
     async with running_workers(redis_server) as started:
         yield started
-
-
-@pytest.fixture(autouse=True)
-async def close_clients() -> AsyncIterator[None]:
-    """A ZMQ context that a failed test leaves open would hold up the end of the whole run."""
-    yield
-    for client in list(RouterClient.open):
-        await client.close()

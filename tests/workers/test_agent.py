@@ -42,8 +42,7 @@ async def test_serves_decode_requests_of_several_frontends(workers: Workers) -> 
 
 
 async def test_load_says_which_submissions_it_includes(workers: Workers) -> None:
-    worker = await workers.start(Role.DECODE, speed=1.0)
-    frontend = await workers.frontend(worker)
+    worker, frontend = await workers.served(Role.DECODE, speed=1.0)
     request = frontend.new(PROMPT, max_tokens=2000)
     frontend.submit_to(worker.id, request)
     seen = await until(
@@ -52,12 +51,10 @@ async def test_load_says_which_submissions_it_includes(workers: Workers) -> None
     assert seen.running == 1 and seen.blocks_free < seen.blocks_total
     await until(lambda: frontend.loads[worker.id].prefill_tokens_per_s > 0)
     frontend.abort(worker.id, request)
-    await workers.assert_no_leaks()
 
 
 async def test_refuses_what_it_cannot_decode_or_run(workers: Workers) -> None:
-    worker = await workers.start(Role.DECODE)
-    frontend = await workers.frontend(worker)
+    worker, frontend = await workers.served(Role.DECODE)
     garbage, long = frontend.new(PROMPT), frontend.new(list(range(40_000)))
     frontend.transport.send(worker.id, Submit(garbage.id, 1, 1, 10), [b"\xc1\xc1"])
     frontend.submit_to(worker.id, long)
@@ -65,7 +62,6 @@ async def test_refuses_what_it_cannot_decode_or_run(workers: Workers) -> None:
     assert garbage.got(Rejected).why.startswith("invalid: not an engine request")
     assert long.got(Rejected).why.startswith("invalid: the prompt has 40000 tokens, the longest sequence is 32768")
     assert long.got(Rejected).final
-    await workers.assert_no_leaks()
 
 
 async def test_an_abort_by_another_frontend_ends_nothing(workers: Workers) -> None:
@@ -76,14 +72,12 @@ async def test_an_abort_by_another_frontend_ends_nothing(workers: Workers) -> No
     await until(lambda: len(request.tokens) > 2)
     other.abort(worker.id, request)
     await owner.finished(request)
-    await workers.assert_no_leaks()
 
 
 async def test_outputs_that_are_too_large_are_their_own_requests_failure(
     workers: Workers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    worker = await workers.start(Role.DECODE, speed=1.0)
-    frontend = await workers.frontend(worker)
+    worker, frontend = await workers.served(Role.DECODE, speed=1.0)
     large, good = frontend.new(PROMPT, max_tokens=50), frontend.new([7, *PROMPT], max_tokens=50)
     encode = worker.engine.encode_outputs
     monkeypatch.setattr(framing, "MAX_MESSAGE_BYTES", framing.MAX_FRAME_BYTES)
@@ -98,12 +92,10 @@ async def test_outputs_that_are_too_large_are_their_own_requests_failure(
     await frontend.finished(good)
     rejected = await until(lambda: large.got(Rejected))
     assert rejected.final and rejected.why.startswith("its answer is larger than") and not good.got(Rejected)
-    await workers.assert_no_leaks()
 
 
 async def test_what_the_engine_itself_refuses_goes_to_no_other_worker(workers: Workers) -> None:
-    worker = await workers.start(Role.DECODE)
-    frontend = await workers.frontend(worker)
+    worker, frontend = await workers.served(Role.DECODE)
     engine, bad = worker.engine, frontend.new(PROMPT)
     next_step = engine.next_step
 
@@ -119,12 +111,10 @@ async def test_what_the_engine_itself_refuses_goes_to_no_other_worker(workers: W
     await frontend.finished(good)
     rejected = await until(lambda: bad.got(Rejected))
     assert rejected.final and rejected.why == "invalid: no such grammar" and bad.finish is None
-    await workers.assert_no_leaks()
 
 
 async def test_a_prefill_worker_refuses_submissions(workers: Workers) -> None:
-    worker = await workers.start(Role.PREFILL)
-    frontend = await workers.frontend(worker)
+    worker, frontend = await workers.served(Role.PREFILL)
     request = frontend.new(PROMPT)
     frontend.submit_to(worker.id, request)
     rejected = await until(lambda: request.got(Rejected))
@@ -132,8 +122,7 @@ async def test_a_prefill_worker_refuses_submissions(workers: Workers) -> None:
 
 
 async def test_corrupt_messages_disturb_nobody(workers: Workers, caplog: pytest.LogCaptureFixture) -> None:
-    worker = await workers.start(Role.DECODE)
-    frontend = await workers.frontend(worker)
+    worker, frontend = await workers.served(Role.DECODE)
     context = zmq.asyncio.Context()
     vandal = context.socket(zmq.DEALER)
     keys = KeyPair.new()
@@ -151,12 +140,10 @@ async def test_corrupt_messages_disturb_nobody(workers: Workers, caplog: pytest.
         await until(lambda: frontend.loads[worker.id].corrupt_messages == 4)
     finally:
         context.destroy(linger=0)
-    await workers.assert_no_leaks()
 
 
 async def test_a_duplicate_submission_is_answered_once(workers: Workers) -> None:
-    worker = await workers.start(Role.DECODE)
-    frontend = await workers.frontend(worker)
+    worker, frontend = await workers.served(Role.DECODE)
     request = frontend.new(PROMPT, max_tokens=30)
     frontend.submit_to(worker.id, request)
     frontend.submit_to(worker.id, request)
@@ -166,31 +153,26 @@ async def test_a_duplicate_submission_is_answered_once(workers: Workers) -> None
 
 
 async def test_a_higher_attempt_replaces_the_older(workers: Workers) -> None:
-    worker = await workers.start(Role.DECODE, speed=1.0)
-    frontend = await workers.frontend(worker)
+    worker, frontend = await workers.served(Role.DECODE, speed=1.0)
     request = frontend.new(PROMPT, max_tokens=60)
     frontend.submit_to(worker.id, request)
     await until(lambda: len(request.tokens) >= 5)
     request.attempt = 2
     frontend.submit_to(worker.id, request)  # resumes after the tokens it has
     await frontend.finished(request)
-    await workers.assert_no_leaks()
 
 
 async def test_a_stale_abort_leaves_the_newer_attempt_alone(workers: Workers) -> None:
-    worker = await workers.start(Role.DECODE, speed=1.0)
-    frontend = await workers.frontend(worker)
+    worker, frontend = await workers.served(Role.DECODE, speed=1.0)
     request = frontend.new(PROMPT, max_tokens=40)
     request.attempt = 3
     frontend.submit_to(worker.id, request)
     frontend.transport.send(worker.id, Abort(request.id, 2))
     await frontend.finished(request)
-    await workers.assert_no_leaks()
 
 
 async def test_aborted_requests_free_their_blocks(workers: Workers) -> None:
-    worker = await workers.start(Role.DECODE, speed=1.0)
-    frontend = await workers.frontend(worker)
+    worker, frontend = await workers.served(Role.DECODE, speed=1.0)
     requests = [frontend.new([i, *PROMPT], max_tokens=5000) for i in range(10)]
     for request in requests:
         frontend.submit_to(worker.id, request)
@@ -209,7 +191,6 @@ async def test_requests_of_a_frontend_that_vanished_are_aborted(workers: Workers
     await until(lambda: stays.loads[worker.id].running == 3)
     workers.frontends.remove(gone)
     await gone.close()
-    await workers.assert_no_leaks()
 
 
 async def test_requests_of_dead_frontend_end_before_worker_timeout(
@@ -241,8 +222,7 @@ async def test_departed_frontend_leaves_load_reports(workers: Workers) -> None:
 
 async def test_idle_frontend_is_not_probed(workers: Workers, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a large fleet all workers would ask after every frontend that ever sent them something."""
-    worker = await workers.start(Role.DECODE)
-    frontend = await workers.frontend(worker)
+    worker, frontend = await workers.served(Role.DECODE)
     request = frontend.new(PROMPT)
     frontend.submit_to(worker.id, request)
     await frontend.finished(request)
@@ -267,12 +247,10 @@ async def test_what_cannot_be_delivered_is_given_up(workers: Workers) -> None:
     request.attempt = 2
     frontend.submit_to(worker.id, request)
     await frontend.finished(request)
-    await workers.assert_no_leaks()
 
 
 async def test_control_calls_are_answered(workers: Workers) -> None:
-    worker = await workers.start(Role.DECODE)
-    frontend = await workers.frontend(worker)
+    worker, frontend = await workers.served(Role.DECODE)
     frontend.transport.send(worker.id, Call(7, "reset_prefix_cache"))
     frontend.transport.send(worker.id, Call(8, "pin_lora", [1]))
     await until(lambda: len(frontend.replies) == 2)
@@ -282,8 +260,7 @@ async def test_control_calls_are_answered(workers: Workers) -> None:
 
 
 async def test_other_protocol_version_is_refused(workers: Workers, caplog: pytest.LogCaptureFixture) -> None:
-    worker = await workers.start(Role.DECODE)
-    frontend = await workers.frontend(worker)
+    worker, frontend = await workers.served(Role.DECODE)
     frontend.welcomed.clear()
     with caplog.at_level("ERROR", "pd.worker"):
         frontend.transport.send(worker.id, Hello(protocol=99))
@@ -298,8 +275,7 @@ async def test_request_prefilled_before_role_change_is_recomputed(
     workers: Workers,
 ) -> None:
     """Its engine holds the KV still, under the same key: it would refuse a second request, or end of it."""
-    worker = await workers.start(Role.PREFILL)
-    frontend = await workers.frontend(worker)
+    worker, frontend = await workers.served(Role.PREFILL)
     request = frontend.new(PROMPT)
     await frontend.enqueue(request)
     await until(lambda: request.got(Prefilled))
@@ -312,12 +288,10 @@ async def test_request_prefilled_before_role_change_is_recomputed(
     request.attempt += 1
     frontend.submit_to(worker.id, request)
     await frontend.finished(request)
-    await workers.assert_no_leaks()
 
 
 async def test_role_changes_in_place_once_its_requests_have_ended(workers: Workers) -> None:
-    worker = await workers.start(Role.DECODE, speed=1.0)
-    frontend = await workers.frontend(worker)
+    worker, frontend = await workers.served(Role.DECODE, speed=1.0)
     request, late = frontend.new(PROMPT, max_tokens=100), frontend.new(PROMPT)
     frontend.submit_to(worker.id, request)
     await until(lambda: request.tokens)
@@ -331,7 +305,6 @@ async def test_role_changes_in_place_once_its_requests_have_ended(workers: Worke
     async with asyncio.timeout(DEADLINE_S):  # it is cleared right after it was done
         while (await workers.registry.refresh(worker.info, 60)).orders.role is not None:
             await asyncio.sleep(0.01)
-    await workers.assert_no_leaks()
 
 
 async def test_lost_join_answer_is_no_duplicate_id(workers: Workers, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -381,12 +354,10 @@ async def test_requests_left_at_drain_deadline_are_given_back(redis_server: Embe
         frontend.submit_to(other.id, request)
         await frontend.finished(request)
         await workers.registered(worker.id, Role.PREFILL)
-        await workers.assert_no_leaks()
 
 
 async def test_order_back_cancels_role_change(workers: Workers) -> None:
-    worker = await workers.start(Role.DECODE, speed=1.0)
-    frontend = await workers.frontend(worker)
+    worker, frontend = await workers.served(Role.DECODE, speed=1.0)
     request, another = frontend.new(PROMPT, max_tokens=100), frontend.new(PROMPT)
     frontend.submit_to(worker.id, request)
     await until(lambda: request.tokens)
@@ -397,12 +368,10 @@ async def test_order_back_cancels_role_change(workers: Workers) -> None:
     assert worker.agent.life.role is Role.DECODE
     frontend.submit_to(worker.id, another)
     await frontend.finished(request, another)
-    await workers.assert_no_leaks()
 
 
 async def test_drained_worker_ends_requests_and_leaves(workers: Workers) -> None:
-    worker = await workers.start(Role.DECODE, speed=1.0)
-    frontend = await workers.frontend(worker)
+    worker, frontend = await workers.served(Role.DECODE, speed=1.0)
     request = frontend.new(PROMPT, max_tokens=50)
     frontend.submit_to(worker.id, request)
     await until(lambda: request.tokens)
@@ -432,20 +401,17 @@ async def test_a_worker_that_does_not_fit_is_refused(workers: Workers) -> None:
 
 async def test_ended_key_can_be_submitted_again(workers: Workers) -> None:
     """A request that moved away and comes back with a later attempt starts fresh."""
-    worker = await workers.start(Role.DECODE)
-    frontend = await workers.frontend(worker)
+    worker, frontend = await workers.served(Role.DECODE)
     request = frontend.new(PROMPT, max_tokens=4)
     for attempt in (1, 2, 3):
         request.attempt, request.tokens, request.finish = attempt, [], None
         frontend.submit_to(worker.id, request)
         await frontend.finished(request)
     assert request.tokens == expected(PROMPT, 4)
-    await workers.assert_no_leaks()
 
 
 async def test_many_requests_in_a_small_memory_all_end(workers: Workers) -> None:
-    worker = await workers.start(Role.DECODE, blocks=64, max_model_len=1024, speed=20.0)
-    frontend = await workers.frontend(worker)
+    worker, frontend = await workers.served(Role.DECODE, blocks=64, max_model_len=1024, speed=20.0)
     requests = [frontend.new([i, *PROMPT], max_tokens=20 + i % 7) for i in range(60)]
     for request in requests:
         frontend.submit_to(worker.id, request)

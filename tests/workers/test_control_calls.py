@@ -30,12 +30,7 @@ class Adapter(msgspec.Struct, array_like=True):
 
 async def fleet(workers: Workers) -> tuple[list[RouterClient], LocalWorker, LocalWorker]:
     prefill, decode = await workers.start(Role.PREFILL), await workers.start(Role.DECODE)
-    clients = [RouterClient(workers.redis, workers.config) for _ in range(2)]
-    for client in clients:
-        await client.start()
-        known = client.connection.fleet
-        await until(lambda known=known: known.ready(Role.DECODE) and known.ready(Role.PREFILL), "greetings")
-    return clients, prefill, decode
+    return [await workers.router(prefill=1, decode=1) for _ in range(2)], prefill, decode
 
 
 def answering(worker: LocalWorker, monkeypatch: pytest.MonkeyPatch, **answers: Any) -> list[tuple[str, list, dict]]:
@@ -64,8 +59,6 @@ async def test_arguments_by_name_reach_every_worker_and_answers_are_combined(
         assert first == second == [("profile", [True], {"profile_prefix": "p"})]
         assert await calls.call("list_loras", []) == {2}
         assert await calls.call("reset_prefix_cache", []) is False
-        await client.close()
-        await other.close()
 
 
 async def test_failed_call_is_undone_on_other_workers(
@@ -83,8 +76,6 @@ async def test_failed_call_is_undone_on_other_workers(
         with pytest.raises(CallFailed, match="no such adapter"):  # on both: there is nothing to undo
             monkeypatch.setattr(decode.engine, "call", prefill.engine.call)
             await client.connection.calls.call("add_lora", [Adapter("a", 7)])
-        await client.close()
-        await other.close()
     gc.collect()
     assert "never retrieved" not in caplog.text
 
@@ -101,14 +92,11 @@ async def test_workers_that_must_agree_are_named_when_they_differ(
         answering(decode, monkeypatch, fingerprint_lora="one")
         found = await client.connection.adapters.identify("x", "/a")
         assert found == await other.connection.adapters.identify("x", "/a")
-        await client.close()
-        await other.close()
 
 
 async def test_worker_refuses_unknown_method(redis_server: EmbeddedRedis, monkeypatch: pytest.MonkeyPatch) -> None:
     async with running_workers(redis_server, **SECTIONS) as workers:
-        worker = await workers.start(Role.DECODE)
-        frontend = await workers.frontend(worker)
+        worker, frontend = await workers.served(Role.DECODE)
         calls = answering(worker, monkeypatch)
         frontend.transport.send(worker.id, Call(1, "shutdown"))
         await until(lambda: frontend.replies)
@@ -135,9 +123,6 @@ async def test_a_fleet_is_paused_as_one_engine_for_every_frontend(redis_server: 
         await asyncio.gather(*asked)
         await client.ask([9, *range(300)], 5)
         assert not client.connection.pause.active
-        await workers.assert_no_leaks()
-        await client.close()
-        await other.close()
 
 
 async def engine_paused(worker: LocalWorker) -> bool:
@@ -169,7 +154,6 @@ async def test_joining_worker_is_paused_and_resumed(redis_server: EmbeddedRedis)
         later = await workers.start(Role.DECODE)
         await until(lambda: later.id in known.workers and known.workers[later.id].connected, "one more has joined")
         assert not other.connection.pause.active and not await engine_paused(later)
-        await other.close()
 
 
 @pytest.mark.parametrize("pausing", [True, False])
@@ -200,8 +184,6 @@ async def test_lost_worker_does_not_block_pause(
             await asyncio.sleep(0.1)
             calls.worker_lost(decode.id)
             await calling
-        await client.close()
-        await other.close()
 
 
 async def test_late_pause_call_is_ignored(redis_server: EmbeddedRedis) -> None:
@@ -213,8 +195,6 @@ async def test_late_pause_call_is_ignored(redis_server: EmbeddedRedis) -> None:
         client.connection.calls.tell(decode.id, "set_pause", list(msgspec.structs.astuple(paused)))
         assert await client.connection.calls.call("is_scheduler_paused", []) is False  # the same way, so after it
         await client.ask([9, *range(300)], 5)
-        await client.close()
-        await other.close()
 
 
 async def test_simultaneous_pause_is_refused(redis_server: EmbeddedRedis) -> None:
@@ -227,8 +207,6 @@ async def test_simultaneous_pause_is_refused(redis_server: EmbeddedRedis) -> Non
         await clients[0].connection.pause.end()
         await until(lambda: not any(client.connection.pause.active for client in clients), "nobody is paused")
         await clients[1].ask([1, 2, 3], 5)
-        for client in clients:
-            await client.close()
 
 
 async def test_a_pause_clears_prefix_caches_and_frontends_know(redis_server: EmbeddedRedis) -> None:
@@ -246,8 +224,6 @@ async def test_a_pause_clears_prefix_caches_and_frontends_know(redis_server: Emb
         await client.connection.pause.begin("wait", clear_cache=True)
         await until(lambda: not known_blocks(), "it knows that nothing is")
         await client.connection.pause.end()
-        await client.close()
-        await other.close()
 
 
 async def test_a_pause_that_fails_pauses_nobody(redis_server: EmbeddedRedis, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -261,16 +237,13 @@ async def test_a_pause_that_fails_pauses_nobody(redis_server: EmbeddedRedis, mon
             lambda: not client.connection.pause.active and not other.connection.pause.active, "nobody is paused"
         )
         await client.ask([1, 2, 3], 5)  # the decode worker's engine runs
-        await client.close()
-        await other.close()
 
 
 async def test_start_up_calls_wait_for_worker(
     redis_server: EmbeddedRedis,
 ) -> None:
     async with running_workers(redis_server, **SECTIONS) as workers:
-        client = RouterClient(workers.redis, workers.config)
-        await client.start()
+        client = await workers.router()
         waiting = asyncio.create_task(client.connection.worker_connected())
         with pytest.raises(CallFailed, match="no worker is connected"):
             await client.connection.calls.call("reset_prefix_cache", [])
@@ -279,4 +252,3 @@ async def test_start_up_calls_wait_for_worker(
         async with asyncio.timeout(DEADLINE_S):
             await waiting
         assert await client.connection.calls.call("reset_prefix_cache", []) is True
-        await client.close()

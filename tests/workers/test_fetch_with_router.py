@@ -30,11 +30,7 @@ def turn(number: int) -> list[int]:
 
 
 async def joined(workers: Workers, decode: int, prefill: int = 1) -> RouterClient:
-    client = RouterClient(workers.redis, workers.config)
-    await client.start()
-    fleet = client.connection.fleet
-    await until(lambda: (fleet.ready(Role.PREFILL), fleet.ready(Role.DECODE)) == (prefill, decode), "greetings")
-    return client
+    return await workers.router(prefill, decode)
 
 
 def counts(client: RouterClient, worker: LocalWorker) -> tuple[dict[str, int], int]:
@@ -79,9 +75,7 @@ async def test_a_prefill_worker_fetches_what_a_decode_worker_holds(redis_server:
         assert [it.num_cached_tokens for it in stats] == [PREFIX_TOKENS], "the rest alone was computed"
         await client.ask(turn(1), 4)
         assert counts(client, prefill) == ({"fetched": 1}, PREFIX_TOKENS), "it has it by now"
-        await client.close()
         assert watcher.loads
-        await workers.assert_no_leaks()
 
 
 async def test_a_decode_worker_that_prefills_fetches_too(redis_server: EmbeddedRedis) -> None:
@@ -96,9 +90,7 @@ async def test_a_decode_worker_that_prefills_fetches_too(redis_server: EmbeddedR
             await client.ask(turn(number), 4)
         (asker,) = await until(lambda: [worker for worker in decodes if counts(client, worker)[1]], "a fetch")
         assert counts(client, asker) == ({"fetched": 1}, PREFIX_TOKENS)
-        await client.close()
         assert watcher.loads
-        await workers.assert_no_leaks()
 
 
 async def test_what_nobody_lends_is_computed_unless_it_was_aborted(redis_server: EmbeddedRedis) -> None:
@@ -115,7 +107,6 @@ async def test_what_nobody_lends_is_computed_unless_it_was_aborted(redis_server:
         await frontend.finished(waits)
         await until(lambda: frontend.loads[asker.id].fetches == {"late": 2}, "both are counted")
         assert not aborted.tokens and f"{aborted.id}#1" not in asker.engine._scheduler.requests
-        await workers.assert_no_leaks()
 
 
 async def test_nothing_is_asked_for_while_it_is_off(redis_server: EmbeddedRedis) -> None:
@@ -125,7 +116,6 @@ async def test_nothing_is_asked_for_while_it_is_off(redis_server: EmbeddedRedis)
         await holding(client, prefill, decode)
         await client.ask(turn(0), 4)
         assert counts(client, prefill) == ({}, 0)
-        await client.close()
 
 
 async def asked_of_a_stopped_holder(redis_server: EmbeddedRedis, then: signal.Signals) -> None:
@@ -149,9 +139,7 @@ async def asked_of_a_stopped_holder(redis_server: EmbeddedRedis, then: signal.Si
         assert counts(client, prefill)[0].keys() <= {"late", "missed"}
         for number in range(1, 4):
             await client.ask(turn(number), 4)
-        await client.close()
         assert watcher.loads and other
-        await workers.assert_no_leaks()
 
 
 async def test_a_holder_that_is_stopped_costs_a_bounded_wait(redis_server: EmbeddedRedis) -> None:
@@ -171,7 +159,6 @@ async def test_a_lost_prefix_is_computed(redis_server: EmbeddedRedis) -> None:
         await client.ask(turn(0), 4)
         await until(lambda: set(counts(client, prefill)[0]) & {"missed", "late"}, "the miss is counted")
         assert counts(client, prefill)[1] == 0
-        await client.close()
 
 
 async def test_a_frontend_that_does_not_answer_is_not_waited_for(redis_server: EmbeddedRedis) -> None:
@@ -186,4 +173,3 @@ async def test_a_frontend_that_does_not_answer_is_not_waited_for(redis_server: E
         claimed = await frontend.claimed(few, cached={decode.id: 32})
         assert claimed.cached_tokens is None, "32 tokens are not worth asking"
         await frontend.finished(few)
-        await workers.assert_no_leaks()

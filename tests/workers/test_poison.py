@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from support_router import RouterClient
 from support_wait import DEADLINE_S, until
 from support_workers import running_workers
 
@@ -24,9 +23,7 @@ SECTIONS = {
 async def test_a_poison_request_takes_two_engines_down_and_no_third(redis_server: EmbeddedRedis, beside: int) -> None:
     async with running_workers(redis_server, **SECTIONS) as workers:
         started = [await workers.start(Role.DECODE) for _ in range(4)]
-        client = RouterClient(workers.redis, workers.config)
-        await client.start()
-        await until(lambda: client.connection.fleet.ready(Role.DECODE) == 4, "greetings")
+        client = await workers.router(decode=4)
         streams = [asyncio.create_task(client.ask([number, 1, 2, 3], 400)) for number in range(beside)]
         await until(lambda: len(client.connection.router.requests) == beside, "streams")
         with pytest.raises(AssertionError, match=str(FinishReason.ERROR.name)):
@@ -36,17 +33,13 @@ async def test_a_poison_request_takes_two_engines_down_and_no_third(redis_server
         await until(lambda: sum(worker.task.done() for worker in started) == 2, "that two engines are dead")
         await client.ask([5, 6, 7], 8)
         assert sum(worker.task.done() for worker in started) == 2, "no third one died"
-        await client.close()
 
 
 async def test_requests_beside_poison_request_continue(redis_server: EmbeddedRedis) -> None:
     """Each frontend knows its own requests only: both try their suspects, and there is one engine for both."""
     async with running_workers(redis_server, **SECTIONS) as workers:
         started = [await workers.start(Role.DECODE)]
-        clients = [RouterClient(workers.redis, workers.config) for _ in range(2)]
-        for client in clients:
-            await client.start()
-            await until(lambda client=client: client.connection.fleet.ready(Role.DECODE) == 1, "greetings")
+        clients = [await workers.router(decode=1) for _ in range(2)]
         streams = [asyncio.create_task(client.ask([number, 1], 400)) for client in clients for number in range(3)]
         await until(lambda: all(len(client.connection.router.requests) == 3 for client in clients), "streams")
         poison = asyncio.create_task(clients[0].ask([POISON, 1, 2, 3], 8))
@@ -61,8 +54,6 @@ async def test_requests_beside_poison_request_continue(redis_server: EmbeddedRed
         started.append(await workers.start(Role.DECODE))
         async with asyncio.timeout(60):
             await asyncio.gather(*streams)
-        for client in clients:
-            await client.close()
 
 
 async def test_worker_tries_one_suspect_and_names_culprit(
@@ -90,8 +81,7 @@ async def test_suspect_waits_for_requests_on_trial(
     redis_server: EmbeddedRedis,
 ) -> None:
     async with running_workers(redis_server, **SECTIONS) as workers:
-        worker = await workers.start(Role.DECODE, prefill_us_per_token=1000.0)
-        frontend = await workers.frontend(worker)
+        worker, frontend = await workers.served(Role.DECODE, prefill_us_per_token=1000.0)
         slow, other, suspect = frontend.new(list(range(500))), frontend.new([4, 5, 6]), frontend.new([7, 8, 9])
         frontend.submit_to(worker.id, slow, trial_s=10.0)
         frontend.submit_to(worker.id, other, trial_s=10.0)
@@ -102,13 +92,11 @@ async def test_suspect_waits_for_requests_on_trial(
         suspect.attempt += 1
         frontend.submit_to(worker.id, suspect, trial_s=10.0, suspect=True)
         await frontend.finished(suspect)
-        await workers.assert_no_leaks()
 
 
 async def test_slow_suspect_does_not_block_worker(redis_server: EmbeddedRedis) -> None:
     async with running_workers(redis_server, **SECTIONS) as workers:
-        worker = await workers.start(Role.DECODE, prefill_us_per_token=1000.0)
-        frontend = await workers.frontend(worker)
+        worker, frontend = await workers.served(Role.DECODE, prefill_us_per_token=1000.0)
         slow, suspect, other = frontend.new(list(range(5000))), frontend.new([4, 5, 6]), frontend.new([7, 8, 9])
         frontend.submit_to(worker.id, slow, trial_s=0.2, suspect=True)
         await until(lambda: frontend.loads[worker.id].seen.get(frontend.id) == 1, "the suspect in the load")

@@ -31,19 +31,7 @@ async def fleet_of(
     async with running_workers(server, **SECTIONS) as workers:
         roles = [Role.PREFILL] * prefill + [Role.DECODE] * decode
         started = [await workers.start(role) for role in roles]
-        client = await joined(workers, prefill, decode)
-        try:
-            yield workers, client, started
-        finally:
-            await client.close()
-
-
-async def joined(workers: Workers, prefill: int, decode: int) -> RouterClient:
-    client = RouterClient(workers.redis, workers.config)
-    await client.start()
-    fleet = client.connection.fleet
-    await until(lambda: (fleet.ready(Role.PREFILL), fleet.ready(Role.DECODE)) == (prefill, decode), "greetings")
-    return client
+        yield workers, await workers.router(prefill, decode), started
 
 
 def placed(reason: str) -> float:
@@ -122,14 +110,11 @@ async def test_a_frontend_that_joins_late_learns_what_is_there(redis_server: Emb
         for number in range(4):
             await client.ask([number, *PROMPT], 4)
         await until(lambda: believes_all(client, *started), "all events")
-        late = await joined(workers, 1, 2)
-        try:
-            await until(lambda: believes_all(late, *started), "the snapshots")
-            short = placed("short_prompt")
-            await late.ask([3, *PROMPT], 4)
-            assert placed("short_prompt") == short + 1
-        finally:
-            await late.close()
+        late = await workers.router(prefill=1, decode=2)
+        await until(lambda: believes_all(late, *started), "the snapshots")
+        short = placed("short_prompt")
+        await late.ask([3, *PROMPT], 4)
+        assert placed("short_prompt") == short + 1
 
 
 async def test_departed_worker_holds_no_prefix(redis_server: EmbeddedRedis) -> None:
@@ -164,12 +149,8 @@ async def test_a_reset_is_known_before_the_next_step(redis_server: EmbeddedRedis
 
 async def test_disabled_prefix_reports_send_nothing(redis_server: EmbeddedRedis) -> None:
     async with running_workers(redis_server, **SECTIONS | {"routing": {"prefix_index": False}}) as workers:
-        decode = await workers.start(Role.DECODE)
-        frontend = await workers.frontend(decode)
-        client = await joined(workers, 0, 1)
-        try:
-            await client.ask(PROMPT, 4)
-            await client.ask(PROMPT, 4)
-            assert frontend.prefix_events == [] and client.connection.prefixes.empty
-        finally:
-            await client.close()
+        decode, frontend = await workers.served(Role.DECODE)
+        client = await workers.router(decode=1)
+        await client.ask(PROMPT, 4)
+        await client.ask(PROMPT, 4)
+        assert frontend.prefix_events == [] and client.connection.prefixes.empty

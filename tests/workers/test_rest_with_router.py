@@ -24,8 +24,7 @@ async def sleeping(workers: Workers) -> RouterClient:
     await set_desired(workers.registry, 0, 1)
     seen = Seen.ratio(await workers.registry.desired())
     assert await workers.registry.steer(seen, desired=DesiredRatio(0, 1, IDLE, why="no request")) is not None
-    client = RouterClient(workers.redis, workers.config)
-    await client.start()
+    client = await workers.router()
     assert client.connection.rest.away
     client.connection.router.check_admission()  # it is not refused unread
     return client
@@ -55,7 +54,6 @@ async def wakes(workers: Workers) -> None:
     await workers.start(Role.DECODE)
     await asking
     await until(lambda: not client.connection.rest.away, "it serves")
-    await client.close()
 
 
 async def test_a_request_whose_workers_do_not_come_back_is_refused_in_time(redis_server: EmbeddedRedis) -> None:
@@ -67,19 +65,15 @@ async def test_a_request_whose_workers_do_not_come_back_is_refused_in_time(redis
                 await client.answer([1, 2, 3], 4)
         assert (refused.value.status, refused.value.reason) == (503, "no_decode_worker")
         assert refused.value.retry_after_s > 0
-        await client.close()
 
 
 async def test_idle_time_counts_from_the_last_request(workers: Workers) -> None:
     await workers.start(Role.DECODE)
-    client = RouterClient(workers.redis, workers.config)
-    await client.start()
+    client = await workers.router(decode=1)
     rest = client.connection.rest
-    await until(lambda: client.connection.fleet.ready(Role.DECODE), "it greets")
     await asyncio.sleep(0.2)
     before = rest.idle_s(0, 0)
     assert before > 0.1
     await client.ask([1, 2, 3], 4)
     assert rest.idle_s(0, client.connection.router.learning.offered.requests) < before
     assert rest.idle_s(1, 1) < 0.1, "one is in flight"
-    await client.close()

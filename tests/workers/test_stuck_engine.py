@@ -7,7 +7,6 @@ from typing import Any, cast
 
 import pytest
 from support_bench import counted
-from support_router import RouterClient
 from support_wait import DEADLINE_S, until
 from support_workers import LocalWorker, running_workers
 
@@ -46,10 +45,8 @@ async def test_requests_of_stuck_engine_go_on_elsewhere(
     monkeypatch.setattr(reports, "ENGINE_STUCK_S", 0.5)
     async with running_workers(redis_server, **SECTIONS) as workers:
         first, second = [await workers.start(Role.DECODE) for _ in range(2)]
-        client = RouterClient(workers.redis, workers.config)
-        await client.start()
+        client = await workers.router(decode=2)
         fleet, requests = client.connection.fleet, client.connection.router.requests
-        await until(lambda: fleet.ready(Role.DECODE) == 2, "greetings")
         streams = [asyncio.create_task(client.ask([number, 1, 2, 3], 300)) for number in range(10)]
         await until(lambda: sum(view.load.running for view in fleet.workers.values()) == 10, "streams run")
         moved = counted("pd_retries", why="decode_worker_quiet")
@@ -64,4 +61,3 @@ async def test_requests_of_stuck_engine_go_on_elsewhere(
         with Stuck(second):
             await client.ask([12, 1, 2, 3], 8)
         assert not first.task.done() and not second.task.done()
-        await client.close()

@@ -47,11 +47,8 @@ async def test_kills_and_flips_lose_no_request(redis_server: EmbeddedRedis) -> N
             await workers.spawn(role, wait=False)
         for worker in workers.processes:
             await workers.registered(worker.id)
-        clients = [RouterClient(workers.redis, workers.config) for _ in range(2)]
-        for client in clients:
-            await client.start()
+        clients = [await workers.router(decode=3) for _ in range(2)]
         watcher = await workers.frontend(*workers.processes)
-        await until(lambda: all(client.connection.fleet.ready(Role.DECODE) == 3 for client in clients), "greetings")
         first, second, third, *decodes = workers.processes
 
         async def faults() -> None:
@@ -85,8 +82,6 @@ async def test_kills_and_flips_lose_no_request(redis_server: EmbeddedRedis) -> N
             await killed.stopped()
         await workers.assert_no_leaks()
         assert watcher.id  # keeps hearing the loads that the line above judges by
-        for client in clients:
-            await client.close()
 
 
 @pytest.mark.timeout(180)
@@ -94,7 +89,7 @@ async def test_connections_that_break_leave_no_gap_and_no_token_twice(redis_serv
     """In the middle of messages, again and again, both ways: an answer is whole, or goes on elsewhere."""
     async with running_workers(redis_server, **SECTIONS) as workers:
         started = [await workers.start(role) for role in (Role.PREFILL, Role.DECODE, Role.DECODE)]
-        doors, client = Doors(), RouterClient(workers.redis, workers.config)
+        doors, client = Doors(), workers.unstarted_router()
         doors.open_all()
         ways = {worker.info.request_address: await doors.to(worker.info.request_address) for worker in started}
         transport = client.connection.transport
@@ -124,7 +119,6 @@ async def test_connections_that_break_leave_no_gap_and_no_token_twice(redis_serv
         assert counted("pd_retries", why="connection_reset") > reset
         await workers.assert_no_leaks()
         assert watcher.id  # keeps hearing the loads that the line above judges by
-        await client.close()
         await doors.close()
 
 

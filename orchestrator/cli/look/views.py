@@ -131,7 +131,7 @@ def how_often(key: str) -> str:
     """The group of a configuration key."""
     if key in _OFTEN:
         return OFTEN
-    return SELDOM if key.startswith(_SELDOM) or key.endswith(("timeout_s", "heartbeat_s", "after_s")) else SOMETIMES
+    return SELDOM if key.startswith(_SELDOM) or key.endswith(("timeout_s", "after_s")) else SOMETIMES
 
 
 def keys_view(struct: type[msgspec.Struct]) -> RenderableType:

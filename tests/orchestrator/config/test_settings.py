@@ -119,7 +119,7 @@ def test_there_are_examples_for_each_topology():
         ("model: demo\nslo: {classes: {a b: {ttft_s: 1}}}", "slo.classes: expected text of letters, digits"),
         (
             "model: demo\nworkers: {heartbeat_s: 3}",
-            "workers.timeout_s: expected at least two times workers.heartbeat_s",
+            "workers.heartbeat_s: unknown key; remove it: it is a quarter of workers.timeout_s",
         ),
         (
             "model: demo\nrouting: {fallback: refuse}",

@@ -88,7 +88,7 @@ async def test_launcher_takes_over_workers_of_dead_launcher(tmp_path: Path, monk
     server = EmbeddedRedis()
     redis = await connect(await server.start(tmp_path), 5)
     try:
-        workers = {"heartbeat_s": 0.2, "timeout_s": 1.0, "prefill": {"replicas": 0}}
+        workers = {"timeout_s": 1.0, "prefill": {"replicas": 0}}
         config = parse_config({"model": "m", "engine": "sim", "namespace": fresh_namespace(), "workers": workers})
         registry = Registry(redis, config.namespace)
         await registry.join(msgspec.structs.replace(worker("worker-1"), role=Role.DECODE), 60)  # it was flipped

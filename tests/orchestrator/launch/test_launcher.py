@@ -58,10 +58,23 @@ def forsaken_memory() -> set[str]:
 
 
 @pytest.fixture(scope="module")
-def fleet() -> Iterator[RunningFleet]:
-    # An idle fleet prefills where it decodes, unless it is told otherwise.
-    with running_fleet("sim-2p2d.yaml", *ONE_EACH, "routing.remote_prefill_min_tokens=256") as running:
-        yield running
+def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningFleet]:
+    """Over HTTPS, with a certificate that clients of this process's environment trust."""
+    certificate, key = make_certificate(tmp_path_factory.mktemp("tls"), "IP:127.0.0.1")
+    tls = f"frontend.server_args={{ssl_certfile: {certificate}, ssl_keyfile: {key}, uvicorn_log_level: error}}"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SSL_CERT_FILE", str(certificate))
+        # An idle fleet prefills where it decodes, unless it is told otherwise.
+        with running_fleet("sim-2p2d.yaml", *ONE_EACH, "routing.remote_prefill_min_tokens=256", tls) as running:
+            yield running
+
+
+def test_tls_url_is_served_and_shown(fleet):
+    assert fleet.url.startswith("https://127.0.0.1:")
+    assert all(worker["state"] == "ready" for worker in fleet.workers()), "who is told `Ready` can use all workers"
+    assert fleet.http.get("/v1/models").status_code == 200
+    shown = json.loads(fleet.cli("status", "--json").stdout)
+    assert {worker["blocks_free"] for worker in shown["workers"]} != {None}, "a frontend answered"
 
 
 @pytest.mark.parametrize("shell", ["bash", "sh"])
@@ -127,19 +140,6 @@ def test_ctrl_c_ends_everything(fleet):
     assert folder.log_path.stat().st_size > 0, "the log stays"
 
 
-def test_tls_url_is_served_and_shown(tmp_path, monkeypatch):
-    certificate, key = make_certificate(tmp_path, "IP:127.0.0.1")
-    monkeypatch.setenv("SSL_CERT_FILE", str(certificate))  # httpx trusts it
-    settings = f"{{ssl_certfile: {certificate}, ssl_keyfile: {key}, uvicorn_log_level: error}}"
-    with running_fleet("sim-2p2d.yaml", *ONE_EACH, f"frontend.server_args={settings}") as fleet:
-        assert fleet.url.startswith("https://127.0.0.1:")
-        assert all(worker["state"] == "ready" for worker in fleet.workers()), "who is told `Ready` can use all workers"
-        assert fleet.http.get("/v1/models").status_code == 200
-        assert paste(fleet.curls()[0])["choices"]
-        shown = json.loads(fleet.cli("status", "--json").stdout)
-        assert {worker["blocks_free"] for worker in shown["workers"]} != {None}, "a frontend answered"
-
-
 class Background:
     """`up --detach` and its end."""
 
@@ -168,24 +168,16 @@ def background() -> Iterator[Background]:
         running.folder.wait_until_free(30)
 
 
-def test_a_detached_fleet_runs_on_until_down(background):
-    started = background.up()
-    assert started.returncode == 0, started.stdout + started.stderr
-    assert "\nReady  http://" in started.stdout and "orchestrator down" in started.stdout
+def test_a_detached_fleet_runs_on_until_down_and_reports_as_json(background):
+    started = background.up(options=("--json",))
     pids = [background.folder.launcher_pid(), *noted(background.namespace).values()]
     assert not gone(pids)
-    ended = background.run("down", "--namespace", background.namespace)
-    assert ended.returncode == 0 and "ended" in ended.stdout
-    assert gone(pids) and not background.folder.path.exists()
-
-
-def test_detached_fleet_reports_as_json(background):
-    started = background.up(options=("--json",))
     told = json.loads(started.stdout)
     assert (told["namespace"], told["pid"]) == (background.namespace, background.folder.launcher_pid())
     assert httpx.get(f"{told['url']}/health").status_code == 200 and Path(told["log"]).exists()
     ended = background.run("down", "--namespace", background.namespace, "--json")
     assert json.loads(ended.stdout) == {"namespace": background.namespace, "ended": "in order"}
+    assert gone(pids) and not background.folder.path.exists()
     refused = background.run("up", "configs/sim-2p2d.yaml", "--json")
     assert refused.returncode == 2 and "--detach" in refused.stderr
 
@@ -201,7 +193,9 @@ def test_a_detached_fleet_that_cannot_start_says_why(background):
 
 def test_a_killed_launcher_takes_everything_with_it_and_the_next_one_cleans_up(background):
     before = forsaken_memory()
-    assert background.up().returncode == 0
+    started = background.up()
+    assert started.returncode == 0, started.stdout + started.stderr
+    assert "\nReady  http://" in started.stdout and "orchestrator down" in started.stdout
     launcher = background.folder.launcher_pid()
     pids = list(noted(background.namespace).values())
     assert launcher is not None and len(pids) == 3

@@ -36,7 +36,7 @@ async def fleet(server):
 
 
 async def test_queue_and_registry_work_under_acl(fleet):
-    queue, registry = PrefillQueue(fleet, "mine", queue_config(max_deliveries=1)), Registry(fleet, "mine")
+    queue, registry = PrefillQueue(fleet, "mine", queue_config(), max_deliveries=1), Registry(fleet, "mine")
     await registry.refresh_frontend(Frontend("f1", "http://h", "1", mesh_key="k1"), 5.0)
     assert await registry.frontends_of(["k0", "k1"]) == {"k1": "f1"}
     await set_desired(registry, 1, 1, "test")

@@ -19,7 +19,7 @@ from support_redis import (
 
 from orchestrator.policy.claims import choose_claims
 from orchestrator.store.client import RedisAway
-from orchestrator.store.queue import PrefillQueue, QueueFull, SweepResult
+from orchestrator.store.queue import MAX_DELIVERIES, PrefillQueue, QueueFull, SweepResult
 from orchestrator.types import JobState, QueueDepth, WindowJob
 
 ALL = 10**9  # a budget that everything fits
@@ -30,8 +30,8 @@ async def make(redis):
     """Queues over one namespace, with its frontend there; checked for leaks if the test emptied them."""
     queues, namespace = [], fresh_namespace()
 
-    def make(**changes):
-        queues.append(PrefillQueue(redis, namespace, queue_config(**changes)))
+    def make(max_deliveries=MAX_DELIVERIES, **changes):
+        queues.append(PrefillQueue(redis, namespace, queue_config(**changes), max_deliveries=max_deliveries))
         return queues[-1]
 
     await redis.hset(make().keys.frontend("f1"), "pid", 1)

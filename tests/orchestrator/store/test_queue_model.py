@@ -48,8 +48,8 @@ class QueueMachine(RuleBasedStateMachine):
         self.namespace = fresh_namespace()
         self.redis = self.do(connect(self.url, 5.0))
         # The place is the arrival, which the model knows as an order.
-        config = queue_config(max_requests=MAX_REQUESTS, max_deliveries=MAX_DELIVERIES)
-        self.queue = PrefillQueue(self.redis, self.namespace, config)
+        config = queue_config(max_requests=MAX_REQUESTS)
+        self.queue = PrefillQueue(self.redis, self.namespace, config, max_deliveries=MAX_DELIVERIES)
         self.do(self.redis.hset(self.queue.keys.frontend("f1"), "pid", 1))
         self.do(self.redis.hset(self.queue.keys.worker("w2"), mapping={"role": "prefill", "state": "ready"}))
         self.jobs: dict[str, Job] = {}

@@ -23,7 +23,7 @@ from support_wait import DEADLINE_S, until
 from orchestrator.policy.claims import choose_claims
 from orchestrator.store.client import RedisAway, connect
 from orchestrator.store.keys import Keys
-from orchestrator.store.queue import PrefillQueue
+from orchestrator.store.queue import MAX_DELIVERIES, PrefillQueue
 from orchestrator.types import QueueDepth
 
 ALL = 10**9
@@ -34,9 +34,9 @@ async def queues(server):
     """Makes queues with connections of their own, as processes have them."""
     made, namespace = [], fresh_namespace()
 
-    async def make(waiter="", **changes):
+    async def make(waiter="", max_deliveries=MAX_DELIVERIES, **changes):
         redis = await connect(server.url, 2.0)
-        made.append((PrefillQueue(redis, namespace, queue_config(**changes), waiter), redis))
+        made.append((PrefillQueue(redis, namespace, queue_config(**changes), waiter, max_deliveries), redis))
         return made[-1][0]
 
     make.redis = await connect(server.url, 5.0)

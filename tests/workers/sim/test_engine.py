@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
 
 import pytest
-from support_sim import FAST, SimFixture, collect, request_of, wire_of
+from support_sim import FAST, SimFixture, collect, expected, request_of, wire_of
 from support_wait import DEADLINE_S
 
 from orchestrator.config.settings import ConfigError, KVConfig, SimConfig
@@ -19,25 +18,12 @@ from workers.sim.scheduler import TokenStream
 PROMPT = list(range(100, 180))
 
 
-@pytest.fixture
-async def sims() -> AsyncIterator[SimFixture]:
-    fixture = SimFixture()
-    yield fixture
-    await fixture.close()
-
-
-def expected(prompt: list[int], count: int, start: int = 0) -> list[int]:
-    stream = TokenStream(prompt)
-    return [stream.token(i) for i in range(start, start + count)]
-
-
 async def test_generates_the_tokens_of_its_prompt(sims: SimFixture) -> None:
     engine, _ = await sims.start()
     await engine.submit(request_of("a#1", PROMPT, max_tokens=12))
     result = await collect(engine, "a#1")
     assert result.tokens == expected(PROMPT, 12)
     assert result.finish is FinishReason.LENGTH
-    await sims.assert_no_leaks()
 
 
 async def test_steps_report_remaining_prompt_tokens(sims: SimFixture) -> None:
@@ -45,7 +31,6 @@ async def test_steps_report_remaining_prompt_tokens(sims: SimFixture) -> None:
     await engine.submit(request_of("a#1", list(range(350)), max_tokens=2))
     steps = [await engine.next_step() for _ in range(5)]
     assert [step.tokens_left for step in steps] == [{"a#1": 250}, {"a#1": 150}, {"a#1": 50}, {}, {}]
-    await sims.assert_no_leaks()
 
 
 async def test_resumes_the_same_sequence_where_it_was_left(sims: SimFixture) -> None:
@@ -53,13 +38,10 @@ async def test_resumes_the_same_sequence_where_it_was_left(sims: SimFixture) -> 
     tokens = expected(PROMPT, 12)
     await engine.submit(request_of("a#2", PROMPT, max_tokens=12, resume=tokens[:5]))
     assert (await collect(engine, "a#2")).tokens == tokens[5:]
-    await sims.assert_no_leaks()
 
 
 async def test_prefill_hands_its_kv_over(sims: SimFixture) -> None:
-    prefill, p_info = await sims.start()
-    decode, _ = await sims.start()
-    source = sims.source(p_info, "a#1")
+    prefill, decode, source = await sims.pair()
     # Registered before prefill has even begun.
     await decode.submit(request_of("a#1", PROMPT, max_tokens=6, source=source))
     await prefill.submit(request_of("a#1", PROMPT, phase=Phase.PREFILL))
@@ -76,11 +58,10 @@ async def test_prefill_hands_its_kv_over(sims: SimFixture) -> None:
 @pytest.mark.parametrize("transfer", ["whole", "chunk", "layer", "auto"])
 async def test_every_transfer_mode_sends_each_byte_once(sims: SimFixture, transfer: str) -> None:
     kv = KVConfig(transfer=transfer)  # type: ignore[arg-type]
-    prefill, p_info = await sims.start(kv=kv)
-    decode, _ = await sims.start(kv=kv)
+    prefill, decode, source = await sims.pair(kv=kv)
     prompt = list(range(3000))
     await prefill.submit(request_of("a#1", prompt, phase=Phase.PREFILL))
-    await decode.submit(request_of("a#1", prompt, max_tokens=2, source=sims.source(p_info, "a#1")))
+    await decode.submit(request_of("a#1", prompt, max_tokens=2, source=source))
     assert (await collect(decode, "a#1")).tokens == expected(prompt, 2)
     await sims.assert_no_leaks()
     kv_totals = (await prefill.load()).kv
@@ -90,11 +71,10 @@ async def test_every_transfer_mode_sends_each_byte_once(sims: SimFixture, transf
 
 async def test_link_that_is_not_used_any_more_is_unknown(sims: SimFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("workers.sim.transfers.LINK_AGE_S", 0.2)
-    prefill, p_info = await sims.start()
-    decode, _ = await sims.start()
+    prefill, decode, source = await sims.pair()
     prompt = list(range(3000))
     await prefill.submit(request_of("a#1", prompt, phase=Phase.PREFILL))
-    await decode.submit(request_of("a#1", prompt, max_tokens=2, source=sims.source(p_info, "a#1")))
+    await decode.submit(request_of("a#1", prompt, max_tokens=2, source=source))
     await collect(decode, "a#1")
     loads = [await prefill.load()]
 
@@ -110,14 +90,12 @@ async def test_link_that_is_not_used_any_more_is_unknown(sims: SimFixture, monke
 
 
 async def test_registering_after_prefill_has_ended(sims: SimFixture) -> None:
-    prefill, p_info = await sims.start()
-    decode, _ = await sims.start()
+    prefill, decode, source = await sims.pair()
     await prefill.submit(request_of("a#1", PROMPT, phase=Phase.PREFILL))
     await collect(prefill, "a#1")
     assert (await prefill.load()).blocks_free == FAST.blocks - 5  # held for whoever will ask
-    await decode.submit(request_of("a#1", PROMPT, max_tokens=2, source=sims.source(p_info, "a#1")))
+    await decode.submit(request_of("a#1", PROMPT, max_tokens=2, source=source))
     assert (await collect(decode, "a#1")).tokens == expected(PROMPT, 2)
-    await sims.assert_no_leaks()
 
 
 async def test_unasked_kv_is_released_at_its_deadline(sims: SimFixture) -> None:
@@ -131,7 +109,6 @@ async def test_unasked_kv_is_released_at_its_deadline(sims: SimFixture) -> None:
     result = await collect(decode, "a#1")
     assert result.tokens == expected(PROMPT, 2)
     assert result.stats is not None and result.stats.num_external_cached_tokens == 0
-    await sims.assert_no_leaks()
 
 
 async def test_decode_recomputes_what_does_not_arrive_in_time(sims: SimFixture) -> None:
@@ -153,16 +130,14 @@ async def test_decode_waits_for_long_running_prefill(sims: SimFixture) -> None:
     assert result.tokens == expected(PROMPT, 3)
     assert result.stats is not None and result.stats.num_external_cached_tokens == len(PROMPT)
     assert (await decode.load()).kv.failures == 0
-    await sims.assert_no_leaks()
 
 
 @pytest.mark.parametrize("stage", ["unprefilled", "prefilling", "pushing"])
 async def test_abort_of_the_waiting_decode_side_frees_both(sims: SimFixture, stage: str) -> None:
     # 80 tokens of 1 MB over 1 GB/s: 80 ms in flight.
     slow = SimConfig(kv_bytes_per_token=1_000_000, link_gb_per_s=1.0, prefill_us_per_token=500)
-    prefill, p_info = await sims.start(slow)
-    decode, _ = await sims.start(slow)
-    await decode.submit(request_of("a#1", PROMPT, max_tokens=3, source=sims.source(p_info, "a#1")))
+    prefill, decode, source = await sims.pair(slow, slow)
+    await decode.submit(request_of("a#1", PROMPT, max_tokens=3, source=source))
     if stage != "unprefilled":
         await prefill.submit(request_of("a#1", PROMPT, phase=Phase.PREFILL))
     if stage == "pushing":
@@ -171,17 +146,15 @@ async def test_abort_of_the_waiting_decode_side_frees_both(sims: SimFixture, sta
     await decode.abort(["a#1"])
     if stage != "unprefilled":
         await prefill.abort(["a#1"])
-    await sims.assert_no_leaks()
 
 
 async def test_abort_of_a_decode_that_waits_for_blocks_frees_the_prefill_side_at_once(sims: SimFixture) -> None:
-    prefill, p_info = await sims.start()
-    decode, _ = await sims.start(SimConfig(blocks=8, max_model_len=128))
+    prefill, decode, source = await sims.pair(decode=SimConfig(blocks=8, max_model_len=128))
     await prefill.submit(request_of("a#1", PROMPT, phase=Phase.PREFILL))
     await collect(prefill, "a#1")
     await decode.submit(request_of("long#1", PROMPT, max_tokens=40))
     await sims.until(lambda load: load.running == 1, decode)
-    await decode.submit(request_of("a#1", PROMPT, max_tokens=3, source=sims.source(p_info, "a#1")))
+    await decode.submit(request_of("a#1", PROMPT, max_tokens=3, source=source))
     assert (await decode.load()).waiting == 1
     await decode.abort(["a#1", "long#1"])
     await sims.assert_no_leaks()  # long before the lease ends
@@ -189,9 +162,8 @@ async def test_abort_of_a_decode_that_waits_for_blocks_frees_the_prefill_side_at
 
 async def test_blocks_stay_reserved_while_a_write_may_land(sims: SimFixture) -> None:
     slow = SimConfig(kv_bytes_per_token=1_000_000, link_gb_per_s=1.0)
-    prefill, p_info = await sims.start(slow)
-    decode, _ = await sims.start(slow)
-    await decode.submit(request_of("a#1", PROMPT, max_tokens=3, source=sims.source(p_info, "a#1")))
+    prefill, decode, source = await sims.pair(slow, slow)
+    await decode.submit(request_of("a#1", PROMPT, max_tokens=3, source=source))
     await sims.until(lambda load: load.waiting == 1 and load.blocks_free == slow.blocks - 5, decode)
     await prefill.submit(request_of("a#1", PROMPT, phase=Phase.PREFILL))
     await collect(prefill, "a#1")
@@ -205,34 +177,28 @@ async def test_blocks_stay_reserved_while_a_write_may_land(sims: SimFixture) -> 
 
 
 async def test_abort_of_the_prefill_side_makes_decode_recompute(sims: SimFixture) -> None:
-    prefill, p_info = await sims.start(SimConfig(prefill_us_per_token=2000))
-    decode, _ = await sims.start()
+    prefill, decode, source = await sims.pair(SimConfig(prefill_us_per_token=2000))
     await prefill.submit(request_of("a#1", PROMPT, phase=Phase.PREFILL))
-    await decode.submit(request_of("a#1", PROMPT, max_tokens=3, source=sims.source(p_info, "a#1")))
+    await decode.submit(request_of("a#1", PROMPT, max_tokens=3, source=source))
     await sims.until(lambda load: load.waiting == 1, decode)
     await prefill.abort(["a#1"])
     assert (await collect(decode, "a#1")).tokens == expected(PROMPT, 3)
-    await sims.assert_no_leaks()
 
 
 async def test_prefill_engine_that_stops_is_noticed(sims: SimFixture) -> None:
-    prefill, p_info = await sims.start()
-    decode, _ = await sims.start()
-    await decode.submit(request_of("a#1", PROMPT, max_tokens=3, source=sims.source(p_info, "a#1")))
+    prefill, decode, source = await sims.pair()
+    await decode.submit(request_of("a#1", PROMPT, max_tokens=3, source=source))
     await sims.until(lambda load: load.waiting == 1, decode)
     await sims.stop(prefill)
     assert (await collect(decode, "a#1")).tokens == expected(PROMPT, 3)
-    await sims.assert_no_leaks()
 
 
 async def test_decode_engine_that_stops_frees_the_prefill_side(sims: SimFixture) -> None:
-    prefill, p_info = await sims.start(SimConfig(kv_bytes_per_token=10_000_000, link_gb_per_s=1.0))
-    decode, _ = await sims.start()
-    await decode.submit(request_of("a#1", PROMPT, max_tokens=3, source=sims.source(p_info, "a#1")))
+    prefill, decode, source = await sims.pair(SimConfig(kv_bytes_per_token=10_000_000, link_gb_per_s=1.0))
+    await decode.submit(request_of("a#1", PROMPT, max_tokens=3, source=source))
     await prefill.submit(request_of("a#1", PROMPT, phase=Phase.PREFILL))
     await collect(prefill, "a#1")
     await sims.stop(decode)
-    await sims.assert_no_leaks()
 
 
 async def test_fail_peer_ends_both_halves(sims: SimFixture) -> None:
@@ -247,7 +213,6 @@ async def test_fail_peer_ends_both_halves(sims: SimFixture) -> None:
     result = await collect(decode, "a#1")
     assert result.tokens == expected(PROMPT, 3)
     assert result.stats is not None and result.stats.num_external_cached_tokens == 0
-    await sims.assert_no_leaks()
 
 
 async def test_another_engine_at_the_same_address_is_not_asked(sims: SimFixture) -> None:
@@ -256,16 +221,13 @@ async def test_another_engine_at_the_same_address_is_not_asked(sims: SimFixture)
     source = sims.source(p_info, "a#1", engine_id="an-earlier-process")
     await decode.submit(request_of("a#1", PROMPT, max_tokens=3, source=source))
     assert (await collect(decode, "a#1")).tokens == expected(PROMPT, 3)
-    await sims.assert_no_leaks()
 
 
 async def test_unreachable_source_is_recomputed(sims: SimFixture) -> None:
-    prefill, p_info = await sims.start()
-    decode, _ = await sims.start()
+    prefill, decode, source = await sims.pair()
     await sims.stop(prefill)
-    await decode.submit(request_of("a#1", PROMPT, max_tokens=3, source=sims.source(p_info, "a#1")))
+    await decode.submit(request_of("a#1", PROMPT, max_tokens=3, source=source))
     assert (await collect(decode, "a#1")).tokens == expected(PROMPT, 3)
-    await sims.assert_no_leaks()
 
 
 async def test_preempts_when_blocks_run_out_and_still_answers_all(sims: SimFixture) -> None:
@@ -277,7 +239,6 @@ async def test_preempts_when_blocks_run_out_and_still_answers_all(sims: SimFixtu
     results = await collect(engine, *prompts)
     for key, prompt in prompts.items():
         assert results[key].tokens == expected(prompt, 60)
-    await sims.assert_no_leaks()
 
 
 async def test_stops_at_the_end_of_sequence_only_when_asked(sims: SimFixture) -> None:
@@ -300,7 +261,6 @@ async def test_stops_at_the_end_of_sequence_only_when_asked(sims: SimFixture) ->
     assert results["a#1"].tokens[-1] == 2 and results["a#1"].finish is FinishReason.STOP
     assert len(results["b#1"].tokens) == 400
     assert len(results["c#1"].tokens) == 301
-    await sims.assert_no_leaks()
 
 
 @pytest.mark.parametrize(
@@ -318,7 +278,6 @@ async def test_refuses_what_it_cannot_run(sims: SimFixture, frames: list[bytes],
     engine, _ = await sims.start()
     with pytest.raises(InvalidEngineRequest, match=why):
         await engine.submit(EngineRequest("a#1", Phase.DECODE, frames))
-    await sims.assert_no_leaks()
 
 
 def test_sequences_longer_than_the_memory_are_a_configuration_error() -> None:

@@ -38,7 +38,7 @@ async def real_workers(server: EmbeddedRedis, model: Path) -> AsyncIterator[Work
         "enforce_eager": True,
         "kv_cache_memory_bytes": 64 << 20,
     }
-    times = {"heartbeat_s": 0.2, "timeout_s": 2.0, "start_timeout_s": START_S}
+    times = {"timeout_s": 2.0, "start_timeout_s": START_S}
     async with running_workers(
         server,
         workers={"engine_args": engine_args, "env": {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}, **times},

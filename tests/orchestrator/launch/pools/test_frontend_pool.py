@@ -39,7 +39,7 @@ def pool_on(machines: Sleepers, heartbeat_s: float) -> FrontendPool:
     tree = {
         "model": "demo",
         "engine": "sim",
-        "workers": {"timeout_s": 4 * heartbeat_s, "heartbeat_s": heartbeat_s},
+        "workers": {"timeout_s": 4 * heartbeat_s},
         "launcher": {"restart_backoff_s": 0.01},
     }
     config = parse_config(tree)

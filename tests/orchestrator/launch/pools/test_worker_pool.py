@@ -96,7 +96,6 @@ async def running_pool(
             "namespace": f"pool-{os.getpid()}",
             "redis": {"url": url, "timeout_s": 5},
             "workers": {
-                "heartbeat_s": 0.2,
                 "timeout_s": timeout_s,
                 "prefill": {"replicas": prefill},
                 "decode": {"replicas": decode},

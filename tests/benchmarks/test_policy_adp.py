@@ -3,8 +3,15 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.simulator.adp import AdpSettings, simulate_adp
-from orchestrator.simulator.adp_balance import GateState, RankView, assign_longest_first, gate, level_chunks
+from benchmarks.policy_adp import (
+    AdpSettings,
+    GateState,
+    RankView,
+    assign_longest_first,
+    gate,
+    level_chunks,
+    simulate_adp,
+)
 
 BUSY = RankView(generating=5, waiting_prompts=1, has_room=True)
 DRY = RankView(generating=5, waiting_prompts=0, has_room=True)
