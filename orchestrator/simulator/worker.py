@@ -64,6 +64,7 @@ class Worker:
         self.prefilling: dict[Stay, None] = {}
         self.arrived: list[Stay] = []  # "remote" stays whose KV has arrived, not yet decoding
         self.receiving: dict[Stay, None] = {}  # "remote" stays that have blocks and wait for their KV
+        self.fetching: dict[Stay, int] = {}  # submitted once their prefixes have come -> prompt tokens to compute
         self.held = 0  # "prefill" stays that are computed, and whose KV has not been sent
         self.version = 0
         self.batch = DecodeBatch(profile.block_size)
@@ -133,7 +134,12 @@ class Worker:
 
     @property
     def idle(self) -> bool:
-        return not (self.running or self.waiting or self.arrived or self.receiving or self.held)
+        return not (self.running or self.waiting or self.arrived or self.receiving or self.held or self.fetching)
+
+    @property
+    def tokens_to_compute(self) -> int:
+        """Prompt tokens, those of stays included that wait for a prefix."""
+        return self.pending_tokens + sum(self.fetching.values()) if self.fetching else self.pending_tokens
 
     def used_blocks(self, now: float) -> int:
         """Blocks in use now, including those allocated so far in the current run of steps."""
