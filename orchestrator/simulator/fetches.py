@@ -61,9 +61,10 @@ class Fetches:
         if outcome == "fetched":
             self.fetched_tokens += lacking
             stay.expected_hit_tokens = holder.tokens
-        worker.fetching[stay] = stay.context - here
+        worker.fetching[stay] = None
+        worker.pending_tokens += (tokens := stay.context - here)
         keys = stay.keys[:units] if outcome == "fetched" else ()
-        sim.at(min(ends, given_up), self._end, stay, (worker, keys))
+        sim.at(min(ends, given_up), self._end, stay, (worker, keys, tokens))
         return True
 
     def _holders(self, stay: Stay, asker: Worker) -> list[Holder]:
@@ -79,12 +80,13 @@ class Fetches:
             if it.alive and it is not asker
         ]
 
-    def _end(self, stay: Stay, begun: tuple[Worker, tuple[int, ...]]) -> None:
-        worker, keys = begun
-        del worker.fetching[stay]
-        if not worker.alive:
+    def _end(self, stay: Stay, begun: tuple[Worker, tuple[int, ...], int]) -> None:
+        worker, keys, tokens = begun
+        if stay not in worker.fetching:  # it has died
             self._sim.router.claimed -= stay.phase == "prefill"
             self._sim.at(self._sim.now, self._sim.place_again, stay.job)
             return
+        del worker.fetching[stay]
+        worker.pending_tokens -= tokens
         worker.kv.store(keys)
         worker.submit(stay, self._sim.now)

@@ -274,7 +274,7 @@ class Router:
         size = worker.profile.block_size
         free_tokens = (worker.kv.free + worker.uncomputed_blocks()) * size
         held = len(worker.waiting) + len(worker.prefilling) + len(worker.fetching)
-        return claim_budget(worker.profile.max_num_batched_tokens, worker.tokens_to_compute, held, free_tokens)
+        return claim_budget(worker.profile.max_num_batched_tokens, worker.pending_tokens, held, free_tokens)
 
     def _claim_from_window(self, worker: Worker, budget: int) -> bool:
         affinity = 1.0 if self.index is not None else 0.0

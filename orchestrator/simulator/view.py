@@ -65,7 +65,7 @@ class PoolView:
         entry = self._entries[worker.name]
         free = worker.kv.total - worker.used_blocks(now) + worker.uncomputed_blocks()
         waiting = len(worker.waiting) + len(worker.receiving) + len(worker.arrived) + len(worker.fetching)
-        report = (free, len(worker.running), waiting, worker.tokens_to_compute)
+        report = (free, len(worker.running), waiting, worker.pending_tokens)
         if report == entry.report and not entry.placed and entry.candidate is not None:
             return
         entry.report = report

@@ -339,9 +339,9 @@ def test_a_decode_worker_that_prefills_fetches_and_counts_what_waits_for_it():
     begin = on.fetches.begin
 
     def begun(stay: Stay, worker: Worker) -> bool:
-        tokens = worker.tokens_to_compute
+        tokens = worker.pending_tokens
         if fetches := begin(stay, worker):
-            waited.append((worker.tokens_to_compute - tokens, stay.context - stay.job.hits.get(worker.name, 0)))
+            waited.append((worker.pending_tokens - tokens, stay.context - stay.job.hits.get(worker.name, 0)))
         return fetches
 
     on.router._fetch = begun
