@@ -138,6 +138,7 @@ class WorkerInfo(msgspec.Struct, frozen=True):
     ranks: tuple[str, ...] = ()  # the workers of its unit in their order; none: it is a unit by itself
     settled: int = 0  # the last order of a role for which its requests have ended
     started_as: Role | None = None  # the role whose engine arguments and number of ranks it keeps, whichever it has
+    lends: bool = False  # prefixes pass between its cache and others': its KV can go block by block
 
     @property
     def unit(self) -> str:
@@ -242,17 +243,17 @@ class PrefillJob(msgspec.Struct, frozen=True):
     body: bytes  # `messages.pack_frames` of the engine request
     deliveries: int = 0  # how often a worker has claimed it
     delay_s: float = 0.0  # added to its arrival to give its score in the queue (`policy.policies`)
-    # Worker id -> prompt tokens cached there when it was enqueued: of at most 4 prefill workers, and where prefixes are
-    # fetched of the decode worker that has most.
+    # Worker id -> prompt tokens cached there when it was enqueued: of at most 4 prefill workers, and of `LENT`.
     cached: dict[str, int] = {}
+    LENT = "*"  # no worker's id: has what a worker without it could fetch, from a worker of either role
 
     def tokens_at(self, worker_id: str) -> int:
         """Prompt tokens to compute on this prefill worker; at least 1."""
         return max(1, self.tokens - self.cached.get(worker_id, 0)) if self.cached else self.uncached_tokens
 
     def lacking_at(self, worker_id: str) -> int:
-        """Prompt tokens that another worker has cached beyond those that this one has."""
-        return max(self.cached.values(), default=0) - self.cached.get(worker_id, 0)
+        """Prompt tokens that this worker could fetch; 0 or less for none."""
+        return self.cached.get(self.LENT, 0) - self.cached.get(worker_id, 0)
 
 
 class JobState(str, enum.Enum):

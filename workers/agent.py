@@ -127,7 +127,7 @@ class Agent:
             attempts=self._attempts,
             load=self._load,
             source=self._peers.sources.add,
-            fetch=self._config.kv.fetch == "auto",
+            fetch=self._fetches(info),
         )
         self._claims = ClaimLoop(
             info=info,
@@ -166,6 +166,16 @@ class Agent:
             announce=self._heartbeat_now,
             end=self._ended.set,
         )
+
+    def _fetches(self, info: WorkerInfo) -> bool:
+        """Whether this worker fetches prefixes; the log says why it does not although the configuration asks for it."""
+        wanted = self._config.kv.fetch == "auto"
+        if wanted and not info.lends:
+            log.warning(
+                "kv.fetch: auto does nothing here: prefixes are not cached, or KV of this model or of an engine with "
+                "pipeline stages goes as whole prompts only; set kv.fetch: off"
+            )
+        return wanted and info.lends
 
     async def _serve(self) -> int:
         tasks: list[asyncio.Task[None]] = []

@@ -47,6 +47,7 @@ class EngineInfo(msgspec.Struct, frozen=True):
     kv_bytes_per_token: int
     supported_tasks: tuple[str, ...] = ("generate",)
     speed: EngineSpeed = EngineSpeed()
+    lends: bool = False  # as in `WorkerInfo`
 
 
 class EngineLoad(msgspec.Struct, frozen=True):

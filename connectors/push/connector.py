@@ -94,6 +94,12 @@ class PushConnector(NixlPushConnector):
         assert self.connector_scheduler is not None
         self.connector_scheduler.lending.pool = gpu_block_pool
 
+    @property
+    def lends(self) -> bool:
+        """Scheduler side: whether prefixes can be lent and fetched: KV that only goes whole cannot."""
+        assert self.connector_scheduler is not None
+        return self.connector_scheduler.by_position
+
     def lend(self, key: str, hashes: Sequence[BlockHash], tokens: int) -> None:
         """Scheduler side: send these blocks of the prefix cache, the first `tokens` of a prompt, to whoever asks for
         `key`."""

@@ -15,11 +15,12 @@ import msgspec
 from orchestrator.config.settings import Config
 from orchestrator.fleet.prefixes import PrefixView
 from orchestrator.fleet.queue_view import QueueView
-from orchestrator.fleet.view import Fleet
+from orchestrator.fleet.view import Fleet, WorkerView
 from orchestrator.policy.candidate import Candidate, DecodeChoice
 from orchestrator.policy.placement import RETRY_AFTER_S, Local, PrefillView, Reject, reject_all
 from orchestrator.policy.policies import Policies, Waiting
 from orchestrator.policy.predict.fetch import MAX_HOLDERS, PRIOR_BYTES_PER_S, Holder, choose_holder
+from orchestrator.policy.prefix_index import Hits
 from orchestrator.router.learning import Learning
 from orchestrator.router.request import ActiveRequest, Placed
 from orchestrator.types import PrefillJob, RequestInfo, Role
@@ -103,8 +104,8 @@ class Decider:
             )
         backlog_s = self._predictor.backlog_s(pool.queue, pool.workers_ready) if pool.queue is not None else 0.0
         cached = dict(cached_at_prefill)
-        if self._fetches and (most := max(candidates.decode, key=lambda there: there.cached_tokens)).cached_tokens:
-            cached[most.worker_id] = most.cached_tokens
+        if lent_tokens := max([holder.tokens for holder in self._holders(active, hits)], default=0):
+            cached[PrefillJob.LENT] = lent_tokens
         job = self._job(active, uncached_tokens, cached, placement.later_s)
         return Placed(
             decision.reason,
@@ -160,14 +161,24 @@ class Decider:
     def holder(self, active: ActiveRequest, asker: str, cached_tokens: int) -> Holder | None:
         """The worker from whose cache `asker`, which has `cached_tokens` of the prompt itself, fetches its beginning.
         None: it computes all."""
-        to, parsed = self._fleet.workers.get(asker), active.parsed
-        if not self._fetches or to is None or parsed.frames_with_kv is not None:  # of a prompt with media
+        to = self._fleet.workers.get(asker)
+        if not self._fetches or to is None or not to.info.lends:
             return None
-        if active.crashes:  # only the request itself may be on trial
-            return None
-        held = self._prefixes.look_up(parsed.prefix_keys).longest_hits(MAX_HOLDERS)
+        holders = self._holders(active, self._prefixes.look_up(active.parsed.prefix_keys), to)
+        # The fastest link that was measured: a worker that has sent no KV lately has none.
+        loads = (view.load for view in self._fleet.workers.values() if view.load is not None)
+        link_bytes_per_s = max((load.kv.link_bytes_per_s for load in loads), default=0.0) or PRIOR_BYTES_PER_S
+        link_s_per_token = to.info.kv_bytes_per_token / link_bytes_per_s
+        return choose_holder(holders, cached_tokens, self._predictor.s_per_token, link_s_per_token)
+
+    def _holders(self, active: ActiveRequest, hits: Hits, to: WorkerView | None = None) -> list[Holder]:
+        """Of the workers with most of the prompt, those from which another one, or `to`, could fetch it."""
+        # A prompt with media is not fetched; of one that may crash engines only the request itself may be on trial.
+        if not self._fetches or active.parsed.frames_with_kv is not None or active.crashes:
+            return []
+        held = hits.longest_hits(MAX_HOLDERS)
         views = [(self._fleet.workers[name], blocks) for name, blocks in held.items() if name in self._fleet.workers]
-        holders = [
+        return [
             Holder(
                 worker_id=view.info.id,
                 tokens=blocks * self._fleet.block_size,
@@ -176,16 +187,12 @@ class Decider:
             )
             for view, blocks in views
             if view.load is not None
+            and view.info.lends
             and view is not to
             and view.usable_as is not None
             and not view.quiet
-            and view.info.generation == to.info.generation
+            and (to is None or view.info.generation == to.info.generation)
         ]
-        # The fastest link that was measured: a worker that has sent no KV lately has none.
-        loads = (view.load for view in self._fleet.workers.values() if view.load is not None)
-        link_bytes_per_s = max((load.kv.link_bytes_per_s for load in loads), default=0.0) or PRIOR_BYTES_PER_S
-        link_s_per_token = to.info.kv_bytes_per_token / link_bytes_per_s
-        return choose_holder(holders, cached_tokens, self._predictor.s_per_token, link_s_per_token)
 
     def _prefill_pool(self, cached_tokens: int = 0, blocked: str | None = None) -> PrefillView:
         return PrefillView(self._fleet.ready(Role.PREFILL), self._queue.depth, cached_tokens, blocked=blocked)

@@ -1,7 +1,7 @@
-"""Prefixes that prefill workers fetch from other workers' caches before they compute a prompt.
+"""Prefixes that workers fetch from other workers' caches before they compute a prompt, of either role.
 
-`policy/predict/fetch.py` decides, when a job is claimed. A fetch takes its time of both workers' links, after what
-these carry already, and is given up after a bound, as in a real worker.
+`policy/predict/fetch.py` decides, when a job is claimed or placed locally. A fetch takes its time of both workers'
+links, after what these carry already, and is given up after a bound, as in a real worker.
 """
 
 from __future__ import annotations
@@ -35,12 +35,11 @@ class Fetches:
     def __init__(self, sim: Simulated, unit_tokens: int) -> None:
         """`unit_tokens`: of the load's prefix keys."""
         self._sim, self._unit_tokens = sim, unit_tokens
-        self.waiting_tokens = Counter[str]()  # by prefill worker: to compute there, once their prefixes have come
         self.fetched_tokens = 0
         self.outcomes = Counter[str]()
 
     def begin(self, stay: Stay, worker: Worker) -> bool:
-        """Fetch what `worker` lacks for this prefill, and submit it then. False: it is to be submitted now."""
+        """Fetch what `worker` lacks of this prompt, and submit the stay then. False: it is to be submitted now."""
         sim, router, profile = self._sim, self._sim.router, self._sim.settings.profile
         here = stay.job.hits.get(worker.name, 0)
         rate = router.link_bytes_per_s.at(sim.now) or PRIOR_BYTES_PER_S
@@ -62,9 +61,10 @@ class Fetches:
         if outcome == "fetched":
             self.fetched_tokens += lacking
             stay.expected_hit_tokens = holder.tokens
-        self.waiting_tokens[worker.name] += stay.context - here
+        worker.fetching[stay] = None
+        worker.pending_tokens += (tokens := stay.context - here)
         keys = stay.keys[:units] if outcome == "fetched" else ()
-        sim.at(min(ends, given_up), self._end, stay, (worker, keys, stay.context - here))
+        sim.at(min(ends, given_up), self._end, stay, (worker, keys, tokens))
         return True
 
     def _holders(self, stay: Stay, asker: Worker) -> list[Holder]:
@@ -82,10 +82,11 @@ class Fetches:
 
     def _end(self, stay: Stay, begun: tuple[Worker, tuple[int, ...], int]) -> None:
         worker, keys, tokens = begun
-        self.waiting_tokens[worker.name] -= tokens
-        if not worker.alive or worker.name not in self._sim.router.prefill:
-            self._sim.router.claimed -= 1
+        if stay not in worker.fetching:  # it has died
+            self._sim.router.claimed -= stay.phase == "prefill"
             self._sim.at(self._sim.now, self._sim.place_again, stay.job)
             return
+        del worker.fetching[stay]
+        worker.pending_tokens -= tokens
         worker.kv.store(keys)
         worker.submit(stay, self._sim.now)

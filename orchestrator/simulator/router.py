@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import msgspec
@@ -64,7 +64,6 @@ class Router:
         self.queue: list[tuple[float, int, Job]] = []
         self.queue_tokens = 0
         self.claimed = 0
-        self.fetching_tokens: Mapping[str, int] = {}  # by worker, to compute once their prefixes have come
         self.reasons: Counter[str] = Counter()
         self.offered = Offered()
         self.reuse = ReuseCounter()
@@ -171,7 +170,12 @@ class Router:
         expected_hit = job.prompt_tokens - compute
         stay = Stay(job, phase, job.prompt_tokens, job.output_tokens, job.arrival.keys, order, expected_hit)
         self.decode.placed(name, job.prompt_tokens, compute)
-        self.decode.worker(name).submit(stay, self._clock.now)
+        self._begin(stay, self.decode.worker(name))
+
+    def _begin(self, stay: Stay, worker: Worker) -> None:
+        """Submit a stay that computes its prompt, or have the worker fetch what it can of that first."""
+        if self._fetch is None or self.stack.dispatch == "push" or not self._fetch(stay, worker):
+            worker.submit(stay, self._clock.now)
 
     def look_up(self, job: Job) -> dict[str, int]:
         """Cached tokens of the job's prompt by worker, as the prefix index has them."""
@@ -269,9 +273,8 @@ class Router:
     def _claim_budget(self, worker: Worker) -> int:
         size = worker.profile.block_size
         free_tokens = (worker.kv.free + worker.uncomputed_blocks()) * size
-        fetching = self.fetching_tokens.get(worker.name, 0)
-        held = len(worker.waiting) + len(worker.prefilling) + (fetching > 0)
-        return claim_budget(worker.profile.max_num_batched_tokens, worker.pending_tokens + fetching, held, free_tokens)
+        held = len(worker.waiting) + len(worker.prefilling) + len(worker.fetching)
+        return claim_budget(worker.profile.max_num_batched_tokens, worker.pending_tokens, held, free_tokens)
 
     def _claim_from_window(self, worker: Worker, budget: int) -> bool:
         affinity = 1.0 if self.index is not None else 0.0
@@ -305,10 +308,8 @@ class Router:
         self.claimed += 1
         job.placed_at = self._clock.now
         hit = job.hits.get(worker.name, 0)
-        now = self._clock.now
-        stay = Stay(job, "prefill", job.prompt_tokens, 0, job.arrival.keys, now, hit)
-        if self._fetch is None or self.stack.dispatch == "push" or not self._fetch(stay, worker):
-            worker.submit(stay, now)
+        stay = Stay(job, "prefill", job.prompt_tokens, 0, job.arrival.keys, self._clock.now, hit)
+        self._begin(stay, worker)
 
     # ---- reports of workers ----------------------------------------------------------------------------------
 

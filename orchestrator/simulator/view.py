@@ -64,7 +64,7 @@ class PoolView:
     def reported(self, worker: Worker, now: float) -> None:
         entry = self._entries[worker.name]
         free = worker.kv.total - worker.used_blocks(now) + worker.uncomputed_blocks()
-        waiting = len(worker.waiting) + len(worker.receiving) + len(worker.arrived)
+        waiting = len(worker.waiting) + len(worker.receiving) + len(worker.arrived) + len(worker.fetching)
         report = (free, len(worker.running), waiting, worker.pending_tokens)
         if report == entry.report and not entry.placed and entry.candidate is not None:
             return

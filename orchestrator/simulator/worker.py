@@ -51,7 +51,7 @@ class Worker:
         self.unit_tokens = unit_tokens
         self.kv = KVPool(profile.blocks, max(1, unit_tokens // profile.block_size))
         self.alive = True
-        self.pending_tokens = 0  # prompt tokens to compute; for waiting stays, as many as the router expects
+        self.pending_tokens = 0  # prompt tokens to compute; for waiting and fetching stays, as the router expects
         self.computed_tokens = self.preemptions = 0
         self.busy_s = 0.0
         self.plain_s = 0.0  # the part of `busy_s` in steps that only decoded
@@ -64,6 +64,7 @@ class Worker:
         self.prefilling: dict[Stay, None] = {}
         self.arrived: list[Stay] = []  # "remote" stays whose KV has arrived, not yet decoding
         self.receiving: dict[Stay, None] = {}  # "remote" stays that have blocks and wait for their KV
+        self.fetching: dict[Stay, None] = {}  # submitted once their prefixes have come
         self.held = 0  # "prefill" stays that are computed, and whose KV has not been sent
         self.version = 0
         self.batch = DecodeBatch(profile.block_size)
@@ -122,10 +123,9 @@ class Worker:
         self.version += 1
         self.kv.clear()
         self.waiting.clear()
-        self.running.clear()
-        self.prefilling.clear()
         self.arrived.clear()
-        self.receiving.clear()
+        for stays in (self.running, self.prefilling, self.receiving, self.fetching):
+            stays.clear()
         self.batch.clear()
         self._chunks = []
         self.pending_tokens = self.held = 0
@@ -133,7 +133,7 @@ class Worker:
 
     @property
     def idle(self) -> bool:
-        return not (self.running or self.waiting or self.arrived or self.receiving or self.held)
+        return not (self.running or self.waiting or self.arrived or self.receiving or self.held or self.fetching)
 
     def used_blocks(self, now: float) -> int:
         """Blocks in use now, including those allocated so far in the current run of steps."""

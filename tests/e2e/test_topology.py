@@ -110,6 +110,28 @@ async def test_prefix_hits_on_both_sides(pair, reference) -> None:
     await assert_no_leaks(prefill, decode)
 
 
+async def test_a_prefix_is_lent_where_kv_can_go_block_by_block(pair, reference) -> None:
+    prefill, decode = pair
+    if prefill.info.kv.pp_size > 1:
+        assert not prefill.info.lends and decode.info.lends
+        return
+    assert prefill.info.lends and decode.info.lends
+    held = prompt(640)
+    for holder, asker in ((prefill, decode), (decode, prefill)):
+        key, body, asked = f"held-{next(COUNT)}", frames(held), frames(held + prompt(60))
+        await holder.decode(key, body)
+        await holder.done(key, 60)
+        await asker.engine.call("reset_prefix_cache", [], {})
+        await asker.decode(f"{key}~", asked, holder.source(f"{key}~"), prefix_tokens=640)
+        await holder.engine.lend(f"{key}~", asked, 640)
+        await asker.done(f"{key}~", 60)
+        assert asker.stats[f"{key}~"].num_external_cached_tokens == 640
+        await asker.decode(f"{key}+", asked)
+        assert await asker.done(f"{key}+", 60) == await expected(reference, asked)
+        assert asker.stats[f"{key}+"].num_local_cached_tokens == 640
+    await assert_no_leaks(prefill, decode)
+
+
 async def test_an_abort_frees_both_sides_and_harms_nobody(pair, reference) -> None:
     prefill, decode = pair
     doomed, other = f"aborted-{next(COUNT)}#1", f"other-{next(COUNT)}#1"

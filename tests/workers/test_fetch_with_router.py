@@ -6,14 +6,19 @@ import asyncio
 import signal
 from typing import Any
 
-from support_router import RouterClient
+import msgspec
+import pytest
+from support_router import RouterClient, SimRouterCodec
 from support_wait import until
 from support_workers import LocalWorker, WorkerProcess, Workers, running_workers
 
 from orchestrator.launch.host.redis_server import EmbeddedRedis
 from orchestrator.policy.prefix_keys import prefix_keys
-from orchestrator.types import KVSource, Role
+from orchestrator.types import KVSource, PrefillJob, Role
 from orchestrator.wire.messages import Prefix, Submit
+from workers.engine import EngineInfo
+from workers.prefills import Fetches
+from workers.sim.engine import SimEngine
 
 SECTIONS: dict[str, Any] = {
     "sim": {"prefill_us_per_token": 400.0, "speed": 1.0},
@@ -118,6 +123,65 @@ async def test_nothing_is_asked_for_while_it_is_off(redis_server: EmbeddedRedis)
         assert counts(client, prefill) == ({}, 0)
 
 
+@pytest.fixture
+def questions(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Keys of the prefills whose worker asks what it can fetch, and waits for the answer."""
+    asked: list[str] = []
+    answered = Fetches.answered
+
+    async def noted(fetches: Fetches, key: str) -> Prefix | None:
+        asked.append(key)
+        return await answered(fetches, key)
+
+    monkeypatch.setattr(Fetches, "answered", noted)
+    return asked
+
+
+@pytest.mark.parametrize("lends", [{Role.PREFILL}, {Role.DECODE}], ids=["holder cannot", "asker cannot"])
+async def test_an_engine_whose_kv_goes_whole_neither_asks_nor_is_asked(
+    redis_server: EmbeddedRedis, monkeypatch: pytest.MonkeyPatch, questions: list[str], lends: set[Role]
+) -> None:
+    start = SimEngine.start
+
+    async def started(engine: SimEngine) -> EngineInfo:
+        return msgspec.structs.replace(await start(engine), lends=role in lends)
+
+    monkeypatch.setattr(SimEngine, "start", started)
+    async with running_workers(redis_server, **SECTIONS) as workers:
+        role = Role.PREFILL
+        prefill = await workers.start(role)
+        role = Role.DECODE
+        decode = await workers.start(role)
+        client = await joined(workers, 1)
+        await holding(client, prefill, decode)
+        await client.ask(turn(0), 4)
+        assert not questions and counts(client, prefill) == ({}, 0)
+        await client.close()
+
+
+async def test_nobody_asks_for_the_prefix_of_a_prompt_with_media(
+    redis_server: EmbeddedRedis, monkeypatch: pytest.MonkeyPatch, questions: list[str]
+) -> None:
+    async with running_workers(redis_server, **SECTIONS) as workers:
+        prefill, decode = await workers.start(Role.PREFILL), await workers.start(Role.DECODE)
+        client = await joined(workers, 1)
+        await holding(client, prefill, decode)
+        read = SimRouterCodec.read
+
+        def with_media(codec: SimRouterCodec, *arguments: Any) -> Any:
+            parsed = read(codec, *arguments)
+            return msgspec.structs.replace(parsed, frames_with_kv=parsed.frames)
+
+        monkeypatch.setattr(SimRouterCodec, "read", with_media)
+        await client.ask(turn(0), 4)
+        assert not questions and counts(client, prefill) == ({}, 0)
+        monkeypatch.setattr(SimRouterCodec, "read", read)
+        await forget(client, prefill)
+        await client.ask(turn(1), 4)
+        assert questions, "of another prompt it does"
+        await client.close()
+
+
 async def asked_of_a_stopped_holder(redis_server: EmbeddedRedis, then: signal.Signals) -> None:
     """A holder that fails while it is asked costs no request and no block."""
     async with running_workers(redis_server, **SECTIONS | {"workers": {"timeout_s": 5.0}}) as workers:
@@ -166,10 +230,10 @@ async def test_a_frontend_that_does_not_answer_is_not_waited_for(redis_server: E
         prefill, decode = await workers.start(Role.PREFILL), await workers.start(Role.DECODE)
         frontend = await workers.frontend(prefill, decode, binds_to=decode)
         request = frontend.new(PROMPT, 4)
-        claimed = await frontend.claimed(request, cached={decode.id: PREFIX_TOKENS, prefill.id: 0})
+        claimed = await frontend.claimed(request, cached={PrefillJob.LENT: PREFIX_TOKENS, prefill.id: 0})
         assert claimed.cached_tokens == 0, "it asks what to fetch"
         await frontend.finished(request)
         few = frontend.new(turn(1), 4)
-        claimed = await frontend.claimed(few, cached={decode.id: 32})
+        claimed = await frontend.claimed(few, cached={PrefillJob.LENT: 32})
         assert claimed.cached_tokens is None, "32 tokens are not worth asking"
         await frontend.finished(few)

@@ -105,6 +105,7 @@ class SimEngine:
             max_num_batched_tokens=config.max_num_batched_tokens,
             kv_bytes_per_token=config.kv_bytes_per_token,
             speed=self._speed(),
+            lends=config.prefix_caching,
         )
 
     async def submit(self, request: EngineRequest) -> None:

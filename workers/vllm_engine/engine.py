@@ -49,9 +49,9 @@ class VllmEngine:
     one of a `group`.
 
     `engine_args` are AsyncEngineArgs fields. `kv_port` must be free; it is bound at `kv_host`, and peers reach it at
-    `kv_advertise`. `cores` pins a CPU engine. `prefix_events`: whether steps report
-    changes of the prefix cache. `encrypted`: whether KV handshakes are. `profile`: whether the engine measures its own
-    speed when it starts. `warm`: whether it first runs a few requests, so that no client waits for one-time set-up.
+    `kv_advertise`. `cores` pins a CPU engine. `prefix_events`: steps report changes of the prefix cache. `encrypted`:
+    KV handshakes are. `profile`: it measures its speed when it starts. `warm`: it first runs a few requests, so that no
+    client waits for one-time set-up.
     """
 
     def __init__(
@@ -128,8 +128,7 @@ class VllmEngine:
             self._client, config = await started
         except (RuntimeError, EngineDeadError) as error:
             raise EngineDead(f"engine for {self._model} did not start: {error}") from error
-        caching = config.cache_config
-        self._cached_block_tokens = caching.block_size if caching.enable_prefix_caching else 0
+        self._cached_block_tokens = kv.block_size if (kv := config.cache_config).enable_prefix_caching else 0
         self._reader = asyncio.create_task(self._read())
         facts = await self.call_engine("pd_describe")
         self._ranks = RankWatch([*facts["rank_pids"], *coordinators(self._client)], self._rank_ended)
@@ -160,6 +159,7 @@ class VllmEngine:
             kv_bytes_per_token=facts["kv_bytes_per_token"],
             supported_tasks=tuple(tasks),
             speed=speed,
+            lends=facts["lends"] and bool(self._cached_block_tokens),
         )
 
     async def _measure(self, config: VllmConfig) -> EngineSpeed:

@@ -136,7 +136,7 @@ def _pd_load(engine: Any) -> list[int]:
 
 def _pd_describe(engine: Any) -> dict[str, Any]:
     """Its id as peers know it, usable KV blocks, bytes of KV per token over all layers and ranks of the engine,
-    attention backend, and the process ids of ranks in other processes."""
+    attention backend, the process ids of ranks in other processes, and whether its KV can go block by block."""
     config = engine.scheduler.kv_cache_config
     tokens = config.num_blocks * engine.vllm_config.cache_config.block_size
     ranks = engine.vllm_config.parallel_config.world_size
@@ -146,6 +146,7 @@ def _pd_describe(engine: Any) -> dict[str, Any]:
         "blocks_total": config.num_blocks - 1,
         "kv_bytes_per_token": total // max(1, tokens),
         "rank_pids": [rank.proc.pid for rank in getattr(engine.model_executor, "workers", []) if hasattr(rank, "proc")],
+        "lends": bool(getattr(engine.scheduler.get_kv_connector(), "lends", False)),
         "attention_backend": engine.model_executor.collective_rpc(_attention_backend)[0],
     }
 

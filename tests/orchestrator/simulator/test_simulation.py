@@ -10,12 +10,14 @@ from orchestrator.config.settings import SLOConfig
 from orchestrator.policy.placement import claim_timeout_s
 from orchestrator.policy.ratio import decision
 from orchestrator.simulator.faults import Faults
+from orchestrator.simulator.job import Stay
 from orchestrator.simulator.loads import synthetic
 from orchestrator.simulator.profile import PROFILES, Profile, load_profile
 from orchestrator.simulator.report import goodput, report
 from orchestrator.simulator.settings import SHIPPED, FleetError, Settings, changed, stack, stack_names
 from orchestrator.simulator.simulation import Simulation
 from orchestrator.simulator.trace import Arrival, Load, at_rate
+from orchestrator.simulator.worker import Worker
 from orchestrator.types import QueueDepth
 
 PROFILE = Profile(
@@ -323,10 +325,33 @@ def test_a_fetched_prefix_is_not_computed_and_takes_its_time_of_the_link():
     assert report(on).ttft_p50_s < 0.7 * report(off).ttft_p50_s
     for sim in (off, on):
         assert_no_leaks(sim)
-        assert sum(sim.fetches.waiting_tokens.values()) == 0
+        assert not any(worker.fetching for worker in sim.workers.values())
     slow = forgetful("auto", link_bytes_per_s=1e7)  # as slow as computing, once it is known
     assert slow.fetches.fetched_tokens < on.fetches.fetched_tokens / 4
     assert_no_leaks(slow)
+
+
+def test_a_decode_worker_that_prefills_fetches_and_counts_what_waits_for_it():
+    """Two decode workers by turns, without a prefill worker: each lacks what the other generated."""
+    load = conversations(count=11)  # an odd number: the next turn is on the other worker
+    off, on = (simulate(load, prefill=0, kv={"fetch": way}, **SMALL) for way in ("off", "auto"))
+    waited: list[tuple[int, int]] = []
+    begin = on.fetches.begin
+
+    def begun(stay: Stay, worker: Worker) -> bool:
+        tokens = worker.pending_tokens
+        if fetches := begin(stay, worker):
+            waited.append((worker.pending_tokens - tokens, stay.context - stay.job.hits.get(worker.name, 0)))
+        return fetches
+
+    on.router._fetch = begun
+    for sim in (off, on):
+        sim.run()
+        assert_no_leaks(sim)
+    assert on.fetches.outcomes == {"fetched": 11} and len(waited) == 11, "each conversation once: a turn is too short"
+    assert all(counted == tokens for counted, tokens in waited), "in the worker's load"
+    computed = [sum(worker.computed_tokens for worker in sim.workers.values()) for sim in (off, on)]
+    assert computed[1] == pytest.approx(computed[0] - on.fetches.fetched_tokens, rel=0.01)
 
 
 def test_workers_that_die_during_fetches_lose_no_request():
@@ -340,4 +365,4 @@ def test_workers_that_die_during_fetches_lose_no_request():
     sim.finish_events()
     assert sim.fetches.outcomes["fetched"] > 5
     assert {job.outcome for job in sim.jobs} == {"ok"}
-    assert sim.left == 0 and sim.router.claimed == 0 and sum(sim.fetches.waiting_tokens.values()) == 0
+    assert sim.left == 0 and sim.router.claimed == 0 and not any(it.fetching for it in sim.workers.values())

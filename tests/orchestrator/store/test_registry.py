@@ -85,6 +85,7 @@ def test_fields_survive_round_trip():
 
 
 HAVE_DEFAULTS = {
+    "lends",
     "ranks",
     "settled",
     "supported_tasks",
@@ -118,7 +119,7 @@ def test_a_missing_field_may_have_a_default(field):
     fields = worker_to_fields(worker("w"))
     del fields[field]
     read = worker_to_fields(worker_from_fields("w", fields))
-    assert read.pop(field) in ("", "0", "1", "0.0") and read == fields
+    assert read.pop(field) in ("", "0", "1", "0.0", "False") and read == fields
 
 
 @given(

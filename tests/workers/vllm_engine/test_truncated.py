@@ -21,6 +21,7 @@ async def test_decode_computes_rest_of_truncated_prompt(tmp_path: Path, monkeypa
     model = tiny_model(tmp_path / "tiny")
     prefill = await Driver.start(model, name="prefill")
     decode = await Driver.start(model, name="decode", enable_prefix_caching=False)
+    assert not prefill.info.lends and not decode.info.lends, "a prompt's KV goes whole"
     for length in (2, BACKOFF_TOKENS + 32, 700):
         body = frames(random.Random(length).choices(range(3, 500), k=length), 6)
         await decode.decode(f"alone-{length}", body)
