@@ -15,11 +15,12 @@ class Relay:
         self.target = host, port  # of new connections
         self._change = change
         self._pumps: set[asyncio.Task[None]] = set()
+        self.accepted = 0  # connections so far
 
     @contextlib.asynccontextmanager
-    async def listening(self, **options: Any) -> AsyncIterator[int]:
+    async def listening(self, host: str = "127.0.0.1", port: int = 0, **options: Any) -> AsyncIterator[int]:
         """Yields the relay's port. `options` of asyncio.start_server."""
-        server = await asyncio.start_server(self._accept, "127.0.0.1", 0, **options)
+        server = await asyncio.start_server(self._accept, host, port, **options)
         try:
             yield server.sockets[0].getsockname()[1]
         finally:
@@ -29,6 +30,7 @@ class Relay:
             await asyncio.gather(*self._pumps, return_exceptions=True)
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.accepted += 1
         there_reader, there = await asyncio.open_connection(*self.target)
         for way in ((reader, there, True), (there_reader, writer, False)):
             self._pumps.add(asyncio.create_task(self._pump(*way)))

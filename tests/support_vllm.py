@@ -117,7 +117,7 @@ class Driver:
         cores = args.pop("cores", None)
         profile, warm = args.pop("profile", False), args.pop("warm", False)
         kv_port = args.pop("kv_port", None) or next(free_ports("127.0.0.1"))
-        group = args.pop("group", Group())
+        group, kv_advertise = args.pop("group", Group()), args.pop("kv_advertise", "")
         defaults = {
             "skip_tokenizer_init": True,
             "dtype": "float32",
@@ -133,6 +133,7 @@ class Driver:
             engine_id=f"{name}-{uuid.uuid4().hex[:8]}",
             kv_host="127.0.0.1",
             kv_port=kv_port,
+            kv_advertise=kv_advertise,
             kv=kv or KVConfig(),
             cores=cores,
             prefix_events=True,

@@ -165,6 +165,8 @@ class Connections(NixlPushConnectorWorker):
             case wire.Hello(epoch=epoch, engine=engine, listens=listens):
                 self._peer_addresses.listens(engine, listens)
                 return self._inbound.hello(agent, epoch, now)
+            case wire.Meet(sender=sender):
+                return self._meet(sender, None, now)
             case wire.Computing(request=request):
                 return self._inbound.computing(request, agent, now)
             case wire.Landed(request=request, digest=digest):
@@ -210,8 +212,12 @@ class Connections(NixlPushConnectorWorker):
 
     # ---- connections -------------------------------------------------------------------------------------------
 
-    def _meet(self, peer: wire.Endpoint, now: float) -> Iterable[Any]:
-        return [] if peer.engine_id in self._endpoints else [do.Connect(peer)]
+    def _meet(self, peer: wire.Endpoint, here: wire.Endpoint | None, now: float) -> Iterable[Any]:
+        """Connects ahead. The peer is told to do so too where it has `here`: it may not look for a worker whose role
+        has changed."""
+        if peer.engine_id in self._endpoints:
+            return []
+        return [do.Connect(peer), *([do.Tell(peer.engine_id, wire.Meet(here))] if here is not None else [])]
 
     def _connect(self, peer: wire.Endpoint) -> None:
         if peer.engine_id not in self._connecting:

@@ -116,6 +116,14 @@ class Unused:
     source: Endpoint
 
 
+@dataclass(frozen=True)
+class Met:
+    """Connect with `peer`, and have it connect with `here`, before a request needs that."""
+
+    peer: Endpoint
+    here: Endpoint
+
+
 class PushMetadata(KVConnectorMetadata):
     def __init__(self) -> None:
         self.started: list[Started] = []
@@ -127,7 +135,7 @@ class PushMetadata(KVConnectorMetadata):
         self.withdrawn: dict[str, str] = {}  # and why
         self.unused: list[Unused] = []
         self.dead_engines: list[str] = []
-        self.met: list[Endpoint] = []  # engines to connect with, before a request needs them
+        self.met: list[Met] = []
 
     def has_news(self) -> bool:
         return bool(

@@ -24,6 +24,7 @@ from connectors.push.actions import NO_BLOCK
 from connectors.push.metadata import (
     Computed,
     Finished,
+    Met,
     Preempted,
     PushMetadata,
     PushOptions,
@@ -69,8 +70,9 @@ class PushScheduler(NixlPushConnectorScheduler):
         super().__init__(vllm_config, engine_id, kv_cache_config)
         self.options = PushOptions.of(vllm_config)
         host = self.options.advertise or self.side_channel_host
-        ranks, key = vllm_config.parallel_config.tensor_parallel_size, handshake.public_key()
-        self._endpoint = Endpoint(engine_id, host, self.side_channel_port, ranks, key=key)
+        parallel, key = vllm_config.parallel_config, handshake.public_key()
+        ranks, stages = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
+        self._endpoint = Endpoint(engine_id, host, self.side_channel_port, ranks, stages, key)
         # Attention in blocks of one size, computed on one pipeline stage, is shipped by block position as it grows.
         # Anything else is shipped whole, when vLLM hands over the final block lists.
         groups = kv_cache_config.kv_cache_groups
@@ -78,7 +80,7 @@ class PushScheduler(NixlPushConnectorScheduler):
             len(kv_cache_config.transfer_groups) == len(groups)
             and all(self._is_positional(group.kv_cache_spec) for group in groups)
             and self._prefill_backoff() == 0
-            and vllm_config.parallel_config.pipeline_parallel_size == 1
+            and stages == 1
         )
         if not self.by_position and self.options.transfer != "whole":
             logger.info("This model or topology cannot stream its KV: each prompt is pushed whole (transfer: whole)")
@@ -310,7 +312,7 @@ class PushScheduler(NixlPushConnectorScheduler):
     def meet(self, peer: Endpoint) -> None:
         """The next step, which this call causes, tells the worker half."""
         if peer.engine_id != self.engine_id and not self._is_dead(peer.engine_id):
-            self._next.met.append(peer)
+            self._next.met.append(Met(peer, self._endpoint))
 
     def _is_dead(self, engine_id: str) -> bool:
         if time.monotonic() >= self._dead.get(engine_id, 0.0):

@@ -10,7 +10,7 @@ from typing import Union
 import msgspec
 
 # Raise it with any change below: peers of another version are refused at the handshake and at each message.
-VERSION = 8
+VERSION = 9
 PREFIX = b"PDKV%d:" % VERSION
 
 
@@ -85,6 +85,16 @@ class Hello(msgspec.Struct, tag="hello", frozen=True):
         return ""  # it belongs to no request
 
 
+class Meet(msgspec.Struct, tag="meet", frozen=True):
+    """To an engine that may exchange KV with `sender` later: connect with it now. Not answered."""
+
+    sender: Endpoint
+
+    @property
+    def request(self) -> str:
+        return ""  # it belongs to no request
+
+
 class Computing(msgspec.Struct, tag="computing", frozen=True):
     """Prefill to decode: this prefill is still running. Decode answers with the `Register` again."""
 
@@ -110,7 +120,7 @@ class Gone(msgspec.Struct, tag="gone", frozen=True):
     failed_epoch: int = 0
 
 
-Message = Union[Register, Unregister, Hello, Computing, Landed, Gone]
+Message = Union[Register, Unregister, Hello, Meet, Computing, Landed, Gone]
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(Message)

@@ -61,8 +61,8 @@ class PushWorker(Connections):
         self.handle_preemptions(metadata)
         for engine in metadata.dead_engines:
             self._submit(functools.partial(self._on_dead, engine))
-        for peer in metadata.met:
-            self._submit(functools.partial(self._meet, peer))
+        for met in metadata.met:
+            self._submit(functools.partial(self._meet, met.peer, met.here))
         self._begin(metadata)
         self._ship_earlier(metadata)
         for reserved in metadata.reserved:

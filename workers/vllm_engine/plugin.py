@@ -7,8 +7,6 @@ CPU. `register` is the entry point that vLLM loads as a general plugin, for engi
 from __future__ import annotations
 
 import os
-import socket
-import threading
 import time
 import uuid
 from collections.abc import Iterator
@@ -21,7 +19,6 @@ from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.engine.coordinator import DPCoordinatorProc
 from vllm.v1.engine.core import EngineCore, EngineCoreProc
 from vllm.v1.executor import multiproc_executor, uniproc_executor
-from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
 try:
@@ -31,16 +28,13 @@ except ImportError:  # vLLM 0.32
 
 from orchestrator.process.parent import PARENT, die_with_parent
 from workers.engine import PrefixChanges
+from workers.vllm_engine.codec.prefix import PrefixCollector
 from workers.vllm_engine.codec.requests import block_hashes
 from workers.vllm_engine.codec.withheld import give_back_withheld
 from workers.vllm_engine.patches import patch_cpu_engines, share_gloo_device, tell_preemptions_first
-from workers.vllm_engine.prefix import PrefixCollector
+from workers.vllm_engine.waker import name_socket, waker_of
 
-# If batches are queued, one step collects KV that has arrived, the next notes it and the third schedules it.
-_SETTLING_STEPS = 3
-_KV_POLL_S = 0.02  # an engine with nothing to compute checks its waiting requests this often, unless woken
 _CORES = "PD_ENGINE_CORES"  # "0,1|2,3": cores that each rank computes on
-_WAKE = "PD_WAKE_SOCKET"  # read by connectors/wake.py in the processes of ranks
 SOCKETS = "VLLM_RPC_BASE_PATH"  # vLLM's own name: the folder for its local sockets
 # Keys for further fields of `EngineStep` in the connector's statistics, the only dictionary in an engine's statistics.
 PREFIX_STATS = "pd_prefix"
@@ -85,7 +79,7 @@ def run_engine_core(*args: Any, **kwargs: Any) -> None:
     register()
     if folder := os.environ.get(SOCKETS):
         _set_rendezvous_folder(folder)
-        _name_wake_socket(folder, kwargs["executor_class"], kwargs["vllm_config"])
+        name_socket(folder, kwargs["executor_class"], kwargs["vllm_config"])
     EngineCoreProc._process_engine_step = _process_engine_step
     _vllm_target(*args, **kwargs)
 
@@ -197,10 +191,8 @@ def _process_engine_step(engine: Any) -> bool:
     """
     if get_watch_dog is not None:
         get_watch_dog().feed()
-    waker = _waker(engine)
-    if waker.event.is_set():
-        engine._pd_empty_steps = 0
-        waker.event.clear()  # before the step collects: a later event ends the wait below at once
+    waker = waker_of(engine)
+    waker.step()
     prefix = _prefix_changes(engine)
     began = time.monotonic()
     outputs, executed = engine.step_fn()
@@ -218,13 +210,9 @@ def _process_engine_step(engine: Any) -> bool:
             engine.output_queue.put_nowait((client, output))
     engine.post_step(executed)
     if executed:
-        engine._pd_empty_steps = 0
+        waker.worked()
     elif engine.scheduler.has_requests() and not _is_awaited(engine):
-        engine._pd_empty_steps = getattr(engine, "_pd_empty_steps", 0) + 1
-        if not waker.by_all_ranks:  # each check costs those that do not wake this one a message
-            waker.event.wait(min(_KV_POLL_S, 0.001 + engine._pd_empty_steps / 8000))
-        elif engine._pd_empty_steps > _SETTLING_STEPS and engine.input_queue.empty():
-            waker.event.wait(_KV_POLL_S)
+        waker.wait(engine)
     return bool(executed)
 
 
@@ -258,49 +246,6 @@ def _prefix_changes(engine: Any) -> PrefixChanges | None:
     return collector.changes if collector is not None else None
 
 
-class _Waker:
-    """What ends the engine's wait: an input, or KV that has come or gone. A rank in this process sets `event`; one in
-    another sends a datagram (`connectors/wake.py`) to a socket in the folder of the engine's sockets, its user's alone.
-    `by_all_ranks`: none of them has to be asked."""
-
-    def __init__(self, input_queue: Any) -> None:
-        worker = getattr(get_kv_transfer_group(), "connector_worker", None) if has_kv_transfer_group() else None
-        event: threading.Event | None = getattr(worker, "wake_event", None)
-        self.event = event or threading.Event()
-        self.by_all_ranks = event is not None or self._listen()
-        put = input_queue.put_nowait
-
-        def put_and_wake(item: Any) -> None:
-            put(item)
-            self.event.set()
-
-        input_queue.put_nowait = put_and_wake
-
-    def _listen(self) -> bool:
-        if not (path := os.environ.get(_WAKE, "")):
-            return False
-        listening = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-        try:
-            listening.bind(path)
-        except OSError:  # the folder's name is too long for a socket
-            listening.close()
-            return False
-        threading.Thread(target=self._relay, args=(listening,), name="pd-wake", daemon=True).start()
-        return True
-
-    def _relay(self, listening: socket.socket) -> None:
-        while True:
-            listening.recv(1)
-            self.event.set()
-
-
-def _waker(engine: Any) -> _Waker:
-    if not hasattr(engine, "_pd_waker"):
-        engine._pd_waker = _Waker(engine.input_queue)
-    waker: _Waker = engine._pd_waker
-    return waker
-
-
 def _is_worth_sending(engine: Any, output: EngineCoreOutputs) -> bool:
     stats = output.scheduler_stats
     if output.outputs or output.finished_requests or stats is None or stats.kv_connector_stats:
@@ -315,13 +260,6 @@ def _is_worth_sending(engine: Any, output: EngineCoreOutputs) -> bool:
         return False
     engine._pd_last_sent = seen
     return True
-
-
-def _name_wake_socket(folder: str, executor: type, config: Any) -> None:
-    """Before the ranks start: where they wake this process. Those on other hosts cannot."""
-    os.environ.pop(_WAKE, None)
-    if issubclass(executor, MultiprocExecutor) and config.parallel_config.nnodes_within_dp == 1:
-        os.environ[_WAKE] = os.path.join(folder, f"pd-wake-{uuid.uuid4().hex[:8]}")
 
 
 def _set_rendezvous_folder(folder: str) -> None:

@@ -18,6 +18,7 @@ from connectors.push import wire
 from connectors.push.metadata import (
     Computed,
     Finished,
+    Met,
     Preempted,
     PushMetadata,
     RankReport,
@@ -256,15 +257,29 @@ def test_a_write_that_ends_after_a_preemption_does_not_count(push: Any) -> None:
 
 def test_an_engine_that_was_met_needs_no_handshake_for_its_first_request(push: Any) -> None:
     """It has had `Hello`, so its first registration names the connection."""
-    worker, near = push.FakeWorker(0, 1), wire.Endpoint("D", "host", 1, 1)
+    worker, near, here = push.FakeWorker(0, 1), wire.Endpoint("D", "host", 1, 1), wire.Endpoint("P", "host", 2, 1)
     worker.handshakes = [None]
-    worker.step(met=[near])
+    worker.step(met=[Met(near, here)])
     worker.turn()
     assert worker.handshakes == [] and "D" in worker._remote_agents
+    assert worker.nixl_wrapper.told() == [wire.Meet(here)]
     first = msgspec.structs.replace(order("s", 7, 8, decode=near), epoch=1)  # as `Hello` said
-    worker.step(met=[near], started=[Started("s", 2, 32)], computed=[Computed("s", 0, 0, ((1, 2),), True)])
+    again = [Met(near, here)]
+    worker.step(met=again, started=[Started("s", 2, 32)], computed=[Computed("s", 0, 0, ((1, 2),), True)])
     worker.hear("D/0", first)
+    assert len(worker.nixl_wrapper.posted) == 1 and worker.nixl_wrapper.told() == []
+
+
+def test_an_engine_that_is_told_of_another_connects_with_it(push: Any) -> None:
+    """As decode is of a worker that is prefill since a moment: of changed roles only that worker itself knows."""
+    worker = push.FakeWorker(0, 1)
+    worker.handshakes = [None]
+    worker.hear("D/0", wire.Meet(NEAR), wire.Meet(NEAR))
+    worker.turn()
+    assert worker.handshakes == [] and "D" in worker._remote_agents
+    prefill(worker, "s", NEAR)
     assert len(worker.nixl_wrapper.posted) == 1
+    assert worker.nixl_wrapper.told() == [], "the answer to a meeting is the connection"
 
 
 def test_a_write_is_looked_after_each_millisecond_also_while_prefill_computes(push: Any) -> None:

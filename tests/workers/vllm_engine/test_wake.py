@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import multiprocessing
 import queue
 import threading
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
+from support_vllm import Driver, frames, tiny_model
 from support_wait import until
 
 pytestmark = pytest.mark.vllm
@@ -25,8 +27,11 @@ class WaitingEngine:
 
     def __init__(self, step: Callable[[Any], bool]) -> None:
         self.input_queue: queue.Queue[Any] = queue.Queue()
-        self.scheduler = SimpleNamespace(has_requests=lambda: True)
-        self.steps = 0
+        from vllm.v1.request import RequestStatus
+
+        self.waiting = SimpleNamespace(status=RequestStatus.WAITING_FOR_REMOTE_KVS)
+        self.scheduler = SimpleNamespace(has_requests=lambda: True, requests={"waiting": self.waiting})
+        self.steps, self.batch_queue_size = 0, 2
         self._step = step
         self._stop = False
         self._thread = threading.Thread(target=self._run, daemon=True)
@@ -60,12 +65,12 @@ class WaitingEngine:
 async def engine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> AsyncIterator[WaitingEngine]:
     from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
-    from workers.vllm_engine import plugin
+    from workers.vllm_engine import plugin, waker
 
-    monkeypatch.setattr(plugin, "_KV_POLL_S", 60.0)
+    monkeypatch.setattr(waker, "_WOKEN_S", 60.0)
     monkeypatch.setenv("PD_WAKE_SOCKET", "")  # given back afterwards
     config = SimpleNamespace(parallel_config=SimpleNamespace(nnodes_within_dp=1))
-    plugin._name_wake_socket(str(tmp_path), MultiprocExecutor, config)
+    waker.name_socket(str(tmp_path), MultiprocExecutor, config)
     engine = WaitingEngine(plugin._process_engine_step)
     await until(engine.is_quiet)
     yield engine
@@ -76,6 +81,17 @@ async def test_an_input_wakes_it(engine: WaitingEngine) -> None:
     before = engine.steps
     engine.input_queue.put_nowait("a request")
     await until(lambda: engine.steps > before)
+
+
+async def test_a_grammar_is_looked_for_since_nobody_says_that_it_is_compiled(engine: WaitingEngine) -> None:
+    from vllm.v1.request import RequestStatus
+
+    engine.waiting.status = RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
+    before = engine.steps
+    engine.input_queue.put_nowait("a request with it")
+    await until(lambda: engine.steps > before + STEPS)
+    engine.waiting.status = RequestStatus.WAITING_FOR_REMOTE_KVS
+    await until(engine.is_quiet)
 
 
 def report() -> None:
@@ -98,11 +114,11 @@ async def test_a_rank_in_another_process_wakes_it(engine: WaitingEngine) -> None
 async def test_ranks_of_other_hosts_are_asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
-    from workers.vllm_engine import plugin
+    from workers.vllm_engine import plugin, waker
 
     monkeypatch.setenv("PD_WAKE_SOCKET", "")
     config = SimpleNamespace(parallel_config=SimpleNamespace(nnodes_within_dp=2))
-    plugin._name_wake_socket(str(tmp_path), MultiprocExecutor, config)
+    waker.name_socket(str(tmp_path), MultiprocExecutor, config)
     engine = WaitingEngine(plugin._process_engine_step)
     await until(lambda: engine.steps > STEPS)
     engine.stop()
@@ -115,3 +131,38 @@ def test_a_rank_whose_engine_has_ended_goes_on(monkeypatch: pytest.MonkeyPatch, 
     event = WakeEvent()
     event.set()
     assert event.is_set()
+
+
+@pytest.mark.slow
+async def test_two_ranks_take_no_steps_until_kv_has_arrived(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A real engine, whose processes are forked from this one, and inherit what is changed here."""
+    from workers.vllm_engine import plugin, waker
+
+    steps, process_step = multiprocessing.get_context("fork").Value("q", 0), plugin._process_engine_step
+
+    def counted(engine: Any) -> bool:
+        steps.value += 1
+        return process_step(engine)
+
+    async def is_quiet() -> bool:
+        before = steps.value
+        await asyncio.sleep(QUIET_S)
+        return steps.value == before
+
+    model = tiny_model(tmp_path / "tiny")
+    prefill = await Driver.start(model, name="prefill")
+    monkeypatch.setattr(waker, "_WOKEN_S", 60.0)
+    monkeypatch.setattr(plugin, "_process_engine_step", counted)
+    decode = await Driver.start(model, name="decode", tensor_parallel_size=2)
+    try:
+        for number in range(2):
+            body, key = frames(list(range(3 + number, 103 + number))), f"waits-{number}#1"
+            await decode.decode(key, body, prefill.source(key))
+            await until(is_quiet)
+            await prefill.prefill(key, body)
+            await decode.done(key)
+            assert decode.stats[key].num_external_cached_tokens == 100
+        assert steps.value
+    finally:
+        await decode.stop()
+        await prefill.stop()
