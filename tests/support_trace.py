@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 ROOT = Path(__file__).parents[1]
-_FOLDER = "PD_TRACE_FOLDER"
+_FOLDER = "TRACE_FOLDER"  # not PD_...: a fork server must have it when it imports
 _PHASE, _CALLS = "phase", "calls"
 _REPORT = "__pd_report__"
 _PACKAGES = ("orchestrator", "workers", "connectors")
