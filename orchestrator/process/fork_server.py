@@ -137,11 +137,17 @@ def _become(order: Order, before: Mapping[str, str], by_imports: Mapping[str, st
     os.environ.update(order.env | kept)
     sys.argv = [order.module, *order.arguments]
     _show([sys.executable, "-m", *sys.argv])
-    if (torch := sys.modules.get("torch")) is not None and "OMP_NUM_THREADS" in order.env:
-        torch.set_num_threads(int(order.env["OMP_NUM_THREADS"]))  # was read when torch was loaded
+    if (torch := sys.modules.get("torch")) is not None and (threads := _threads(order.env)):
+        torch.set_num_threads(threads)  # the variable was read when torch was loaded
     if (values := sys.modules.get("prometheus_client.values")) is not None:
         # Where values are kept was chosen by PROMETHEUS_MULTIPROC_DIR when it was imported.
         setattr(values, "ValueClass", values.get_value_class())  # noqa: B010 - mypy knows no attributes of a module
+
+
+def _threads(env: Mapping[str, str]) -> int:
+    """What OMP_NUM_THREADS asks for: it may be a list, a number for each level of nesting. 0 for what OpenMP ignores."""
+    first = env.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
+    return int(first) if first.isascii() and first.isdecimal() else 0
 
 
 def _show(command: list[str]) -> None:

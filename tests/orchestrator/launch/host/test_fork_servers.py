@@ -72,6 +72,17 @@ async def test_a_forked_process_is_as_one_that_was_executed(modules: Path, forks
     assert forked.lines[1] == executed.lines[1] == f"parent {os.getpid()} session True main __main__ yes"
 
 
+@pytest.mark.parametrize(("given", "told"), [("3", "3"), ("2,1", "2"), ("0", "none"), ("many", "none"), ("", "none")])
+async def test_threads_are_those_that_its_environment_asks_for(
+    modules: Path, forks: ForkServers, given: str, told: str
+):
+    (modules / "torch.py").write_text("threads = 'none'\ndef set_num_threads(n):\n    global threads; threads = n\n")
+    (modules / "heavy.py").write_text("import torch\n")
+    (modules / "tells.py").write_text("import torch\nprint(torch.threads)\n")
+    run = Run(modules, forks, "tells", OMP_NUM_THREADS=given)
+    assert await run.ended() == 0 and run.lines == [told]
+
+
 async def test_exit_codes_and_signals_are_told(modules: Path, forks: ForkServers):
     assert await Run(modules, forks, "tells", "7").ended() == 7
     waiting = Run(modules, forks, "waits")
