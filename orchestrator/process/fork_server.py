@@ -145,7 +145,7 @@ def _become(order: Order, before: Mapping[str, str], by_imports: Mapping[str, st
 
 
 def _threads(env: Mapping[str, str]) -> int:
-    """What OMP_NUM_THREADS asks for: it may be a list, a number for each level of nesting. 0 for what OpenMP ignores."""
+    """What OMP_NUM_THREADS asks for: it may be a list, with a number for each nesting level. 0 for what is ignored."""
     first = env.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
     return int(first) if first.isascii() and first.isdecimal() else 0
 

@@ -166,22 +166,29 @@ class _ForkServer:
         if not message:
             self.close()
             return
+        self._answer(message)
+
+    def _answer(self, message: bytes) -> None:
         self.answered = True
         reply = msgspec.msgpack.decode(message, type=Reply)
         answer = self._asked.popleft()
         if not answer.done():
             answer.set_result(reply)
         elif reply.pid:  # whoever asked has gone
-            with contextlib.suppress(ProcessLookupError):
-                ForkedProcess(reply.pid).send_signal(signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError, ChildProcessError):
+                os.kill(reply.pid, signal.SIGKILL)
+                os.waitpid(reply.pid, 0)
 
     def close(self) -> None:
-        """Idempotent. Whoever waits gets no answer."""
+        """Idempotent. Whoever waits gets no answer but what has come."""
         if self._loop is not None and not self._loop.is_closed() and self._socket.fileno() >= 0:
             self._loop.remove_reader(self._socket)
-        self._socket.close()
         self._process.kill()
         self._process.wait()
+        with contextlib.suppress(OSError):
+            while message := self._socket.recv(MAX_MESSAGE_BYTES):  # a process that it forked has an owner, or ends
+                self._answer(message)
+        self._socket.close()
         while self._asked:
             if not (answer := self._asked.popleft()).done():
                 answer.set_result(None)
