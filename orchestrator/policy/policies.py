@@ -23,6 +23,9 @@ Job = TypeVar("Job")
 # TTFT objectives by which a job that will be late goes behind the others, and at most one whose tenant asks too much.
 LATE_OBJECTIVES = 5.0
 ENGINE_WEIGHT = 30.0  # seconds behind its arrival per second of prefill; `engine_delay_s` explains why
+# How long a request beyond its tenant's share may wait, in prefill times of its whole prompt. Others wait behind what
+# is lent: more would raise their TTFT by over a fifth where an engine step computes one prompt.
+LENT_WAIT_SHARE = 0.25
 MAX_STEPS = 10  # of priority: clients choose it, and none may overtake without bound
 # Between two recalls. More frequent ones would move jobs for advantages that soon pass.
 RECALL_S = 1.0
@@ -95,22 +98,23 @@ class Policies:
         prefill: PrefillView,
         now: float,
     ) -> PlacementDecision:
-        """Who keeps to its share goes before all others, however long the queue is. Who exceeds it gets what others
-        leave: it goes behind them, and is refused where it would have to wait."""
+        """Requests go behind others by the lead of their tenant's clock. One whose lead is beyond a burst gets what
+        others leave: it is refused where it would have to wait."""
         decision, slo = placed.decision, self.slo_of(request)
         if isinstance(decision, Reject):
             return placed
         burst_s = LATE_OBJECTIVES * self.slo.ttft_s
-        over_s = max(0.0, self._shares.lead_s(request.tenant, now) - burst_s)
+        lead_s = self._shares.lead_s(request.tenant, now)
         prefill_s = self.predictor.prefill_s(max(0, request.prompt_tokens - prefill.cached_tokens))
         wait_s = predicted_ttft_s(decision, request, candidates, prefill, self.predictor) - prefill_s
-        if over_s and wait_s > ROOM_SHARE * slo.ttft_s:
-            return PlacementDecision(Reject("over_share", min(MAX_RETRY_S, max(MIN_RETRY_S, over_s))))
+        may_wait_s = min(ROOM_SHARE * slo.ttft_s, LENT_WAIT_SHARE * self.predictor.prefill_s(request.prompt_tokens))
+        if lead_s > burst_s and wait_s > may_wait_s:
+            return PlacementDecision(Reject("over_share", min(MAX_RETRY_S, max(MIN_RETRY_S, lead_s - burst_s))))
         prefilling = prefill.workers_ready if isinstance(decision, Remote) else len(candidates)
         decode_s = self.predictor.output_tokens * self.predictor.tpot_line[1]
         work_s = max(prefill_s / max(1, prefilling), decode_s / len(candidates))  # the pools work at the same time
         self._shares.count(request.tenant, work_s, now, 2 * burst_s)
-        return PlacementDecision(decision, over_s)
+        return PlacementDecision(decision, lead_s)
 
     def _admitted(
         self, request: RequestInfo, candidates: Sequence[Candidate], prefill: PrefillView, admission: bool
