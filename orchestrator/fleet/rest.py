@@ -30,13 +30,13 @@ class Rest:
     def __init__(
         self,
         registry: Registry,
-        decodes: Callable[[], bool],
+        serves: Callable[[], bool],
         desired: Callable[[], DesiredRatio | None],
         cold_start_s: float,
     ) -> None:
-        """`decodes`: whether a decode worker is ready."""
+        """`serves`: whether the workers that a request may need are ready."""
         self.cold_start_s = cold_start_s
-        self._registry, self._decodes, self._desired = registry, decodes, desired
+        self._registry, self._serves, self._desired = registry, serves, desired
         self._asked = False  # a request waits
         self._woken = 0.0, 0.0  # the last wake that was seen: when it was ordered, and monotonic
         self._used_at = time.monotonic()
@@ -46,16 +46,13 @@ class Rest:
     def away(self) -> bool:
         """Whether no worker is there because nobody asked, and one comes when it is asked for, or is about to."""
         desired = self._desired()
-        if desired is None or desired.set_by not in (IDLE, WAKE) or self._decodes():
+        if desired is None or desired.set_by not in (IDLE, WAKE) or self._serves():
             return False
-        if desired.idle:
-            return True
-        if desired.set_at != self._woken[0]:
-            self._woken = desired.set_at, time.monotonic()
-        return time.monotonic() - self._woken[1] < self.cold_start_s
+        ordered_at, seen_at = self._woken
+        return desired.idle or desired.set_at != ordered_at or time.monotonic() - seen_at < self.cold_start_s
 
     def recall(self) -> bool:
-        """A request found no decode worker. Whether it is worth waiting for one, which is then asked for."""
+        """A request found no worker. Whether it is worth waiting for one, which is then asked for."""
         desired = self._desired()
         self._asked |= desired is not None and desired.idle
         return self.away
@@ -70,6 +67,9 @@ class Rest:
         """Runs until cancelled."""
         while True:
             await asyncio.sleep(_LOOK_EVERY_S)
+            desired = self._desired()
+            if desired is not None and desired.set_by == WAKE and desired.set_at != self._woken[0]:
+                self._woken = desired.set_at, time.monotonic()
             if self._asked:
                 self._asked = False
                 with contextlib.suppress(RedisAway):

@@ -86,6 +86,7 @@ class FleetConnection:
         self.frontend_id = frontend_id
         self.told_to_drain = asyncio.Event()
         self._generation, self._by_hand = generation, by_hand
+        self._refuses = config.routing.fallback == "refuse"
         self.registry = Registry(redis, config.namespace)
         self._redis, self._namespace = redis, config.namespace
         choose = decode_choice(config.routing.decode_choice)
@@ -98,9 +99,7 @@ class FleetConnection:
         jobs = PrefillQueue(redis, config.namespace, config.queue)
         self.queue = QueueView(jobs, frontend_id, config.queue.lease_s)
         self.steering = Steering(self.registry, jobs, config.workers.heartbeat_s)
-        self.rest = Rest(
-            self.registry, lambda: bool(self.fleet.ready(Role.DECODE)), lambda: self.desired, config.cold_start_s
-        )
+        self.rest = Rest(self.registry, self._serves, lambda: self.desired, config.cold_start_s)
         self.fleet.rest = self.rest
         self.router = Router(config, self.fleet, self.transport, self.queue, self.prefixes, codec, choose, metrics)
         self.membership = Membership(
@@ -140,6 +139,11 @@ class FleetConnection:
         self._cpu_at = time.process_time(), time.monotonic()
         self._url = ""
         self._ttl_s = STARTING_TTL_S
+
+    def _serves(self) -> bool:
+        """Whether the workers that a request may need are ready: a prefill worker too, where nothing stands in."""
+        pool = self._refuses and self.desired is not None and self.desired.prefill > 0
+        return bool(self.fleet.ready(Role.DECODE)) and (not pool or bool(self.fleet.ready(Role.PREFILL)))
 
     async def run(self) -> None:
         """Runs until cancelled."""

@@ -62,12 +62,13 @@ class Decider:
             self._decoded_until = now + self._routing.placement_timeout_s
 
     def is_temporary(self, rejected: Reject) -> bool:
-        """Whether the rejection will pass by itself: the launcher gives a live worker the decode role, or starts those
-        again that were ready a moment ago."""
+        """Whether the rejection will pass by itself: an idle model's workers come back, the launcher gives a live
+        worker the decode role, or it starts those again that were ready a moment ago."""
         able = (view.info.can_be(Role.DECODE) for view in self._fleet.workers.values())
         away = self._fleet.rest is not None and self._fleet.rest.away
-        soon = away or time.monotonic() < self._decoded_until or any(able)
-        return rejected.reason == "no_decode_worker" and soon
+        if rejected.reason != "no_decode_worker":
+            return away and rejected.reason == "no_prefill_worker"
+        return away or time.monotonic() < self._decoded_until or any(able)
 
     def recall_s(self) -> float:
         """Ask for the workers of an idle model, if it is one. For how long a request may wait for them; else 0."""

@@ -20,9 +20,14 @@ def no_error(answers: list[Any]) -> bool:
     return bool(answers)
 
 
-async def test_a_simulated_model_rests_and_wakes_while_another_serves() -> None:
+# No decode worker stands in for prefill workers that come back a moment later.
+REFUSE = ("routing.fallback=refuse", "routing.remote_prefill_min_tokens=100")
+
+
+@pytest.mark.parametrize(("more", "gaps"), [((), 8), (REFUSE, 2)], ids=["local", "refuse"])
+async def test_a_simulated_model_rests_and_wakes_while_another_serves(more: tuple[str, ...], gaps: int) -> None:
     """Requests that come while its workers drain are answered too."""
-    fleet = Models("sim-two-models.yaml", "frontend.replicas=2", "models.small.idle_after_s=2")
+    fleet = Models("sim-two-models.yaml", "frontend.replicas=2", "models.small.idle_after_s=2", *more)
     small, large = fleet.of("small"), fleet.of("large")
     try:
         truth = [answer.tokens for answer in await large.ask_all(PROMPTS, concurrency=4)]
@@ -33,7 +38,7 @@ async def test_a_simulated_model_rests_and_wakes_while_another_serves() -> None:
                 assert fleet.http.get("/ready").json()["models"] == {"small": True, "large": True}
                 answers = await small.ask_all(PROMPTS, concurrency=8)
                 assert no_error(answers) and [answer.tokens for answer in answers] == truth
-            for gap in range(8):  # at any moment of its end, one is answered
+            for gap in range(gaps):  # at any moment of its end, one is answered
                 assert no_error(await small.ask_all(PROMPTS[:1], concurrency=1, max_tokens=1))
                 await asyncio.sleep(1.8 + gap / 5)
         assert no_error(load)
