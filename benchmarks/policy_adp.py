@@ -3,6 +3,7 @@ that a prompt on one rank delays the ranks that only decode.
 
 `gate` and `assign_longest_first` follow NVIDIA's ADP balance strategy (TensorRT-LLM tech blog 10). `level_chunks` is
 our own: it does not hold prompts until all ranks have one, but cuts them so that every rank computes as many tokens.
+Fleets run the last two, from `orchestrator.policy.choices.ranks`; only this simulation runs the gate.
 
 The setting is NVIDIA's: 8 ranks, and 16,000 requests with means of 803 tokens in and 3,653 out, 5,120 at once, at most
 512 on a rank. An iteration takes `fixed_s + token_s * tokens` of the busiest rank. NVIDIA publishes only the means of
@@ -20,6 +21,8 @@ from collections.abc import Sequence
 from typing import Literal
 
 import msgspec
+
+from orchestrator.policy.choices.ranks import assign_longest_first, level_chunks, pace
 
 
 class RankView(msgspec.Struct, frozen=True):
@@ -58,43 +61,10 @@ def gate(
     return False, GateState(state.held + 1, state.batched)
 
 
-def assign_longest_first(prompts: Sequence[int], tokens: Sequence[int], active: Sequence[int]) -> list[int]:
-    """A rank for each of the new prompts (lengths in tokens): the longest first, onto the rank with the fewest tokens.
-
-    `tokens` and `active` are each rank's tokens and sequences. No rank gets more than ceil((active + new) / ranks)
-    sequences.
-    """
-    ranks = len(tokens)
-    most = -(-(sum(active) + len(prompts)) // ranks)
-    load, count = list(tokens), list(active)
-    chosen = [0] * len(prompts)
-    for index in sorted(range(len(prompts)), key=lambda i: -prompts[i]):
-        open_ranks = [rank for rank in range(ranks) if count[rank] < most] or list(range(ranks))
-        rank = min(open_ranks, key=lambda r: (load[r], count[r]))
-        chosen[index] = rank
-        load[rank] += prompts[index]
-        count[rank] += 1
-    return chosen
-
-
-def level_chunks(generating: Sequence[int], backlog: Sequence[int], max_tokens: int, min_level: int) -> list[int]:
-    """Prompt tokens for each rank to compute in this iteration, so that all ranks compute the same number of tokens.
-
-    That number (the level) is `generating + backlog` of the rank with the least to do. It is at least `min_level`, and
-    more than every rank's `generating`, so that a rank without prompts cannot stall the others; at most `max_tokens`.
-    """
-    if not any(backlog):
-        return [0] * len(backlog)
-    reach = [decode + prompt for decode, prompt in zip(generating, backlog, strict=True)]
-    level = min(max_tokens, max(min(reach), min_level, max(generating) + 1))
-    return [max(0, min(prompt, level - decode)) for decode, prompt in zip(generating, backlog, strict=True)]
-
-
 class AdpSettings(msgspec.Struct, frozen=True, kw_only=True):
     strategy: Literal["round_robin", "gate", "level"] = "round_robin"
     timeout_iters: int = 50
     batching_wait_iters: int = 0
-    drain_iters: float = 16.0  # of `level`: iterations in which the waiting prompts should be computed
     ranks: int = 8
     requests: int = 16_000
     concurrency: int = 5_120
@@ -125,13 +95,14 @@ class AdpResult(msgspec.Struct, frozen=True):
 
 
 class _Rank:
-    __slots__ = ("backlog", "finish", "generating", "waiting")
+    __slots__ = ("backlog", "finish", "generating", "steps_left", "waiting")
 
     def __init__(self) -> None:
         self.generating = 0
         self.finish: list[int] = []  # a heap of the iterations in which sequences end
         self.waiting: deque[list[float]] = deque()  # [prompt tokens left, output tokens, arrived at]
         self.backlog = 0  # prompt tokens left of all that wait
+        self.steps_left = 0  # as in `pace`
 
     @property
     def active(self) -> int:
@@ -242,9 +213,11 @@ def _decide(settings: AdpSettings, ranks: list[_Rank], held: GateState) -> tuple
     """The prompt tokens that each rank computes in this iteration, and the gate's next state."""
     if settings.strategy == "level":
         backlog = [rank.backlog for rank in ranks]
-        generating = [rank.generating for rank in ranks]
-        level = (sum(generating) + sum(backlog) / settings.drain_iters) / len(ranks)
-        return level_chunks(generating, backlog, settings.max_tokens, math.ceil(level)), held
+        generating, floors = [rank.generating for rank in ranks], []
+        for rank in ranks:
+            floor, rank.steps_left = pace(rank.backlog, rank.active >= settings.max_batch, rank.steps_left)
+            floors.append(floor)
+        return level_chunks(generating, backlog, floors, settings.max_tokens), held
     if settings.strategy == "gate":
         views = [RankView(rank.generating, len(rank.waiting), rank.generating < settings.max_batch) for rank in ranks]
         go, held = gate(views, held, settings.timeout_iters, settings.batching_wait_iters)

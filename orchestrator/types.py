@@ -1,7 +1,5 @@
-"""The nouns that all folders share: requests, workers, loads, jobs and sources of KV.
-
-Plain frozen structs without behaviour beyond derived values; no I/O, no clock, no vLLM.
-"""
+"""The nouns that all folders share: requests, workers, loads, jobs and sources of KV. Plain frozen structs without
+behaviour beyond derived values; no I/O, no clock, no vLLM."""
 
 from __future__ import annotations
 
@@ -102,17 +100,6 @@ class EngineSpeed(msgspec.Struct, frozen=True):
     step_s_per_sequence: float = 0.0
 
 
-class Departed(msgspec.Struct, frozen=True, array_like=True):
-    """A worker that left the registry, or whose entry expired: its ids, and the ports that show whether it lives."""
-
-    worker_id: str
-    engine_id: str
-    request_address: str
-    kv_host: str
-    kv_port: int
-    claims: bool  # whether it held claims in the prefill queue
-
-
 class WorkerInfo(msgspec.Struct, frozen=True):
     """One registered worker: what changes seldom. What changes every step is `WorkerLoad`."""
 
@@ -139,6 +126,7 @@ class WorkerInfo(msgspec.Struct, frozen=True):
     settled: int = 0  # the last order of a role for which its requests have ended
     started_as: Role | None = None  # the role whose engine arguments and number of ranks it keeps, whichever it has
     lends: bool = False  # prefixes pass between its cache and others': its KV can go block by block
+    lockstep: bool = False  # the ranks of its unit take each step together
 
     @property
     def unit(self) -> str:
@@ -173,6 +161,17 @@ class PauseState(msgspec.Struct, frozen=True, order=True, array_like=True):
     clear_cache: bool = False  # engines also clear their prefix caches
 
 
+class StepCounters(msgspec.Struct, frozen=True):
+    """Steps that the ranks of a group took together, since it started."""
+
+    steps: int
+    balance: float  # summed: the mean of the ranks' tokens in a step, divided by the most that one of them has
+    recent: float  # its mean over the latest steps
+    lost_s: float  # of the steps' time, what less balance than 1 cost
+    dummies: int  # empty batches of ranks without a request, in all
+    waves: int  # from the first request of one of them until none has any
+
+
 class WorkerLoad(msgspec.Struct, tag="load", frozen=True, omit_defaults=True):
     """A worker's load report: published after engine steps, and at every heartbeat while idle.
 
@@ -196,6 +195,7 @@ class WorkerLoad(msgspec.Struct, tag="load", frozen=True, omit_defaults=True):
     corrupt_messages: int = 0  # messages from frontends that could not be read
     fetches: dict[str, int] = {}  # of prefixes from other workers' caches, by outcome
     fetched_tokens: int = 0
+    group: StepCounters | None = None  # reported by the first rank
 
 
 class PrefixEvents(msgspec.Struct, tag="prefix", frozen=True):
@@ -326,14 +326,13 @@ IDLE, WAKE = "idle", "wake"  # who set a desired ratio: nobody asked for the mod
 
 
 class DesiredRatio(msgspec.Struct, frozen=True):
-    """How many workers of each role there should be, who set it, when (unix seconds), and why (empty for people). Of an
-    idle model: how many there are to be once it is asked for."""
+    """How many workers of each role there should be, of an idle model once it is asked for; who set it, and why."""
 
     prefill: int
     decode: int
     set_by: str = ""
-    set_at: float = 0.0
-    why: str = ""
+    set_at: float = 0.0  # unix seconds
+    why: str = ""  # empty for people
 
     @property
     def idle(self) -> bool:

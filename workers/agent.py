@@ -18,11 +18,11 @@ import msgspec
 from orchestrator.config.settings import Config
 from orchestrator.process.parent import EXIT_AGAIN, own_identity
 from orchestrator.store.client import Redis, RedisAway
-from orchestrator.store.fields import Heartbeat
+from orchestrator.store.fields import Departed, Heartbeat
 from orchestrator.store.operator.log_levels import LogLevels, follow_log_level
 from orchestrator.store.queue import PrefillQueue
 from orchestrator.store.registry import IncompatibleWorker, Registry
-from orchestrator.types import Departed, Role, WorkerInfo
+from orchestrator.types import Role, WorkerInfo
 from orchestrator.wire.addresses import Listening
 from orchestrator.wire.curve import KeyPair
 from orchestrator.wire.ticks import ticks
@@ -31,9 +31,9 @@ from workers.attempts import Attempts
 from workers.claims import ClaimLoop
 from workers.engine import Engine, EngineDead, EngineInfo, started
 from workers.lifecycle import Drain, Lifecycle, LifecycleState, Moves
+from workers.load.reports import LoadReporter, PrefixReporter
 from workers.peers import FRONTEND_GONE_S, FRONTENDS_CHECK_S, Frontends, IdInUse, Meetings, Peers, refuse_duplicate_id
 from workers.prefills import Prefills
-from workers.reports import LoadReporter, PrefixReporter
 from workers.serving import Serving
 
 log = logging.getLogger("pd.worker")

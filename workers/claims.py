@@ -18,8 +18,8 @@ from orchestrator.store.client import RedisAway
 from orchestrator.store.queue import Claim, PrefillQueue
 from orchestrator.types import WorkerInfo
 from workers.attempts import Attempts
+from workers.load.reports import LoadReporter
 from workers.prefills import Prefills
-from workers.reports import LoadReporter
 
 log = logging.getLogger("pd.claims")
 

@@ -48,6 +48,7 @@ class EngineInfo(msgspec.Struct, frozen=True):
     supported_tasks: tuple[str, ...] = ("generate",)
     speed: EngineSpeed = EngineSpeed()
     lends: bool = False  # as in `WorkerInfo`
+    lockstep: bool = False  # as in `WorkerInfo`
 
 
 class EngineLoad(msgspec.Struct, frozen=True):

@@ -35,6 +35,7 @@ from workers.agent import Agent
 from workers.arguments import WorkerSettings, group_of, listening_at, parse
 from workers.engine import Engine, EngineStartFailed
 from workers.lifecycle import LifecycleState
+from workers.load.board import Board, announce
 from workers.peers import IdInUse, refuse_duplicate_id
 
 log = logging.getLogger("pd.worker")
@@ -195,7 +196,10 @@ async def _call_registry(parsed: WorkerSettings, what: Callable[[Registry], Awai
 
 
 def _engine(parsed: WorkerSettings, listening: Listening, kv_port: int) -> Engine:
-    config = parsed.config
+    config, group = parsed.config, group_of(parsed)
+    if group.size > 1:
+        name = f"{config.namespace}-{parsed.ranks[0]}-{group.port}"
+        announce(name, group.rank, group.size, config.routing.ranks == "adp")
     # Unique per process start, so that a restarted worker is never taken for its predecessor.
     engine_id = f"{parsed.worker_id}-{uuid.uuid4().hex[:8]}"
     common: dict[str, Any] = {
@@ -205,7 +209,7 @@ def _engine(parsed: WorkerSettings, listening: Listening, kv_port: int) -> Engin
         "kv_port": kv_port,
         "kv": config.kv,
         "prefix_events": config.routing.prefix_index,
-        "group": group_of(parsed),
+        "group": group,
     }
     if config.engine == "sim":
         from workers.sim.engine import SimEngine
@@ -213,7 +217,7 @@ def _engine(parsed: WorkerSettings, listening: Listening, kv_port: int) -> Engin
         if parsed.cores:
             os.sched_setaffinity(0, parsed.cores)
         log.info("simulated engine: times and tokens are made up")
-        return SimEngine(config.sim, config.model, **common)
+        return SimEngine(config.sim, config.model, board=Board.here(), **common)
     from orchestrator.config.model import resolve_model
 
     gc.disable()  # loading vLLM makes a million objects, hardly one of them garbage

@@ -20,8 +20,8 @@ from orchestrator.types import FinishReason, KVSource, PrefillJob, WorkerInfo, e
 from orchestrator.wire.messages import Claimed, MessageError, Prefilled, PrefillFailed, Prefix, unpack_frames
 from workers.attempts import Attempt, Attempts
 from workers.engine import Engine, EngineOutput, EngineRequest, Phase, submit
+from workers.load.reports import LoadReporter
 from workers.peers import Frontends
-from workers.reports import LoadReporter
 
 log = logging.getLogger("pd.prefills")
 

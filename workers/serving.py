@@ -33,9 +33,9 @@ from orchestrator.wire.messages import (
 from orchestrator.wire.sockets import Sent
 from workers.attempts import Attempt, Attempts
 from workers.engine import Engine, EngineDead, EngineOutput, EngineRequest, EngineStep, Phase, Refusal, submit
+from workers.load.reports import LoadReporter, PrefixReporter
 from workers.peers import IDLE_FRONTENDS_CHECK_S, Frontends
 from workers.prefills import Prefills
-from workers.reports import LoadReporter, PrefixReporter
 
 log = logging.getLogger("pd.worker")
 

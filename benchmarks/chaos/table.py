@@ -13,7 +13,7 @@ from benchmarks.chaos import (
 )
 from benchmarks.chaos.world import Fault
 from orchestrator.types import Role
-from workers.reports import ENGINE_STUCK_S
+from workers.load.reports import ENGINE_STUCK_S
 
 PREFILL_GAP_S, QUEUE_GAP_S, DECODE_GAP_S, LINK_GAP_S, GONE_S = 2.0, 3.0, 3.0, 6.0, 2.0
 # An engine may be computing a long step, so its worker is taken for stuck later than one that is silent itself.

@@ -118,6 +118,7 @@ class RoutingConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
         "llm_d",
         "prefix_hash",
     ] = "kv_prefix"
+    ranks: Literal["adp", "least_tokens", "round_robin"] = "adp"  # among the ranks of a group that steps together
     # A prompt with at least this many uncached tokens is prefilled remotely. Default: predicted times decide.
     remote_prefill_min_tokens: Count | None = None
     # Where remote prefill is better and cannot be had: prefill on the decode worker, or answer 503 with `Retry-After`.

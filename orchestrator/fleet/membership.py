@@ -29,7 +29,7 @@ log = logging.getLogger("pd.membership")
 # follows may wait for those of others.
 RECONNECT_S = 0.5
 # A worker reports after each engine step, and four times a second through a long one or while idle;
-# in a large fleet every 0.4 s (`workers/reports.py`).
+# in a large fleet every 0.4 s (`workers/load/reports.py`).
 QUIET_S = 1.0
 TICK_S, LATE_S = 0.1, 0.01
 RESYNC_S = 5.0

@@ -157,6 +157,7 @@ class WorkerView:
                 waiting_tokens=load.waiting_tokens if load else 0,
                 placed_tokens=self._placed_tokens,
                 max_num_seqs=self._info.max_num_seqs,
+                group=self._info.unit if self._info.lockstep else "",
             )
         return self._candidate
 

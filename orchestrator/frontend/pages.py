@@ -77,6 +77,16 @@ class FleetCollector(Collector):
         fetched = CounterMetricFamily(
             "pd_kv_fetched_tokens", "Prompt tokens fetched from other workers' caches", labels=["worker"]
         )
+        balance = SummaryMetricFamily(
+            "pd_group_step_balance",
+            "Mean tokens of the ranks of a step, over the most of one",
+            labels=["group"],
+        )
+        lost = CounterMetricFamily(
+            "pd_group_lost_seconds", "Time of steps that ranks waited for the one with most tokens", labels=["group"]
+        )
+        dummies = CounterMetricFamily("pd_group_dummy_steps", "Empty batches of ranks, in all", labels=["group"])
+        waves = CounterMetricFamily("pd_group_waves", "Times that the ranks began to step", labels=["group"])
         for view in self._workers():
             name = view.info.id
             up.add_metric([name, view.info.role.value, view.info.state.value], 1)
@@ -96,7 +106,13 @@ class FleetCollector(Collector):
             for outcome, count in load.fetches.items():
                 fetches.add_metric([name, outcome], count)
             fetched.add_metric([name], load.fetched_tokens)
+            if (group := load.group) is not None:
+                balance.add_metric([name], count_value=group.steps, sum_value=group.balance)
+                lost.add_metric([name], group.lost_s)
+                dummies.add_metric([name], group.dummies)
+                waves.add_metric([name], group.waves)
         yield from (up, blocks, running, corrupt, sent, described, took, failed, bad, withdrawing, fetches, fetched)
+        yield from (balance, lost, dummies, waves)
 
 
 def fleet_routes(

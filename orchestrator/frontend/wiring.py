@@ -27,6 +27,7 @@ from orchestrator.fleet.view import Fleet
 from orchestrator.frontend.dashboard.history import History
 from orchestrator.frontend.dashboard.siblings import Siblings
 from orchestrator.frontend.pause import PauseCalls
+from orchestrator.policy.choices.ranks import RankChoice
 from orchestrator.policy.decode_choice import decode_choice
 from orchestrator.process.parent import own_identity
 from orchestrator.router.codec import Codec
@@ -89,7 +90,7 @@ class FleetConnection:
         self._refuses = config.routing.fallback == "refuse"
         self.registry = Registry(redis, config.namespace)
         self._redis, self._namespace = redis, config.namespace
-        choose = decode_choice(config.routing.decode_choice)
+        choose = RankChoice(decode_choice(config.routing.decode_choice), config.routing.ranks)
         self.fleet = Fleet(frontend_id, choose.static_score)
         self._keys = KeyPair.new() if config.security.mesh == "curve" else None
         self.transport = FrontendTransport(frontend_id, metrics.dropped.labels("corrupt").inc, keys=self._keys)

@@ -33,6 +33,7 @@ class Candidate(msgspec.Struct, frozen=True):
     cached_tokens: int = 0  # this request's prefix-cache hit there
     max_num_seqs: int = 1 << 30  # sequences in one batch, at most
     placed_tokens: int = 0
+    group: str = ""  # whose ranks take each step together; empty for a worker that waits for no other
 
 
 class DecodeChoice(ABC):

@@ -10,7 +10,7 @@ import random
 from collections.abc import Callable, Sequence
 
 from orchestrator.policy.candidate import EXPECTED_OUTPUT_TOKENS, Candidate, DecodeChoice
-from orchestrator.policy.references import (
+from orchestrator.policy.choices.references import (
     DynamoCost,
     LeastRequests,
     LeastTokens,

@@ -33,6 +33,7 @@ class Shortlist:
         self._per_class = per_class
         self._current: dict[str, _Entry] = {}  # by worker
         self._classes: dict[int, list[_Entry]] = {}
+        self._groups: dict[str, set[str]] = {}  # the workers of each group that steps together
         self._versions = count()
 
     def __len__(self) -> int:
@@ -44,6 +45,8 @@ class Shortlist:
         entry = (-self._static_score(candidate), next(self._versions), candidate)
         self._current[candidate.worker_id] = entry
         insort(self._classes.setdefault(_size_class(candidate.blocks_total), []), entry)
+        if candidate.group:
+            self._groups.setdefault(candidate.group, set()).add(candidate.worker_id)
 
     def remove(self, worker_id: str) -> None:
         entry = self._current.pop(worker_id, None)
@@ -54,9 +57,14 @@ class Shortlist:
         del entries[bisect_left(entries, entry)]
         if not entries:
             del self._classes[size_class]
+        if group := entry[2].group:
+            self._groups[group].discard(worker_id)
+            if not self._groups[group]:
+                del self._groups[group]
 
     def pick(self, cached_tokens: Mapping[str, int]) -> list[Candidate]:
-        """The workers in `cached_tokens`, with their hits filled in, and of each class the best other workers."""
+        """The workers in `cached_tokens`, with their hits filled in, of each class the best other workers, and all
+        ranks of their groups."""
         current = self._current
         picked = [
             msgspec.structs.replace(current[worker_id][2], cached_tokens=tokens)
@@ -67,6 +75,10 @@ class Shortlist:
             for _, _, candidate in entries[: self._per_class]:
                 if candidate.worker_id not in cached_tokens:
                     picked.append(candidate)
+        if self._groups:
+            groups = {candidate.group for candidate in picked if candidate.group}
+            ranks = {worker_id for group in groups for worker_id in self._groups[group]}
+            picked += [current[worker_id][2] for worker_id in sorted(ranks - {c.worker_id for c in picked})]
         return picked
 
 

@@ -11,6 +11,7 @@ import msgspec
 
 from orchestrator.config.settings import SLOConfig
 from orchestrator.policy.candidate import Candidate
+from orchestrator.policy.choices.references import BYPASSES
 from orchestrator.policy.claims import AFFINITY_WINDOW, CLAIM_BATCHES, choose_claims, claim_budget, fair_share_tokens
 from orchestrator.policy.decode_choice import decode_choice
 from orchestrator.policy.placement import Local, PrefillView, Reject, claim_timeout_s
@@ -19,7 +20,6 @@ from orchestrator.policy.predict.estimates import LINK_AGE_S, RecentMaximum
 from orchestrator.policy.predict.predictor import Predictor
 from orchestrator.policy.prefix_index import PrefixIndex
 from orchestrator.policy.ratio.reuse import ReuseCounter
-from orchestrator.policy.references import BYPASSES
 from orchestrator.simulator.job import Job, Phase, Stay
 from orchestrator.simulator.settings import Settings
 from orchestrator.simulator.view import PoolView

@@ -9,7 +9,6 @@ import msgspec
 
 from orchestrator.types import (
     ALWAYS_EQUAL,
-    Departed,
     DesiredRatio,
     EngineIdentity,
     EngineSpeed,
@@ -40,6 +39,17 @@ class Launcher(msgspec.Struct, frozen=True):
     workers: dict[str, Role] = {}  # those that are not registered yet included
     generation: int = 0  # of the configuration that it starts workers with
     room: int | None = None  # the most workers that its machine holds; None: not known, as of a cluster that grows
+
+
+class Departed(msgspec.Struct, frozen=True, array_like=True):
+    """A worker that left the registry, or whose entry expired: its ids, and the ports that show whether it lives."""
+
+    worker_id: str
+    engine_id: str
+    request_address: str
+    kv_host: str
+    kv_port: int
+    claims: bool  # whether it held claims in the prefill queue
 
 
 class Frontend(msgspec.Struct, frozen=True):

@@ -1,17 +1,11 @@
-"""Lockstep ranks: the gate, the assignment, and our level chunks."""
+"""Lockstep ranks, simulated: the gate, and what it brings beside the deciders of fleets."""
 
-from hypothesis import given
-from hypothesis import strategies as st
+import pytest
 
-from benchmarks.policy_adp import (
-    AdpSettings,
-    GateState,
-    RankView,
-    assign_longest_first,
-    gate,
-    level_chunks,
-    simulate_adp,
-)
+from benchmarks import policy_adp
+from benchmarks.policy_adp import AdpSettings, GateState, RankView, gate, simulate_adp
+from orchestrator.policy.choices import ranks
+from workers.load import board
 
 BUSY = RankView(generating=5, waiting_prompts=1, has_room=True)
 DRY = RankView(generating=5, waiting_prompts=0, has_room=True)
@@ -37,25 +31,6 @@ def test_batching_waits_for_more_prompts_but_not_for_ever():
     assert held == 10
 
 
-def test_longest_first_onto_the_rank_with_the_fewest_tokens():
-    assert assign_longest_first([10, 100, 60], tokens=[0, 50], active=[0, 1]) == [0, 0, 1]
-
-
-def test_no_rank_gets_more_than_its_share_of_sequences():
-    chosen = assign_longest_first([1] * 8, tokens=[0, 1000], active=[0, 0])
-    assert chosen.count(0) == chosen.count(1) == 4
-
-
-@given(st.lists(st.tuples(st.integers(0, 512), st.integers(0, 9000)), min_size=1, max_size=8), st.integers(0, 2000))
-def test_level_chunks_never_exceed_the_backlog_or_the_batch_and_always_progress(ranks, level):
-    generating, backlog = [g for g, _ in ranks], [b for _, b in ranks]
-    chunks = level_chunks(generating, backlog, 8192, level)
-    assert all(0 <= c <= b and (c == 0 or g + c <= 8192) for c, g, b in zip(chunks, generating, backlog, strict=True))
-    busiest = max(generating)
-    if any(b and (g < busiest or g < level) for g, b in ranks):
-        assert sum(chunks) > 0
-
-
 def test_level_beats_the_gate_and_the_gate_the_baseline():
     small = {"requests": 1500, "concurrency": 640, "max_batch": 64, "mean_out": 400}
     plain = simulate_adp(AdpSettings(**small))
@@ -63,3 +38,17 @@ def test_level_beats_the_gate_and_the_gate_the_baseline():
     level = simulate_adp(AdpSettings(strategy="level", **small))
     assert plain.tokens_per_s < gated.tokens_per_s < level.tokens_per_s
     assert level.ttft_p50_s < gated.ttft_p50_s and level.balance > plain.balance
+
+
+@pytest.mark.slow
+def test_the_published_setting_is_balanced():
+    """16,000 requests, 8 ranks."""
+    level = simulate_adp(AdpSettings(strategy="level"))
+    assert level.balance >= 0.91
+    assert level.tokens_per_s > 1.3 * simulate_adp(AdpSettings()).tokens_per_s
+
+
+def test_the_simulation_and_the_fleet_have_the_same_deciders():
+    assert policy_adp.level_chunks is board.level_chunks is ranks.level_chunks
+    assert policy_adp.pace is board.pace is ranks.pace
+    assert policy_adp.assign_longest_first is ranks.assign_longest_first

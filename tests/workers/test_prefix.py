@@ -9,7 +9,7 @@ from orchestrator.types import PrefixEvents
 from orchestrator.wire.messages import PrefixSnapshot
 from workers.attempts import Attempts
 from workers.engine import PrefixChanges, PrefixDelta
-from workers.reports import SNAPSHOT_KEYS, LoadReporter, PrefixReporter
+from workers.load.reports import SNAPSHOT_KEYS, LoadReporter, PrefixReporter
 
 DEADLINE_S = 60.0
 

@@ -12,8 +12,8 @@ from support_workers import LocalWorker, running_workers
 
 from orchestrator.launch.host.redis_server import EmbeddedRedis
 from orchestrator.types import Role
-from workers import reports
 from workers.engine import EngineLoad
+from workers.load import reports
 
 SECTIONS = {"sim": {"speed": 2.0}, "routing": {"remote_prefill_min_tokens": 10_000}}
 

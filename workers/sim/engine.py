@@ -28,6 +28,7 @@ from workers.engine import (
     Phase,
     PrefixDelta,
 )
+from workers.load.board import Board
 from workers.sim.codec import (
     EventType,
     SimCodec,
@@ -63,22 +64,21 @@ class SimEngine:
         kv: KVConfig | None = None,
         prefix_events: bool = False,
         group: Group = Group(),
+        board: Board | None = None,
     ) -> None:
         """Raises ConfigError if the longest sequence does not fit in the blocks."""
         check_simulated(config)
         self._config, self._model = config, model
         self._engine_id = engine_id or f"sim-{uuid.uuid4().hex[:12]}"
         self._host, self._port, self._advertise = kv_host, kv_port, kv_advertise or kv_host
-        self._codec = SimCodec()
-        self._scheduler = SimScheduler(config)
+        self._codec, self._scheduler = SimCodec(), SimScheduler(config, board)
         self._transfers = SimTransfers(self._scheduler, kv or KVConfig(), self._engine_id, self._wake_up)
-        self._lockstep = Lockstep(group, self._wake_up)
+        self._lockstep, self._grouped, self._board = Lockstep(group, self._wake_up), group.size > 1, board
         self._steps: asyncio.Queue[EngineStep] = asyncio.Queue()
         self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._step_ms = 0.0
-        self._paused = False
-        self._prefix_events = prefix_events
+        self._paused, self._prefix_events = False, prefix_events
 
     async def start(self) -> EngineInfo:
         """Raises OSError if the KV port is in use."""
@@ -106,6 +106,7 @@ class SimEngine:
             kv_bytes_per_token=config.kv_bytes_per_token,
             speed=self._speed(),
             lends=config.prefix_caching,
+            lockstep=self._grouped,
         )
 
     async def submit(self, request: EngineRequest) -> None:
@@ -265,6 +266,8 @@ class SimEngine:
             # Sleep until the step is due, not for its duration: coarse timers then do not slow the model.
             due = max(due, began - MAX_CATCH_UP_S) + duration
             await asyncio.sleep(max(0.0, due - time.monotonic()))
+            if self._board is not None:
+                self._board.note(sum(item.tokens for item in batch), duration, self._lockstep.waves)
             self._step_ms = duration * 1e3
             self._crash_on_token(batch)
             if batch or receiving:

@@ -46,8 +46,9 @@ class Lockstep:
 
     def __init__(self, group: Group, wake: Callable[[], None]) -> None:
         """`wake` is called when another rank waits for this one."""
-        self.running = False  # the group takes steps
+        self.running = self._stepping = False  # the group takes steps; this rank has taken one of them
         self.dummies = 0  # steps that this rank computed nothing in
+        self.waves = 0  # times that the group has begun to take steps
         self._group, self._wake = group, wake
         self._come: dict[int, Come] = {}  # at the first rank: who is at the step
         self._peers: dict[int, asyncio.StreamWriter] = {}
@@ -79,7 +80,8 @@ class Lockstep:
         """Wait until all ranks are at this step. Returns how long it takes, seconds. Raises EngineDead."""
         self.dummies += not works
         self._met = met = asyncio.get_running_loop().create_future()
-        self.running = True
+        self.waves += not self._stepping
+        self.running = self._stepping = True
         if self._group.rank == 0:
             self._arrived(0, Come(duration_s, works))
         else:
@@ -90,7 +92,7 @@ class Lockstep:
             if not met.done():
                 raise EngineDead("another rank of its group has ended")
             go: Go = met.result()
-            self.running = go.more
+            self.running = self._stepping = go.more
             return go.duration_s
         finally:
             ended.cancel()

@@ -19,6 +19,7 @@ import msgspec
 from orchestrator.config.settings import SimConfig
 from orchestrator.types import FinishReason, KVSource
 from workers.engine import InvalidEngineRequest, Phase
+from workers.load.board import Board
 from workers.sim.prefix import SimPrefixCache
 
 
@@ -117,8 +118,9 @@ class Sampled(msgspec.Struct, frozen=True):
 class SimScheduler:
     """Owns the blocks. Every block is either free or counted in exactly one request of `requests`."""
 
-    def __init__(self, config: SimConfig) -> None:
-        self.config = config
+    def __init__(self, config: SimConfig, board: Board | None = None) -> None:
+        """`board`: of the group whose ranks step together."""
+        self.config, self._board = config, board
         self.blocks_free = config.blocks
         self.cache = SimPrefixCache(config.blocks)
         self.requests: dict[str, SimRequest] = {}
@@ -159,13 +161,16 @@ class SimScheduler:
     def schedule(self) -> tuple[list[Scheduled], list[SimRequest]]:
         """The next batch, and the requests that now hold blocks to receive KV into."""
         budget = self.config.max_num_batched_tokens
+        self._prompt_budget = budget if self._board is None else self._levelled(self._board)
         batch: list[Scheduled] = []
         receiving: list[SimRequest] = []
         preempted = False
         index = 0
         while index < len(self.running) and budget > 0:
             request = self.running[index]
-            tokens = min(request.context - request.computed, budget)
+            if not (tokens := self._tokens(request, budget)):
+                index += 1
+                continue
             while not self._reserve(request, request.computed + tokens):
                 # The only running request would preempt itself again and again while waiting ones hold its blocks.
                 if len(self.running) == 1 and self._reclaim(request):
@@ -176,7 +181,7 @@ class SimScheduler:
                 if victim is request:
                     break
             else:
-                batch.append(Scheduled(request, tokens))
+                batch.append(self._scheduled(request, tokens))
                 budget -= tokens
                 index += 1
         if not preempted:
@@ -198,7 +203,8 @@ class SimScheduler:
             if len(self.running) >= self.config.max_num_seqs:
                 return
             self._take_cached(request)
-            tokens = min(request.context - request.computed, budget)
+            if not (tokens := self._tokens(request, budget)):
+                return
             if not self._reserve(request, request.computed + tokens):
                 # Waiting requests that received KV hold blocks: without this, two of them could wait for each other.
                 if self.running or not self._reclaim(request):
@@ -207,8 +213,24 @@ class SimScheduler:
             self.waiting.popleft()
             request.enter(SimState.RUNNING)
             self.running.append(request)
-            batch.append(Scheduled(request, tokens))
+            batch.append(self._scheduled(request, tokens))
             budget -= tokens
+
+    def _levelled(self, board: Board) -> int:
+        """Prompt tokens to compute in the next step, which other ranks take too."""
+        left = [r.context - r.computed for r in (*self.running, *self.waiting) if r.kv_source is None]
+        full, most = len(self.running) >= self.config.max_num_seqs, self.config.max_num_batched_tokens
+        chunk = board.budget(left.count(1), sum(tokens for tokens in left if tokens > 1), full, most)
+        return most if chunk is None else chunk
+
+    def _tokens(self, request: SimRequest, budget: int) -> int:
+        """The tokens of a request in the next batch."""
+        left = request.context - request.computed
+        return min(left, budget) if left == 1 else min(left, budget, self._prompt_budget)
+
+    def _scheduled(self, request: SimRequest, tokens: int) -> Scheduled:
+        self._prompt_budget -= tokens if request.context - request.computed > 1 else 0
+        return Scheduled(request, tokens)
 
     def complete(self, batch: list[Scheduled]) -> list[Sampled]:
         """Account for a batch that ran. Requests that left `running` meanwhile get no token."""

@@ -134,11 +134,10 @@ class VllmEngine:
         self._ranks = RankWatch([*facts["rank_pids"], *coordinators(self._client)], self._rank_ended)
         tasks = await self.call_engine("get_supported_tasks")
         self._blocks_total, self._all_ranks = facts["blocks_total"], config.parallel_config.world_size
-        model = config.model_config
+        model, parallel = config.model_config, config.parallel_config
         self._codec = RequestCodec(model.max_model_len, model.get_vocab_size())
         if (lora := config.lora_config) is not None:
             self._adapters = Adapters(self._load_adapter, lora.max_cpu_loras or lora.max_loras)
-        parallel = config.parallel_config
         generates = "generate" in tasks
         if self._warm and generates:
             await warm_up(self, model.get_vocab_size(), config.scheduler_config.max_num_seqs)
@@ -160,6 +159,7 @@ class VllmEngine:
             supported_tasks=tuple(tasks),
             speed=speed,
             lends=facts["lends"] and bool(self._cached_block_tokens),
+            lockstep=parallel.data_parallel_size > 1,
         )
 
     async def _measure(self, config: VllmConfig) -> EngineSpeed:

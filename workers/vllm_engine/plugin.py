@@ -31,8 +31,9 @@ from workers.engine import PrefixChanges
 from workers.vllm_engine.codec.prefix import PrefixCollector
 from workers.vllm_engine.codec.requests import block_hashes
 from workers.vllm_engine.codec.withheld import give_back_withheld
+from workers.vllm_engine.loop.lockstep import steps_of
+from workers.vllm_engine.loop.waker import name_socket, waker_of
 from workers.vllm_engine.patches import patch_cpu_engines, share_gloo_device, tell_preemptions_first
-from workers.vllm_engine.waker import name_socket, waker_of
 
 _CORES = "PD_ENGINE_CORES"  # "0,1|2,3": cores that each rank computes on
 SOCKETS = "VLLM_RPC_BASE_PATH"  # vLLM's own name: the folder for its local sockets
@@ -193,6 +194,7 @@ def _process_engine_step(engine: Any) -> bool:
         get_watch_dog().feed()
     waker = waker_of(engine)
     waker.step()
+    steps = steps_of(engine)
     prefix = _prefix_changes(engine)
     began = time.monotonic()
     outputs, executed = engine.step_fn()
@@ -209,6 +211,8 @@ def _process_engine_step(engine: Any) -> bool:
         if executed or _is_worth_sending(engine, output):
             engine.output_queue.put_nowait((client, output))
     engine.post_step(executed)
+    if executed and steps is not None:
+        steps.ended(elapsed_ms)
     if executed:
         waker.worked()
     elif engine.scheduler.has_requests() and not _is_awaited(engine):

@@ -15,7 +15,7 @@ from textual.screen import ModalScreen
 from textual.widgets import DataTable, Footer, Input, Label, Sparkline, Static
 
 from orchestrator.cli.look.frontend import client, fleet_stream, stream_errors
-from orchestrator.cli.look.views import STATE_STYLE, at_rest, blocks_bar, in_time_line, set_by
+from orchestrator.cli.look.views import STATE_STYLE, at_rest, balance_lines, blocks_bar, in_time_line, set_by
 
 _AGAIN_S = 1.0  # between two attempts to reach a frontend
 _SPARK_POINTS = 60
@@ -155,8 +155,9 @@ class Top(App[None]):
             self._values[field].update(Text.assemble((f"{label:<9}", "bold"), f"{said:>11} "))
             self._sparks[field].data = [value or 0.0 for value in values]
         shares = self._points[-1]["in_time"] if self._points else {}
-        self._in_time.update(Text(in_time_line(shares) if shares else "", no_wrap=True, overflow="ellipsis"))
-        self._in_time.display = bool(shares)
+        lines = [*([in_time_line(shares)] if shares else []), *balance_lines(self._sample["workers"])]
+        self._in_time.update(Text("\n".join(lines), no_wrap=True, overflow="ellipsis"))
+        self._in_time.display = bool(lines)
         self._show_workers()
         slowest = self._sample["slowest"][:_SLOWEST]
         self._slowest.update(Text("\n".join(map(_slow_line, slowest)), no_wrap=True))

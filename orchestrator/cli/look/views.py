@@ -58,6 +58,7 @@ def fleet_view(seen: dict[str, Any]) -> RenderableType:
     lines.append(Text(_queue_line(queue)))
     if shares := seen.get("in_time"):
         lines.append(Text(in_time_line(shares)))
+    lines += map(Text, balance_lines(seen["workers"]))
     if desired:
         lines.append(Text(f"desired: {desired['prefill']} prefill, {desired['decode']} decode, {set_by(desired)}"))
     if rollout := seen.get("rollout"):
@@ -72,6 +73,16 @@ def in_time_line(shares: dict[str, float]) -> str:
     named = [f"{name} {share:.1%}" for name, share in shares.items() if name]
     rest = [f"no class {shares['']:.1%}" if named else f"{shares['']:.1%}"] if "" in shares else []
     return f"within objectives in the last minute: {', '.join([*named, *rest])}"
+
+
+def balance_lines(workers: list[dict[str, Any]]) -> list[str]:
+    """A line for each group whose ranks step together."""
+    groups = ((worker["unit"], steps) for worker in workers if (steps := worker.get("group")))
+    return [
+        f"{unit}: balance {steps['recent']:.0%} lately, {steps['lost_s']:.1f} s lost to imbalance in {steps['steps']} "
+        f"steps; {steps['dummies']} dummy batches, {steps['waves']} waves"
+        for unit, steps in groups
+    ]
 
 
 def _rollout_line(rollout: dict[str, Any], workers: list[dict[str, Any]]) -> str:

@@ -12,10 +12,10 @@ from support_wait import until
 
 from orchestrator.fleet.membership import QUIET_S
 from orchestrator.types import WorkerLoad
-from workers import reports
 from workers.attempts import Attempts
 from workers.engine import Engine, EngineDead, EngineLoad
-from workers.reports import LOAD_INTERVAL_S, LoadReporter, PrefillRate, load_interval_s
+from workers.load import reports
+from workers.load.reports import LOAD_INTERVAL_S, LoadReporter, PrefillRate, load_interval_s
 
 LOAD = EngineLoad(blocks_free=90, running=1, waiting=0, step_ms=1.0)
 

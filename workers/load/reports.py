@@ -17,6 +17,7 @@ from orchestrator.types import PauseState, PrefixEvents, WorkerLoad
 from orchestrator.wire.messages import PrefixSnapshot
 from workers.attempts import Attempts
 from workers.engine import Engine, EngineDead, EngineLoad, PrefixChanges, PrefixDelta
+from workers.load.board import Board
 
 log = logging.getLogger("pd.worker")
 
@@ -105,7 +106,7 @@ class LoadReporter:
         """`workers`: returns the number of workers in the fleet."""
         self._worker_id, self.blocks_total, self._workers = worker_id, blocks_total, workers
         self._attempts, self._publish, self._corrupt_messages = attempts, publish, corrupt_messages
-        self.rate = PrefillRate()
+        self._board, self.rate = Board.here(), PrefillRate()
         self.engine = EngineLoad(blocks_free=blocks_total, running=0, waiting=0, step_ms=0.0)
         self.longest_step_s, self.stuck = 0.0, False
         self.prefix_sequence = 0  # of the last prefix batch published before the next report
@@ -274,6 +275,7 @@ class LoadReporter:
                 corrupt_messages=self._corrupt_messages(),
                 fetches=dict(self._fetches),
                 fetched_tokens=self._fetched_tokens,
+                group=self._board.counters() if self._board is not None else None,
             )
         )
 

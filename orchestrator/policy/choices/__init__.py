@@ -1,0 +1,1 @@
+"""Decode choices: those of other projects, and the choice among ranks that step together."""

@@ -1,0 +1,103 @@
+"""Ranks that step together: which one gets a request, and how many prompt tokens each computes."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from orchestrator.policy.candidate import Candidate
+from orchestrator.policy.choices.ranks import DRAIN_STEPS, RankChoice, assign_longest_first, level_chunks, pace
+from orchestrator.policy.decode_choice import decode_choice
+from orchestrator.policy.shortlist import SHORTLIST_FROM, Shortlist
+from orchestrator.types import RequestInfo
+
+REQUEST = RequestInfo("r", prompt_tokens=100, max_new_tokens=50, arrived_at=0.0)
+
+
+def rank(name: str, running: int = 0, free: int = 1000, group: str = "g", **more: int) -> Candidate:
+    return Candidate(name, 1000, free, 16, running, waiting=0, waiting_tokens=0, group=group, **more)
+
+
+def chosen(ranks: str, *candidates: Candidate, request: RequestInfo = REQUEST) -> str:
+    found = RankChoice(decode_choice("kv_prefix"), ranks)(request, candidates)
+    assert found is not None
+    return found.worker_id
+
+
+def test_longest_first_onto_the_rank_with_the_fewest_tokens() -> None:
+    assert assign_longest_first([10, 100, 60], tokens=[0, 50], active=[0, 1]) == [0, 0, 1]
+
+
+def test_no_rank_gets_more_than_its_share_of_sequences() -> None:
+    placed = assign_longest_first([1] * 8, tokens=[0, 1000], active=[0, 0])
+    assert placed.count(0) == placed.count(1) == 4
+
+
+@given(st.lists(st.tuples(st.integers(0, 512), st.integers(0, 9000)), min_size=1, max_size=8), st.integers(0, 2000))
+def test_level_chunks_never_exceed_the_backlog_or_the_batch_and_always_progress(
+    ranks: list[tuple[int, int]], floor: int
+) -> None:
+    generating, backlog = [g for g, _ in ranks], [b for _, b in ranks]
+    chunks = level_chunks(generating, backlog, [min(floor, b) for b in backlog], 8192)
+    assert all(0 <= c <= b and (c == 0 or g + c <= 8192) for c, g, b in zip(chunks, generating, backlog, strict=True))
+    assert all(c > 0 for c, b in zip(chunks, backlog, strict=True) if b), "a rank with prompts goes on with them"
+
+
+def test_a_lone_prompt_is_computed_within_the_drain_steps() -> None:
+    """The ranks without prompts would let it be computed token by token."""
+    left, steps_left, steps = 2048, 0, 0
+    while left:
+        floor, steps_left = pace(left, False, steps_left)
+        left -= level_chunks([10] * 8, [left] + [0] * 7, [floor] + [0] * 7, 8192)[0]
+        steps += 1
+    assert steps <= DRAIN_STEPS
+
+
+def test_a_full_batch_has_no_floor() -> None:
+    assert pace(1000, True, 5) == (0, 0)
+
+
+def test_adp_takes_the_rank_with_fewest_tokens_among_those_below_their_share_of_sequences() -> None:
+    few_long, many_short = rank("g", running=2, free=500), rank("g.1", running=9, free=900)
+    assert chosen("adp", few_long, many_short) == "g"
+    assert chosen("least_tokens", few_long, many_short) == "g.1"
+
+
+def test_tokens_that_a_rank_has_cached_count_for_it() -> None:
+    assert chosen("adp", rank("g", free=998), rank("g.1", free=995, cached_tokens=96)) == "g.1"
+
+
+def test_a_rank_without_room_for_the_prompt_is_left_out() -> None:
+    assert chosen("adp", rank("g", running=1, free=2), rank("g.1", running=5, free=100)) == "g.1"
+
+
+def test_round_robin_takes_the_ranks_in_turn() -> None:
+    choose = RankChoice(decode_choice("kv_prefix"), "round_robin")
+    ranks = [rank("g"), rank("g.1", free=10), rank("g.2", free=500)]
+    assert sorted(choose(REQUEST, ranks).worker_id for _ in range(6)) == ["g", "g", "g.1", "g.1", "g.2", "g.2"]
+
+
+def test_the_group_is_that_of_the_decode_choice() -> None:
+    ranks = [rank("g", free=100), rank("g.1", free=100), rank("h", 3, 900, "h"), rank("h.1", 1, 800, "h")]
+    assert chosen("adp", *ranks) == "h.1"
+
+
+@pytest.mark.parametrize("ranks", ["adp", "least_tokens", "round_robin"])
+def test_workers_that_wait_for_no_other_are_chosen_as_ever(ranks: str) -> None:
+    assert chosen(ranks, rank("w", 1, 900, ""), rank("v", 0, 800, "")) == "w"
+
+
+def test_the_shortlist_brings_all_ranks_of_the_groups_that_it_picks() -> None:
+    shortlist = Shortlist(decode_choice("kv_prefix").static_score)
+    for at in range(2 * SHORTLIST_FROM):
+        shortlist.update(rank(f"g{at // 8}.{at % 8}", free=100 * (at // 8) + at % 8, group=f"g{at // 8}"))
+    picked = {candidate.worker_id for candidate in shortlist.pick({})}
+    assert picked == {f"g7.{at}" for at in range(8)}
+    for at in range(8):
+        shortlist.remove(f"g7.{at}")
+    assert {candidate.group for candidate in shortlist.pick({})} == {"g6"}
+    moved = msgspec.structs.replace(rank("g6.0", free=606, group=""))
+    shortlist.update(moved)
+    assert {candidate.worker_id for candidate in shortlist.pick({"g6.0": 16})} >= {"g6.0"}

@@ -1,0 +1,95 @@
+"""The board of a group: what each rank may compute next, and what their steps' balance was."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from orchestrator.types import StepCounters
+from workers.load import board
+from workers.load.board import Board, announce
+
+SIZE = 2
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    monkeypatch.setenv("VLLM_RPC_BASE_PATH", str(tmp_path))
+    monkeypatch.delenv("PD_RANK_BOARD", raising=False)
+    yield tmp_path
+    os.environ.pop("PD_RANK_BOARD", None)
+
+
+def ranks(levels: bool = True) -> list[Board]:
+    boards = []
+    for rank in range(SIZE):
+        announce("n-g-1", rank, SIZE, levels)
+        made = Board.here()
+        assert made is not None
+        boards.append(made)
+    return boards
+
+
+def step(boards: list[Board], *tokens: int, seconds: float = 1.0) -> None:
+    for each, computed in zip(boards, tokens, strict=True):
+        each.note(computed, seconds, waves=1)
+
+
+def test_there_is_none_where_none_was_announced(here: Path) -> None:
+    assert Board.here() is None
+
+
+def test_a_prompt_is_cut_so_that_ranks_compute_as_many_tokens(here: Path) -> None:
+    first, second = boards = ranks()
+    step(boards, 1, 1)
+    assert second.budget(20, 0, full=False, max_tokens=2048) is None  # it has no prompt
+    assert first.budget(10, 160, full=False, max_tokens=2048) == 11  # as many as the other, and one more
+    assert second.budget(20, 500, full=False, max_tokens=2048) == 150
+    assert first.budget(10, 160, full=False, max_tokens=2048) == 160
+
+
+def test_prompts_are_whole_where_no_rank_decodes_or_the_key_says_so(here: Path) -> None:
+    first, second = boards = ranks()
+    step(boards, 1, 1)
+    second.budget(0, 0, full=False, max_tokens=2048)
+    assert first.budget(0, 160, full=False, max_tokens=2048) is None
+    first, second = boards = ranks(levels=False)
+    step(boards, 1, 1)
+    second.budget(20, 0, full=False, max_tokens=2048)
+    assert first.budget(10, 160, full=False, max_tokens=2048) is None
+
+
+def test_a_rank_elsewhere_is_not_counted_on(here: Path) -> None:
+    first, second = ranks()
+    first.note(5, 1.0, waves=1)
+    assert first.budget(10, 160, full=False, max_tokens=2048) is None and first.counters() is None
+
+
+def test_counters_are_of_the_steps_that_all_ranks_have_taken(here: Path) -> None:
+    first, second = boards = ranks()
+    assert first.counters() is None
+    step(boards, 10, 5, seconds=2.0)
+    step(boards, 0, 8, seconds=0.5)
+    step(boards, 0, 0)  # nobody has anything: no step to balance
+    first.note(3, 1.0, waves=2)
+    assert first.counters() == StepCounters(2, 0.75 + 0.5, pytest.approx(0.625), 2 * 0.25 + 0.5 * 0.5, 3, 2)
+    assert second.counters() is None, "the first rank reports them"
+    second.note(3, 1.0, waves=2)
+    assert (after := first.counters()) is not None and (after.steps, after.balance) == (3, 2.25)
+    assert list(here.iterdir()) == [], "its file is gone once all ranks have it"
+
+
+def test_more_steps_than_the_ring_holds(here: Path) -> None:
+    boards = ranks()
+    for _ in range(3 * board._RING):
+        step(boards, 4, 2)
+    found = boards[0].counters()
+    assert found is not None and 0 < found.steps < board._RING and found.recent == pytest.approx(0.75)
+
+
+def test_what_an_earlier_group_left_is_not_read(here: Path) -> None:
+    step(ranks(), 7, 7)
+    assert ranks()[0].counters() is None

@@ -1,0 +1,1 @@
+"""What a worker tells of its load, and the ranks of a group each other."""

@@ -1,0 +1,101 @@
+"""The board of a group that steps together: memory in which each rank on a host says at each step what it computes.
+
+Each rank writes its own row and reads all. From the rows a rank gets the prompt tokens that it computes next
+(`policy.choices.ranks`), and the first rank's worker what the steps' balance was. Ranks on another host have another
+board: a group whose rows are not all written is neither levelled nor measured.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import tempfile
+from pathlib import Path
+
+from msgspec.structs import astuple
+
+from orchestrator.policy.choices.ranks import level_chunks, pace
+from orchestrator.process.own_files import make_folder, open_own, own_uid
+from orchestrator.types import StepCounters
+
+_HERE = "PD_RANK_BOARD"  # of the rank of this process: its number, how many there are, 1 if it levels, the file
+_FOLDER = "VLLM_RPC_BASE_PATH"  # of the launcher's run, for short-lived files
+# A row: 8-byte integers, then two rings of the latest steps: tokens, and microseconds.
+_GENERATING, _BACKLOG, _FLOOR, _WAVES, _STEPS, _RINGS = range(6)
+_RING = 1024  # more steps than pass between two looks
+_RECENT_STEPS = 512
+_ROW = _RINGS + 2 * _RING
+
+
+def announce(name: str, rank: int, size: int, levels: bool) -> None:
+    """Make the row of this process's rank, on the board of its group's name, and name it to the processes that this one
+    starts. `levels`: the ranks' prompts are cut into level chunks. Raises OSError."""
+    if (folder := os.environ.get(_FOLDER)) is None:
+        folder = os.path.join(tempfile.gettempdir(), f"pd-boards-{own_uid()}")
+        make_folder(Path(folder))
+    path = Path(folder, f"board-{name}")
+    with open_own(path, "a+b") as file:
+        os.truncate(file.fileno(), size * _ROW * 8)
+        with mmap.mmap(file.fileno(), size * _ROW * 8) as memory:  # an earlier group may have left its own
+            memory[rank * _ROW * 8 : (rank + 1) * _ROW * 8] = bytes(_ROW * 8)
+    os.environ[_HERE] = f"{rank},{size},{int(levels)},{path}"
+
+
+class Board:
+    """`budget` before each step, `note` after it; `counters` at any time."""
+
+    @classmethod
+    def here(cls) -> Board | None:
+        """The board of this process's rank; None where it has none."""
+        if not (announced := os.environ.get(_HERE)):
+            return None
+        rank, size, levels, path = announced.split(",", 3)
+        return cls(Path(path), int(rank), int(size), levels == "1")
+
+    def __init__(self, path: Path, rank: int, size: int, levels: bool) -> None:
+        self._path, self._rank, self._levels = path, rank, levels
+        with open_own(path, "r+b") as file:
+            cells = memoryview(mmap.mmap(file.fileno(), size * _ROW * 8)).cast("q")
+        self._rows = [cells[at * _ROW : (at + 1) * _ROW] for at in range(size)]
+        self._own = self._rows[rank]
+        self._steps_left = self._read = 0
+        self._counters = StepCounters(0, 0.0, 0.0, 0.0, 0, 0)
+
+    def budget(self, generating: int, backlog: int, full: bool, max_tokens: int) -> int | None:
+        """Prompt tokens to compute in the next step, of a rank with so many tokens to decode, and of prompts; None: as
+        many as fit. `full`: it has a request in every place of its batch."""
+        own = self._own
+        own[_GENERATING], own[_BACKLOG] = generating, backlog
+        own[_FLOOR], self._steps_left = pace(backlog, full, self._steps_left)
+        decodes = [row[_GENERATING] for row in self._rows]
+        # Where no rank decodes, a step that computes less only makes more steps.
+        if not (self._levels and backlog and any(decodes) and all(row[_STEPS] for row in self._rows)):
+            return None
+        prompts, floors = [row[_BACKLOG] for row in self._rows], [row[_FLOOR] for row in self._rows]
+        return level_chunks(decodes, prompts, floors, max_tokens)[self._rank]
+
+    def note(self, tokens: int, seconds: float, waves: int) -> None:
+        """A step has ended, in which this rank computed so many tokens, 0 for an empty batch; `waves` have begun."""
+        own = self._own
+        at = _RINGS + own[_STEPS] % _RING
+        own[at], own[at + _RING], own[_WAVES] = tokens, int(seconds * 1e6), waves
+        own[_STEPS] += 1
+
+    def counters(self) -> StepCounters | None:
+        """Of all steps that every rank has taken so far. None on all ranks but the first, and before the first step."""
+        reached = min(row[_STEPS] for row in self._rows)
+        if self._rank or not reached:
+            return None
+        self._path.unlink(missing_ok=True)  # all ranks have it
+        steps, balance, recent, lost_s, dummies, _ = astuple(self._counters)
+        for step in range(max(self._read, reached - _RING // 2), reached):
+            at = _RINGS + step % _RING
+            tokens = [row[at] for row in self._rows]
+            dummies += tokens.count(0)
+            if most := max(tokens):
+                even = sum(tokens) / (len(tokens) * most)
+                steps, balance, lost_s = steps + 1, balance + even, lost_s + (1 - even) * self._own[at + _RING] / 1e6
+                recent += (even - recent) / min(steps, _RECENT_STEPS)
+        self._read = reached
+        self._counters = StepCounters(steps, balance, recent, lost_s, dummies, self._own[_WAVES])
+        return self._counters
