@@ -57,7 +57,7 @@ fuzz: model
 	PYTHONPATH=tests $(BIN)/python -m http_fuzz --output benchmarks/results/fuzz.json
 
 test-topology: venv
-	$(BIN)/pytest -m topology tests/e2e/test_topology.py tests/e2e/test_ray.py tests/e2e/test_ray_real.py
+	$(BIN)/pytest -m topology tests/e2e/test_topology.py tests/e2e/test_real_groups.py tests/e2e/test_ray.py tests/e2e/test_ray_real.py
 
 lint: venv
 	$(BIN)/ruff check .

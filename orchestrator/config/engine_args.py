@@ -10,7 +10,7 @@ import difflib
 import functools
 import importlib.util
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ import msgspec
 from connectors.unsupported import unsupported
 from orchestrator.config.access import API_KEY, OPERATOR_KEY
 from orchestrator.config.explain import missing
+from orchestrator.config.model import read_model_config
 from orchestrator.config.server_args import check_server_args
 from orchestrator.config.settings import Config, ConfigError, PoolConfig, SimConfig
 from orchestrator.config.values import KEY_IS, is_key
@@ -33,6 +34,11 @@ _GROUP = "data_parallel_size"
 _UNPICKLES = "VLLM_ALLOW_INSECURE_SERIALIZATION"
 # The workers set these themselves.
 _RESERVED = {"model": "model", "kv_transfer_config": "kv.transfer", "served_model_name": "served_model_name"}
+# How ranks share a model; and what says that another file than its config.json describes it.
+_SHARES = {"enable_expert_parallel", "tensor_parallel_size", "pipeline_parallel_size"}
+_OTHER_CONFIGS = {"hf_overrides", "hf_config_path"}
+# Where a model's config.json has the sizes of its text part.
+_TEXT_PARTS = ("text_config", "llm_config", "language_config")
 # An engine's KV blocks can be read by another engine only when these agree.
 _FLEET_WIDE = ("dtype", "kv_cache_dtype", "block_size", "max_model_len", "quantization", "revision")
 
@@ -113,6 +119,46 @@ def _check_groups(config: Config) -> None:
             )
 
 
+def _check_sizes(config: Config) -> None:
+    """Raises ConfigError for ranks that the model, by its config.json where that is here, cannot be shared by."""
+    for role in Role:
+        arguments = engine_args(config, role)
+        if not pool(config, role).replicas or not arguments.keys() & _SHARES or arguments.keys() & _OTHER_CONFIGS:
+            continue
+        for name, why in _misfits(read_model_config(config.model), arguments):
+            section = f"workers.{role.value}" if name in pool(config, role).engine_args else "workers"
+            raise ConfigError(f"{section}.engine_args.{name}: {why}")
+
+
+def _misfits(model: Mapping[str, Any], arguments: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Arguments that do not fit a model, and why. None for a model that is not known."""
+    text = next((part for key in _TEXT_PARTS if isinstance(part := model.get(key), dict)), model)
+    if model and arguments.get("enable_expert_parallel") and not _has_experts(model):
+        yield "enable_expert_parallel", "this model has no experts; remove it"
+    heads, ranks = text.get("num_attention_heads"), arguments.get("tensor_parallel_size", 1)
+    if isinstance(heads, int) and isinstance(ranks, int) and ranks > 0 and heads % ranks:
+        fitting = ", ".join(str(size) for size in range(1, min(heads, 64) + 1) if heads % size == 0)
+        yield "tensor_parallel_size", f"{ranks} ranks cannot share this model's {heads} attention heads; use {fitting}"
+    layers, stages = text.get("num_hidden_layers"), arguments.get("pipeline_parallel_size", 1)
+    if isinstance(layers, int) and isinstance(stages, int) and stages > layers:
+        yield (
+            "pipeline_parallel_size",
+            f"this model's {layers} layers are too few for {stages} stages; use at most {layers}",
+        )
+
+
+def _has_experts(part: object) -> bool:
+    """Whether any part of a model's config.json counts experts."""
+    if isinstance(part, list):
+        return any(map(_has_experts, part))
+    if not isinstance(part, dict):
+        return False
+    counts = (
+        value[0] if isinstance(value, list) and value else value for key, value in part.items() if "expert" in key
+    )
+    return any(isinstance(count, int) and count > 0 for count in counts) or any(map(_has_experts, part.values()))
+
+
 def check_stages(arguments: Mapping[str, Any], role: Role) -> None:
     """Raises ConfigError for a decode worker of several pipeline stages: an engine receives KV in one stage only."""
     stages = arguments.get("pipeline_parallel_size", 1)
@@ -169,6 +215,8 @@ def check_engine_args(config: Config) -> None:
         if pool(config, role).replicas:
             check_arguments(config, engine_args(config, role), "workers.engine_args", role)
     _check_groups(config)
+    if config.engine == "vllm":
+        _check_sizes(config)
     check_server_args(config)
     _check_names("frontend.server_args", config.frontend.server_args, _engine_names() | _server_names())
     if workers.prefill.replicas and workers.decode.replicas:

@@ -9,6 +9,7 @@ import contextlib
 import fcntl
 import importlib.metadata
 import importlib.util
+import json
 import os
 import re
 import shutil
@@ -20,6 +21,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 from orchestrator.config.explain import missing
 from orchestrator.config.settings import ConfigError
@@ -89,6 +91,22 @@ def find_model(name: str, say: Say | None = None) -> str:
             "name an existing model or folder, or 'demo'"
         ) from None
     return found
+
+
+def read_model_config(name: str) -> dict[str, Any]:
+    """The config.json of a model that is here: a folder, or in the Hugging Face cache. Empty for one that is not, or
+    cannot be read."""
+    file: object = Path(name).expanduser() / "config.json"
+    if name == DEMO or not Path(name).expanduser().is_dir():
+        hub = "huggingface_hub"
+        if name == DEMO or not _HUB_NAME.match(name) or importlib.util.find_spec(hub) is None:
+            return {}
+        file = importlib.import_module(hub).try_to_load_from_cache(name, "config.json")
+    try:
+        read = json.loads(Path(file).read_bytes()) if isinstance(file, str | Path) else {}
+    except (OSError, ValueError):
+        return {}
+    return read if isinstance(read, dict) else {}
 
 
 def _reach_hub() -> None:

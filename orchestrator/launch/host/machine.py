@@ -191,8 +191,8 @@ class GpuShares:
         if len(fitting) < ranks:
             raise ConfigError(
                 f"{owner}: needs {ranks} GPU(s) with {share:.0%} of the memory free, this machine has {len(fitting)} "
-                f"left of {len(self._free)}; lower replicas or tensor_parallel_size, or set gpu_memory_utilization "
-                "so that workers share GPUs"
+                f"left of {len(self._free)}; lower replicas, data_parallel_size or tensor_parallel_size, or set "
+                "gpu_memory_utilization so that workers share GPUs"
             )
         # Most free memory first, then in the machine's order: neighbours are connected best.
         chosen = sorted(fitting, key=lambda gpu: -self._free[gpu])[:ranks]
@@ -301,14 +301,15 @@ def _limits(config: Config) -> Iterator[tuple[int, str]]:
     """How many workers the machine has memory and ports for at most, each with why there may be no more."""
     each = _WORKER_BYTES[config.engine]
     most = find_memory() // each
-    yield most, f"workers: this machine's memory holds at most {most} processes of {each >> 20} MiB; lower replicas"
+    holds = f"workers: this machine's memory holds at most {most} processes of {each >> 20} MiB"
+    yield most, f"{holds}; lower replicas or data_parallel_size"
     ports = port_range(config)
     if ports is not None:
         most = len(ports) // _WORKER_PORTS
         yield (
             most,
             f"workers.ports: {config.workers.ports} are {len(ports)} ports, enough for {most} workers of "
-            f"{_WORKER_PORTS} each; name more, or lower replicas",
+            f"{_WORKER_PORTS} each; name more, or lower replicas or data_parallel_size",
         )
 
 

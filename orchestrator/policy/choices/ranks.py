@@ -14,7 +14,7 @@ from typing import Literal
 from orchestrator.policy.candidate import Candidate, DecodeChoice, blocks_for
 from orchestrator.types import RequestInfo
 
-DRAIN_STEPS = 16  # in which the prompts of all ranks should be computed
+DRAIN_STEPS = 32  # in which the prompts of all ranks should be computed
 
 
 def assign_longest_first(prompts: Sequence[int], tokens: Sequence[int], active: Sequence[int]) -> list[int]:

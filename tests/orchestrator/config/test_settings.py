@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 from collections import Counter
 from pathlib import Path
@@ -310,6 +311,67 @@ def test_a_refused_value_is_shown_in_short_and_without_its_password(tmp_path):
 def test_groups_that_a_fleet_cannot_have_are_refused(tmp_path, more, line):
     with pytest.raises(ConfigError, match=line):
         check_engine_args(load(tmp_path, f"model: demo\nworkers: {more}"))
+
+
+MIXTRAL = {"num_attention_heads": 8, "num_hidden_layers": 2, "num_local_experts": 4}
+DENSE = {"num_attention_heads": 9, "num_hidden_layers": 30, "num_experts": 0}
+SEES = {"text_config": {"num_attention_heads": 12, "num_hidden_layers": 4}, "vision_config": {"num_attention_heads": 5}}
+
+
+@pytest.mark.parametrize(
+    ("model", "more", "line"),
+    [
+        (
+            DENSE,
+            "{engine_args: {enable_expert_parallel: true}}",
+            "workers.engine_args.enable_expert_parallel: this model has no experts; remove it",
+        ),
+        (
+            DENSE,
+            "{decode: {engine_args: {enable_expert_parallel: true}}}",
+            "workers.decode.engine_args.enable_expert_parallel: this model has no experts; remove it",
+        ),
+        (
+            DENSE,
+            "{engine_args: {tensor_parallel_size: 2}}",
+            "workers.engine_args.tensor_parallel_size: 2 ranks cannot share this model's 9 attention heads; "
+            "use 1, 3, 9",
+        ),
+        (
+            SEES,
+            "{prefill: {engine_args: {tensor_parallel_size: 5}}}",
+            "workers.prefill.engine_args.tensor_parallel_size: 5 ranks cannot share this model's 12 attention heads; "
+            "use 1, 2, 3, 4, 6, 12",
+        ),
+        (
+            MIXTRAL,
+            "{prefill: {engine_args: {pipeline_parallel_size: 3}}}",
+            "workers.prefill.engine_args.pipeline_parallel_size: this model's 2 layers are too few for 3 stages; "
+            "use at most 2",
+        ),
+    ],
+)
+def test_sizes_that_do_not_fit_the_model_are_refused(tmp_path, model, more, line):
+    (tmp_path / "config.json").write_text(json.dumps(model))
+    with pytest.raises(ConfigError) as refused:
+        check_engine_args(load(tmp_path, f"model: {tmp_path}\nworkers: {more}"))
+    assert str(refused.value) == line
+
+
+@pytest.mark.parametrize(
+    ("model", "more"),
+    [
+        (MIXTRAL, "{engine_args: {enable_expert_parallel: true, tensor_parallel_size: 4}}"),
+        ({"blocks": [{"n_routed_experts": 8}]}, "{engine_args: {enable_expert_parallel: true}}"),
+        ({}, "{engine_args: {enable_expert_parallel: true}}"),
+        (DENSE, "{engine_args: {tensor_parallel_size: 2, hf_overrides: {num_attention_heads: 8}}}"),
+        (DENSE, "{prefill: {replicas: 0, engine_args: {tensor_parallel_size: 2}}}"),
+    ],
+)
+def test_sizes_that_fit_or_whose_model_is_not_known_are_taken(tmp_path, model, more):
+    (tmp_path / "config.json").write_text(json.dumps(model))
+    check_engine_args(load(tmp_path, f"model: {tmp_path}\nworkers: {more}"))
+    check_engine_args(load(tmp_path, f"model: some/where-else\nworkers: {more}"))
 
 
 def test_groups_are_of_any_size_on_one_host(tmp_path):
