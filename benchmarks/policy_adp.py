@@ -215,7 +215,7 @@ def _decide(settings: AdpSettings, ranks: list[_Rank], held: GateState) -> tuple
         backlog = [rank.backlog for rank in ranks]
         generating, floors = [rank.generating for rank in ranks], []
         for rank in ranks:
-            floor, rank.steps_left = pace(rank.backlog, rank.active >= settings.max_batch, rank.steps_left)
+            floor, rank.steps_left = pace(rank.backlog, generating, rank.active >= settings.max_batch, rank.steps_left)
             floors.append(floor)
         return level_chunks(generating, backlog, floors, settings.max_tokens), held
     if settings.strategy == "gate":

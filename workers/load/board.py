@@ -66,8 +66,8 @@ class Board:
         many as fit. `full`: it has a request in every place of its batch."""
         own = self._own
         own[_GENERATING], own[_BACKLOG] = generating, backlog
-        own[_FLOOR], self._steps_left = pace(backlog, full, self._steps_left)
         decodes = [row[_GENERATING] for row in self._rows]
+        own[_FLOOR], self._steps_left = pace(backlog, decodes, full, self._steps_left)
         # Where no rank decodes, a step that computes less only makes more steps.
         if not (self._levels and backlog and any(decodes) and all(row[_STEPS] for row in self._rows)):
             return None

@@ -14,7 +14,7 @@ from typing import Literal
 from orchestrator.policy.candidate import Candidate, DecodeChoice, blocks_for
 from orchestrator.types import RequestInfo
 
-DRAIN_STEPS = 32  # in which the prompts of all ranks should be computed
+DRAIN_STEPS = 32  # in which the prompts of all ranks should be computed, where many sequences decode
 
 
 def assign_longest_first(prompts: Sequence[int], tokens: Sequence[int], active: Sequence[int]) -> list[int]:
@@ -55,15 +55,18 @@ def level_chunks(
     return [max(0, min(prompt, level - decode)) for decode, prompt in zip(generating, backlog, strict=True)]
 
 
-def pace(backlog: int, full: bool, steps_left: int) -> tuple[int, int]:
+def pace(backlog: int, generating: Sequence[int], full: bool, steps_left: int) -> tuple[int, int]:
     """A rank's floor for `level_chunks`, and the steps that are then left for its prompts, to pass with the next call.
 
-    Its prompts are computed within `DRAIN_STEPS` steps, although the other ranks may have none. Where its batch is
-    `full` prompts wait for a place anyway, and only the number of them that all ranks compute counts: no floor.
+    Its prompts are computed within so many steps as sequences `generating` on a rank (the mean) wait for them, at most
+    `DRAIN_STEPS`, although the other ranks may have none: where few wait, little is gained by a later first token.
+    Where its batch is `full` prompts wait for a place anyway, and only the number of them that all ranks compute
+    counts: no floor.
     """
     if not backlog or full:
         return 0, 0
-    left = steps_left or DRAIN_STEPS
+    most = max(1, min(DRAIN_STEPS, -(-sum(generating) // len(generating))))
+    left = min(steps_left, most) or most
     return -(-backlog // left), left - 1
 
 

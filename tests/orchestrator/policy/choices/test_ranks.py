@@ -45,18 +45,19 @@ def test_level_chunks_never_exceed_the_backlog_or_the_batch_and_always_progress(
     assert all(c > 0 for c, b in zip(chunks, backlog, strict=True) if b), "a rank with prompts goes on with them"
 
 
-def test_a_lone_prompt_is_computed_within_the_drain_steps() -> None:
+@pytest.mark.parametrize(("decoding", "most"), [(1, 1), (10, 10), (200, DRAIN_STEPS)])
+def test_a_lone_prompt_takes_as_many_steps_as_sequences_wait_for_it(decoding: int, most: int) -> None:
     """The ranks without prompts would let it be computed token by token."""
     left, steps_left, steps = 2048, 0, 0
     while left:
-        floor, steps_left = pace(left, False, steps_left)
-        left -= level_chunks([10] * 8, [left] + [0] * 7, [floor] + [0] * 7, 8192)[0]
+        floor, steps_left = pace(left, [decoding] * 8, False, steps_left)
+        left -= level_chunks([decoding] * 8, [left] + [0] * 7, [floor] + [0] * 7, 8192)[0]
         steps += 1
-    assert steps <= DRAIN_STEPS
+    assert most - 2 <= steps <= most
 
 
 def test_a_full_batch_has_no_floor() -> None:
-    assert pace(1000, True, 5) == (0, 0)
+    assert pace(1000, [8, 8], True, 5) == (0, 0)
 
 
 def test_adp_takes_the_rank_with_fewest_tokens_among_those_below_their_share_of_sequences() -> None:
