@@ -69,6 +69,9 @@ async def test_every_rank_gets_requests_and_prefills(fleet: RunningFleet) -> Non
             lambda: len({line["prefill_worker"] for line in fleet.request_lines() if line.get("prefill_worker")}) == 2,
             "both ranks have prefilled",
         )
+    await later(fleet, lambda: fleet.metric("pd_group_step_balance_count") > 0, "steps are counted")
+    assert 0.5 <= fleet.metric("pd_group_step_balance_sum") / fleet.metric("pd_group_step_balance_count") <= 1
+    assert "lost to imbalance" in (await asyncio.to_thread(fleet.cli, "status")).stdout
 
 
 @pytest.mark.parametrize("rank", [0, 1])

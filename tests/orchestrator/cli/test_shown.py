@@ -19,7 +19,7 @@ from orchestrator.cli.doctor.check import Check
 from orchestrator.cli.doctor.command import _Shown
 from orchestrator.cli.look import status as status_module
 from orchestrator.cli.look.logs import _print_event
-from orchestrator.cli.look.views import fleet_view
+from orchestrator.cli.look.views import balance_lines, fleet_view
 from orchestrator.cli.rollout import Event as Step
 from orchestrator.cli.rollout import show_event
 from orchestrator.cli.steer import log_level, queue, queue_show
@@ -90,6 +90,14 @@ def test_a_narrow_terminal_shows_whole_names_of_workers() -> None:
     narrow = RichConsole(width=50, file=io.StringIO())
     narrow.print(fleet_view({"workers": workers, "queue": None, "desired": None, "model": "m"}))
     assert all(name in narrow.file.getvalue() for name in names)  # type: ignore[attr-defined]
+
+
+def test_the_balance_of_groups_is_shown() -> None:
+    steps = {"steps": 900, "balance": 700.0, "recent": 0.912, "lost_s": 3.21, "dummies": 40, "waves": 5}
+    workers = [{"unit": "w", "group": steps}, {"unit": "w", "group": None}, {"unit": "alone"}]
+    assert balance_lines(workers) == [
+        "w: balance 91% lately, 3.2 s lost to imbalance in 900 steps; 40 dummy batches, 5 waves"
+    ]
 
 
 async def test_status_is_shown_again_and_again_in_a_pipe(monkeypatch: pytest.MonkeyPatch, capsys) -> None:

@@ -54,6 +54,37 @@ def step(scheduler: SimScheduler, tokens: dict[str, list[int]]) -> bool:
     return bool(batch or receiving)
 
 
+class LevelBoard:
+    """Grants so many prompt tokens in each step; keeps what it was told."""
+
+    def __init__(self, grant: int) -> None:
+        self.grant, self.told = grant, (0, 0, False, 0)
+
+    def budget(self, generating: int, backlog: int, full: bool, max_tokens: int) -> int:
+        self.told = (generating, backlog, full, max_tokens)
+        return self.grant
+
+
+def test_a_levelled_step_cuts_prompts_and_nothing_else() -> None:
+    board = LevelBoard(grant=1000)
+    scheduler = SimScheduler(SimConfig(max_num_seqs=4, max_num_batched_tokens=1000), board)  # type: ignore[arg-type]
+    for key in ("a", "b"):
+        scheduler.add(request_of(key, 20))
+    scheduler.complete(scheduler.schedule()[0])
+    board.grant = 30
+    scheduler.add(request_of("long", 100))
+    scheduler.add(request_of("short", 25))
+    scheduler.add(request_of("remote", 50, remote=True))
+    batch, _ = scheduler.schedule()
+    assert [(item.request.key, item.tokens) for item in batch] == [("a", 1), ("b", 1), ("long", 30)]
+    assert board.told == (2, 125, False, 1000)
+    scheduler.complete(batch)
+    board.grant = 80
+    batch, receiving = scheduler.schedule()
+    assert [(item.request.key, item.tokens) for item in batch] == [("a", 1), ("b", 1), ("long", 70), ("short", 10)]
+    assert [request.key for request in receiving] == ["remote"]
+
+
 _action = st.one_of(
     st.tuples(st.just("add"), st.integers(1, 120), st.integers(1, 40), st.booleans(), st.sampled_from([0, 0, 17])),
     st.tuples(st.just("prefill"), st.integers(1, 120)),

@@ -1,0 +1,121 @@
+"""A vLLM engine of a group: its scheduler's limits follow the board, and the board gets each of its steps."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from workers.load.board import Board, announce
+
+pytestmark = pytest.mark.vllm
+
+LIMIT = 2048
+
+
+class FakeEngine:
+    """What `Steps` uses of vLLM's engine. `seen`: the limits of each call of `schedule`."""
+
+    def __init__(self) -> None:
+        self.dp_group, self.current_wave, self.dummies = object(), 3, 0
+        self.seen: list[tuple[int, int]] = []
+        self.scheduler = SimpleNamespace(
+            running=[],
+            waiting=[],
+            schedule=self.schedule,
+            num_spec_tokens=0,
+            max_num_running_reqs=8,
+            max_num_scheduled_tokens=LIMIT,
+            scheduler_config=SimpleNamespace(long_prefill_token_threshold=0),
+        )
+
+    def schedule(self, throttle: bool = False) -> Any:
+        at = self.scheduler
+        self.seen.append((at.max_num_scheduled_tokens, at.scheduler_config.long_prefill_token_threshold))
+        return SimpleNamespace(total_num_scheduled_tokens=30)
+
+    def execute_dummy_batch(self) -> None:
+        self.dummies += 1
+
+
+def request(tokens: int, computed: int, status: str = "WAITING", remote: bool = False) -> Any:
+    from vllm.v1.request import RequestStatus
+
+    params = {"do_remote_prefill": True} if remote else None
+    state = getattr(RequestStatus, status)
+    return SimpleNamespace(num_tokens=tokens, num_computed_tokens=computed, status=state, kv_transfer_params=params)
+
+
+@pytest.fixture
+def boards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Board]]:
+    """Of two ranks; this process's is the first."""
+    monkeypatch.setenv("VLLM_RPC_BASE_PATH", str(tmp_path))
+    found = []
+    for rank in (1, 0):
+        announce("n-g-1", rank, 2, True)
+        board = Board.here()
+        assert board is not None
+        board.note(1, 1.0, 1)
+        found.insert(0, board)
+    yield found
+    os.environ.pop("PD_RANK_BOARD", None)
+
+
+def test_a_long_prompt_is_cut_and_what_waits_for_kv_keeps_its_place(boards: list[Board]) -> None:
+    from workers.vllm_engine.loop.lockstep import steps_of
+
+    engine = FakeEngine()
+    boards[1].budget(20, 60, full=False, max_tokens=LIMIT)
+    steps = steps_of(engine)
+    assert steps is not None and steps_of(engine) is steps
+    engine.scheduler.running = [request(101, 100, "RUNNING"), request(1000, 200, "RUNNING")]
+    engine.scheduler.waiting = [
+        request(50, 0),
+        request(400, 0, "WAITING_FOR_REMOTE_KVS"),
+        request(400, 0, remote=True),
+    ]
+    engine.scheduler.schedule(False)
+    # The other rank can reach 80 tokens; this one decodes one, and has two requests that wait for KV.
+    assert engine.seen == [(80 + 2, 79)]
+    assert engine.scheduler.max_num_scheduled_tokens == LIMIT
+    assert engine.scheduler.scheduler_config.long_prefill_token_threshold == 0
+
+
+def test_without_prompts_the_limits_are_vllms(boards: list[Board]) -> None:
+    from workers.vllm_engine.loop.lockstep import steps_of
+
+    engine = FakeEngine()
+    assert steps_of(engine) is not None
+    engine.scheduler.running = [request(101, 100, "RUNNING")]
+    engine.scheduler.schedule(False)
+    assert engine.seen == [(LIMIT, 0)]
+
+
+def test_steps_and_dummy_batches_are_counted(boards: list[Board]) -> None:
+    from workers.vllm_engine.loop.lockstep import steps_of
+
+    engine = FakeEngine()
+    steps = steps_of(engine)
+    assert steps is not None
+    engine.scheduler.schedule(False)
+    steps.ended(500.0)
+    boards[1].note(15, 0.5, 4)
+    engine.execute_dummy_batch()
+    boards[1].note(8, 0.5, 4)
+    counted = boards[0].counters()
+    assert counted is not None and engine.dummies == 1
+    assert (counted.steps, counted.balance, counted.dummies, counted.waves) == (3, 1 + 0.75 + 0.5, 1, 4)
+
+
+def test_an_engine_that_steps_alone_is_left_as_it_is(boards: list[Board]) -> None:
+    from workers.vllm_engine.loop.lockstep import steps_of
+
+    engine = FakeEngine()
+    del engine.dp_group
+    assert steps_of(engine) is None
+    engine.scheduler.schedule(False)
+    assert engine.seen == [(LIMIT, 0)]
