@@ -4,7 +4,7 @@ Each way has a fleet of its own: one decode group, with `--prefill` prefill rank
 are of mixed lengths, and a new request is sent when one has ended. The engines are simulated, with the times below, or
 with `--experts` vLLM's on this machine's CPU, with a tiny model of random experts.
 
-    python benchmarks/bench_ranks.py [--ways adp round_robin] [--ranks 4] [--prefill 0] [--users 120] [--rounds 3]
+    python benchmarks/bench_ranks.py [--ways adp round_robin] [--ranks 4] [--prefill 0] [--users 64] [--rounds 3]
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from support_fleet import DEMO_VOCABULARY, RunningFleet, running_fleet, token_pr
 from support_models import special_model  # noqa: E402
 
 SIMULATED = (
-    "sim.step_base_ms=40",
-    "sim.prefill_us_per_token=400",
-    "sim.decode_us_per_seq=400",
+    "sim.step_base_ms=50",
+    "sim.prefill_us_per_token=500",
+    "sim.decode_us_per_seq=500",
     "sim.max_num_seqs=64",
 )
 MEAN_IN, MEAN_OUT, SIGMA = 400, 80, 1.0  # tokens; of the logarithm of prompt lengths
@@ -84,8 +84,11 @@ def measure(fleet: RunningFleet, made: list[tuple[list[int], int]], users: int) 
     for role in ("prefill", "decode"):
         if now := after.get(role):
             then = before.get(role) or dict.fromkeys(now, 0)
-            result[f"{role}_balance"] = (now["balance"] - then["balance"]) / (now["steps"] - then["steps"])
+            result[f"{role}_balance"] = (now["mean_tokens"] - then["mean_tokens"]) / (
+                now["most_tokens"] - then["most_tokens"]
+            )
             result[f"{role}_lost"] = (now["lost_s"] - then["lost_s"]) / seconds
+            result[f"{role}_steps"] = now["steps"] - then["steps"]
     return result
 
 
@@ -115,8 +118,8 @@ def main() -> None:
     parser.add_argument("--ways", nargs="+", default=["adp", "round_robin"])
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--prefill", type=int, default=0)
-    parser.add_argument("--users", type=int, default=120)
-    parser.add_argument("--requests", type=int, default=240)
+    parser.add_argument("--users", type=int, default=64)
+    parser.add_argument("--requests", type=int, default=256)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--experts", action="store_true")
     parser.add_argument("--json", type=Path)

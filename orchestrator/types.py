@@ -165,8 +165,9 @@ class StepCounters(msgspec.Struct, frozen=True):
     """Steps that the ranks of a group took together, since it started."""
 
     steps: int
-    balance: float  # summed: the mean of the ranks' tokens in a step, divided by the most that one of them has
-    recent: float  # its mean over the latest steps
+    mean_tokens: float  # of the ranks in a step, summed over the steps
+    most_tokens: int  # of one rank in a step, summed: the balance is the mean divided by the most
+    recent: float  # balance, of the latest steps
     lost_s: float  # of the steps' time, what less balance than 1 cost
     dummies: int  # empty batches of ranks without a request, in all
     waves: int  # from the first request of one of them until none has any

@@ -77,10 +77,11 @@ class FleetCollector(Collector):
         fetched = CounterMetricFamily(
             "pd_kv_fetched_tokens", "Prompt tokens fetched from other workers' caches", labels=["worker"]
         )
-        balance = SummaryMetricFamily(
-            "pd_group_step_balance",
-            "Mean tokens of the ranks of a step, over the most of one",
-            labels=["group"],
+        mean = CounterMetricFamily(
+            "pd_group_mean_tokens", "Mean tokens of the ranks in a step, summed over steps", labels=["group"]
+        )
+        most = CounterMetricFamily(
+            "pd_group_most_tokens", "Tokens of the rank with most in a step, summed over steps", labels=["group"]
         )
         lost = CounterMetricFamily(
             "pd_group_lost_seconds", "Time of steps that ranks waited for the one with most tokens", labels=["group"]
@@ -107,12 +108,13 @@ class FleetCollector(Collector):
                 fetches.add_metric([name, outcome], count)
             fetched.add_metric([name], load.fetched_tokens)
             if (group := load.group) is not None:
-                balance.add_metric([name], count_value=group.steps, sum_value=group.balance)
+                mean.add_metric([name], group.mean_tokens)
+                most.add_metric([name], group.most_tokens)
                 lost.add_metric([name], group.lost_s)
                 dummies.add_metric([name], group.dummies)
                 waves.add_metric([name], group.waves)
         yield from (up, blocks, running, corrupt, sent, described, took, failed, bad, withdrawing, fetches, fetched)
-        yield from (balance, lost, dummies, waves)
+        yield from (mean, most, lost, dummies, waves)
 
 
 def fleet_routes(

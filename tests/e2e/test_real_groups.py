@@ -91,8 +91,8 @@ class TestDecodeGroup:
     def test_greedy_tokens_are_those_of_one_engine(self, fleet: RunningFleet, truth: list[list[int]]) -> None:
         assert fleet.shape() == (1, 2)
         assert whole(fleet) == truth
-        fleet.until(lambda: fleet.metric("pd_group_step_balance_count") > MAX_TOKENS, "the group's steps are counted")
-        assert 0.5 <= fleet.metric("pd_group_step_balance_sum") / fleet.metric("pd_group_step_balance_count") <= 1
+        fleet.until(lambda: fleet.metric("pd_group_most_tokens_total") > MAX_TOKENS, "the group's steps are counted")
+        assert 0.5 <= fleet.metric("pd_group_mean_tokens_total") / fleet.metric("pd_group_most_tokens_total") <= 1
         assert fleet.metric("pd_placements_total", decision="remote") > len(PROMPTS) // 2
         fleet.assert_no_leaks()
 

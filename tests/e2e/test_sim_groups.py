@@ -69,8 +69,8 @@ async def test_every_rank_gets_requests_and_prefills(fleet: RunningFleet) -> Non
             lambda: len({line["prefill_worker"] for line in fleet.request_lines() if line.get("prefill_worker")}) == 2,
             "both ranks have prefilled",
         )
-    await later(fleet, lambda: fleet.metric("pd_group_step_balance_count") > 0, "steps are counted")
-    assert 0.5 <= fleet.metric("pd_group_step_balance_sum") / fleet.metric("pd_group_step_balance_count") <= 1
+    await later(fleet, lambda: fleet.metric("pd_group_most_tokens_total") > 0, "steps are counted")
+    assert 0.5 <= fleet.metric("pd_group_mean_tokens_total") / fleet.metric("pd_group_most_tokens_total") <= 1
     assert "lost to imbalance" in (await asyncio.to_thread(fleet.cli, "status")).stdout
 
 

@@ -23,7 +23,7 @@ _FOLDER = "VLLM_RPC_BASE_PATH"  # of the launcher's run, for short-lived files
 # A row: 8-byte integers, then two rings of the latest steps: tokens, and microseconds.
 _GENERATING, _BACKLOG, _FLOOR, _WAVES, _STEPS, _RINGS = range(6)
 _RING = 1024  # more steps than pass between two looks
-_RECENT_STEPS = 512
+_RECENT = 1 - 1 / 512  # weight of a step beside the next one, in the balance of the latest
 _ROW = _RINGS + 2 * _RING
 
 
@@ -59,7 +59,8 @@ class Board:
         self._rows = [cells[at * _ROW : (at + 1) * _ROW] for at in range(size)]
         self._own = self._rows[rank]
         self._steps_left = self._read = 0
-        self._counters = StepCounters(0, 0.0, 0.0, 0.0, 0, 0)
+        self._counters = StepCounters(0, 0.0, 0, 0.0, 0.0, 0, 0)
+        self._recent = [0.0, 0.0]  # mean and most tokens of the latest steps
 
     def budget(self, generating: int, backlog: int, full: bool, max_tokens: int) -> int | None:
         """Prompt tokens to compute in the next step, of a rank with so many tokens to decode, and of prompts; None: as
@@ -87,15 +88,17 @@ class Board:
         if self._rank or not reached:
             return None
         self._path.unlink(missing_ok=True)  # all ranks have it
-        steps, balance, recent, lost_s, dummies, _ = astuple(self._counters)
+        steps, means, mosts, recent, lost_s, dummies, _ = astuple(self._counters)
         for step in range(max(self._read, reached - _RING // 2), reached):
             at = _RINGS + step % _RING
             tokens = [row[at] for row in self._rows]
             dummies += tokens.count(0)
             if most := max(tokens):
-                even = sum(tokens) / (len(tokens) * most)
-                steps, balance, lost_s = steps + 1, balance + even, lost_s + (1 - even) * self._own[at + _RING] / 1e6
-                recent += (even - recent) / min(steps, _RECENT_STEPS)
+                mean = sum(tokens) / len(tokens)
+                steps, means, mosts = steps + 1, means + mean, mosts + most
+                lost_s += (1 - mean / most) * self._own[at + _RING] / 1e6
+                self._recent = [before * _RECENT + now for before, now in zip(self._recent, (mean, most), strict=True)]
+                recent = self._recent[0] / self._recent[1]
         self._read = reached
-        self._counters = StepCounters(steps, balance, recent, lost_s, dummies, self._own[_WAVES])
+        self._counters = StepCounters(steps, means, mosts, recent, lost_s, dummies, self._own[_WAVES])
         return self._counters

@@ -93,7 +93,15 @@ def test_a_narrow_terminal_shows_whole_names_of_workers() -> None:
 
 
 def test_the_balance_of_groups_is_shown() -> None:
-    steps = {"steps": 900, "balance": 700.0, "recent": 0.912, "lost_s": 3.21, "dummies": 40, "waves": 5}
+    steps = {
+        "steps": 900,
+        "mean_tokens": 700.0,
+        "most_tokens": 800,
+        "recent": 0.912,
+        "lost_s": 3.21,
+        "dummies": 40,
+        "waves": 5,
+    }
     workers = [{"unit": "w", "group": steps}, {"unit": "w", "group": None}, {"unit": "alone"}]
     assert balance_lines(workers) == [
         "w: balance 91% lately, 3.2 s lost to imbalance in 900 steps; 40 dummy batches, 5 waves"

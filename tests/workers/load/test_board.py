@@ -75,10 +75,16 @@ def test_counters_are_of_the_steps_that_all_ranks_have_taken(here: Path) -> None
     step(boards, 0, 8, seconds=0.5)
     step(boards, 0, 0)  # nobody has anything: no step to balance
     first.note(3, 1.0, waves=2)
-    assert first.counters() == StepCounters(2, 0.75 + 0.5, pytest.approx(0.625), 2 * 0.25 + 0.5 * 0.5, 3, 2)
+    assert first.counters() == StepCounters(
+        2, 7.5 + 4, 18, pytest.approx(11.5 / 18, rel=0.01), 2 * 0.25 + 0.5 * 0.5, 3, 2
+    )
     assert second.counters() is None, "the first rank reports them"
     second.note(3, 1.0, waves=2)
-    assert (after := first.counters()) is not None and (after.steps, after.balance) == (3, 2.25)
+    assert (after := first.counters()) is not None and (after.steps, after.mean_tokens, after.most_tokens) == (
+        3,
+        14.5,
+        21,
+    )
     assert list(here.iterdir()) == [], "its file is gone once all ranks have it"
 
 

@@ -108,7 +108,8 @@ def test_steps_and_dummy_batches_are_counted(boards: list[Board]) -> None:
     boards[1].note(8, 0.5, 4)
     counted = boards[0].counters()
     assert counted is not None and engine.dummies == 1
-    assert (counted.steps, counted.balance, counted.dummies, counted.waves) == (3, 1 + 0.75 + 0.5, 1, 4)
+    assert (counted.steps, counted.mean_tokens, counted.most_tokens) == (3, 1 + 22.5 + 4, 1 + 30 + 8)
+    assert (counted.dummies, counted.waves) == (1, 4)
 
 
 def test_an_engine_that_steps_alone_is_left_as_it_is(boards: list[Board]) -> None:
