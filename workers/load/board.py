@@ -7,6 +7,8 @@ board: a group whose rows are not all written is neither levelled nor measured.
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import mmap
 import os
 import tempfile
@@ -15,8 +17,10 @@ from pathlib import Path
 from msgspec.structs import astuple
 
 from orchestrator.policy.choices.ranks import level_chunks, pace
-from orchestrator.process.own_files import make_folder, open_own, own_uid
+from orchestrator.process.own_files import check_own, make_folder, open_own, own_uid
 from orchestrator.types import StepCounters
+
+log = logging.getLogger("pd.worker")
 
 _HERE = "PD_RANK_BOARD"  # of the rank of this process: its number, how many there are, 1 if it levels, the file
 _FOLDER = "VLLM_RPC_BASE_PATH"  # of the launcher's run, for short-lived files
@@ -29,16 +33,26 @@ _ROW = _RINGS + 2 * _RING
 
 def announce(name: str, rank: int, size: int, levels: bool) -> None:
     """Make the row of this process's rank, on the board of its group's name, and name it to the processes that this one
-    starts. `levels`: the ranks' prompts are cut into level chunks. Raises OSError."""
-    if (folder := os.environ.get(_FOLDER)) is None:
-        folder = os.path.join(tempfile.gettempdir(), f"pd-boards-{own_uid()}")
-        make_folder(Path(folder))
-    path = Path(folder, f"board-{name}")
-    with open_own(path, "a+b") as file:
-        os.truncate(file.fileno(), size * _ROW * 8)
-        with mmap.mmap(file.fileno(), size * _ROW * 8) as memory:  # an earlier group may have left its own
-            memory[rank * _ROW * 8 : (rank + 1) * _ROW * 8] = bytes(_ROW * 8)
+    starts. `levels`: the ranks' prompts are cut into level chunks. Where there can be no file there is no board."""
+    try:
+        path = _folder() / f"board-{name}"
+        with open_own(path, "a+b") as file:
+            os.truncate(file.fileno(), size * _ROW * 8)
+            with mmap.mmap(file.fileno(), size * _ROW * 8) as memory:  # an earlier group may have left its own
+                memory[rank * _ROW * 8 : (rank + 1) * _ROW * 8] = bytes(_ROW * 8)
+    except OSError as error:
+        log.warning("the ranks of this group are not levelled, and their balance is not measured: %s", error)
+        return
     os.environ[_HERE] = f"{rank},{size},{int(levels)},{path}"
+
+
+def _folder() -> Path:
+    """Of the launcher's run, which removes it; else of this user. Raises OSError."""
+    with contextlib.suppress(KeyError, OSError):
+        check_own(of_launcher := Path(os.environ[_FOLDER]))
+        return of_launcher
+    make_folder(own := Path(tempfile.gettempdir(), f"pd-boards-{own_uid()}"))
+    return own
 
 
 class Board:

@@ -42,6 +42,22 @@ def test_there_is_none_where_none_was_announced(here: Path) -> None:
     assert Board.here() is None
 
 
+def test_a_folder_that_others_may_write_is_not_used(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shared, own = here / "shared", here / "own"
+    for folder in (shared, own):
+        folder.mkdir()
+    shared.chmod(0o777)
+    monkeypatch.setenv("VLLM_RPC_BASE_PATH", str(shared))
+    monkeypatch.setattr(board.tempfile, "gettempdir", lambda: str(own))
+    assert len(ranks()) == SIZE
+    assert list(shared.iterdir()) == [] and len(list(own.glob("pd-boards-*/board-*"))) == 1
+    monkeypatch.delenv("PD_RANK_BOARD")
+    (own / "file").touch()
+    monkeypatch.setattr(board.tempfile, "gettempdir", lambda: str(own / "file"))
+    announce("n-g-2", 0, SIZE, True)
+    assert Board.here() is None, "a worker serves without one"
+
+
 def test_a_prompt_is_cut_so_that_ranks_compute_as_many_tokens(here: Path) -> None:
     first, second = boards = ranks()
     step(boards, 1, 1)
