@@ -110,7 +110,7 @@ class Board:
             if most := max(tokens):
                 mean = sum(tokens) / len(tokens)
                 steps, means, mosts = steps + 1, means + mean, mosts + most
-                lost_s += (1 - mean / most) * self._own[at + _RING] / 1e6
+                lost_s += (1 - mean / most) * max(row[at + _RING] for row in self._rows) / 1e6
                 self._recent = [before * _RECENT + now for before, now in zip(self._recent, (mean, most), strict=True)]
                 recent = self._recent[0] / self._recent[1]
         self._read = reached

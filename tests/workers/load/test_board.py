@@ -104,6 +104,13 @@ def test_counters_are_of_the_steps_that_all_ranks_have_taken(here: Path) -> None
     assert list(here.iterdir()) == [], "its file is gone once all ranks have it"
 
 
+def test_a_step_lasts_as_long_as_on_the_rank_that_worked(here: Path) -> None:
+    first, second = ranks()
+    first.note(0, 0.0, waves=1)  # an empty batch, which its engine does not wait for
+    second.note(8, 2.0, waves=1)
+    assert (found := first.counters()) is not None and found.lost_s == 1.0
+
+
 def test_more_steps_than_the_ring_holds(here: Path) -> None:
     boards = ranks()
     for _ in range(3 * board._RING):
