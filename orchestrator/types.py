@@ -102,17 +102,6 @@ class EngineSpeed(msgspec.Struct, frozen=True):
     step_s_per_sequence: float = 0.0
 
 
-class Departed(msgspec.Struct, frozen=True, array_like=True):
-    """A worker that left the registry, or whose entry expired: its ids, and the ports that show whether it lives."""
-
-    worker_id: str
-    engine_id: str
-    request_address: str
-    kv_host: str
-    kv_port: int
-    claims: bool  # whether it held claims in the prefill queue
-
-
 class WorkerInfo(msgspec.Struct, frozen=True):
     """One registered worker: what changes seldom. What changes every step is `WorkerLoad`."""
 
@@ -139,6 +128,7 @@ class WorkerInfo(msgspec.Struct, frozen=True):
     settled: int = 0  # the last order of a role for which its requests have ended
     started_as: Role | None = None  # the role whose engine arguments and number of ranks it keeps, whichever it has
     lends: bool = False  # prefixes pass between its cache and others': its KV can go block by block
+    adapter_slots: int = 0  # LoRA adapters in one engine step, at most; 0: it has no LoRA
 
     @property
     def unit(self) -> str:
@@ -196,6 +186,9 @@ class WorkerLoad(msgspec.Struct, tag="load", frozen=True, omit_defaults=True):
     corrupt_messages: int = 0  # messages from frontends that could not be read
     fetches: dict[str, int] = {}  # of prefixes from other workers' caches, by outcome
     fetched_tokens: int = 0
+    # Requests here by the number of their LoRA adapter; 0 for one that is loaded and idle. Least recently used first.
+    adapters: dict[int, int] = {}
+    adapter_load_s: float = 0.0  # mean time of the latest loads; 0 = none was measured
 
 
 class PrefixEvents(msgspec.Struct, tag="prefix", frozen=True):
@@ -226,6 +219,7 @@ class RequestInfo(msgspec.Struct, frozen=True):
     tpot_slo_s: float | None = None
     slo_class: str = ""  # where it gets them from; metrics count by it
     tenant: str = ""  # who has a share of the fleet under overload
+    adapter: int = 0  # the number of its LoRA adapter; 0: none
 
 
 class PrefillJob(msgspec.Struct, frozen=True):
@@ -273,6 +267,7 @@ class WindowJob(msgspec.Struct, frozen=True):
     waited_s: float
     cached_here: int = 0
     cached_elsewhere: int = 0  # on the prefill worker, other than this one, that holds most of it
+    adapter_here: int = 0  # what its LoRA adapter here saves, as prompt tokens; elsewhere it counts as cached
 
 
 class QueueDepth(msgspec.Struct, frozen=True):

@@ -17,9 +17,9 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 
 from orchestrator.process.parent import has_ended
 from orchestrator.store.client import RedisAway
-from orchestrator.store.fields import Heartbeat
+from orchestrator.store.fields import Departed, Heartbeat
 from orchestrator.store.registry import Registry
-from orchestrator.types import Departed, WorkerInfo
+from orchestrator.types import WorkerInfo
 from orchestrator.wire.messages import PROTOCOL_VERSION, Hello, Rejected, ToFrontend, Welcome
 from orchestrator.wire.sockets import Sent
 from workers.attempts import Attempts

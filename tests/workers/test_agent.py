@@ -15,8 +15,9 @@ from support_workers import Workers, expected, running_workers
 
 from orchestrator.launch.host.redis_server import EmbeddedRedis
 from orchestrator.store.client import RedisAway
+from orchestrator.store.fields import Departed
 from orchestrator.store.registry import Frontend, IncompatibleWorker, Registry
-from orchestrator.types import Departed, Role, WorkerInfo
+from orchestrator.types import Role, WorkerInfo
 from orchestrator.wire import framing
 from orchestrator.wire.curve import KeyPair, use_as_client
 from orchestrator.wire.messages import Abort, Call, Claimed, Hello, Prefilled, Rejected, Submit

@@ -11,7 +11,7 @@ import pytest
 from support_wait import until
 
 from orchestrator.store.client import RedisAway
-from orchestrator.types import Departed
+from orchestrator.store.fields import Departed
 from orchestrator.wire.messages import PROTOCOL_VERSION, Hello
 from orchestrator.wire.sockets import Sent
 from workers import peers as peers_module

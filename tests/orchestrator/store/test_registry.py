@@ -27,11 +27,11 @@ from orchestrator.store.events import (
     RatioHistory,
     Resync,
 )
-from orchestrator.store.fields import Launcher, WorkerOrders, worker_from_fields, worker_to_fields
+from orchestrator.store.fields import Departed, Launcher, WorkerOrders, worker_from_fields, worker_to_fields
 from orchestrator.store.planned import Seen
 from orchestrator.store.queue import PrefillQueue, read_cached
 from orchestrator.store.registry import STAYS, Frontend, IncompatibleWorker, Registry
-from orchestrator.types import ALWAYS_EQUAL, Departed, DesiredRatio, EngineIdentity, EngineSpeed, Role, WorkerState
+from orchestrator.types import ALWAYS_EQUAL, DesiredRatio, EngineIdentity, EngineSpeed, Role, WorkerState
 
 TTL_S = 60.0
 
