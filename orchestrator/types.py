@@ -240,6 +240,7 @@ class PrefillJob(msgspec.Struct, frozen=True):
     # Worker id -> prompt tokens cached there when it was enqueued: of at most 4 prefill workers, and of `LENT`.
     cached: dict[str, int] = {}
     LENT = "*"  # no worker's id: has what a worker without it could fetch, from a worker of either role
+    ADAPTER = "@"  # before the id of a worker that has its LoRA adapter: what that saves, as prompt tokens
 
     def tokens_at(self, worker_id: str) -> int:
         """Prompt tokens to compute on this prefill worker; at least 1."""

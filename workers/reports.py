@@ -274,6 +274,8 @@ class LoadReporter:
                 corrupt_messages=self._corrupt_messages(),
                 fetches=dict(self._fetches),
                 fetched_tokens=self._fetched_tokens,
+                adapters=engine.adapters,
+                adapter_load_s=engine.adapter_load_s,
             )
         )
 
