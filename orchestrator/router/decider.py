@@ -208,7 +208,9 @@ class Decider:
     def _adapter_at_prefill(self, adapter: int) -> tuple[dict[str, int], int]:
         """What the prefill workers save, in prompt tokens, that a job names as having its adapter; and what it spends
         there if none has."""
-        tokens = self._predictor.adapter_load_tokens if adapter else 0
+        if not adapter:
+            return {}, 0
+        tokens = self._predictor.adapter_load_tokens
         saved = self._fleet.adapters.places[Role.PREFILL].saved(adapter, tokens)
         return saved or {}, tokens if saved is None else 0
 

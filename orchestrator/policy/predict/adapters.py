@@ -18,7 +18,8 @@ PRIOR_LOAD_S = 0.1  # of an adapter, until a worker has measured one; chosen, no
 DEMAND_MEMORY = 1000.0  # requests with adapters after which the weight of one has decayed to 1/e
 MAX_KNOWN = 4096  # adapters whose demand is known
 DEAREST_LOAD = 3.0  # loads that one costs at a worker whose adapters are all asked for far more often
-MAX_HOLDERS = 8  # workers that are considered for having an adapter, and that a job names
+MAX_HOLDERS = 8  # workers that a job names as having its adapter
+FEW = 4  # workers of a large fleet that are considered for having an adapter, and as many for a free slot
 
 
 class AdapterDemand:
@@ -109,11 +110,11 @@ class AdapterPlaces:
         return self._few(self._having.get(adapter, {})) + self._few(self._free)
 
     def _few(self, names: Mapping[str, None]) -> list[str]:
-        if len(names) <= MAX_HOLDERS:
+        if len(names) <= FEW:
             return list(names)
-        self._turn += MAX_HOLDERS
-        first = self._turn % (len(names) - MAX_HOLDERS + 1)
-        return list(islice(names, first, first + MAX_HOLDERS))
+        self._turn += 1
+        first = self._turn % (len(names) - FEW + 1)
+        return list(islice(names, first, first + FEW))
 
     def saved(self, adapter: int, tokens: int) -> dict[str, int] | None:
         """What the workers save that a job is to name, `tokens` each: those with least to compute. None: no worker has

@@ -9,7 +9,7 @@ from orchestrator.policy.decode_choice import decode_choice
 from orchestrator.policy.placement import Local, PrefillView, Remote
 from orchestrator.policy.policies import Policies
 from orchestrator.policy.predict.adapters import (
-    MAX_HOLDERS,
+    FEW,
     MAX_KNOWN,
     AdapterDemand,
     AdapterPlaces,
@@ -162,13 +162,13 @@ def test_of_many_workers_a_few_are_considered_that_have_it_or_a_free_slot_and_in
     for n in range(30):
         places.update(f"holder{n}", 2, {7: 1, 9: 1})
     seen = [places.some(7) for _ in range(200)]
-    assert all(len(names) == 2 * MAX_HOLDERS for names in seen)
+    assert all(len(names) == 2 * FEW for names in seen)
     assert {name for names in seen for name in names} == {
         f"{kind}{n}" for kind in ("holder", "free") for n in range(30)
     }
     for n in range(30):
         places.update(f"holder{n}", 2, {9: 1})
-    assert not places._having.get(7) and len(places.some(7)) == MAX_HOLDERS
+    assert not places._having.get(7) and len(places.some(7)) == FEW
     for worker_id in list(places._there):
         places.remove(worker_id)
     assert not places._having and not places._free
