@@ -127,6 +127,7 @@ class WorkerInfo(msgspec.Struct, frozen=True):
     started_as: Role | None = None  # the role whose engine arguments and number of ranks it keeps, whichever it has
     lends: bool = False  # prefixes pass between its cache and others': its KV can go block by block
     lockstep: bool = False  # the ranks of its unit take each step together
+    adapter_slots: int = 0  # LoRA adapters in one engine step, at most; 0: it has no LoRA
 
     @property
     def unit(self) -> str:
@@ -197,6 +198,9 @@ class WorkerLoad(msgspec.Struct, tag="load", frozen=True, omit_defaults=True):
     fetches: dict[str, int] = {}  # of prefixes from other workers' caches, by outcome
     fetched_tokens: int = 0
     group: StepCounters | None = None  # reported by the first rank
+    # Requests here by the number of their LoRA adapter; 0 for one that is loaded and idle. Least recently used first.
+    adapters: dict[int, int] = {}
+    adapter_load_s: float = 0.0  # mean time of the latest loads; 0 = none was measured
 
 
 class PrefixEvents(msgspec.Struct, tag="prefix", frozen=True):
@@ -227,6 +231,7 @@ class RequestInfo(msgspec.Struct, frozen=True):
     tpot_slo_s: float | None = None
     slo_class: str = ""  # where it gets them from; metrics count by it
     tenant: str = ""  # who has a share of the fleet under overload
+    adapter: int = 0  # the number of its LoRA adapter; 0: none
 
 
 class PrefillJob(msgspec.Struct, frozen=True):
@@ -247,6 +252,7 @@ class PrefillJob(msgspec.Struct, frozen=True):
     # Worker id -> prompt tokens cached there when it was enqueued: of at most 4 prefill workers, and of `LENT`.
     cached: dict[str, int] = {}
     LENT = "*"  # no worker's id: has what a worker without it could fetch, from a worker of either role
+    ADAPTER = "@"  # before the id of a worker that has its LoRA adapter: what that saves, as prompt tokens
 
     def tokens_at(self, worker_id: str) -> int:
         """Prompt tokens to compute on this prefill worker; at least 1."""
@@ -274,6 +280,7 @@ class WindowJob(msgspec.Struct, frozen=True):
     waited_s: float
     cached_here: int = 0
     cached_elsewhere: int = 0  # on the prefill worker, other than this one, that holds most of it
+    adapter_here: int = 0  # what its LoRA adapter here saves, as prompt tokens; elsewhere it counts as cached
 
 
 class QueueDepth(msgspec.Struct, frozen=True):

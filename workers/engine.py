@@ -18,6 +18,7 @@ from orchestrator.types import EngineIdentity, EngineSpeed, KVCounters, KVEndpoi
 
 log = logging.getLogger("pd.engine")
 
+_LOAD_WEIGHT = 0.3  # of a new load of an adapter in the mean
 _MIN_RATE_BYTES = 1 << 20  # a smaller WRITE takes mostly the link's latency
 
 
@@ -49,6 +50,7 @@ class EngineInfo(msgspec.Struct, frozen=True):
     speed: EngineSpeed = EngineSpeed()
     lends: bool = False  # as in `WorkerInfo`
     lockstep: bool = False  # as in `WorkerInfo`
+    adapter_slots: int = 0
 
 
 class EngineLoad(msgspec.Struct, frozen=True):
@@ -59,6 +61,8 @@ class EngineLoad(msgspec.Struct, frozen=True):
     waiting: int
     step_ms: float
     kv: KVCounters = KVCounters()
+    adapters: dict[int, int] = {}  # as in `WorkerLoad`
+    adapter_load_s: float = 0.0
 
 
 def link_rate(size_bytes: float, seconds: float) -> float:
@@ -136,6 +140,47 @@ class PrefixChanges:
         delta = PrefixDelta(stored, removed, self._cleared)
         self._cleared, self._cached = False, {}
         return delta
+
+
+class AdapterUse:
+    """The adapters that an engine has on its device: those of its requests, and the idle ones that were used last."""
+
+    def __init__(self, slots: int) -> None:
+        self._slots = slots
+        self._requests: dict[int, int] = {}  # by adapter, used last, last
+        self._of: dict[str, int] = {}  # by key of a request
+        self.load_s = 0.0  # mean of the latest loads
+
+    def shown(self, load: EngineLoad) -> EngineLoad:
+        """The load, with what is known here."""
+        if not self._slots:
+            return load
+        return msgspec.structs.replace(load, adapters=dict(self._requests), adapter_load_s=self.load_s)
+
+    def began(self, key: str, adapter: int) -> None:
+        """A request was given to the engine."""
+        self._of[key] = adapter
+        self._count(adapter, 1)
+
+    def ended(self, *keys: str) -> None:
+        """Ignores unknown keys."""
+        for key in keys:
+            if adapter := self._of.pop(key, 0):
+                self._count(adapter, -1)
+
+    def loaded(self, adapter: int, seconds: float) -> None:
+        self.load_s += (seconds - self.load_s) * (_LOAD_WEIGHT if self.load_s else 1.0)
+        self._count(adapter, 0)
+
+    def removed(self, adapter: int) -> None:
+        if not self._requests.get(adapter, 0):
+            self._requests.pop(adapter, None)
+
+    def _count(self, adapter: int, change: int) -> None:
+        self._requests[adapter] = self._requests.pop(adapter, 0) + change
+        idle = [known for known, requests in self._requests.items() if not requests]
+        for known in idle[: max(0, len(self._requests) - self._slots)]:
+            del self._requests[known]
 
 
 class EngineStep(msgspec.Struct):

@@ -192,6 +192,7 @@ class SimConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     kv_bytes_per_token: Positive = 131_072
     link_gb_per_s: Factor = 10.0
     speed: Factor = 1.0  # 2 runs twice as fast as the times above
+    max_loras: Count = 0  # LoRA adapters in one step, at most; 0: adapters cost nothing
     crash_token: Count | None = None  # a prompt with this token id crashes the engine that computes it, for tests
 
 

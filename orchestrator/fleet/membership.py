@@ -115,7 +115,7 @@ class Membership:
             if late_s > TICK_S:
                 continue  # reports that came meanwhile are not read yet
             now = time.monotonic()
-            for worker_id in self._fleet.mark_silent_quiet(now, min(QUIET_S, self._silence_s / 2)):
+            for worker_id in mark_silent_quiet(self._fleet, now, min(QUIET_S, self._silence_s / 2)):
                 log.warning("worker %s has become quiet: others take its place for now", worker_id)
                 self._on_quiet(worker_id)
             for worker_id, view in self._fleet.workers.items():
@@ -188,3 +188,14 @@ class Membership:
         self._fleet.remove(worker_id)
         self._transport.disconnect(worker_id)
         self._on_lost(worker_id)
+
+
+def mark_silent_quiet(fleet: Fleet, now: float, after_s: float) -> list[str]:
+    """Mark workers without a report for `after_s` as quiet, and the other ranks of their units, which may wait for
+    them; and those that report again as heard. Returns those that were not quiet before."""
+    reported = [view for view in fleet.workers.values() if view.load is not None]
+    silent = {view.info.unit for view in reported if now - view.reported_at > after_s}
+    changed = [view for view in reported if view.quiet is not (view.info.unit in silent)]
+    for view in changed:
+        view.mark_quiet(not view.quiet)
+    return [view.info.id for view in changed if view.quiet]

@@ -11,8 +11,9 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
-import msgspec
+from msgspec.structs import replace
 
+from orchestrator.fleet.adapter_places import FleetAdapters
 from orchestrator.fleet.pause import Pause
 from orchestrator.fleet.rest import Rest
 from orchestrator.policy.candidate import Candidate, blocks_for
@@ -181,6 +182,7 @@ class Fleet:
         self.workers: dict[str, WorkerView] = {}
         self.pause = Pause()
         self.rest: Rest | None = None  # where an idle model's workers can be asked for
+        self.adapters = FleetAdapters()
         self.block_size = 0  # tokens; the same on every worker, 0 before the first is known
         self.speed = EngineSpeed()  # of the worker that joined last and measured one
         self._generations: Counter[int] = Counter()  # workers of each; KV passes within one
@@ -201,6 +203,7 @@ class Fleet:
                 view.info = info
             return False
         self._leave_generation(info.id)
+        self.adapters.forget(info.id)
         self._generations[info.generation] += 1
         self.workers[info.id] = WorkerView(info, now, self._changed, self._numbers)
         self.block_size = info.identity.block_size
@@ -211,20 +214,30 @@ class Fleet:
     def remove(self, worker_id: str) -> WorkerView | None:
         self._changed.add(worker_id)
         self._leave_generation(worker_id)
+        self.adapters.forget(worker_id)
         return self.workers.pop(worker_id, None)
 
     def take_load(self, load: WorkerLoad, now: float) -> None:
         if view := self.workers.get(load.worker_id):
-            view.note_load(load, load.seen.get(self.frontend_id, 0), now)
+            before, seen = view.load, load.seen.get(self.frontend_id, 0)
+            view.note_load(load, seen, now)
+            if view.info.adapter_slots and view.load is load and self.adapters.take_load(load, before, seen, now):
+                self._changed.add(load.worker_id)
             self.pause.note(load.worker_id, load.pause)
 
+    def note_adapter(self, worker_id: str, adapter: int, now: float, sequence: int = 0) -> None:
+        """A request with this LoRA adapter was sent to a worker, or a worker has claimed its job."""
+        if adapter:
+            self.adapters.sent(worker_id, adapter, now, sequence)
+            self._changed.add(worker_id)
+
     def candidates(
-        self, avoid: Collection[str] = (), hits: Hits | None = None, generation: int | None = None
+        self, avoid: Collection[str] = (), hits: Hits | None = None, generation: int | None = None, adapter: int = 0
     ) -> Candidates:
         """Who could take a request now, with what is cached there of the prompt that `hits` is of.
 
-        Of many decode workers only the best. Quiet workers are considered only when there is no other. So are those in
-        `avoid`, and then only the first of them. With a `generation` those alone that KV of it may pass to.
+        Of many decode workers the best, and some for this `adapter`. Quiet ones only when there is no other, as those
+        in `avoid`, and then only the first of them. With a `generation` those alone that KV of it may pass to.
         """
         self.apply_changes()
         usable, block_size = self._decode or self._quiet, self.block_size
@@ -238,14 +251,16 @@ class Fleet:
         if mixed:
             usable = {name: c for name, c in usable.items() if self.workers[name].info.generation == generation}
         if self._shortlist is not None and not (avoid or mixed) and len(usable) >= SHORTLIST_FROM:
-            found = self._shortlist.pick(at_decode)
+            some = dict.fromkeys(self.adapters.places[Role.DECODE].some(adapter), 0) if adapter else {}
+            found = self._shortlist.pick(some | at_decode)
         else:
             kept = [candidate for name, candidate in usable.items() if name not in avoid] if avoid else []
             if avoid and not kept:
                 kept = [usable[name] for name in avoid if name in usable][:1]
             found = kept or list(usable.values())
         if hits and (held := hits.blocks_of([c.worker_id for c in found if not c.cached_tokens])):
-            found = [_with_hit(c, held[c.worker_id] * block_size) if c.worker_id in held else c for c in found]
+            tokens = {name: blocks * block_size for name, blocks in held.items()}
+            found = [replace(c, cached_tokens=tokens[c.worker_id]) if c.worker_id in tokens else c for c in found]
         return Candidates(found, at_prefill)
 
     def ready(self, role: Role) -> int:
@@ -285,16 +300,6 @@ class Fleet:
         able = (view.info for view in self.workers.values() if not view.quiet and view.info.generation in decoded)
         return any(info.role is Role.PREFILL and info.state is WorkerState.READY for info in able)
 
-    def mark_silent_quiet(self, now: float, after_s: float) -> list[str]:
-        """Mark workers without a report for `after_s` as quiet, and the other ranks of their units, which may wait for
-        them; and those that report again as heard. Returns those that were not quiet before."""
-        reported = [view for view in self.workers.values() if view.load is not None]
-        silent = {view.info.unit for view in reported if now - view.reported_at > after_s}
-        changed = [view for view in reported if view.quiet is not (view.info.unit in silent)]
-        for view in changed:
-            view.mark_quiet(not view.quiet)
-        return [view.info.id for view in changed if view.quiet]
-
     def silent(self, now: float, timeout_s: float, reconnect_s: float) -> list[str]:
         """The workers that are lost: without a report for `timeout_s`, or disconnected for `reconnect_s`."""
         return [
@@ -320,6 +325,8 @@ class Fleet:
             view = self.workers.get(worker_id)
             role, quiet = (view.usable_as, view.quiet) if view is not None else (None, False)
             candidate = view.candidate if view is not None and role is Role.DECODE else None
+            if view is not None and view.info.adapter_slots:
+                self.adapters.update(view.info, view.load, None if quiet else role)
             _set_or_drop(self._prefill, worker_id, True if role is Role.PREFILL and not quiet else None)
             _set_or_drop(self._decode, worker_id, None if quiet else candidate)
             _set_or_drop(self._quiet, worker_id, candidate if quiet else None)
@@ -342,7 +349,3 @@ def _set_or_drop(ordered: dict[str, T], worker_id: str, value: T | None) -> None
         ordered[worker_id] = value
     else:
         ordered.pop(worker_id, None)
-
-
-def _with_hit(candidate: Candidate, cached_tokens: int) -> Candidate:
-    return msgspec.structs.replace(candidate, cached_tokens=cached_tokens)

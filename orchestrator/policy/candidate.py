@@ -20,7 +20,8 @@ class Candidate(msgspec.Struct, frozen=True):
 
     `blocks_free` is that of the last report, less the blocks of the requests that this router has placed there since;
     `waiting` includes those requests. `waiting_tokens` is as reported: prompt tokens not yet computed, which have no
-    blocks yet. `placed_tokens` are the prompt tokens to compute there that were placed since the report.
+    blocks yet. `placed_tokens` are the prompt tokens to compute there that were placed since the report, and
+    `adapter_tokens`.
     """
 
     worker_id: str
@@ -34,6 +35,8 @@ class Candidate(msgspec.Struct, frozen=True):
     max_num_seqs: int = 1 << 30  # sequences in one batch, at most
     placed_tokens: int = 0
     group: str = ""  # whose ranks take each step together; empty for a worker that waits for no other
+    adapter_tokens: int = 0  # what this request spends on its LoRA adapter there, as prompt tokens
+    adapter_blocks: float = 0.0  # the same for all requests that it holds up, in blocks
 
 
 class DecodeChoice(ABC):

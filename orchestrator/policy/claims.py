@@ -47,7 +47,7 @@ def choose_claims(
     """The ids of the jobs to claim, best first, whose uncached tokens fit into `budget_tokens`.
 
     `share_tokens` is given while other workers are idle: then an idle worker claims at most that many tokens, or one
-    job, and a busy worker only jobs that it has partly cached.
+    job, and a busy worker only jobs that it has partly cached or whose adapter it has.
 
     Jobs are ordered by their score, less the time that this worker's cache saves, or plus the time that it would lose
     where another worker has more cached. A job whose prefix another worker has cached is left to that worker, also by
@@ -55,6 +55,8 @@ def choose_claims(
     recomputing at once. An idle worker claims a job larger than its budget alone, because no worker would otherwise
     claim it. A worker passes over a job that does not fit, and claims smaller ones behind it, until the job has waited
     as long as its prefill takes. From then on it claims nothing behind that job.
+
+    A LoRA adapter that a worker has counts as the prompt tokens that could be computed in the time of a load.
     """
     ranked = sorted(window, key=lambda job: job.score - affinity * seconds_per_token * _gain(job))
     chosen: list[str] = []
@@ -66,7 +68,7 @@ def choose_claims(
             if job.waited_s <= cost * seconds_per_token:
                 continue
             break
-        if share_tokens is not None and not (idle or job.cached_here):
+        if share_tokens is not None and not (idle or job.cached_here or job.adapter_here):
             continue
         if affinity > 0 and -_gain(job) * seconds_per_token > job.waited_s:
             continue  # another worker has more of it cached
@@ -78,5 +80,7 @@ def choose_claims(
 
 
 def _gain(job: WindowJob) -> int:
-    """Prompt tokens cached here; if another worker has more, minus the tokens that it has in addition."""
-    return job.cached_here if job.cached_here >= job.cached_elsewhere else job.cached_here - job.cached_elsewhere
+    """Prompt tokens cached here, with what the adapter here saves; if another worker has more, minus the tokens that it
+    has in addition."""
+    here = job.cached_here + job.adapter_here
+    return here if here >= job.cached_elsewhere else here - job.cached_elsewhere

@@ -31,7 +31,8 @@ class KVBlocks(DecodeChoice):
     idle fleet fills evenly.
 
     `overlap_weight` is the credit for each block of the prompt that is cached there: 0 ignores the cache (`kv_blocks`),
-    1 counts the block that need not be allocated, 2 also the transfer or computation that it saves (`kv_prefix`).
+    1 counts the block that need not be allocated, 2 also the transfer or computation that it saves (`kv_prefix`). Time
+    for which a LoRA adapter holds requests up counts as the blocks that could be computed meanwhile.
     """
 
     def __init__(self, overlap_weight: float = 0.0, expected_output_tokens: int = EXPECTED_OUTPUT_TOKENS) -> None:
@@ -62,6 +63,8 @@ class KVBlocks(DecodeChoice):
             rank = left
             if overlap and candidate.cached_tokens:
                 rank += overlap * candidate.cached_tokens / block_size
+            if candidate.adapter_blocks:
+                rank -= candidate.adapter_blocks
             rank /= candidate.blocks_total or 1
             if rank > best_rank or fits > best_fits:
                 best, best_fits, best_rank = candidate, fits, rank

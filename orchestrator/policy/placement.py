@@ -13,6 +13,7 @@ import msgspec
 
 from orchestrator.config.settings import RoutingConfig, SLOConfig
 from orchestrator.policy.candidate import Candidate, DecodeChoice, blocks_for
+from orchestrator.policy.predict.adapters import DEAREST_LOAD
 from orchestrator.policy.predict.predictor import Predictor
 from orchestrator.types import QueueDepth, RequestInfo
 
@@ -43,6 +44,7 @@ class PrefillView(msgspec.Struct, frozen=True):
     cached_tokens: int = 0  # this request's best prefix-cache hit on a prefill worker
     queued: bool = False  # the request is in the queue already; `queue` is the part of the queue ahead of it
     blocked: str | None = None  # why this request cannot go into the queue, whatever the pool can take
+    adapter_tokens: int = 0  # what it spends on its LoRA adapter there, as prompt tokens
 
 
 class Local(msgspec.Struct, tag="local", frozen=True):
@@ -211,7 +213,12 @@ def _by_cost(
         return _local(request, near, choose, blocker or "cost")
     compute = max(0, prompt_tokens - prefill.cached_tokens)
     wait_s, rest_s = predictor.remote_s(compute, prompt_tokens, prefill.queue, prefill.workers_ready)
-    ttft_s = wait_s + rest_s
+    needed_tokens = 0  # what no decode worker saves, wherever the prompt is computed
+    if request.adapter:
+        least_tokens = min([candidate.adapter_tokens for candidate in open_ones])
+        # Where it waits for a slot everywhere, it better has its first token by then.
+        needed_tokens = least_tokens if least_tokens <= DEAREST_LOAD * predictor.adapter_load_tokens else 0
+    ttft_s = wait_s + rest_s + predictor.s_per_token * (prefill.adapter_tokens + needed_tokens)
     # The gain must exceed the error of the transfer time: on a tie a new request is local, and a queued one waits on.
     error_s = predictor.transfer_error_s(prompt_tokens)
     remote_s = ttft_s - error_s if prefill.queued else ttft_s + error_s
@@ -227,7 +234,8 @@ def _by_cost(
             cost[index] = float("inf")
         else:
             tokens = prompt_tokens - candidate.cached_tokens
-            prefill_s = fixed_s + s_per_token * (tokens if tokens > 0 else 0)
+            tokens = candidate.adapter_tokens - needed_tokens + (tokens if tokens > 0 else 0)
+            prefill_s = fixed_s + s_per_token * tokens
             slack_s = max((itl_bound_s - itl[index]) * ahead_tokens, 1e-3)
             cost[index] += candidate.running * prefill_s * (delay_price * itl[index] + price_s / slack_s)
     least = min(cost)

@@ -16,6 +16,7 @@ from orchestrator.policy.admission.admit import MAX_RETRY_S, MIN_RETRY_S, admit,
 from orchestrator.policy.admission.shares import Shares
 from orchestrator.policy.candidate import Candidate, DecodeChoice, blocks_for
 from orchestrator.policy.placement import ROOM_SHARE, Local, PrefillView, Reject, Remote, place, uncached_tokens
+from orchestrator.policy.predict.adapters import AdapterDemand, AdapterPlaces, priced
 from orchestrator.policy.predict.predictor import Predictor
 from orchestrator.types import QueueDepth, RequestInfo
 
@@ -47,6 +48,7 @@ class Waiting(msgspec.Struct, frozen=True):
     uncached_tokens: int
     candidates: Sequence[Candidate]
     cached_at_prefill: int  # prompt tokens cached on the prefill worker with most of them
+    adapter_tokens: int = 0  # as in `PrefillView`
 
 
 class RecalledLoad(msgspec.Struct, frozen=True):
@@ -69,6 +71,7 @@ class Policies:
     def __init__(self, config: Config, choose: DecodeChoice, predictor: Predictor) -> None:
         self.routing, self.slo, self._queue = config.routing, config.slo, config.queue
         self.choose, self.predictor, self._shares = choose, predictor, Shares(config.limits.shares)
+        self.adapters = AdapterDemand()
 
     def decide(
         self,
@@ -81,6 +84,8 @@ class Policies:
         """Where a request goes. `now`: seconds of a clock that never goes back. A request that was accepted before
         needs no `admission`: its predicted TTFT neither rejects nor defers it."""
         self.predictor.begin(now)
+        if admission and request.adapter:
+            self.adapters.count(request.adapter)
         placed = self._admitted(request, candidates, prefill, admission)
         if admission and self._shares.given:
             placed = self._shared(placed, request, candidates, prefill, now)
@@ -89,6 +94,15 @@ class Policies:
         elif isinstance(placed.decision, Remote):
             self.predictor.placed_remotely(max(0, request.prompt_tokens - prefill.cached_tokens))
         return placed
+
+    def priced(self, adapter: int, candidates: list[Candidate], places: AdapterPlaces) -> list[Candidate]:
+        """The candidates, with what a request spends on its LoRA adapter there. 0: it has none."""
+        predictor = self.predictor
+        s_per_token = predictor.s_per_token if adapter else 0.0
+        if not s_per_token:
+            return candidates
+        load_s, rest_s = predictor.adapter_load_s, predictor.rest_s
+        return priced(candidates, adapter, places, load_s, rest_s, s_per_token, self.adapters)
 
     def _shared(
         self,
@@ -155,7 +169,7 @@ class Policies:
             ahead += int(others * waiting.uncached_tokens)
             seen = [_with_load(c, loads[c.worker_id]) if c.worker_id in loads else c for c in waiting.candidates]
             before = QueueDepth(depth.requests, ahead, depth.claimed)
-            view = PrefillView(workers_ready, before, waiting.cached_at_prefill)
+            view = PrefillView(workers_ready, before, waiting.cached_at_prefill, adapter_tokens=waiting.adapter_tokens)
             local = self.recall(waiting.request, seen, view)
             if local is None:
                 ahead += waiting.uncached_tokens

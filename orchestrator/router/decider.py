@@ -81,30 +81,30 @@ class Decider:
             return Reject("no_decode_worker", RETRY_AFTER_S)
         info, blocked = self._restrictions(active)
         hits = self._prefixes.look_up(active.parsed.prefix_keys)
-        candidates = self._fleet.candidates(active.avoid, hits)
-        cached_at_prefill = candidates.cached_at_prefill
-        pool = self._prefill_pool(max(cached_at_prefill.values(), default=0), blocked)
-        placement = self._policies.decide(
-            info, candidates.decode, pool, time.monotonic(), admission=active.attempt == 1
-        )
+        found = self._fleet.candidates(active.avoid, hits, adapter=info.adapter)
+        cached_at_prefill, candidates = found.cached_at_prefill, self._priced(info.adapter, found.decode)
+        saved, adapter_tokens = self._adapter_at_prefill(info.adapter)
+        pool = self._prefill_pool(max(cached_at_prefill.values(), default=0), blocked, adapter_tokens)
+        placement = self._policies.decide(info, candidates, pool, time.monotonic(), admission=active.attempt == 1)
         decision = placement.decision
         if isinstance(decision, Reject):
             return decision
         uncached_tokens = max(1, info.prompt_tokens - pool.cached_tokens)
-        at_decode = max(1, info.prompt_tokens - max([candidate.cached_tokens for candidate in candidates.decode]))
+        at_decode = max(1, info.prompt_tokens - max([candidate.cached_tokens for candidate in candidates]))
         if isinstance(decision, Local):
-            cached_tokens = hits.blocks(decision.worker_id) * self._fleet.block_size
+            chosen, cached_tokens = decision.worker_id, hits.blocks(decision.worker_id) * self._fleet.block_size
             return Placed(
                 decision.reason,
                 max(1, info.prompt_tokens - cached_tokens),
-                decision.worker_id,
+                chosen,
                 cached_tokens,
                 at_prefill_tokens=uncached_tokens,
                 at_decode_tokens=at_decode,
                 delay_s=self._policies.engine_delay_s(info, info.prompt_tokens - cached_tokens, placement.later_s),
+                adapter_tokens=sum([one.adapter_tokens for one in candidates if one.worker_id == chosen]),
             )
         backlog_s = self._predictor.backlog_s(pool.queue, pool.workers_ready) if pool.queue is not None else 0.0
-        cached = dict(cached_at_prefill)
+        cached = dict(cached_at_prefill) | {PrefillJob.ADAPTER + name: tokens for name, tokens in saved.items()}
         if lent_tokens := max([holder.tokens for holder in self._holders(active, hits)], default=0):
             cached[PrefillJob.LENT] = lent_tokens
         job = self._job(active, uncached_tokens, cached, placement.later_s)
@@ -147,16 +147,20 @@ class Decider:
         return [active for active, _, _ in found]
 
     def _waiting(self, active: ActiveRequest, uncached_tokens: int) -> Waiting:
-        candidates = self._fleet.candidates(active.avoid, self._prefixes.look_up(active.parsed.prefix_keys))
-        cached_tokens = max(candidates.cached_at_prefill.values(), default=0)
-        return Waiting(active.parsed.info, uncached_tokens, candidates.decode, cached_tokens)
+        info, hits = active.parsed.info, self._prefixes.look_up(active.parsed.prefix_keys)
+        found = self._fleet.candidates(active.avoid, hits, adapter=info.adapter)
+        cached_tokens = max(found.cached_at_prefill.values(), default=0)
+        _, adapter_tokens = self._adapter_at_prefill(info.adapter)
+        return Waiting(info, uncached_tokens, self._priced(info.adapter, found.decode), cached_tokens, adapter_tokens)
 
     def bind(self, active: ActiveRequest, generation: int) -> Candidate | None:
         """The decode worker for a request whose prefill begins now on a prefill worker of this generation, by the
         latest loads and prefix hits. None if the generation has no decode worker."""
         parsed = active.parsed
         hits = self._prefixes.look_up(parsed.prefix_keys)
-        candidates = self._fleet.candidates(active.avoid, hits, generation).decode
+        if (adapter := parsed.info.adapter) and active.prefill_worker is not None:
+            self._fleet.note_adapter(active.prefill_worker, adapter, time.monotonic())
+        candidates = self._priced(adapter, self._fleet.candidates(active.avoid, hits, generation, adapter).decode)
         return (self._policies.choose(parsed.info, candidates) or candidates[0]) if candidates else None
 
     def holder(self, active: ActiveRequest, asker: str, cached_tokens: int) -> Holder | None:
@@ -195,8 +199,24 @@ class Decider:
             and (to is None or view.info.generation == to.info.generation)
         ]
 
-    def _prefill_pool(self, cached_tokens: int = 0, blocked: str | None = None) -> PrefillView:
-        return PrefillView(self._fleet.ready(Role.PREFILL), self._queue.depth, cached_tokens, blocked=blocked)
+    def _priced(self, adapter: int, candidates: list[Candidate]) -> list[Candidate]:
+        if not adapter:
+            return candidates
+        self._predictor.adapter_load_s = self._fleet.adapters.load_s
+        return self._policies.priced(adapter, candidates, self._fleet.adapters.places[Role.DECODE])
+
+    def _adapter_at_prefill(self, adapter: int) -> tuple[dict[str, int], int]:
+        """What the prefill workers save, in prompt tokens, that a job names as having its adapter; and what it spends
+        there if none has."""
+        if not adapter:
+            return {}, 0
+        tokens = self._predictor.adapter_load_tokens
+        saved = self._fleet.adapters.places[Role.PREFILL].saved(adapter, tokens)
+        return saved or {}, tokens if saved is None else 0
+
+    def _prefill_pool(self, cached_tokens: int = 0, blocked: str | None = None, adapter_tokens: int = 0) -> PrefillView:
+        ready, depth = self._fleet.ready(Role.PREFILL), self._queue.depth
+        return PrefillView(ready, depth, cached_tokens, blocked=blocked, adapter_tokens=adapter_tokens)
 
     def _job(self, active: ActiveRequest, uncached_tokens: int, cached: dict[str, int], later_s: float) -> PrefillJob:
         info = active.parsed.info

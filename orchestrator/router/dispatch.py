@@ -63,6 +63,7 @@ class Dispatch:
             if sent is Sent.UNREACHABLE:  # else this request alone cannot be sent there, or not now
                 view.connected = False
             return False
+        self._fleet.note_adapter(worker_id, parsed.info.adapter, now, submit.sequence)
         active.move(to)
         active.decode = Submitted(
             worker_id,

@@ -92,6 +92,7 @@ class Learning:
             return  # a retry's times are not those of a healthy request
         if request.state is State.LOCAL:
             tokens = max(1, prompt_tokens - request.cached_tokens) + decode.ahead_tokens
+            tokens += request.placed.adapter_tokens if request.placed is not None else 0
             self.predictor.observe_local(decode.worker_id, tokens, now - decode.at)
         elif request.prefill is not None and request.prefill.ended_at is not None:
             connected = self._connected.setdefault(decode.worker_id, set())

@@ -96,6 +96,7 @@ class Placed(msgspec.Struct, frozen=True):
     at_prefill_tokens: int = 1  # prompt tokens to compute on the prefill worker with most of the prompt cached
     at_decode_tokens: int = 1  # the same, on the decode worker with most of the prompt cached
     delay_s: float = 0.0  # added to its arrival for its place in the decode engine's queue
+    adapter_tokens: int = 0  # what it spends there on its LoRA adapter, as prompt tokens
 
     def with_cached(self, cached_tokens: int, prompt_tokens: int) -> Placed:
         """The same, with so many of the prompt's tokens in its worker's cache before it is computed."""

@@ -18,6 +18,8 @@ class Job:
     """One request: its arrival, its progress and its outcome. Times are simulated seconds."""
 
     __slots__ = (
+        "adapter",
+        "adapter_at",
         "arrival",
         "backlog_s",
         "beside",
@@ -38,10 +40,13 @@ class Job:
         "uncached",
     )
 
-    def __init__(self, number: int, arrival: Arrival, unit_tokens: int) -> None:
-        """`unit_tokens`: the load's prefix unit, for which the arrival has one key each."""
+    def __init__(self, number: int, arrival: Arrival, unit_tokens: int, adapters: bool = True) -> None:
+        """`unit_tokens`: the load's prefix unit, for which the arrival has one key each. `adapters`: the router knows
+        its LoRA adapter."""
         self.id = number
         self.arrival = arrival
+        self.adapter = arrival.adapter if adapters else 0
+        self.adapter_at: dict[str, int] = {}  # by prefill worker that has its adapter, what that saves in prompt tokens
         self.prefix_key = key_of_beginning(arrival.keys, unit_tokens)
         self.generated = 0  # output tokens that the client has from earlier attempts
         self.first_at: float | None = None
@@ -79,6 +84,7 @@ class Job:
             ttft_slo_s=self.arrival.ttft_slo_s,
             tpot_slo_s=self.arrival.tpot_slo_s,
             tenant=self.arrival.tenant,
+            adapter=self.adapter,
         )
 
 

@@ -133,6 +133,28 @@ def changing(requests: int, seed: int = 0, rate: float = 1.0) -> Load:
     return Load("changing", arrivals, MADE_UNIT_TOKENS, partial(changing, requests, seed))
 
 
+ADAPTERS = 100  # in the load of this name
+
+
+def adapters(requests: int, seed: int = 0, exponent: float = 1.0) -> Load:
+    """Poisson arrivals for one of 100 LoRA adapters each, of which the n-th is asked for as often as n to the power of
+    `-exponent` (Zipf). Lengths as in `bursty`; half of the prompts begin with 512 tokens that its adapter's share.
+    """
+    rng = random.Random(seed)
+    numbers = range(1, ADAPTERS + 1)
+    drawn = rng.choices(numbers, [number**-exponent for number in numbers], k=requests)
+    now = 0.0
+    arrivals = []
+    for n, adapter in enumerate(drawn):
+        now += rng.expovariate(1.0)
+        prompt, keys = _lognormal(rng, 700, 1.0, 16, 32_000), [1_000_000 + n * 100 + unit for unit in range(63)]
+        if rng.random() < 0.5:
+            prompt, keys = prompt + MADE_UNIT_TOKENS, [adapter, *keys]
+        units = tuple(keys[: prompt // MADE_UNIT_TOKENS])
+        arrivals.append(Arrival(now, prompt, _lognormal(rng, 200, 0.7, 4, 4_000), units, adapter=adapter))
+    return Load("adapters", arrivals, MADE_UNIT_TOKENS)
+
+
 class _Sessions(NamedTuple):
     """Sessions in which each request's prefix is all of the session before it. Lengths are (median, sigma)."""
 
@@ -178,6 +200,7 @@ LOADS: dict[str, Callable[[int, int], Load]] = {
     "chat": chat,
     "agents": agents,
     "changing": changing,
+    "adapters": adapters,
 }
 
 

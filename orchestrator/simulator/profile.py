@@ -47,6 +47,8 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     max_num_seqs: Count = 256
     max_num_batched_tokens: Count = 8192
     max_model_len: Count = 131_072  # tokens
+    adapter_slots: Annotated[int, Meta(ge=0)] = 0  # vLLM's max_loras; 0: adapters cost nothing
+    adapter_load_s: Seconds = 0.0  # in which a step waits for an adapter
     kv_bytes_per_token: Count
     link_bytes_per_s: Annotated[float, Meta(gt=0)]
     link_latency_s: Seconds = 0.0

@@ -55,6 +55,7 @@ class Router:
         self.choose_prefill = decode_choice(config.routing.decode_choice, settings.seed + 1)
         self.predictor = Predictor()
         self.predictor.set_prior(profile.speed)
+        self.predictor.adapter_load_s = profile.adapter_load_s or self.predictor.adapter_load_s
         self.policies = Policies(msgspec.structs.replace(config, slo=self.slo), self.choose, self.predictor)
         self.decode = PoolView(self.choose)
         self.prefill = PoolView(self.choose_prefill)
@@ -84,9 +85,10 @@ class Router:
         request = job.info()
         if job.first_at is not None and self.stack.config.routing.fallback == "refuse":
             request = msgspec.structs.replace(request, local_only="retry")  # a stream that has started goes on
-        candidates = self.decode.candidates(hits)
+        candidates = self._candidates(job, hits)
         cached = self._prefill_hit(hits)
-        view = PrefillView(len(self.prefill), QueueDepth(len(self.queue), self.queue_tokens, self.claimed), cached)
+        depth = QueueDepth(len(self.queue), self.queue_tokens, self.claimed)
+        view = PrefillView(len(self.prefill), depth, cached, adapter_tokens=self._find_adapter(job))
         ruling = self.policies.decide(request, candidates, view, self._clock.now, admission=not again)
         decision = ruling.decision
         self.reasons[f"{type(decision).__name__.lower()}:{decision.reason}"] += 1
@@ -152,13 +154,13 @@ class Router:
             self.decode.promised(name, job.prompt_tokens, -1)
             job.bound = None
         if name is None or name not in self.decode:
-            chosen = self.choose(job.info(), self.decode.candidates(self.look_up(job)))
+            chosen = self.choose(job.info(), self._candidates(job, self.look_up(job)))
             if chosen is None:
                 stay.peer = None
                 return
             name = chosen.worker_id
             job.beside = chosen.running + chosen.waiting
-        self.decode.placed(name, job.prompt_tokens, 0)
+        self.decode.placed(name, job.prompt_tokens, 0, job.adapter)
         order = self._clock.now
         if self.stack.dispatch == "queue":
             order = job.arrival.at + self.policies.engine_delay_s(job.info())
@@ -169,7 +171,7 @@ class Router:
     def _submit(self, job: Job, name: str, phase: Phase, compute: int, order: float) -> None:
         expected_hit = job.prompt_tokens - compute
         stay = Stay(job, phase, job.prompt_tokens, job.output_tokens, job.arrival.keys, order, expected_hit)
-        self.decode.placed(name, job.prompt_tokens, compute)
+        self.decode.placed(name, job.prompt_tokens, compute, job.adapter)
         self._begin(stay, self.decode.worker(name))
 
     def _begin(self, stay: Stay, worker: Worker) -> None:
@@ -184,6 +186,16 @@ class Router:
             job.hits = {name: depth * unit for name, depth in self.index.match(job.arrival.keys).items()}
             job.hits_at = self._clock.now
         return job.hits
+
+    def _candidates(self, job: Job, hits: dict[str, int]) -> list[Candidate]:
+        return self.policies.priced(job.adapter, self.decode.candidates(hits, job.adapter), self.decode.adapters)
+
+    def _find_adapter(self, job: Job) -> int:
+        """Look up which prefill workers have the job's adapter; what it saves there. Returns what no worker saves."""
+        tokens = self.predictor.adapter_load_tokens if job.adapter else 0
+        saved = self.prefill.adapters.saved(job.adapter, tokens)
+        job.adapter_at = saved or {}
+        return tokens if saved is None else 0
 
     def _prefill_hit(self, hits: dict[str, int]) -> int:
         """Cached tokens on the prefill worker with most of them."""
@@ -205,7 +217,7 @@ class Router:
         insort(self.queue, (score, job.id, job))
         # All workers with budget left may claim: those with the longest hit first, and of equal ones the least loaded.
         asking = [
-            (-job.hits.get(worker.name, 0), worker.pending_tokens, worker.name)
+            (-job.hits.get(worker.name, 0) - job.adapter_at.get(worker.name, 0), worker.pending_tokens, worker.name)
             for worker in self.prefill.workers()
             if worker.pending_tokens < self._claim_tokens
         ]
@@ -245,7 +257,8 @@ class Router:
     def _waiting(self, job: Job) -> Waiting:
         stale = self._clock.now - job.hits_at > REFRESH_HITS_S
         hits = self.look_up(job) if stale else job.hits
-        return Waiting(job.info(), job.uncached, self.decode.candidates(hits), self._prefill_hit(hits))
+        seen = self._candidates(job, hits)
+        return Waiting(job.info(), job.uncached, seen, self._prefill_hit(hits), self._find_adapter(job))
 
     def _leave_queue(self, entry: tuple[float, int, Job], local: Local, candidates: Sequence[Candidate]) -> None:
         self.reasons[f"recalled:{local.reason}"] += 1
@@ -277,24 +290,22 @@ class Router:
         return claim_budget(worker.profile.max_num_batched_tokens, worker.pending_tokens, held, free_tokens)
 
     def _claim_from_window(self, worker: Worker, budget: int) -> bool:
-        affinity = 1.0 if self.index is not None else 0.0
         now = self._clock.now
         head = self.queue[:AFFINITY_WINDOW]
         window = []
         for score, number, job in head:
-            here = elsewhere = 0
-            if affinity:
-                if now - job.hits_at > REFRESH_HITS_S:
-                    self.look_up(job)
-                for name, tokens in job.hits.items():
-                    if name == worker.name:
-                        here = tokens
-                    elif tokens > elsewhere and name in self.prefill:
-                        elsewhere = tokens
-            window.append(WindowJob(str(number), score, job.prompt_tokens, now - job.enqueued_at, here, elsewhere))
+            if now - job.hits_at > REFRESH_HITS_S:
+                self.look_up(job)
+                self._find_adapter(job)
+            elsewhere = 0
+            for name, tokens in (Counter(job.hits) + Counter(job.adapter_at) if job.adapter_at else job.hits).items():
+                if tokens > elsewhere and name != worker.name and name in self.prefill:
+                    elsewhere = tokens
+            here = job.hits.get(worker.name, 0), elsewhere, job.adapter_at.get(worker.name, 0)
+            window.append(WindowJob(str(number), score, job.prompt_tokens, now - job.enqueued_at, *here))
         others = sum(other.pending_tokens == 0 and other is not worker for other in self.prefill.workers())
         share = fair_share_tokens(self.queue_tokens, others)
-        chosen = choose_claims(window, budget, worker.pending_tokens == 0, self.predictor.s_per_token, affinity, share)
+        chosen = choose_claims(window, budget, worker.pending_tokens == 0, self.predictor.s_per_token, 1.0, share)
         by_id = {str(number): (score, number, job) for score, number, job in head}
         for job_id in chosen:
             entry = by_id[job_id]
@@ -307,6 +318,7 @@ class Router:
     def _start_prefill(self, job: Job, worker: Worker) -> None:
         self.claimed += 1
         job.placed_at = self._clock.now
+        self.prefill.expect(worker.name, job.adapter)
         hit = job.hits.get(worker.name, 0)
         stay = Stay(job, "prefill", job.prompt_tokens, 0, job.arrival.keys, self._clock.now, hit)
         self._begin(stay, worker)

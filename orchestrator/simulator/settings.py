@@ -26,6 +26,7 @@ class Stack(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     name: str
     config: Config
     dispatch: Literal["queue", "push"] = "queue"
+    adapters: bool = True  # the router knows which request is for which LoRA adapter
     bypass: str = ""  # with "push": the rule of `policy.references.BYPASSES` that keeps prompts on the decode worker
 
 
@@ -46,10 +47,12 @@ SHIPPED = Config(model="simulated")
 FIELD = "field:"
 CONDITIONAL = "field:dynamo_conditional"  # `dynamo_cost` with Dynamo's conditional disaggregation
 # Our stack with a few keys changed, to measure what each is worth.
+BLIND = "ours:blind"  # to LoRA adapters
 _VARIANTS: dict[str, dict[str, Any]] = {
     "ours": {},
     "ours:fixed": {"ratio": {"mode": "off"}},
     "ours:fcfs": {"ratio": {"mode": "off"}, "queue": {"weight": 0.0}},
+    BLIND: {},
     "ours:reject": {"slo": {"admission": "reject"}},
 }
 # The `field:` choices that know which worker has a prefix cached.
@@ -68,7 +71,7 @@ def stack(name: str, config: Config = SHIPPED) -> Stack:
     Raises ValueError for an unknown name.
     """
     if name in _VARIANTS:
-        return Stack(name=name, config=changed(config, _VARIANTS[name]))
+        return Stack(name=name, config=changed(config, _VARIANTS[name]), adapters=name != BLIND)
     choice = "dynamo_cost" if name == CONDITIONAL else name.removeprefix(FIELD)
     if choice not in POLICY_NAMES:
         raise ValueError(f"policy: expected one of {', '.join(stack_names())}, got {name!r}")

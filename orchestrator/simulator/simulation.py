@@ -47,7 +47,9 @@ class Simulation:
         self.fetches = Fetches(self, load.unit_tokens)
         fetch = self.fetches.begin if settings.stack.config.kv.fetch == "auto" else None
         self.router = Router(settings, load.unit_tokens, self, self._end, fetch)
-        self.jobs = [Job(n, arrival, load.unit_tokens) for n, arrival in enumerate(load.arrivals)]
+        self.jobs = [
+            Job(n, arrival, load.unit_tokens, settings.stack.adapters) for n, arrival in enumerate(load.arrivals)
+        ]
         self.left = len(self.jobs)
         self.busy_s: dict[str, float] = {}  # by worker, at the last arrival
         self.usage: list[tuple[float, float, float]] = []  # (time, max, mean) block usage over decode workers

@@ -34,6 +34,7 @@ class Arrival(msgspec.Struct, frozen=True):
     ttft_slo_s: float | None = None  # its own objectives; None: the fleet's
     tpot_slo_s: float | None = None
     tenant: str = ""
+    adapter: int = 0  # the number of its LoRA adapter; 0: none
 
 
 class Load(msgspec.Struct, frozen=True):

@@ -6,16 +6,19 @@ The counterpart of `orchestrator.fleet.view`, over simulated workers.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import chain
 
 import msgspec
 
 from orchestrator.policy.candidate import Candidate, DecodeChoice, blocks_for
+from orchestrator.policy.predict.adapters import AdapterPlaces, with_placed
 from orchestrator.policy.shortlist import SHORTLIST_FROM, Shortlist
 from orchestrator.simulator.worker import Worker
 
 
 class _Entry:
     __slots__ = (
+        "adapters",
         "candidate",
         "placed",
         "placed_blocks",
@@ -28,10 +31,12 @@ class _Entry:
 
     def __init__(self, worker: Worker) -> None:
         self.worker = worker
-        self.report = (worker.profile.blocks, 0, 0, 0)  # free, running, waiting, waiting tokens
+        # free, running, waiting, waiting tokens, requests by adapter
+        self.report = (worker.profile.blocks, 0, 0, 0, dict[int, int]())
         self.placed = self.placed_blocks = self.placed_tokens = 0
         self.promised = self.promised_blocks = 0
         self.candidate: Candidate | None = None
+        self.adapters: list[int] = []  # of the requests placed since
 
 
 class PoolView:
@@ -39,6 +44,7 @@ class PoolView:
 
     def __init__(self, choose: DecodeChoice) -> None:
         self._entries: dict[str, _Entry] = {}
+        self.adapters = AdapterPlaces()
         self._shortlist = Shortlist(choose.static_score) if choose.static_score is not None else None
 
     def __len__(self) -> int:
@@ -58,6 +64,7 @@ class PoolView:
         self.reported(worker, now)
 
     def remove(self, name: str) -> None:
+        self.adapters.remove(name)
         if self._entries.pop(name, None) is not None and self._shortlist is not None:
             self._shortlist.remove(name)
 
@@ -65,21 +72,31 @@ class PoolView:
         entry = self._entries[worker.name]
         free = worker.kv.total - worker.used_blocks(now) + worker.uncomputed_blocks()
         waiting = len(worker.waiting) + len(worker.receiving) + len(worker.arrived) + len(worker.fetching)
-        report = (free, len(worker.running), waiting, worker.pending_tokens)
-        if report == entry.report and not entry.placed and entry.candidate is not None:
+        there = worker.running.requests(chain(worker.waiting, worker.receiving, worker.arrived, worker.fetching))
+        report = (free, len(worker.running), waiting, worker.pending_tokens, there)
+        if report == entry.report and not (entry.placed or entry.adapters) and entry.candidate is not None:
             return
         entry.report = report
         entry.placed = entry.placed_blocks = entry.placed_tokens = 0
+        entry.adapters = []
         self._changed(entry)
 
-    def placed(self, name: str, prompt_tokens: int, compute_tokens: int) -> None:
+    def placed(self, name: str, prompt_tokens: int, compute_tokens: int, adapter: int = 0) -> None:
         entry = self._entries.get(name)
         if entry is None:
             return
         entry.placed += 1
         entry.placed_blocks += blocks_for(prompt_tokens, entry.worker.profile.block_size)
         entry.placed_tokens += compute_tokens
+        if adapter:
+            entry.adapters.append(adapter)
         self._changed(entry)
+
+    def expect(self, name: str, adapter: int) -> None:
+        """This worker is about to load an adapter, unless it has it."""
+        if adapter and name in self._entries:
+            self._entries[name].adapters.append(adapter)
+            self._changed(self._entries[name])
 
     def promised(self, name: str, prompt_tokens: int, sign: int = 1) -> None:
         """Count a request that is bound to this worker and has not been sent to it yet; with sign -1, uncount it."""
@@ -89,9 +106,10 @@ class PoolView:
             entry.promised_blocks += sign * blocks_for(prompt_tokens, entry.worker.profile.block_size)
             self._changed(entry)
 
-    def candidates(self, cached_tokens: Mapping[str, int]) -> list[Candidate]:
+    def candidates(self, cached_tokens: Mapping[str, int], adapter: int = 0) -> list[Candidate]:
         if self._shortlist is not None and len(self._entries) >= SHORTLIST_FROM:
-            return self._shortlist.pick({name: n for name, n in cached_tokens.items() if name in self._entries})
+            known = dict.fromkeys(self.adapters.some(adapter), 0) if adapter else {}
+            return self._shortlist.pick(known | {name: n for name, n in cached_tokens.items() if name in self._entries})
         found = []
         for name, entry in self._entries.items():
             candidate = entry.candidate or self._changed(entry)
@@ -101,8 +119,10 @@ class PoolView:
         return found
 
     def _changed(self, entry: _Entry) -> Candidate:
-        free, running, waiting, waiting_tokens = entry.report
+        free, running, waiting, waiting_tokens, there = entry.report
         profile = entry.worker.profile
+        there = with_placed(there, entry.adapters)
+        self.adapters.update(entry.worker.name, profile.adapter_slots, there, waiting_tokens)
         entry.candidate = candidate = Candidate(
             entry.worker.name,
             profile.blocks,

@@ -10,33 +10,16 @@ from bisect import insort
 from collections.abc import Callable
 from math import floor, log2
 from operator import attrgetter
-from typing import Protocol
 
+from orchestrator.simulator.adapters import RunningStays
 from orchestrator.simulator.batch import DecodeBatch, StepRun
+from orchestrator.simulator.events import Events
 from orchestrator.simulator.job import Stay, steps_until_ready
 from orchestrator.simulator.kv import KVPool
 from orchestrator.simulator.profile import Profile
 
 ITL_BUCKETS_PER_OCTAVE = 16
 _ORDER = attrgetter("order")
-
-
-class Events(Protocol):
-    """What a worker calls in the simulation."""
-
-    def on_start(self, worker: Worker, stay: Stay, now: float) -> None:
-        """The blocks of a stay are allocated."""
-
-    def on_prefilled(self, worker: Worker, stay: Stay, now: float) -> None:
-        """The prompt of a "prefill" stay is computed."""
-
-    def on_first(self, worker: Worker, stay: Stay, at: float) -> None:
-        """A stay gets its first token at time `at`, which may be later than now."""
-
-    def on_done(self, worker: Worker, stay: Stay, now: float) -> None: ...
-
-    def on_boundary(self, worker: Worker, tokens: int, seconds: float, now: float) -> None:
-        """A step of `seconds` that computed this many prompt tokens has ended."""
 
 
 class Worker:
@@ -60,7 +43,7 @@ class Worker:
         self.itl_buckets: dict[int, int] = {}
         self.link_free_at = 0.0
         self.waiting: list[Stay] = []  # by `order`
-        self.running: dict[Stay, None] = {}  # in order of admission
+        self.running = RunningStays(profile.adapter_slots)
         self.prefilling: dict[Stay, None] = {}
         self.arrived: list[Stay] = []  # "remote" stays whose KV has arrived, not yet decoding
         self.receiving: dict[Stay, None] = {}  # "remote" stays that have blocks and wait for their KV
@@ -102,7 +85,7 @@ class Worker:
         if stay not in self.receiving:
             return
         del self.receiving[stay]
-        self.running[stay] = None
+        self.running.join(stay)
         self.prefilling[stay] = None
         self._kick(now)
 
@@ -242,11 +225,14 @@ class Worker:
             for stay in (*self.waiting, *self.arrived):
                 stay.from_step = 0  # no step is scheduled before it
         room = max(0, profile.max_num_seqs - len(self.running))
-        arrived = [stay for stay in self.arrived[:room] if stay.from_step <= self._steps_ended]
-        del self.arrived[: len(arrived)]
-        for stay in arrived:
+        loads, arrived = self.running.loads, []
+        for stay in self.arrived[:room]:
+            if stay.from_step > self._steps_ended or not self.running.fits(stay):
+                continue
             # As in vLLM, the last prompt token is computed again, which samples the first output token.
-            self.running[stay] = None
+            self.running.join(stay)
+            self.arrived.remove(stay)
+            arrived.append(stay)
             stay.context -= 1
             if stay.context % profile.block_size == 0:
                 self.kv.used -= 1  # the batch counts that block again when the step enters it
@@ -258,7 +244,9 @@ class Worker:
         while batch.sequences and batch.next_blocks() > self.kv.free and self._preempt():
             preempted = True
         decoding = batch.sequences
+        loading_s = (self.running.loads - loads) * profile.adapter_load_s
         step_s = profile.step_s + decoding * profile.decode_s_per_seq + batch.context_tokens * profile.kv_s_per_token
+        step_s += loading_s
         if self.prefilling:
             chunks = []
             for stay in self.prefilling:
@@ -276,7 +264,7 @@ class Worker:
             self._run.start(now, step_s, 0.0, 1)
         elif decoding:
             # A preempted stay may fit again in the next step, if it shares a prefix with running ones.
-            steps = 1 if preempted else batch.run_length(self.kv.free)
+            steps = 1 if preempted or loading_s else batch.run_length(self.kv.free)
             if profile.steps_ahead:
                 steps = min(steps, steps_until_ready((*self.waiting, *self.arrived), self._steps_ended))
             self._run.start(now, step_s, decoding * profile.kv_s_per_token, steps)
@@ -292,11 +280,14 @@ class Worker:
         unit_tokens = self.unit_tokens
         # vLLM admits a prompt only into a step that has token budget left for a part of it.
         budget = profile.max_num_batched_tokens - self.batch.sequences - sum(s.compute for s in self.prefilling)
-        at = 0
+        at = unfit = 0
         while at < len(self.waiting) and budget > 0:
             stay = self.waiting[at]
             if stay.from_step > self._steps_ended:
                 at += 1
+                continue
+            if not self.running.fits(stay):
+                at, unfit = at + 1, unfit + 1
                 continue
             if len(self.running) >= profile.max_num_seqs and stay.phase != "remote":
                 break
@@ -315,10 +306,10 @@ class Worker:
                 stay.computed = cached
                 stay.compute = stay.context - cached
                 budget -= stay.compute
-                self.running[stay] = None
+                self.running.join(stay)
                 self.prefilling[stay] = None
             self.sim.on_start(self, stay, now)
-        self._blocked = bool(self.waiting)
+        self._blocked = len(self.waiting) > unfit
 
     def _preempt(self) -> bool:
         """Preempt the running stay that is last in order, to be computed again (vLLM's recompute preemption).

@@ -41,17 +41,6 @@ class Launcher(msgspec.Struct, frozen=True):
     room: int | None = None  # the most workers that its machine holds; None: not known, as of a cluster that grows
 
 
-class Departed(msgspec.Struct, frozen=True, array_like=True):
-    """A worker that left the registry, or whose entry expired: its ids, and the ports that show whether it lives."""
-
-    worker_id: str
-    engine_id: str
-    request_address: str
-    kv_host: str
-    kv_port: int
-    claims: bool  # whether it held claims in the prefill queue
-
-
 class Frontend(msgspec.Struct, frozen=True):
     """One registered frontend."""
 
@@ -67,6 +56,17 @@ class Frontend(msgspec.Struct, frozen=True):
     in_flight: int = 0  # requests that it has
     reaches: int = 0  # workers that it is connected to
     idle_s: float = 0.0  # for so long it has had no request of this model
+
+
+class Departed(msgspec.Struct, frozen=True, array_like=True):
+    """A worker that left the registry, or whose entry expired: its ids, and the ports that show whether it lives."""
+
+    worker_id: str
+    engine_id: str
+    request_address: str
+    kv_host: str
+    kv_port: int
+    claims: bool  # whether it held claims in the prefill queue
 
 
 class Heartbeat(msgspec.Struct, frozen=True):

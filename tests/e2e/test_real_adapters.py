@@ -146,3 +146,26 @@ def _command(pid: int) -> list[str]:
         return psutil.Process(pid).cmdline()
     except psutil.NoSuchProcess:
         return []
+
+
+def test_two_decode_workers_with_one_slot_each_keep_an_adapter_each(tmp_path: Path) -> None:
+    model = small_model(tmp_path / "model")
+    paths = {name: lora_adapter(Path(model), tmp_path / name, seed) for seed, name in enumerate("xy", 1)}
+    truth = dict(zip(paths, asyncio.run(plain(model, list(paths.values()))), strict=True))
+    sets = [one for one in SETS if not one.startswith("frontend.") and "max_loras" not in one]
+    split = ["workers.prefill.replicas=0", "workers.decode.replicas=2", "workers.engine_args.max_loras=1"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_ALLOW_RUNTIME_LORA_UPDATING", "1")
+        with (
+            running_fleet("demo-1p1d-cpu.yaml", f"model={model}", *sets, *split) as fleet,
+            httpx.Client(base_url=fleet.url, timeout=120) as client,
+        ):
+            for name, path in paths.items():
+                assert load(client, name, path).status_code == 200
+            where: dict[str, list[str]] = {"x": [], "y": []}
+            for name in "xyxxyyxyyyxxxyxy":
+                assert said(client, name, SHORT) == truth[name][0]
+                where[name].append(client.get("/requests?latest=1").json()["requests"][0]["decode_worker"])
+            assert {len(set(workers)) for workers in where.values()} == {1}, where
+            assert where["x"][0] != where["y"][0]
+            fleet.assert_no_leaks()

@@ -276,6 +276,8 @@ class LoadReporter:
                 fetches=dict(self._fetches),
                 fetched_tokens=self._fetched_tokens,
                 group=self._board.counters() if self._board is not None else None,
+                adapters=engine.adapters,
+                adapter_load_s=engine.adapter_load_s,
             )
         )
 

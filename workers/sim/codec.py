@@ -63,7 +63,7 @@ class WireRequest(msgspec.Struct, array_like=True, omit_defaults=True):
     sampling_params: WireSampling | None = None
     pooling_params: Any = None
     arrival_time: float = 0.0  # unix seconds
-    lora_request: Any = None
+    lora_request: Any = None  # a list: name, number, path ...
     cache_salt: str | None = None
     data_parallel_rank: int | None = None
     prompt_embeds: Any = None
@@ -71,6 +71,11 @@ class WireRequest(msgspec.Struct, array_like=True, omit_defaults=True):
     client_index: int = 0
     current_wave: int = 0
     priority: int = 0
+
+    @property
+    def adapter(self) -> int:
+        """The number of its LoRA adapter; 0: none."""
+        return int(self.lora_request[1]) if self.lora_request is not None else 0
 
 
 class WireEvent(msgspec.Struct):

@@ -107,6 +107,7 @@ class SimEngine:
             speed=self._speed(),
             lends=config.prefix_caching,
             lockstep=self._grouped,
+            adapter_slots=config.max_loras,
         )
 
     async def submit(self, request: EngineRequest) -> None:
@@ -236,6 +237,7 @@ class SimEngine:
             stream=TokenStream(prompt, sampling.eos_token_id),
             kv_source=request.kv_source if request.phase is Phase.DECODE else None,
             prefix=self._prefix_keys(wire),
+            adapter=wire.adapter,
             queued_at=now,
             order=now + request.behind_s,
         )
@@ -285,7 +287,8 @@ class SimEngine:
         prefill_tokens = _prompt_tokens(batch)
         decodes = sum(item.tokens for item in batch) - prefill_tokens
         modelled_us = decodes * config.decode_us_per_seq + prefill_tokens * config.prefill_us_per_token
-        return (config.step_base_ms / 1e3 + modelled_us / 1e6) / config.speed
+        loading_s = self._scheduler.adapters.load_s(item.request.adapter for item in batch)
+        return (config.step_base_ms / 1e3 + modelled_us / 1e6) / config.speed + loading_s
 
     def _speed(self) -> EngineSpeed:
         """The speed that a measurement of `_duration` would find."""
@@ -337,13 +340,9 @@ class SimEngine:
 
     def _load(self) -> EngineLoad:
         scheduler = self._scheduler
-        return EngineLoad(
-            blocks_free=scheduler.blocks_free,
-            running=len(scheduler.running),
-            waiting=scheduler.waiting_count,
-            step_ms=self._step_ms,
-            kv=self._transfers.counters(),
-        )
+        waiting, kv = scheduler.waiting_count, self._transfers.counters()
+        load = EngineLoad(scheduler.blocks_free, len(scheduler.running), waiting, self._step_ms, kv)
+        return scheduler.adapters.use.shown(load)
 
 
 def _prompt_tokens(batch: list[Scheduled]) -> int:

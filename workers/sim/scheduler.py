@@ -20,6 +20,7 @@ from orchestrator.config.settings import SimConfig
 from orchestrator.types import FinishReason, KVSource
 from workers.engine import InvalidEngineRequest, Phase
 from workers.load.board import Board
+from workers.sim.adapters import SimAdapters
 from workers.sim.prefix import SimPrefixCache
 
 
@@ -87,6 +88,7 @@ class SimRequest(msgspec.Struct, eq=False):
     queued_at: float = 0.0
     scheduled_at: float = 0.0  # 0 until first scheduled
     order: float = 0.0  # in the waiting queue: the smallest is next
+    adapter: int = 0  # the number of its LoRA adapter; 0: none
     pushed_blocks: int = 0  # blocks of the prompt given to `transfers`; 0 again after a preemption
 
     @property
@@ -123,6 +125,7 @@ class SimScheduler:
         self.config, self._board = config, board
         self.blocks_free = config.blocks
         self.cache = SimPrefixCache(config.blocks)
+        self.adapters = SimAdapters(config)
         self.requests: dict[str, SimRequest] = {}
         self.waiting: deque[SimRequest] = deque()
         self.running: list[SimRequest] = []
@@ -156,6 +159,8 @@ class SimScheduler:
             request.max_tokens = 1
         request.max_tokens = min(request.max_tokens, limit - context)
         self.requests[request.key] = request
+        if request.adapter:
+            self.adapters.use.began(request.key, request.adapter)
         insort(self.waiting, request, key=attrgetter("order"))
 
     def schedule(self) -> tuple[list[Scheduled], list[SimRequest]]:
@@ -185,12 +190,20 @@ class SimScheduler:
                 budget -= tokens
                 index += 1
         if not preempted:
-            self._admit(batch, budget, receiving)
+            without_slot: list[SimRequest] = []
+            self._admit(batch, budget, receiving, without_slot)
+            self.waiting.extendleft(reversed(without_slot))
         return batch, receiving
 
-    def _admit(self, batch: list[Scheduled], budget: int, receiving: list[SimRequest]) -> None:
+    def _admit(
+        self, batch: list[Scheduled], budget: int, receiving: list[SimRequest], without_slot: list[SimRequest]
+    ) -> None:
+        """Takes those whose LoRA adapter has no slot out of `waiting`: others overtake them."""
         while self.waiting and budget > 0:
             request = self.waiting[0]
+            if not self.adapters.fits(request.adapter, (running.adapter for running in self.running)):
+                without_slot.append(self.waiting.popleft())
+                continue
             if request.kv_source is not None:
                 # Reserve all blocks of the prompt before asking for its KV, as a push needs a place to land.
                 if not self._reserve(request, len(request.prompt)):
@@ -261,6 +274,7 @@ class SimScheduler:
         first = request.generated == 1
         if finish is not None and request.phase is Phase.PREFILL:
             request.enter(SimState.PUSHING)
+            self.adapters.use.ended(request.key)
         elif finish is not None:
             self.free(request)
         return Sampled(request, token, first, finish, stop_token)
@@ -300,6 +314,7 @@ class SimScheduler:
     def leave(self, request: SimRequest) -> None:
         """Take a request out of scheduling. Its blocks stay reserved until `free`."""
         self._unschedule(request)
+        self.adapters.use.ended(request.key)
         if request.state is not SimState.LEAVING:
             request.enter(SimState.LEAVING)
 
@@ -307,6 +322,7 @@ class SimScheduler:
         """Forget a request, and return its blocks. Idempotent."""
         if self.requests.pop(request.key, None) is not None:
             self._unschedule(request)
+            self.adapters.use.ended(request.key)
             self._release_blocks(request)
             request.state = SimState.LEAVING
 

@@ -29,7 +29,6 @@ from workers.engine import (
     EngineRequest,
     EngineStep,
     Group,
-    InvalidEngineRequest,
     link_rate,
 )
 from workers.vllm_engine.codec.adapters import Adapters
@@ -41,7 +40,6 @@ from workers.vllm_engine.ranks import RankWatch, coordinators
 from workers.vllm_engine.speed import measure_speed, warm_up
 
 _STOP_TIMEOUT_S = 5.0
-_NO_LORA = "the engine has no LoRA: set workers.engine_args.enable_lora"
 
 
 class VllmEngine:
@@ -80,7 +78,7 @@ class VllmEngine:
         self._kv_keys = KeyPair.new() if encrypted else None
         self._client: Any = None
         self._codec: RequestCodec | None = None
-        self._adapters: Adapters | None = None  # without LoRA
+        self._adapters = Adapters(self._load_adapter)
         self._encoder = MsgpackEncoder()
         self._steps: asyncio.Queue[EngineStep | None] = asyncio.Queue()
         self._reader: asyncio.Task[None] | None = None
@@ -137,7 +135,7 @@ class VllmEngine:
         model, parallel = config.model_config, config.parallel_config
         self._codec = RequestCodec(model.max_model_len, model.get_vocab_size())
         if (lora := config.lora_config) is not None:
-            self._adapters = Adapters(self._load_adapter, lora.max_cpu_loras or lora.max_loras)
+            self._adapters.allow(lora.max_cpu_loras or lora.max_loras, lora.max_loras)
         generates = "generate" in tasks
         if self._warm and generates:
             await warm_up(self, model.get_vocab_size(), config.scheduler_config.max_num_seqs)
@@ -158,6 +156,7 @@ class VllmEngine:
             kv_bytes_per_token=facts["kv_bytes_per_token"],
             supported_tasks=tuple(tasks),
             speed=speed,
+            adapter_slots=self._adapters.slots,
             lends=facts["lends"] and bool(self._cached_block_tokens),
             lockstep=parallel.data_parallel_size > 1,
         )
@@ -205,9 +204,7 @@ class VllmEngine:
         assert self._codec is not None  # set by start(), as the client is
         core = self._codec.decode(request)
         if core.lora_request is not None:
-            if self._adapters is None:
-                raise InvalidEngineRequest(f"{request.key}: {_NO_LORA}")
-            await self._adapters.prepare(core.lora_request)
+            await self._adapters.prepare(request.key, core.lora_request)
         await self.give(core)
 
     async def give(self, request: EngineCoreRequest) -> None:
@@ -215,6 +212,7 @@ class VllmEngine:
         await self._sending(self._alive().add_request_async(request))
 
     async def abort(self, keys: list[str]) -> None:
+        self._adapters.use.ended(*keys)
         await self._sending(self._alive().abort_requests_async(keys))
 
     async def next_step(self) -> EngineStep:
@@ -233,7 +231,8 @@ class VllmEngine:
     async def load(self) -> EngineLoad:
         free, running, waiting = await self.call_engine("pd_load")
         kv = msgspec.structs.replace(self._last.kv, link_bytes_per_s=self._link_bytes_per_s.at(time.monotonic()))
-        return msgspec.structs.replace(self._last, blocks_free=free, running=running, waiting=waiting, kv=kv)
+        now = msgspec.structs.replace(self._last, blocks_free=free, running=running, waiting=waiting, kv=kv)
+        return self._adapters.use.shown(now)
 
     async def fail_peer(self, engine_id: str) -> None:
         await self.call_engine("pd_fail_peer", engine_id)
@@ -249,12 +248,10 @@ class VllmEngine:
         if method not in ENGINE_METHODS:
             raise ValueError(f"{method}: not an engine's method; known are {', '.join(sorted(ENGINE_METHODS))}")
         if method in ("add_lora", "fingerprint_lora"):
-            if self._adapters is None:
-                raise ValueError(_NO_LORA)
             if method == "fingerprint_lora":
                 return await self._adapters.fingerprint(*args)
             return await self._adapters.add(msgspec.convert(args[0], LoRARequest))
-        if method == "remove_lora" and self._adapters is not None:
+        if method == "remove_lora":
             self._adapters.removed(*args)
         result = await self._answered(getattr(self._alive(), f"{method}_async")(*args, **kwargs))
         return sorted(result) if isinstance(result, set | frozenset) else result
@@ -313,9 +310,10 @@ class VllmEngine:
             while True:
                 outputs = await self._client.get_output_async()
                 step = EngineStep(outputs.outputs, load=None, timestamp=outputs.timestamp)
+                self._adapters.use.ended(*[one.request_id for one in outputs.outputs if one.finish_reason is not None])
                 if (stats := outputs.scheduler_stats) is not None:
                     take_plugin_stats(step, stats.kv_connector_stats or {})
-                    step.load = self._account(stats)
+                    step.load = self._adapters.use.shown(self._account(stats))
                 for output in outputs.outputs:
                     correct(output, self._cached_block_tokens)
                     if output.finish_reason is FinishReason.ERROR and (why := why_refused(output)):

@@ -75,6 +75,7 @@ class VllmCodec:
             tpot_slo_s=own.tpot_s,
             slo_class=own.name,
             tenant=own.tenant,
+            adapter=request.lora_request.lora_int_id if request.lora_request is not None else 0,
         )
         return ParsedRequest(
             info,

@@ -12,6 +12,7 @@ from collections.abc import Iterable
 import msgspec
 
 from orchestrator.policy.candidate import EXPECTED_OUTPUT_TOKENS, Candidate
+from orchestrator.policy.predict.adapters import PRIOR_LOAD_S
 from orchestrator.policy.predict.estimates import (
     FIT_MEMORY,
     MIN_FIT_SAMPLES,
@@ -63,6 +64,7 @@ class Predictor:
         # Means over the same requests of all workers: TPOT, and sequences on the request's worker.
         self._tpot, self._sequences = Smoothed(prior_itl_s, 1 / FIT_MEMORY), Smoothed(1.0, 1 / FIT_MEMORY)
         self._output = Smoothed(EXPECTED_OUTPUT_TOKENS, weight=OUTPUT_WEIGHT)
+        self.adapter_load_s = PRIOR_LOAD_S
         # Tokens that a decoding sequence has yet to generate: on average half of its output.
         self.ahead_tokens = EXPECTED_OUTPUT_TOKENS / 2
 
@@ -157,6 +159,16 @@ class Predictor:
     def s_per_token(self) -> float:
         """Prefill seconds per additional prompt token."""
         return self.prefill_line[1]
+
+    @property
+    def adapter_load_tokens(self) -> int:
+        """Prompt tokens that are computed in the time in which a LoRA adapter is loaded."""
+        return int(self.adapter_load_s / self.s_per_token) if self.s_per_token else 0
+
+    @property
+    def rest_s(self) -> float:
+        """Mean seconds until a sequence that decodes now has ended."""
+        return self.ahead_tokens * self._tpot.value
 
     def prefill_s(self, tokens: int) -> float:
         """Seconds in which a mean prefill worker computes a prompt of this many uncached tokens."""

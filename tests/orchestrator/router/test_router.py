@@ -8,6 +8,7 @@ import pytest
 from support_bench import Bench, FakeCodec, FakeRequest, counted
 from support_wait import DEADLINE_S, until
 
+from orchestrator.fleet.membership import mark_silent_quiet
 from orchestrator.policy.policies import LATE_OBJECTIVES
 from orchestrator.router.decider import Decider
 from orchestrator.router.recovery import LEAVING_S
@@ -367,7 +368,7 @@ async def test_quiet_worker_gets_no_request_until_it_reports():
         await bench.router.submit(FakeRequest(name, prompt_tokens=10))
     assert {worker for worker, _ in bench.submits()} == {"d1"}
     bench.fleet.take_load(load_of("d0", blocks_free=1000), time.monotonic())
-    assert bench.fleet.mark_silent_quiet(time.monotonic(), DEADLINE_S) == []
+    assert mark_silent_quiet(bench.fleet, time.monotonic(), DEADLINE_S) == []
     await bench.router.submit(FakeRequest("d", prompt_tokens=10))
     assert bench.bound_to() == "d0"
 

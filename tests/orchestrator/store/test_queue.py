@@ -20,7 +20,7 @@ from support_redis import (
 from orchestrator.policy.claims import choose_claims
 from orchestrator.store.client import RedisAway
 from orchestrator.store.queue import MAX_DELIVERIES, PrefillQueue, QueueFull, SweepResult
-from orchestrator.types import JobState, QueueDepth, WindowJob
+from orchestrator.types import JobState, PrefillJob, QueueDepth, WindowJob
 
 ALL = 10**9  # a budget that everything fits
 
@@ -285,10 +285,13 @@ async def test_lua_claims_equal_policy(make, claimers, redis, seed, affine):
     for number in range(30):
         tokens, name = random_.choice((1, 20, 50, 300, 900)), f"r{number}"
         cached = {random_.choice(("w", "w2")): tokens // 2} if affine and random_.random() < 0.2 else {}
-        await queue.enqueue(msgspec.structs.replace(job(name, tokens), cached=cached))
+        loaded = {random_.choice(("w", "w2")): 400} if affine and random_.random() < 0.2 else {}
+        named = cached | {PrefillJob.ADAPTER + worker: saved for worker, saved in loaded.items()}
+        await queue.enqueue(msgspec.structs.replace(job(name, tokens), cached=named))
         waited_s = random_.choice((0, 0, 1200))  # longer than 900 tokens take
         await redis.hset(queue.keys.job(name), "arrived_at", time.time() - waited_s)
-        seen[name] = WindowJob(name, 0.0, tokens, waited_s, cached.get("w", 0), cached.get("w2", 0))
+        elsewhere = cached.get("w2", 0) + loaded.get("w2", 0)
+        seen[name] = WindowJob(name, 0.0, tokens, waited_s, cached.get("w", 0), elsewhere, loaded.get("w", 0))
     while head := [msgspec.structs.replace(seen[row["id"]], score=row["score"]) for row in await queue.peek(8)]:
         left, idle, claimed = random_.choice((1, 60, 400, 2000)), random_.random() < 0.5, []
         expected = choose_claims(head, left, idle, s_per_token)

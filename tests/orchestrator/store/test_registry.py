@@ -100,6 +100,7 @@ HAVE_DEFAULTS = {
     "messages",
     "revision",
     "quantization",
+    "adapter_slots",
     "attention_backend",
     "speculation",
     "kv_settings",

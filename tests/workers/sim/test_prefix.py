@@ -87,7 +87,7 @@ async def test_salt_and_lora_separate_caches(sims: SimFixture) -> None:
         return result.stats.num_cached_tokens
 
     assert [await cached("a#1"), await cached("b#1", cache_salt="s"), await cached("c#1", cache_salt="s")] == [0, 0, 64]
-    assert [await cached("d#1", lora_request={"lora_name": "l"}), await cached("e#1")] == [0, 64]
+    assert [await cached("d#1", lora_request=["l", 70_000, "/l"]), await cached("e#1")] == [0, 64]
     assert prefix_keys(PROMPT, 16, salt_of(None, "s"))[0] in stored
 
 

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from orchestrator.config.settings import SimConfig
 from orchestrator.types import FinishReason, KVEndpoint, KVSource
-from workers.engine import InvalidEngineRequest, Phase
+from workers.engine import EngineLoad, InvalidEngineRequest, Phase
+from workers.sim.adapters import LOAD_S
 from workers.sim.scheduler import SimRequest, SimScheduler, SimState, TokenStream
 
 SOURCE = KVSource(KVEndpoint("peer", "h", 1), "k")
@@ -195,3 +196,23 @@ def test_tokens_depend_on_the_whole_prompt() -> None:
     one, other = TokenStream([1, *range(2, 100)]), TokenStream([0, *range(2, 100)])
     assert [one.token(i) for i in range(20)] != [other.token(i) for i in range(20)]
     assert all(TokenStream([7, 7, 7], eos_token_id=7).token(i) == 6 for i in range(10))
+
+
+def test_a_step_has_at_most_so_many_adapters_and_others_go_first():
+    scheduler, loads, order = SimScheduler(SimConfig(max_loras=2)), list[float](), list[str]()
+    for number, adapter in enumerate([1, 2, 3, 1, 0, 3]):
+        request = request_of(f"{number}", 20, max_tokens=3)
+        request.adapter = adapter
+        scheduler.add(request)
+    while scheduler.requests:
+        batch, _ = scheduler.schedule()
+        assert len({item.request.adapter for item in batch} - {0}) <= 2
+        order += [item.request.key for item in batch if item.request.key not in order]
+        loads.append(scheduler.adapters.load_s(item.request.adapter for item in batch) / LOAD_S)
+        scheduler.complete(batch)
+        check(scheduler)
+    assert order == ["0", "1", "3", "4", "2", "5"]
+    assert [number for number in loads if number] == [2.0, 1.0]
+    shown = scheduler.adapters.use.shown(EngineLoad(0, 0, 0, 0.0))
+    assert len(shown.adapters) == 2 and shown.adapters[3] == 0
+    assert shown.adapter_load_s == pytest.approx(LOAD_S)

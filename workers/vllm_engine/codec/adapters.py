@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -20,7 +21,7 @@ from vllm.lora.utils import get_adapter_absolute_path
 from xxhash import xxh3_128
 
 from orchestrator.wire.adapters import adapter_number, unique_name
-from workers.engine import AdapterUnavailable, InvalidEngineRequest
+from workers.engine import AdapterUnavailable, AdapterUse, InvalidEngineRequest
 
 LOAD_TIMEOUT_S = 20.0  # of one that a request brings: other messages wait
 _FILES = "adapter_*"  # its configuration and weights
@@ -30,18 +31,23 @@ Stamp = tuple[tuple[str, int, int, int], ...]  # of each file: name, size, time 
 
 
 class Adapters:
-    """`load` gives an adapter to the engine, which keeps the `kept` ones that were used last."""
+    """`load` gives an adapter to the engine, which takes none until it is known to have LoRA."""
 
-    def __init__(self, load: Callable[[LoRARequest], Awaitable[bool]], kept: int) -> None:
-        self._load, self._kept = load, kept
+    def __init__(self, load: Callable[[LoRARequest], Awaitable[bool]]) -> None:
+        self._load, self._kept, self.slots, self.use = load, 0, 0, AdapterUse(0)
         self._known: dict[int, tuple[str, str]] = {}  # name and path of each number that was ever loaded
         self._loaded: OrderedDict[int, None] = OrderedDict()  # last used last
         self._read: dict[Path, tuple[Stamp, str]] = {}
         self._loading = asyncio.Lock()
 
-    async def prepare(self, adapter: LoRARequest) -> None:
-        """Load a request's adapter unless it is loaded, and give it the name by which caches tell it. Raises
-        InvalidEngineRequest if its number is another adapter's, AdapterUnavailable if it cannot be loaded."""
+    def allow(self, kept: int, slots: int) -> None:
+        """The engine keeps the `kept` adapters that were used last, and a step has at most as many as `slots`."""
+        self._kept, self.slots, self.use = kept, slots, AdapterUse(slots)
+
+    async def prepare(self, key: str, adapter: LoRARequest) -> None:
+        """Load the adapter of the request of this key unless it is loaded, and give it the name by which caches tell
+        it. Raises InvalidEngineRequest if its number is another adapter's or there is no LoRA, AdapterUnavailable if it
+        cannot be loaded."""
         number = adapter.lora_int_id
         self._check_known(adapter)
         if number not in self._loaded:
@@ -55,6 +61,7 @@ class Adapters:
                     raise
                 raise AdapterUnavailable(f"{_described(adapter)} cannot be loaded: {error}") from error
         self._loaded.move_to_end(number)
+        self.use.began(key, number)
         # In one step, vLLM takes adapters of one name for one adapter.
         adapter.lora_name = unique_name(adapter.lora_name, number)
 
@@ -68,7 +75,9 @@ class Adapters:
                     f"{_described(adapter)} is not the one that was loaded: its files have changed, or differ between "
                     "hosts; load it anew with load_inplace, best from a path of its own"
                 )
+            began = time.monotonic()
             added = await self._load(msgspec.structs.replace(adapter, load_inplace=False))
+            self.use.loaded(number, time.monotonic() - began)
         self._known[number] = name, path
         self._loaded[number] = None
         self._loaded.move_to_end(number)
@@ -78,9 +87,12 @@ class Adapters:
 
     def removed(self, number: int) -> None:
         self._loaded.pop(number, None)
+        self.use.removed(number)
 
     async def fingerprint(self, name: str, path: str) -> str:
-        """What the adapter's files are: a hash. A repository's are downloaded. Raises AdapterUnavailable."""
+        """What the adapter's files are: a hash. A repository's are downloaded. Raises AdapterUnavailable, and
+        InvalidEngineRequest without LoRA."""
+        self._check_allowed()
         try:
             return await asyncio.to_thread(self._fingerprint, path)
         except (OSError, ValueError) as error:
@@ -105,7 +117,12 @@ class Adapters:
         self._read[folder] = stamp, digest.hexdigest()
         return digest.hexdigest()
 
+    def _check_allowed(self) -> None:
+        if not self.slots:
+            raise InvalidEngineRequest("the engine has no LoRA: set workers.engine_args.enable_lora")
+
     def _check_known(self, adapter: LoRARequest) -> None:
+        self._check_allowed()
         known = self._known.get(adapter.lora_int_id)
         if known is not None and known != (adapter.lora_name, adapter.lora_path):
             raise InvalidEngineRequest(

@@ -83,7 +83,8 @@ local function glance(q, claims, id)
   if job then return job.tokens, claims.now - job.arrived_at, job.cached end
 end
 
--- The first jobs of the queue as WindowJobs, and whether one of them is cached on a worker that claims.
+-- The first jobs of the queue as WindowJobs, and whether one of them is cached, or has its adapter, on a worker that
+-- claims.
 local function read_window(q, claims, size)
   local claiming, jobs, affine = {}, {}, false
   -- What is cached on a worker that claims no more belongs to nobody.
@@ -98,18 +99,24 @@ local function read_window(q, claims, size)
   for i = 1, #head, 2 do
     local tokens, waited_s, cached = glance(q, claims, head[i])
     if tokens then
-      local here, elsewhere = 0, 0
-      for worker, hit in string.gmatch(cached, '(%S+)=(%d+)') do
-        hit = math.min(tonumber(hit), tokens)
-        if worker == claims.worker then
+      local here, saved, elsewhere, others = 0, 0, 0, {}
+      for adapter, worker, hit in string.gmatch(cached, '(@?)([^%s@]+)=(%d+)') do
+        hit = tonumber(hit)
+        if adapter == '' then hit = math.min(hit, tokens) end
+        if worker ~= claims.worker then
+          others[worker] = (others[worker] or 0) + hit
+        elseif adapter == '' then
           here = hit
-        elseif hit > elsewhere and claims_now(worker) then
-          elsewhere = hit
+        else
+          saved = hit
         end
       end
-      affine = affine or here > 0 or elsewhere > 0
+      for worker, hit in pairs(others) do
+        if hit > elsewhere and claims_now(worker) then elsewhere = hit end
+      end
+      affine = affine or here > 0 or saved > 0 or elsewhere > 0
       jobs[#jobs + 1] = { request_id = head[i], score = tonumber(head[i + 1]), tokens = tokens, waited_s = waited_s,
-        cached_here = here, cached_elsewhere = elsewhere }
+        cached_here = here, cached_elsewhere = elsewhere, adapter_here = saved }
     end
   end
   return jobs, affine

@@ -29,9 +29,9 @@ local function tell_first(q, waiters, now)
 end
 
 -- Tells one worker of a job: with a thousand of them the others would only find an empty queue. First one that has
--- some of the prompt cached, then an idle one, then a busy one.
+-- some of the prompt cached or its adapter (@), then an idle one, then a busy one.
 local function wake(q, cached, now)
-  for waiter in string.gmatch(cached, '(%S+)=%d+') do
+  for waiter in string.gmatch(cached, '@?([^%s@]+)=%d+') do
     if tell(q, q.idle, waiter, now) or tell(q, q.busy, waiter, now) then return end
   end
   if not tell_first(q, q.idle, now) then tell_first(q, q.busy, now) end

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 
 from orchestrator.wire.adapters import adapter_number, unique_name
-from workers.engine import AdapterUnavailable, InvalidEngineRequest
+from workers.engine import AdapterUnavailable, EngineLoad, InvalidEngineRequest
 
 pytestmark = pytest.mark.vllm
 
@@ -21,7 +22,10 @@ class Engine:
 
         self.loaded: list[str] = []
         self.fails = ""
-        self.adapters = Adapters(self._load, kept)
+        self.adapters = Adapters(self._load)
+        if kept:
+            self.adapters.allow(kept, kept)
+        self._keys = itertools.count()
 
     async def _load(self, adapter: Any) -> bool:
         await asyncio.sleep(0)
@@ -30,6 +34,11 @@ class Engine:
         assert not adapter.load_inplace
         self.loaded.append(adapter.lora_name)
         return True
+
+    async def prepare(self, adapter: Any) -> str:
+        key = f"r{next(self._keys)}"
+        await self.adapters.prepare(key, adapter)
+        return key
 
     async def request(self, name: str, path: Path, number: int = 0) -> Any:
         from vllm.lora.request import LoRARequest
@@ -50,11 +59,11 @@ async def test_an_adapter_is_loaded_once_and_named_by_its_number(tmp_path: Path)
     engine, path = Engine(), written(tmp_path / "a")
     for _ in range(3):
         adapter = await engine.request("x", path)
-        await engine.adapters.prepare(adapter)
+        await engine.prepare(adapter)
         assert adapter.lora_name == unique_name("x", adapter.lora_int_id)
     assert engine.loaded == ["x"]
     engine.adapters.removed(adapter.lora_int_id)
-    await engine.adapters.prepare(await engine.request("x", path))
+    await engine.prepare(await engine.request("x", path))
     assert engine.loaded == ["x", "x"]
 
 
@@ -63,29 +72,29 @@ async def test_what_the_engine_has_let_go_is_loaded_and_checked_again(tmp_path: 
     paths = {name: written(tmp_path / name, name.encode()) for name in "abc"}
     asked = {name: await engine.request(name, path) for name, path in paths.items()}
     for name in "abac":  # b is used least
-        await engine.adapters.prepare(await engine.request(name, paths[name]))
+        await engine.prepare(await engine.request(name, paths[name]))
     assert engine.loaded == ["a", "b", "c"]
     written(paths["a"], b"other")
     written(paths["b"], b"other")
     still = asked["a"]
-    await engine.adapters.prepare(still)  # it is loaded: its files are not read
+    await engine.prepare(still)  # it is loaded: its files are not read
     with pytest.raises(AdapterUnavailable, match="'b' at .* its files have changed"):
-        await engine.adapters.prepare(asked["b"])
+        await engine.prepare(asked["b"])
 
 
 async def test_a_number_is_one_adapters(tmp_path: Path) -> None:
     engine, path, other = Engine(), written(tmp_path / "a"), written(tmp_path / "b", b"other")
     adapter = await engine.request("x", path)
     number = adapter.lora_int_id
-    await engine.adapters.prepare(adapter)
+    await engine.prepare(adapter)
     for wrong in (await engine.request("y", other, number), await engine.request("x", other, number)):
         with pytest.raises(InvalidEngineRequest, match=f"has number {number}, which is that of LoRA adapter 'x'"):
-            await engine.adapters.prepare(wrong)
+            await engine.prepare(wrong)
         with pytest.raises(InvalidEngineRequest):
             await engine.adapters.add(wrong)
     counted = await engine.request("z", other, 1)  # as vLLM would number it
     with pytest.raises(AdapterUnavailable, match="is not the one that was loaded"):
-        await engine.adapters.prepare(counted)
+        await engine.prepare(counted)
     assert engine.loaded == ["x"]
 
 
@@ -99,9 +108,9 @@ async def test_an_adapter_that_cannot_be_loaded_fails_its_request_only(tmp_path:
     adapter = await engine.request("x", written(tmp_path / "a"))
     engine.fails = "rank 64 is greater than max_lora_rank 8"
     with pytest.raises(AdapterUnavailable, match="'x' at .* cannot be loaded: rank 64"):
-        await engine.adapters.prepare(adapter)
+        await engine.prepare(adapter)
     engine.fails = ""
-    await engine.adapters.prepare(adapter)
+    await engine.prepare(adapter)
     assert engine.loaded == ["x"]
 
 
@@ -117,3 +126,29 @@ async def test_a_fingerprint_is_of_the_weights_and_their_configuration(tmp_path:
     weights.write_bytes(b"stHgiew")
     os.utime(weights, ns=(before.st_atime_ns, before.st_mtime_ns + 1))
     assert await engine.adapters.fingerprint("x", str(one)) != changed
+
+
+async def test_an_engine_without_lora_refuses_adapters(tmp_path: Path) -> None:
+    from vllm.lora.request import LoRARequest
+
+    engine, adapter = Engine(kept=0), LoRARequest("x", 70_000, str(written(tmp_path / "a")))
+    for refused in (engine.prepare(adapter), engine.adapters.add(adapter), engine.adapters.fingerprint("x", "/x")):
+        with pytest.raises(InvalidEngineRequest, match="enable_lora"):
+            await refused
+
+
+async def test_reports_say_which_adapters_are_there_and_how_many_requests_they_have(tmp_path: Path) -> None:
+    engine, load = Engine(kept=2), EngineLoad(1, 0, 0, 0.0)
+    paths = [written(tmp_path / name, name.encode()) for name in "abc"]
+    asked = [await engine.request(path.name, path) for path in paths]
+    a, b, c = (adapter.lora_int_id for adapter in asked)
+    first, second = await engine.prepare(asked[0]), await engine.prepare(asked[1])
+    again = await engine.prepare(await engine.request("a", paths[0]))
+    assert engine.adapters.use.shown(load).adapters == {b: 1, a: 2}
+    engine.adapters.use.ended(first, again, "unknown", first)
+    third = await engine.prepare(asked[2])
+    shown = engine.adapters.use.shown(load)
+    assert shown.adapters == {b: 1, c: 1} and shown.adapter_load_s > 0
+    engine.adapters.use.ended(second, third)
+    engine.adapters.removed(c)
+    assert engine.adapters.use.shown(load).adapters == {b: 0}
