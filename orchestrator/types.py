@@ -139,6 +139,7 @@ class WorkerInfo(msgspec.Struct, frozen=True):
     settled: int = 0  # the last order of a role for which its requests have ended
     started_as: Role | None = None  # the role whose engine arguments and number of ranks it keeps, whichever it has
     lends: bool = False  # prefixes pass between its cache and others': its KV can go block by block
+    labels: tuple[str, ...] = ()  # where it is, as zone=a
 
     @property
     def unit(self) -> str:
@@ -243,8 +244,7 @@ class PrefillJob(msgspec.Struct, frozen=True):
     body: bytes  # `messages.pack_frames` of the engine request
     deliveries: int = 0  # how often a worker has claimed it
     delay_s: float = 0.0  # added to its arrival to give its score in the queue (`policy.policies`)
-    # Worker id -> prompt tokens cached there when it was enqueued: of at most 4 prefill workers, and of `LENT`.
-    cached: dict[str, int] = {}
+    cached: dict[str, int] = {}  # prompt tokens cached when it was enqueued, on at most 4 prefill workers and of `LENT`
     LENT = "*"  # no worker's id: has what a worker without it could fetch, from a worker of either role
 
     def tokens_at(self, worker_id: str) -> int:

@@ -11,9 +11,10 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
-import msgspec
+from msgspec.structs import replace
 
 from orchestrator.fleet.pause import Pause
+from orchestrator.fleet.places import Places
 from orchestrator.fleet.rest import Rest
 from orchestrator.policy.candidate import Candidate, blocks_for
 from orchestrator.policy.prefix_index import Hits
@@ -180,6 +181,7 @@ class Fleet:
         self.workers: dict[str, WorkerView] = {}
         self.pause = Pause()
         self.rest: Rest | None = None  # where an idle model's workers can be asked for
+        self.places = Places()
         self.block_size = 0  # tokens; the same on every worker, 0 before the first is known
         self.speed = EngineSpeed()  # of the worker that joined last and measured one
         self._generations: Counter[int] = Counter()  # workers of each; KV passes within one
@@ -202,6 +204,8 @@ class Fleet:
         self._leave_generation(info.id)
         self._generations[info.generation] += 1
         self.workers[info.id] = WorkerView(info, now, self._changed, self._numbers)
+        if self.places.add(info):
+            self._changed.update(self.workers)
         self.block_size = info.identity.block_size
         if info.speed.prefill_s_per_token:
             self.speed = info.speed
@@ -210,6 +214,7 @@ class Fleet:
     def remove(self, worker_id: str) -> WorkerView | None:
         self._changed.add(worker_id)
         self._leave_generation(worker_id)
+        self.places.remove(worker_id)
         return self.workers.pop(worker_id, None)
 
     def take_load(self, load: WorkerLoad, now: float) -> None:
@@ -218,12 +223,13 @@ class Fleet:
             self.pause.note(load.worker_id, load.pause)
 
     def candidates(
-        self, avoid: Collection[str] = (), hits: Hits | None = None, generation: int | None = None
+        self, avoid: Collection[str] = (), hits: Hits | None = None, generation: int | None = None, near: str = ""
     ) -> Candidates:
         """Who could take a request now, with what is cached there of the prompt that `hits` is of.
 
         Of many decode workers only the best. Quiet workers are considered only when there is no other. So are those in
-        `avoid`, and then only the first of them. With a `generation` those alone that KV of it may pass to.
+        `avoid`, and then only the first of them. With a `generation` those alone that KV of it may pass to. Of many
+        also the best of each place in which the worker `near` is.
         """
         self.apply_changes()
         usable, block_size = self._decode or self._quiet, self.block_size
@@ -237,14 +243,15 @@ class Fleet:
         if mixed:
             usable = {name: c for name, c in usable.items() if self.workers[name].info.generation == generation}
         if self._shortlist is not None and not (avoid or mixed) and len(usable) >= SHORTLIST_FROM:
-            found = self._shortlist.pick(at_decode)
+            found = self._shortlist.pick(at_decode, self.places.names(near))
         else:
             kept = [candidate for name, candidate in usable.items() if name not in avoid] if avoid else []
             if avoid and not kept:
                 kept = [usable[name] for name in avoid if name in usable][:1]
             found = kept or list(usable.values())
         if hits and (held := hits.blocks_of([c.worker_id for c in found if not c.cached_tokens])):
-            found = [_with_hit(c, held[c.worker_id] * block_size) if c.worker_id in held else c for c in found]
+            tokens = {name: blocks * block_size for name, blocks in held.items()}
+            found = [replace(c, cached_tokens=tokens[c.worker_id]) if c.worker_id in tokens else c for c in found]
         return Candidates(found, at_prefill)
 
     def ready(self, role: Role) -> int:
@@ -324,7 +331,7 @@ class Fleet:
             _set_or_drop(self._quiet, worker_id, candidate if quiet else None)
             if self._shortlist is not None:
                 if candidate is not None and not quiet:
-                    self._shortlist.update(candidate)
+                    self._shortlist.update(candidate, self.places.names(worker_id))
                 else:
                     self._shortlist.remove(worker_id)
         self._changed.clear()
@@ -341,7 +348,3 @@ def _set_or_drop(ordered: dict[str, T], worker_id: str, value: T | None) -> None
         ordered[worker_id] = value
     else:
         ordered.pop(worker_id, None)
-
-
-def _with_hit(candidate: Candidate, cached_tokens: int) -> Candidate:
-    return msgspec.structs.replace(candidate, cached_tokens=cached_tokens)

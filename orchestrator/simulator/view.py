@@ -11,6 +11,7 @@ import msgspec
 
 from orchestrator.policy.candidate import Candidate, DecodeChoice, blocks_for
 from orchestrator.policy.shortlist import SHORTLIST_FROM, Shortlist
+from orchestrator.simulator.racks import Racks
 from orchestrator.simulator.worker import Worker
 
 
@@ -37,7 +38,8 @@ class _Entry:
 class PoolView:
     """For each worker, its load at the last call of `reported`, and the requests placed there since."""
 
-    def __init__(self, choose: DecodeChoice) -> None:
+    def __init__(self, choose: DecodeChoice, racks: Racks) -> None:
+        self._racks = racks
         self._entries: dict[str, _Entry] = {}
         self._shortlist = Shortlist(choose.static_score) if choose.static_score is not None else None
 
@@ -89,9 +91,11 @@ class PoolView:
             entry.promised_blocks += sign * blocks_for(prompt_tokens, entry.worker.profile.block_size)
             self._changed(entry)
 
-    def candidates(self, cached_tokens: Mapping[str, int]) -> list[Candidate]:
+    def candidates(self, cached_tokens: Mapping[str, int], near: str = "") -> list[Candidate]:
+        """Of many also the best of the rack in which the worker `near` is."""
         if self._shortlist is not None and len(self._entries) >= SHORTLIST_FROM:
-            return self._shortlist.pick({name: n for name, n in cached_tokens.items() if name in self._entries})
+            cached_tokens = {name: n for name, n in cached_tokens.items() if name in self._entries}
+            return self._shortlist.pick(cached_tokens, self._racks.names(near) if near else ())
         found = []
         for name, entry in self._entries.items():
             candidate = entry.candidate or self._changed(entry)
@@ -115,5 +119,5 @@ class PoolView:
             max_num_seqs=profile.max_num_seqs,
         )
         if self._shortlist is not None:
-            self._shortlist.update(candidate)
+            self._shortlist.update(candidate, self._racks.names(candidate.worker_id))
         return candidate

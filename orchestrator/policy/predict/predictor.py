@@ -21,6 +21,7 @@ from orchestrator.policy.predict.estimates import (
     LineFit,
     Smoothed,
 )
+from orchestrator.policy.predict.links import Links
 from orchestrator.types import EngineSpeed, QueueDepth
 
 WAIT_FIT_MEMORY = 50.0  # observations; queue waits change faster than a worker's speed
@@ -58,6 +59,7 @@ class Predictor:
         self._prefill: dict[str, LineFit] = {}
         self._local: dict[str, LineFit] = {}
         self._transfer = LineFit(0.0, prior_itl_s)  # the decode engine's first token takes a step of its own
+        self.links = Links()
         self._wait: dict[int, LineFit] = {}
         self._itl: dict[str, Smoothed] = {}
         # Means over the same requests of all workers: TPOT, and sequences on the request's worker.

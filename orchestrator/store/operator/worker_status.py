@@ -25,6 +25,7 @@ class WorkerStatus(msgspec.Struct, frozen=True):
     unit: str = ""  # by which operators steer it
     rank: int = 0  # its place in the unit
     ranks: int = 1  # of the unit
+    labels: tuple[str, ...] = ()  # where it is, as zone=a
 
     @classmethod
     def of(cls, info: WorkerInfo, load: WorkerLoad | None = None, connected: bool = True) -> WorkerStatus:
@@ -44,4 +45,5 @@ class WorkerStatus(msgspec.Struct, frozen=True):
             unit=info.unit,
             rank=info.ranks.index(info.id) if info.ranks else 0,
             ranks=max(1, len(info.ranks)),
+            labels=info.labels,
         )
