@@ -177,6 +177,7 @@ class KVConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     transfer: Literal["auto", "chunk", "layer", "whole"] = "auto"
     transfer_timeout_s: Seconds = 30.0  # decode computes a prompt itself after this long without news of its prefill
     verify: bool = False  # compare checksums of the blocks at both ends after every transfer: slow, for finding faults
+    backends: dict[Name, dict[Name, str | int]] = {}  # of NIXL, and their parameters: {UCX: {num_workers: 2}}
     fetch: Literal["off", "auto"] = "off"  # auto: a worker that prefills fetches what another has cached
 
 
