@@ -41,6 +41,7 @@ class Coefficients(msgspec.Struct, frozen=True):
     wait_s: dict[int, tuple[float, float]]  # by bit length of a job's uncached tokens: (fixed, per second of backlog)
     itl_s: dict[str, float]
     output_tokens: float
+    links: dict[str, tuple[float, float, int]]  # by the labels at both ends: (fixed, per token sent, transfers)
     speed: EngineSpeed = EngineSpeed()  # the speed that an engine measured at its start
 
 
@@ -315,6 +316,7 @@ class Predictor:
             wait_s=pairs(self._wait),
             itl_s={name: smoothed.value for name, smoothed in self._itl.items()},
             output_tokens=self._output.value,
+            links={",".join(it): (line.intercept, line.slope, line.samples) for it, line in self.links.lines.items()},
             speed=self.speed,
         )
 
