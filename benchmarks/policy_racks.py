@@ -18,8 +18,8 @@ from orchestrator.simulator.simulation import Simulation
 from orchestrator.simulator.trace import at_rate
 
 PROFILE = load_profile(PROFILES / "h100-llama-8b.json")
-RATES = {"chat": 140.0, "code": 45.0, "documents": 50.0, "bursty": 60.0}  # about the goodput
-SHARES = (0.4, 0.7, 0.9)  # of these rates
+RATES = {"chat": 165.0, "code": 105.0, "documents": 115.0, "bursty": 105.0}  # about the goodput
+SHARES = (0.4, 0.6, 0.8)  # of these rates
 BY_COST = policies.pair
 
 
@@ -54,8 +54,8 @@ def measure(case: tuple[str, int, int]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--requests", type=int, default=4000)
-    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
+    parser.add_argument("--requests", type=int, default=3000)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--loads", nargs="+", choices=RATES, default=list(RATES))
     parser.add_argument("--processes", type=int, default=1)
     options = parser.parse_args()

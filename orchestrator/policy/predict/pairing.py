@@ -37,15 +37,18 @@ def pair(
 ) -> Candidate | None:
     """The candidate with the least cost; None if there is none. `links`: by worker, to the one that prefills.
 
-    The cost is the time that the KV takes longer than over the fastest link, as a share of the TTFT objective, and what
-    the sequences that are there add to the TPOT, as a share of its objective. Where the request would have to wait for
-    memory or for a place in the batch, so much of its duration counts as TTFT too. Equal ones are as near as possible.
+    The cost is the time that the KV takes longer than over the fastest link, as a share of the TTFT objective, and the
+    square of the predicted TPOT, as a share of its objective, of the sequences and the prompts that are there. Where
+    the request would have to wait for memory or for a place in the batch, so much of its duration counts as TTFT too.
+    Equal ones are as near as possible.
     """
     behind: dict[Link, list[Candidate]] = {}
     for candidate in candidates:
         behind.setdefault(links.get(candidate.worker_id, ()), []).append(candidate)
     if len(behind) < 2:
         return choose(request, candidates)
+    # Until this prompt is prefilled a decode worker computes about half as much, as its steps decode too.
+    (fixed_s, each_s), done_s = predictor.tpot_line, predictor.prefill_s(request.prompt_tokens) / 2
     best: Candidate | None = None
     over: Link = ()
     least = float("inf"), 0
@@ -55,8 +58,10 @@ def pair(
             continue
         tokens = max(0, request.prompt_tokens - chosen.cached_tokens)
         late_s = predictor.links.extra_s(link, tokens) + _room_wait_s(request, chosen, predictor)
-        crowding_s = predictor.tpot_line[1] * (chosen.running + chosen.waiting)
-        cost = late_s / slo.ttft_s + crowding_s / slo.tpot_s, -len(link)
+        pending_s = max(0.0, predictor.s_per_token * (chosen.waiting_tokens + chosen.placed_tokens) - done_s)
+        sequences = chosen.running + chosen.waiting
+        tpot = (fixed_s + each_s * sequences + pending_s / predictor.ahead_tokens) / slo.tpot_s
+        cost = late_s / slo.ttft_s + tpot * tpot, -len(link)
         if best is None or cost < least:
             best, least, over = chosen, cost, link
     predictor.links.chosen(over)
