@@ -15,14 +15,14 @@ HOST = "host"
 
 
 def labels_of(host: str, given: Iterable[str]) -> dict[str, str]:
-    """A worker's labels by name. `given`: `NAME=VALUE`; one named host stands for its address, as where several
-    containers of a machine have addresses of their own."""
-    return {HOST: host} | dict(label.split("=", 1) for label in given)
+    """A worker's labels by name, in its order. `given`: `NAME=VALUE`; one named host stands for its address, as where
+    several containers of a machine have addresses of their own."""
+    return dict(sorted(({HOST: host} | dict(label.split("=", 1) for label in given)).items()))
 
 
 def link_of(one: Mapping[str, str], other: Mapping[str, str]) -> Link:
-    """The class of the link between two workers with these labels."""
-    return tuple(sorted(name for name, value in one.items() if other.get(name) == value))
+    """The class of the link between two workers with these labels, which are in the order of names."""
+    return tuple([name for name, value in one.items() if other.get(name) == value])
 
 
 class Links:
