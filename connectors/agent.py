@@ -6,7 +6,7 @@ import contextlib
 import functools
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl import base_worker
@@ -18,10 +18,11 @@ _TRIES, _PAUSE_S = 5, 0.2
 
 
 @contextlib.contextmanager
-def agent_settings() -> Iterator[None]:
-    """In this context vLLM's workers make agents by `quiet` and `patient`."""
+def agent_settings(backends: Mapping[str, Mapping[str, object]] = {}) -> Iterator[None]:
+    """In this context vLLM's workers make agents by `quiet`, `patient` and `configured`. `backends`: parameters of
+    NIXL's backends, by their names."""
     config, agent = base_worker.nixl_agent_config, base_worker.NixlWrapper
-    base_worker.nixl_agent_config, base_worker.NixlWrapper = quiet(config), patient(agent)
+    base_worker.nixl_agent_config, base_worker.NixlWrapper = quiet(config), patient(configured(agent, backends))
     try:
         yield
     finally:
@@ -33,6 +34,38 @@ def quiet(config: Any) -> Any:
     strict locking, since three threads call NIXL."""
     strict = vars(sys.modules[config.__module__])["nixl_thread_sync_t"].NIXL_THREAD_SYNC_STRICT
     return functools.partial(config, enable_prog_thread=False, sync_mode=strict)
+
+
+def configured(agent: Any, backends: Mapping[str, Mapping[str, object]]) -> Any:
+    """This class of agents, with these parameters of its backends. An agent raises ValueError for a parameter that a
+    backend does not know, and RuntimeError for a backend that cannot be loaded here."""
+    not_found = vars(sys.modules[agent.__module__])["nixlBind"].nixlNotFoundError
+
+    class Configured(agent):
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options)
+            for name in backends:
+                if name not in self.backends:
+                    raise self._missing(name)
+
+        def create_backend(self, backend: str, parameters: Mapping[str, str] = {}) -> None:
+            given, known = backends.get(backend, {}), self.get_plugin_params(backend)
+            for name in given:
+                if known and name not in known:
+                    raise ValueError(
+                        f"kv.backends.{backend}.{name}: not a parameter of it; it has {', '.join(sorted(known))}"
+                    )
+            try:
+                super().create_backend(backend, {**parameters, **{name: str(value) for name, value in given.items()}})
+            except not_found:
+                raise self._missing(backend) from None
+
+        def _missing(self, name: str) -> RuntimeError:
+            plugins = ", ".join(self.get_plugin_list())
+            return RuntimeError(f"kv.backends.{name}: the NIXL that is installed cannot load it; it has {plugins}")
+
+    Configured.__module__ = agent.__module__
+    return Configured
 
 
 def patient(agent: Any) -> Callable[..., Any]:

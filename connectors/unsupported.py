@@ -23,6 +23,26 @@ _UNSET = {
         "sleep would free KV memory that other engines write to; remove it, and scale the fleet instead"
     ),
 }
+# NIXL's backends of storage.
+_STORAGE = {"AZURE_BLOB", "GDS", "GDS_MT", "GUSLI", "HF3FS", "INFINIA", "OBJ", "POSIX"}
+_ERRORS, _PEER = "ucx_error_handling_mode", "peer"
+
+
+def unsupported_backends(backends: Mapping[str, Mapping[str, object]]) -> tuple[str, str] | None:
+    """The first key under kv.backends that cannot be served with, and why, with the mend."""
+    for name, parameters in backends.items():
+        key = f"kv.backends.{name}"
+        if name in _STORAGE:
+            return key, "it has no notifications, by which engines tell each other what has landed; use UCX"
+        if name != "UCX":
+            return key, (
+                "WRITEs through it cannot be cut off here, so a late one could land in the blocks of another request; "
+                "use UCX"
+            )
+        if parameters.get(_ERRORS, _PEER) != _PEER:
+            got = parameters[_ERRORS]
+            return f"{key}.{_ERRORS}", f"expected {_PEER}, got {got}: broken connections would stay unnoticed"
+    return None
 
 
 def unsupported(arguments: Mapping[str, Any], transfer: str) -> tuple[str, str] | None:

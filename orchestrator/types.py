@@ -128,6 +128,7 @@ class WorkerInfo(msgspec.Struct, frozen=True):
     lends: bool = False  # prefixes pass between its cache and others': its KV can go block by block
     lockstep: bool = False  # the ranks of its unit take each step together
     adapter_slots: int = 0  # LoRA adapters in one engine step, at most; 0: it has no LoRA
+    labels: tuple[str, ...] = ()  # where it is, as zone=a
 
     @property
     def unit(self) -> str:
@@ -249,8 +250,7 @@ class PrefillJob(msgspec.Struct, frozen=True):
     body: bytes  # `messages.pack_frames` of the engine request
     deliveries: int = 0  # how often a worker has claimed it
     delay_s: float = 0.0  # added to its arrival to give its score in the queue (`policy.policies`)
-    # Worker id -> prompt tokens cached there when it was enqueued: of at most 4 prefill workers, and of `LENT`.
-    cached: dict[str, int] = {}
+    cached: dict[str, int] = {}  # prompt tokens cached when it was enqueued, on at most 4 prefill workers and of `LENT`
     LENT = "*"  # no worker's id: has what a worker without it could fetch, from a worker of either role
     ADAPTER = "@"  # before the id of a worker that has its LoRA adapter: what that saves, as prompt tokens
 

@@ -166,8 +166,8 @@ class Bench:
             bench.claim(request.id)
         return bench
 
-    def add_worker(self, name, role):
-        self.fleet.upsert(worker_info(name, role, blocks_total=1000), time.monotonic())
+    def add_worker(self, name, role, **more):
+        self.fleet.upsert(worker_info(name, role, blocks_total=1000, **more), time.monotonic())
         self.fleet.workers[name].connected = True
 
     def say(self, worker_id, message, payload=()):

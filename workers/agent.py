@@ -98,6 +98,7 @@ class Agent:
             process=own_identity(),
             generation=self._generation,
             ranks=self._ranks,
+            labels=tuple(f"{name}={value}" for name, value in self._config.workers.labels.items()),
             request_address=self._transport.request_address,
             load_address=self._transport.load_address,
             started_at=started_at,

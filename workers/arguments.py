@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 from urllib.parse import urlsplit
 
 import msgspec
+from msgspec.structs import replace
 
 from orchestrator.config.engine_args import check_arguments, check_simulated, engine_args
 from orchestrator.config.settings import (
@@ -29,6 +30,8 @@ from orchestrator.config.settings import (
     read_tree,
 )
 from orchestrator.config.shared import merged
+from orchestrator.policy.predict.links import HOST
+from orchestrator.policy.predict.pairing import strict_label
 from orchestrator.store.configuration import Version
 from orchestrator.store.servers import redis_elsewhere
 from orchestrator.types import Role
@@ -73,6 +76,7 @@ def parse(role: Role, arguments: list[str], fleets: Version | None = None) -> Wo
     config = parse_config(tree | overrides)
     if fleets is not None:
         config = parse_config(msgspec.to_builtins(merged(config, fleets.config)) | overrides)
+    config = _with_labels(config, options.label)
     redis_url = options.redis or redis_elsewhere(config)
     if "://" not in redis_url:
         raise ConfigError(f"--redis: expected redis://, rediss:// or unix://, got {redis_url!r}")
@@ -109,6 +113,23 @@ def parse(role: Role, arguments: list[str], fleets: Version | None = None) -> Wo
     )
 
 
+def _with_labels(config: Config, given: list[str]) -> Config:
+    """The configuration with the labels of this process in it. Raises ConfigError for one that cannot be, or lacks."""
+    labels = dict(config.workers.labels)
+    for label in given:
+        name, sign, value = label.partition("=")
+        if not sign:
+            raise ConfigError(f"--label: expected NAME=VALUE, got {label!r}")
+        labels[check_name("--label", name)] = check_name("--label", value)
+    needed = strict_label(config.routing.pairing)
+    if needed and needed not in (HOST, *labels):
+        raise ConfigError(
+            f"routing.pairing: {config.routing.pairing} needs the label {needed} on every worker; set "
+            f"workers.labels.{needed}, or start this one with --label {needed}=VALUE"
+        )
+    return replace(config, workers=replace(config.workers, labels=labels))
+
+
 def _ranks(options: argparse.Namespace, worker_id: str, size: int) -> tuple[str, ...]:
     """The ids of the workers of its unit; none for one that is alone. Raises ConfigError."""
     ranks = tuple(check_name("--ranks", name) for name in options.ranks.split(",")) if options.ranks else ()
@@ -140,6 +161,7 @@ def _parser(role: Role) -> argparse.ArgumentParser:
     parser.add_argument("--engine", help="vllm or sim")
     parser.add_argument("--bind", help="address that this worker listens at; 0.0.0.0 or :: for all of this host")
     parser.add_argument("--advertise", help="address or name that frontends and other workers reach it at")
+    parser.add_argument("--label", action="append", default=[], help="NAME=VALUE, in place of workers.labels.NAME")
     parser.add_argument("--config", type=Path, help="the fleet's YAML file")
     parser.add_argument("--kv-port", type=int, default=0, help="port for KV handshakes; 0 takes a free one")
     parser.add_argument("--ranks", help="of a data-parallel group: the ids of its workers in their order, as d,d.1")

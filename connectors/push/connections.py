@@ -46,7 +46,7 @@ class Connections(NixlPushConnectorWorker):
 
     def __init__(self, vllm_config: VllmConfig, engine_id: str, kv_cache_config: KVCacheConfig) -> None:
         cores, listened = os.sched_getaffinity(0), sockets.listening()
-        with agent_settings():
+        with agent_settings(vllm_config.kv_transfer_config.get_from_extra_config("backend_parameters", {})):
             super().__init__(vllm_config, engine_id, kv_cache_config)
         if self.device_type == "cpu":
             os.sched_setaffinity(0, cores)  # vLLM has just pinned the compute thread to the last core

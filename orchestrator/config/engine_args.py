@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 
-from connectors.unsupported import unsupported
+from connectors.unsupported import unsupported, unsupported_backends
 from orchestrator.config.access import API_KEY, OPERATOR_KEY
 from orchestrator.config.explain import missing
 from orchestrator.config.model import read_model_config
@@ -237,9 +237,10 @@ def check_arguments(config: Config, arguments: Mapping[str, Any], section: str, 
         if name.startswith("data_parallel_") and name != _GROUP:
             raise ConfigError(f"{section}.{name}: is set by the fleet; set {_GROUP} alone")
     _check_names(section, arguments, _engine_names())
-    if (found := unsupported(arguments, config.kv.transfer)) is not None:
+    found = unsupported(arguments, config.kv.transfer) or unsupported_backends(config.kv.backends)
+    if found is not None:
         key, why = found
-        raise ConfigError(f"{key if key == 'kv.transfer' else f'{section}.{key}'}: {why}")
+        raise ConfigError(f"{key if key.startswith('kv.') else f'{section}.{key}'}: {why}")
     if role is not None:
         check_stages(arguments, role)
 

@@ -15,7 +15,7 @@ import msgspec
 from orchestrator.config.access import LimitsConfig, SecurityConfig, is_loopback
 from orchestrator.config.explain import explain, find_unserializable, kind_of
 from orchestrator.config.files import CONFIG_BYTES, read_plain_file
-from orchestrator.config.frontends import FrontendConfig
+from orchestrator.config.processes import FrontendConfig, LauncherConfig, LoggingConfig
 from orchestrator.config.values import (
     NAME_PATTERN,
     PATTERNS,
@@ -23,6 +23,7 @@ from orchestrator.config.values import (
     Count,
     Factor,
     Name,
+    Pairing,
     Ports,
     Positive,
     Seconds,
@@ -70,6 +71,7 @@ class WorkersConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     # vLLM engine arguments for every worker: {tensor_parallel_size: 2, max_model_len: 8192}
     engine_args: dict[str, Any] = {}
     env: dict[str, str] = {}
+    labels: dict[Name, Name] = {}  # where they are: {zone: a, rack: r1}
     bind: Text = "127.0.0.1"  # address that workers listen at; auto: the one that leads to Redis; 0.0.0.0, "::": all
     # Where frontends and other workers reach them, an address or a name. Default: `bind`, or, where that is all
     # addresses, the one that leads to Redis.
@@ -119,6 +121,8 @@ class RoutingConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
         "prefix_hash",
     ] = "kv_prefix"
     ranks: Literal["adp", "least_tokens", "round_robin"] = "adp"  # among the ranks of a group that steps together
+    # Which decode worker gets the KV of a prefill worker. strict:LABEL: only one with the same value of this label.
+    pairing: Pairing = "cost"
     # A prompt with at least this many uncached tokens is prefilled remotely. Default: predicted times decide.
     remote_prefill_min_tokens: Count | None = None
     # Where remote prefill is better and cannot be had: prefill on the decode worker, or answer 503 with `Retry-After`.
@@ -174,6 +178,7 @@ class KVConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     transfer: Literal["auto", "chunk", "layer", "whole"] = "auto"
     transfer_timeout_s: Seconds = 30.0  # decode computes a prompt itself after this long without news of its prefill
     verify: bool = False  # compare checksums of the blocks at both ends after every transfer: slow, for finding faults
+    backends: dict[Name, dict[Name, str | int]] = {}  # of NIXL, and their parameters: {UCX: {num_workers: 2}}
     fetch: Literal["off", "auto"] = "off"  # auto: a worker that prefills fetches what another has cached
 
 
@@ -194,24 +199,6 @@ class SimConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     speed: Factor = 1.0  # 2 runs twice as fast as the times above
     max_loras: Count = 0  # LoRA adapters in one step, at most; 0: adapters cost nothing
     crash_token: Count | None = None  # a prompt with this token id crashes the engine that computes it, for tests
-
-
-class LauncherConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Where the fleet's processes run: on the launcher's machine, or on the nodes of a Ray cluster."""
-
-    kind: Literal["local", "ray"] = "local"
-    address: Text | None = None  # of the Ray cluster; default: RAY_ADDRESS, or the one that runs on this machine
-    ray_auth: Literal["token", "none"] = "token"  # none: anybody who reaches the cluster can run programs on its nodes
-    cpus_per_worker: Amount = 1.0  # cores that Ray reserves for a worker
-    gpus_per_rank: Amount | None = None  # default: 1 where vLLM's CUDA build is installed
-    restart_backoff_s: Seconds = 0.5  # doubles with each crash in a row
-    restart_backoff_max_s: Seconds = 30.0
-    stop_timeout_s: Seconds = 10.0  # a process that was told to stop is killed after this
-
-
-class LoggingConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    format: Literal["text", "json"] = "text"  # json: one object a line
-    level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"  # of our processes; vLLM's is VLLM_LOGGING_LEVEL
 
 
 class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

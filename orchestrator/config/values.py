@@ -27,10 +27,12 @@ NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9_.-]*\Z"
 _LINE_PATTERN = r"^[^\x00-\x1f\x7f-\x9f\u2028\u2029]*\Z"
 # What a header can carry as it is. A line break at the end, as of a file that was pasted, would let nobody in.
 _KEY_PATTERN = r"^[!-~]*\Z"
+_PAIRING_PATTERN = r"^(cost|strict:[A-Za-z0-9][A-Za-z0-9_.-]*)\Z"
 _PORTS_PATTERN = r"^\d{1,5}-\d{1,5}\Z"
 Name = Annotated[str, Meta(pattern=NAME_PATTERN, max_length=64)]
 Text = Annotated[str, Meta(min_length=1, max_length=4096, pattern=_LINE_PATTERN)]
 Ports = Annotated[str, Meta(pattern=_PORTS_PATTERN)]
+Pairing = Annotated[str, Meta(pattern=_PAIRING_PATTERN)]
 Key = Annotated[str, Meta(min_length=1, max_length=4096, pattern=_KEY_PATTERN)]  # an empty one would let everybody in
 
 KEY_IS = "of printable ASCII characters without spaces"
@@ -38,6 +40,7 @@ PATTERNS = {  # in words
     NAME_PATTERN: "of letters, digits, '_', '.' and '-', a letter or digit first",
     _LINE_PATTERN: "of one line without control characters",
     _KEY_PATTERN: KEY_IS,
+    _PAIRING_PATTERN: "like cost or strict:rack",
     _PORTS_PATTERN: "like 20000-20999",
 }
 

@@ -15,6 +15,7 @@ from msgspec.structs import replace
 
 from orchestrator.fleet.adapter_places import FleetAdapters
 from orchestrator.fleet.pause import Pause
+from orchestrator.fleet.places import Places
 from orchestrator.fleet.rest import Rest
 from orchestrator.policy.candidate import Candidate, blocks_for
 from orchestrator.policy.prefix_index import Hits
@@ -183,6 +184,7 @@ class Fleet:
         self.pause = Pause()
         self.rest: Rest | None = None  # where an idle model's workers can be asked for
         self.adapters = FleetAdapters()
+        self.places = Places()
         self.block_size = 0  # tokens; the same on every worker, 0 before the first is known
         self.speed = EngineSpeed()  # of the worker that joined last and measured one
         self._generations: Counter[int] = Counter()  # workers of each; KV passes within one
@@ -206,6 +208,8 @@ class Fleet:
         self.adapters.forget(info.id)
         self._generations[info.generation] += 1
         self.workers[info.id] = WorkerView(info, now, self._changed, self._numbers)
+        if self.places.add(info):
+            self._changed.update(self.workers)
         self.block_size = info.identity.block_size
         if info.speed.prefill_s_per_token:
             self.speed = info.speed
@@ -215,6 +219,7 @@ class Fleet:
         self._changed.add(worker_id)
         self._leave_generation(worker_id)
         self.adapters.forget(worker_id)
+        self.places.remove(worker_id)
         return self.workers.pop(worker_id, None)
 
     def take_load(self, load: WorkerLoad, now: float) -> None:
@@ -232,12 +237,18 @@ class Fleet:
             self._changed.add(worker_id)
 
     def candidates(
-        self, avoid: Collection[str] = (), hits: Hits | None = None, generation: int | None = None, adapter: int = 0
+        self,
+        avoid: Collection[str] = (),
+        hits: Hits | None = None,
+        generation: int | None = None,
+        adapter: int = 0,
+        near: str = "",
     ) -> Candidates:
         """Who could take a request now, with what is cached there of the prompt that `hits` is of.
 
-        Of many decode workers the best, and some for this `adapter`. Quiet ones only when there is no other, as those
-        in `avoid`, and then only the first of them. With a `generation` those alone that KV of it may pass to.
+        Of many decode workers the best, some for this `adapter`, and the best of each place in which the worker `near`
+        is. Quiet ones only when there is no other, as those in `avoid`, and then only the first of them. With a
+        `generation` those alone that KV of it may pass to.
         """
         self.apply_changes()
         usable, block_size = self._decode or self._quiet, self.block_size
@@ -252,7 +263,7 @@ class Fleet:
             usable = {name: c for name, c in usable.items() if self.workers[name].info.generation == generation}
         if self._shortlist is not None and not (avoid or mixed) and len(usable) >= SHORTLIST_FROM:
             some = dict.fromkeys(self.adapters.places[Role.DECODE].some(adapter), 0) if adapter else {}
-            found = self._shortlist.pick(some | at_decode)
+            found = self._shortlist.pick(some | at_decode, self.places.names(near))
         else:
             kept = [candidate for name, candidate in usable.items() if name not in avoid] if avoid else []
             if avoid and not kept:
@@ -332,7 +343,7 @@ class Fleet:
             _set_or_drop(self._quiet, worker_id, candidate if quiet else None)
             if self._shortlist is not None:
                 if candidate is not None and not quiet:
-                    self._shortlist.update(candidate)
+                    self._shortlist.update(candidate, self.places.names(worker_id))
                 else:
                     self._shortlist.remove(worker_id)
         self._changed.clear()

@@ -8,7 +8,7 @@ the best static score of each pool size. The policies see only those.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from itertools import count
 
 import msgspec
@@ -20,10 +20,12 @@ _Entry = tuple[float, int, Candidate]  # (negative static score, version, candid
 
 # With fewer workers it is as fast to rank all of them, and exact also where pools differ in size by a few percent.
 SHORTLIST_FROM = 32
+_EVERYWHERE = ""
 
 
 class Shortlist:
-    """A sorted list per class of pool sizes, best workers first. An update is two bisections.
+    """A sorted list per class of pool sizes, best workers first, of all workers and of those in each place. An update
+    is two bisections for each of its lists.
 
     Pools of nearly equal size share a class and count as equal here; the policy then compares the workers exactly.
     """
@@ -31,55 +33,62 @@ class Shortlist:
     def __init__(self, static_score: Callable[[Candidate], float], per_class: int = 4) -> None:
         self._static_score = static_score
         self._per_class = per_class
-        self._current: dict[str, _Entry] = {}  # by worker
-        self._classes: dict[int, list[_Entry]] = {}
+        self._current: dict[str, tuple[_Entry, tuple[str, ...]]] = {}  # by worker, with its places
+        self._places: dict[str, dict[int, list[_Entry]]] = {}
         self._groups: dict[str, set[str]] = {}  # the workers of each group that steps together
         self._versions = count()
 
     def __len__(self) -> int:
         return len(self._current)
 
-    def update(self, candidate: Candidate) -> None:
-        """Add a worker, or replace its load."""
+    def update(self, candidate: Candidate, places: Iterable[str] = ()) -> None:
+        """Add a worker, or replace its load. `places`: where it is, as `rack=r1`."""
         self.remove(candidate.worker_id)
         entry = (-self._static_score(candidate), next(self._versions), candidate)
-        self._current[candidate.worker_id] = entry
-        insort(self._classes.setdefault(_size_class(candidate.blocks_total), []), entry)
+        self._current[candidate.worker_id] = entry, (_EVERYWHERE, *places)
+        size_class = _size_class(candidate.blocks_total)
+        for place in (_EVERYWHERE, *places):
+            insort(self._places.setdefault(place, {}).setdefault(size_class, []), entry)
         if candidate.group:
             self._groups.setdefault(candidate.group, set()).add(candidate.worker_id)
 
     def remove(self, worker_id: str) -> None:
-        entry = self._current.pop(worker_id, None)
-        if entry is None:
+        current = self._current.pop(worker_id, None)
+        if current is None:
             return
+        entry, places = current
         size_class = _size_class(entry[2].blocks_total)
-        entries = self._classes[size_class]
-        del entries[bisect_left(entries, entry)]
-        if not entries:
-            del self._classes[size_class]
+        for place in places:
+            classes = self._places[place]
+            entries = classes[size_class]
+            del entries[bisect_left(entries, entry)]
+            if not entries:
+                del classes[size_class]
+                if not classes:
+                    del self._places[place]
         if group := entry[2].group:
             self._groups[group].discard(worker_id)
             if not self._groups[group]:
                 del self._groups[group]
 
-    def pick(self, cached_tokens: Mapping[str, int]) -> list[Candidate]:
-        """The workers in `cached_tokens`, with their hits filled in, of each class the best other workers, and all
-        ranks of their groups."""
+    def pick(self, cached_tokens: Mapping[str, int], places: Iterable[str] = ()) -> list[Candidate]:
+        """The workers in `cached_tokens`, with their hits filled in, of each class the best other workers, of all and
+        of those in each of these places, and all ranks of their groups."""
         current = self._current
-        picked = [
-            msgspec.structs.replace(current[worker_id][2], cached_tokens=tokens)
+        picked = {
+            worker_id: msgspec.structs.replace(current[worker_id][0][2], cached_tokens=tokens)
             for worker_id, tokens in cached_tokens.items()
             if worker_id in current
-        ]
-        for entries in self._classes.values():
-            for _, _, candidate in entries[: self._per_class]:
-                if candidate.worker_id not in cached_tokens:
-                    picked.append(candidate)
+        }
+        for place in (_EVERYWHERE, *places):
+            for entries in self._places.get(place, {}).values():
+                for _, _, candidate in entries[: self._per_class]:
+                    picked.setdefault(candidate.worker_id, candidate)
         if self._groups:
-            groups = {candidate.group for candidate in picked if candidate.group}
-            ranks = {worker_id for group in groups for worker_id in self._groups[group]}
-            picked += [current[worker_id][2] for worker_id in sorted(ranks - {c.worker_id for c in picked})]
-        return picked
+            groups = {candidate.group for candidate in picked.values() if candidate.group}
+            for worker_id in sorted(worker_id for group in groups for worker_id in self._groups[group]):
+                picked.setdefault(worker_id, current[worker_id][0][2])
+        return list(picked.values())
 
 
 def _size_class(blocks_total: int) -> int:

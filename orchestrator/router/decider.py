@@ -20,6 +20,7 @@ from orchestrator.policy.candidate import Candidate, DecodeChoice
 from orchestrator.policy.placement import RETRY_AFTER_S, Local, PrefillView, Reject, reject_all
 from orchestrator.policy.policies import Policies, Waiting
 from orchestrator.policy.predict.fetch import MAX_HOLDERS, PRIOR_BYTES_PER_S, Holder, choose_holder
+from orchestrator.policy.predict.pairing import permits
 from orchestrator.policy.prefix_index import Hits
 from orchestrator.router.learning import Learning
 from orchestrator.router.request import ActiveRequest, Placed
@@ -27,7 +28,7 @@ from orchestrator.types import PrefillJob, RequestInfo, Role
 from orchestrator.wire.messages import pack_frames
 
 # Why an attempt that may be refused is not queued (again). After any other failure it is placed as if it were new.
-NOT_QUEUED = frozenset({"claim_timeout", "queue_full", "queue_unavailable"})
+NOT_QUEUED = frozenset({"claim_timeout", "queue_full", "queue_unavailable", "no_paired_worker"})
 # Local whatever `routing.fallback` is: the policies prefer it, or no queue would ever take the job.
 BETTER_LOCAL = frozenset({"recalled", "job_too_large"})
 
@@ -155,13 +156,14 @@ class Decider:
 
     def bind(self, active: ActiveRequest, generation: int) -> Candidate | None:
         """The decode worker for a request whose prefill begins now on a prefill worker of this generation, by the
-        latest loads and prefix hits. None if the generation has no decode worker."""
-        parsed = active.parsed
+        latest loads and prefix hits. None if the generation has no decode worker, or `routing.pairing` permits none."""
+        parsed, near = active.parsed, active.prefill_worker or ""
         hits = self._prefixes.look_up(parsed.prefix_keys)
         if (adapter := parsed.info.adapter) and active.prefill_worker is not None:
             self._fleet.note_adapter(active.prefill_worker, adapter, time.monotonic())
-        candidates = self._priced(adapter, self._fleet.candidates(active.avoid, hits, generation, adapter).decode)
-        return (self._policies.choose(parsed.info, candidates) or candidates[0]) if candidates else None
+        seen = self._fleet.candidates(active.avoid, hits, generation, adapter, near).decode
+        candidates, links = self._priced(adapter, seen), self._fleet.places.links(near, seen)
+        return self._policies.pair(parsed.info, candidates, links, time.monotonic())
 
     def holder(self, active: ActiveRequest, asker: str, cached_tokens: int) -> Holder | None:
         """The worker from whose cache `asker`, which has `cached_tokens` of the prompt itself, fetches its beginning.
@@ -169,34 +171,43 @@ class Decider:
         to = self._fleet.workers.get(asker)
         if not self._fetches or to is None or not to.info.lends:
             return None
-        holders = self._holders(active, self._prefixes.look_up(active.parsed.prefix_keys), to)
+        holders = self._holders(active, self._prefixes.look_up(active.parsed.prefix_keys), to, cached_tokens)
         # The fastest link that was measured: a worker that has sent no KV lately has none.
         loads = (view.load for view in self._fleet.workers.values() if view.load is not None)
         link_bytes_per_s = max((load.kv.link_bytes_per_s for load in loads), default=0.0) or PRIOR_BYTES_PER_S
         link_s_per_token = to.info.kv_bytes_per_token / link_bytes_per_s
         return choose_holder(holders, cached_tokens, self._predictor.s_per_token, link_s_per_token)
 
-    def _holders(self, active: ActiveRequest, hits: Hits, to: WorkerView | None = None) -> list[Holder]:
-        """Of the workers with most of the prompt, those from which another one, or `to`, could fetch it."""
+    def _holders(
+        self, active: ActiveRequest, hits: Hits, to: WorkerView | None = None, cached_tokens: int = 0
+    ) -> list[Holder]:
+        """Of the workers with most of the prompt, those from which another one, or `to`, which has `cached_tokens` of
+        it itself, could fetch it."""
         # A prompt with media is not fetched; of one that may crash engines only the request itself may be on trial.
         if not self._fetches or active.parsed.frames_with_kv is not None or active.crashes:
             return []
-        held = hits.longest_hits(MAX_HOLDERS)
-        views = [(self._fleet.workers[name], blocks) for name, blocks in held.items() if name in self._fleet.workers]
+        held, places, asker = hits.longest_hits(MAX_HOLDERS), self._fleet.places, to.info.id if to is not None else None
+        views = [
+            (self._fleet.workers[name], blocks * self._fleet.block_size, places.link(name, asker))
+            for name, blocks in held.items()
+            if name in self._fleet.workers
+        ]
         return [
             Holder(
                 worker_id=view.info.id,
-                tokens=blocks * self._fleet.block_size,
+                tokens=tokens,
                 requests=view.candidate.running + view.candidate.waiting,
                 step_s=view.load.step_ms / 1e3,
+                link_extra_s=self._predictor.links.extra_s(link, max(0, tokens - cached_tokens)),
             )
-            for view, blocks in views
+            for view, tokens, link in views
             if view.load is not None
             and view.info.lends
             and view is not to
             and view.usable_as is not None
             and not view.quiet
             and (to is None or view.info.generation == to.info.generation)
+            and (to is None or permits(self._routing.pairing, link))
         ]
 
     def _priced(self, adapter: int, candidates: list[Candidate]) -> list[Candidate]:

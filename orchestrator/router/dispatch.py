@@ -31,9 +31,12 @@ class Dispatch:
         """Put a job into the prefill queue. Returns None, or why the queue did not take it."""
         return await self._queue.enqueue(job)
 
-    def send(self, active: ActiveRequest, worker_id: str, to: State, holder: Holder | None = None) -> bool:
+    def send(
+        self, active: ActiveRequest, worker_id: str, to: State, holder: Holder | None = None, hit_tokens: int = 0
+    ) -> bool:
         """Submit the request to a decode worker, and move it to state `to`. False if it could not be sent; the request
-        then avoids that worker. `holder`: from whose cache that worker fetches the beginning of the prompt."""
+        then avoids that worker. `holder`: from whose cache that worker fetches the beginning of the prompt.
+        `hit_tokens`: of the prompt, cached there where its KV comes from a prefill worker."""
         view, parsed = self._fleet.workers[worker_id], active.parsed
         source = active.prefill.source if active.prefill is not None else None
         there = view.candidate
@@ -70,6 +73,7 @@ class Dispatch:
             now,
             there.waiting_tokens + there.placed_tokens,
             there.running + there.waiting,
+            max(0, parsed.info.prompt_tokens - hit_tokens),
         )
         # Now, not at the next decision: what this changes was read a moment ago, and by then it is in no cache.
         self._fleet.apply_changes()

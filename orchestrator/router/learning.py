@@ -9,6 +9,7 @@ from __future__ import annotations
 from orchestrator.config.settings import SLOConfig
 from orchestrator.fleet.view import WorkerView
 from orchestrator.policy.candidate import DecodeChoice
+from orchestrator.policy.predict.links import Link
 from orchestrator.policy.predict.predictor import Predictor
 from orchestrator.policy.ratio.reuse import ReuseCounter
 from orchestrator.router.request import ActiveRequest, State
@@ -85,8 +86,9 @@ class Learning:
         if worker is not None and computed > 0 and tokens_per_s > 0:
             self.predictor.observe_prefill(worker.info.id, computed, computed / tokens_per_s)
 
-    def first_token(self, request: ActiveRequest, now: float) -> None:
-        """Record the decode engine's first token. Call it before the request moves to DECODING."""
+    def first_token(self, request: ActiveRequest, link: Link, now: float) -> None:
+        """Record the decode engine's first token. Call it before the request moves to DECODING. `link`: over which the
+        KV of a remote prefill came."""
         decode, prompt_tokens = request.decode, request.parsed.info.prompt_tokens
         if decode is None or request.attempt > 1:
             return  # a retry's times are not those of a healthy request
@@ -97,7 +99,9 @@ class Learning:
         elif request.prefill is not None and request.prefill.ended_at is not None:
             connected = self._connected.setdefault(decode.worker_id, set())
             if request.prefill.worker_id in connected:
-                self.predictor.observe_transfer(prompt_tokens, max(0.0, now - request.prefill.ended_at))
+                exposed_s = max(0.0, now - request.prefill.ended_at)
+                self.predictor.observe_transfer(prompt_tokens, exposed_s)
+                self.predictor.links.observe(link, decode.lacking_tokens, exposed_s)
             connected.add(request.prefill.worker_id)  # the first waits for the connection, and none after it does
 
     def forget(self, worker_id: str) -> None:

@@ -12,6 +12,7 @@ import time
 
 from orchestrator.config.settings import RoutingConfig
 from orchestrator.fleet.view import Fleet
+from orchestrator.policy.predict.pairing import strict_label
 from orchestrator.router.active_requests import ActiveRequests
 from orchestrator.router.dispatch import Dispatch
 from orchestrator.router.placer import Placer
@@ -63,6 +64,13 @@ class Recovery:
         active.next_attempt(why)
         # A leaving worker is chosen twice only if there is no other one and its new state is not known here yet.
         self._dispatch.background(self._place_again(active, LEAVING_S if again and not charge else 0.0))
+
+    def unbound(self, active: ActiveRequest) -> None:
+        """No decode worker can get the KV from the prefill worker that has claimed its job."""
+        if strict_label(self._routing.pairing):
+            self.retry(active, "no_paired_worker")
+        else:
+            self.retry(active, "no_decode_worker")
 
     def diverged(self, active: ActiveRequest) -> None:
         """The engines sampled different first tokens: continue after the one that the client has, if possible on the

@@ -139,6 +139,7 @@ class Submitted(msgspec.Struct, frozen=True):
     at: float
     ahead_tokens: int  # prompt tokens that waited there when it was sent
     concurrent_requests: int  # requests that were there when it was sent
+    lacking_tokens: int = 0  # prompt tokens that it has not cached, by the prefix index: their KV comes from elsewhere
 
 
 @dataclass(slots=True)

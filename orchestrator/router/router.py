@@ -184,10 +184,10 @@ class Router:
             self._dispatch.fetch(active, worker_id, self._decider.holder(active, worker_id, claimed.cached_tokens))
         # The decode worker is chosen only now, on its latest load: no decode block is held while a job waits.
         while (chosen := self._decider.bind(active, claimed.generation)) is not None:
-            if self._dispatch.send(active, chosen.worker_id, State.TRANSFERRING):
+            if self._dispatch.send(active, chosen.worker_id, State.TRANSFERRING, hit_tokens=chosen.cached_tokens):
                 self._metrics.prefix_hit_tokens.labels("decode").inc(chosen.cached_tokens)
                 return
-        self._recovery.retry(active, "no_decode_worker")
+        self._recovery.unbound(active)
 
     def _on_prefilled(self, active: ActiveRequest, said: Prefilled, payload: list[bytes], now: float) -> None:
         assert active.prefill is not None
@@ -273,12 +273,12 @@ class Router:
         self.recent.output_tokens += len(output.new_token_ids)
         if first:
             self._prefixes.index.expected.settled(active.id)
-            self.learning.first_token(active, now)
-            if active.prefill is not None and active.prefill.ended_at is not None:
-                self._metrics.kv_exposed_s.observe(now - active.prefill.ended_at)
-            if active.prefill is not None and active.decode_worker is not None:
-                pair = active.prefill.worker_id, active.decode_worker
-                self.recent.transferred[pair] += active.parsed.info.prompt_tokens
+            link = self._fleet.places.link(active.prefill_worker, active.decode_worker)
+            self.learning.first_token(active, link, now)
+            if (prefill := active.prefill) is not None and prefill.ended_at is not None:
+                self._metrics.kv_exposed_s.observe(now - prefill.ended_at)
+            if prefill is not None and active.decode_worker is not None:
+                self.recent.transferred[prefill.worker_id, active.decode_worker] += active.parsed.info.prompt_tokens
         if began:
             active.move(State.DECODING)
             self._recovery.clear_suspect(active)

@@ -11,7 +11,9 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from orchestrator.policy.predict.fetch import FIXED_S, PRIOR_BYTES_PER_S, Holder, choose_holder, wait_limit_s
+from orchestrator.policy.predict.pairing import permits
 from orchestrator.simulator.job import Job, Stay
+from orchestrator.simulator.racks import Racks
 from orchestrator.simulator.router import Router
 from orchestrator.simulator.settings import Settings
 from orchestrator.simulator.worker import Worker
@@ -23,6 +25,7 @@ class Simulated(Protocol):
     now: float
     settings: Settings
     link_bytes_per_s: float
+    racks: Racks
     workers: dict[str, Worker]
     router: Router
 
@@ -44,7 +47,7 @@ class Fetches:
         here = stay.job.hits.get(worker.name, 0)
         rate = router.link_bytes_per_s.at(sim.now) or PRIOR_BYTES_PER_S
         s_per_token = router.predictor.s_per_token
-        holder = choose_holder(self._holders(stay, worker), here, s_per_token, profile.kv_bytes_per_token / rate)
+        holder = choose_holder(self._holders(stay, worker, here), here, s_per_token, profile.kv_bytes_per_token / rate)
         if holder is None:
             return False
         source, units = sim.workers[holder.worker_id], holder.tokens // self._unit_tokens
@@ -52,8 +55,9 @@ class Fetches:
         came, ends = 0, sim.now + FIXED_S + source.profile.step_s
         if source.kv.hit_units(stay.keys[:units]) == units:
             begins = max(sim.now, source.link_free_at, worker.link_free_at)
-            sent = begins + lacking * profile.kv_bytes_per_token / sim.link_bytes_per_s
-            source.link_free_at = worker.link_free_at = sent
+            occupied_s = lacking * profile.kv_bytes_per_token / sim.link_bytes_per_s
+            source.link_free_at = worker.link_free_at = begins + occupied_s
+            sent = begins + occupied_s * sim.racks.slowness(source.name, worker.name)
             came, ends = units, ends + sent - sim.now + profile.link_latency_s
         given_up = sim.now + wait_limit_s(holder.tokens, s_per_token)
         outcome = "fetched" if came and ends <= given_up else "late" if came else "missed"
@@ -67,7 +71,7 @@ class Fetches:
         sim.at(min(ends, given_up), self._end, stay, (worker, keys, tokens))
         return True
 
-    def _holders(self, stay: Stay, asker: Worker) -> list[Holder]:
+    def _holders(self, stay: Stay, asker: Worker, here: int) -> list[Holder]:
         workers = ((self._sim.workers[name], tokens) for name, tokens in stay.job.hits.items())
         return [
             Holder(
@@ -75,9 +79,12 @@ class Fetches:
                 min(tokens, (stay.context - 1) // self._unit_tokens * self._unit_tokens),
                 len(it.running) + len(it.waiting),
                 it.profile.step_s,
+                self._sim.router.predictor.links.extra_s(self._sim.racks.link(it.name, asker.name), tokens - here),
             )
             for it, tokens in workers
-            if it.alive and it is not asker
+            if it.alive
+            and it is not asker
+            and permits(self._sim.settings.stack.config.routing.pairing, self._sim.racks.link(it.name, asker.name))
         ]
 
     def _end(self, stay: Stay, begun: tuple[Worker, tuple[int, ...], int]) -> None:

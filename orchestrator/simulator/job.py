@@ -28,6 +28,7 @@ class Job:
         "decoding_at",
         "done_at",
         "enqueued_at",
+        "exposed_s",
         "first_at",
         "generated",
         "hits",
@@ -60,6 +61,7 @@ class Job:
         self.placed_at = 0.0
         self.enqueued_at = -1.0
         self.local_tokens = 0
+        self.exposed_s: float | None = None  # of its KV transfer: from the end of the prefill until all had come
         self.beside = 0  # requests on its decode worker when it was placed there
         self.claimed = False
         self.bound: str | None = None  # the decode worker that was chosen at arrival (dispatch `push`)

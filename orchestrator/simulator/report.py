@@ -36,6 +36,8 @@ class Report(msgspec.Struct, frozen=True):
     ttft_p90_s: float
     ttft_p99_s: float
     ttft_max_s: float
+    exposed_p50_s: float  # of a KV transfer: from the end of the prefill until all has come
+    exposed_p99_s: float
     itl_p50_s: float
     itl_p90_s: float
     itl_p99_s: float
@@ -73,6 +75,7 @@ def report(sim: Simulation, warm_up: float = 0.0) -> Report:
         for ttft_s, tpot_s, own in finished
     ]
     ttft = sorted(job.first_at - job.arrival.at for job in jobs if job.first_at is not None)
+    exposed = sorted(job.exposed_s for job in jobs if job.exposed_s is not None)
     tpot = sorted(tpot_s for _, tpot_s, _ in finished)
     outcomes = Counter(job.outcome for job in jobs)
     total = len(jobs)
@@ -101,6 +104,8 @@ def report(sim: Simulation, warm_up: float = 0.0) -> Report:
         ttft_p90_s=percentile(ttft, 0.9),
         ttft_p99_s=percentile(ttft, 0.99),
         ttft_max_s=percentile(ttft, 1.0),
+        exposed_p50_s=percentile(exposed, 0.5),
+        exposed_p99_s=percentile(exposed, 0.99),
         itl_p50_s=_itl_percentile(workers, 0.5),
         itl_p90_s=_itl_percentile(workers, 0.9),
         itl_p99_s=_itl_percentile(workers, 0.99),

@@ -21,6 +21,7 @@ from orchestrator.policy.predict.predictor import Predictor
 from orchestrator.policy.prefix_index import PrefixIndex
 from orchestrator.policy.ratio.reuse import ReuseCounter
 from orchestrator.simulator.job import Job, Phase, Stay
+from orchestrator.simulator.racks import Racks
 from orchestrator.simulator.settings import Settings
 from orchestrator.simulator.view import PoolView
 from orchestrator.simulator.worker import Worker
@@ -41,13 +42,14 @@ class Router:
         settings: Settings,
         unit_tokens: int,
         clock: Clock,
+        racks: Racks,
         end: Callable[[Job, str], None],
         fetch: Callable[[Stay, Worker], bool] | None = None,
     ) -> None:
         """`fetch(stay, worker)`: whether the worker fetches a prefix first, after which the stay is submitted to it."""
         profile, self.stack = settings.profile, settings.stack
         self._unit_tokens = unit_tokens
-        self._clock, self._end, self._fetch = clock, end, fetch
+        self._clock, self._racks, self._end, self._fetch = clock, racks, end, fetch
         config = self.stack.config
         slo = settings.slo or SLOConfig(ttft_s=profile.ttft_slo_s, tpot_s=profile.tpot_slo_s)
         self.slo = msgspec.structs.replace(config.slo, ttft_s=slo.ttft_s, tpot_s=slo.tpot_s)
@@ -57,8 +59,8 @@ class Router:
         self.predictor.set_prior(profile.speed)
         self.predictor.adapter_load_s = profile.adapter_load_s or self.predictor.adapter_load_s
         self.policies = Policies(msgspec.structs.replace(config, slo=self.slo), self.choose, self.predictor)
-        self.decode = PoolView(self.choose)
-        self.prefill = PoolView(self.choose_prefill)
+        self.decode = PoolView(self.choose, racks)
+        self.prefill = PoolView(self.choose_prefill, racks)
         # The keys of a load are of units that are long already, so each is remembered.
         self.index = PrefixIndex(expected_step=1) if config.routing.prefix_index and unit_tokens else None
         self._claim_tokens = CLAIM_BATCHES * profile.max_num_batched_tokens
@@ -154,7 +156,12 @@ class Router:
             self.decode.promised(name, job.prompt_tokens, -1)
             job.bound = None
         if name is None or name not in self.decode:
-            chosen = self.choose(job.info(), self._candidates(job, self.look_up(job)))
+            candidates = self._candidates(job, self.look_up(job), stay.worker)
+            if self.stack.dispatch == "push":
+                chosen = self.choose(job.info(), candidates)
+            else:
+                links = self._racks.links(stay.worker, [it.worker_id for it in candidates])
+                chosen = self.policies.pair(job.info(), candidates, links, self._clock.now)
             if chosen is None:
                 stay.peer = None
                 return
@@ -187,8 +194,8 @@ class Router:
             job.hits_at = self._clock.now
         return job.hits
 
-    def _candidates(self, job: Job, hits: dict[str, int]) -> list[Candidate]:
-        return self.policies.priced(job.adapter, self.decode.candidates(hits, job.adapter), self.decode.adapters)
+    def _candidates(self, job: Job, hits: dict[str, int], near: str = "") -> list[Candidate]:
+        return self.policies.priced(job.adapter, self.decode.candidates(hits, job.adapter, near), self.decode.adapters)
 
     def _find_adapter(self, job: Job) -> int:
         """Look up which prefill workers have the job's adapter; what it saves there. Returns what no worker saves."""

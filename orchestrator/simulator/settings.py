@@ -39,6 +39,8 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     stack: Stack
     seed: int = 0
     report_age_s: float = 0.1  # greatest age of load reports; the mean is half of it
+    racks: int = 1
+    between_racks: float = 1.0  # times as long as over a worker's own link KV takes from one rack to another
     slo: SLOConfig | None = None  # objectives; default: the profile's
 
 

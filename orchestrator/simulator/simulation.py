@@ -13,6 +13,7 @@ from typing import Any
 from orchestrator.policy.policies import RECALL_S
 from orchestrator.simulator.fetches import Fetches
 from orchestrator.simulator.job import Job, Stay
+from orchestrator.simulator.racks import Racks
 from orchestrator.simulator.ratio_control import RatioControl
 from orchestrator.simulator.router import Router
 from orchestrator.simulator.settings import FleetError, Settings
@@ -44,9 +45,10 @@ class Simulation:
         self.settings, self.load = settings, load
         self.now = 0.0
         self.link_bytes_per_s = settings.profile.link_bytes_per_s
+        self.racks = Racks(settings)
         self.fetches = Fetches(self, load.unit_tokens)
         fetch = self.fetches.begin if settings.stack.config.kv.fetch == "auto" else None
-        self.router = Router(settings, load.unit_tokens, self, self._end, fetch)
+        self.router = Router(settings, load.unit_tokens, self, self.racks, self._end, fetch)
         self.jobs = [
             Job(n, arrival, load.unit_tokens, settings.stack.adapters) for n, arrival in enumerate(load.arrivals)
         ]
@@ -195,6 +197,9 @@ class Simulation:
         source, target = self.workers[stay.worker], self.workers[receiver.worker]
         tokens = receiver.context - receiver.hit_tokens
         s_per_token = profile.kv_bytes_per_token / self.link_bytes_per_s
+        occupied_s = tokens * s_per_token
+        # Between racks it is the network that is slow: a worker's own link carries other KV at the same time.
+        s_per_token *= self.racks.slowness(stay.worker, receiver.worker)
         seconds = tokens * s_per_token
         self.router.link_bytes_per_s.observe(self.link_bytes_per_s, now)
         links_free = max(source.link_free_at, target.link_free_at)
@@ -204,7 +209,7 @@ class Simulation:
         else:
             begins = max(links_free, now)
             ends = begins + seconds
-        source.link_free_at = target.link_free_at = begins + seconds
+        source.link_free_at = target.link_free_at = begins + occupied_s
         self.at(ends + profile.link_latency_s, self._transferred, stay, receiver)
 
     def _transferred(self, stay: Stay, receiver: Stay) -> None:
@@ -215,7 +220,10 @@ class Simulation:
             return  # one of the two has died, and the router has not noticed yet
         stay.peer = receiver.peer = None
         job = receiver.job
-        self.router.predictor.observe_transfer(job.prompt_tokens, self.now - (stay.computed_at or self.now))
+        job.exposed_s = self.now - (stay.computed_at or self.now)
+        self.router.predictor.observe_transfer(job.prompt_tokens, job.exposed_s)
+        link = self.racks.link(stay.worker, receiver.worker)
+        self.router.predictor.links.observe(link, receiver.context - receiver.hit_tokens, job.exposed_s)
         target.kv_arrived(receiver, self.now)
         source.release(stay, self.now)
 

@@ -13,6 +13,7 @@ import msgspec
 from orchestrator.policy.candidate import Candidate, DecodeChoice, blocks_for
 from orchestrator.policy.predict.adapters import AdapterPlaces, with_placed
 from orchestrator.policy.shortlist import SHORTLIST_FROM, Shortlist
+from orchestrator.simulator.racks import Racks
 from orchestrator.simulator.worker import Worker
 
 
@@ -42,7 +43,8 @@ class _Entry:
 class PoolView:
     """For each worker, its load at the last call of `reported`, and the requests placed there since."""
 
-    def __init__(self, choose: DecodeChoice) -> None:
+    def __init__(self, choose: DecodeChoice, racks: Racks) -> None:
+        self._racks = racks
         self._entries: dict[str, _Entry] = {}
         self.adapters = AdapterPlaces()
         self._shortlist = Shortlist(choose.static_score) if choose.static_score is not None else None
@@ -106,10 +108,12 @@ class PoolView:
             entry.promised_blocks += sign * blocks_for(prompt_tokens, entry.worker.profile.block_size)
             self._changed(entry)
 
-    def candidates(self, cached_tokens: Mapping[str, int], adapter: int = 0) -> list[Candidate]:
+    def candidates(self, cached_tokens: Mapping[str, int], adapter: int = 0, near: str = "") -> list[Candidate]:
+        """Of many also the best of the rack in which the worker `near` is, and some for this adapter."""
         if self._shortlist is not None and len(self._entries) >= SHORTLIST_FROM:
             known = dict.fromkeys(self.adapters.some(adapter), 0) if adapter else {}
-            return self._shortlist.pick(known | {name: n for name, n in cached_tokens.items() if name in self._entries})
+            known |= {name: n for name, n in cached_tokens.items() if name in self._entries}
+            return self._shortlist.pick(known, self._racks.names(near) if near else ())
         found = []
         for name, entry in self._entries.items():
             candidate = entry.candidate or self._changed(entry)
@@ -135,5 +139,5 @@ class PoolView:
             max_num_seqs=profile.max_num_seqs,
         )
         if self._shortlist is not None:
-            self._shortlist.update(candidate)
+            self._shortlist.update(candidate, self._racks.names(candidate.worker_id))
         return candidate

@@ -20,7 +20,7 @@ from orchestrator.types import (
 
 _ROLES = {role.value for role in Role}
 _DIGITS = 16
-_LISTS = ("supported_tasks", "ranks")
+_LISTS = ("supported_tasks", "ranks", "labels")
 _KV, _SPEED = "kv_", "speed_"  # before the names of a KV endpoint's fields, and of a speed's
 
 

@@ -53,6 +53,49 @@ def test_tries_end_and_other_errors_are_not_tried_again() -> None:
     assert len(FailingAgent.errors) == 1
 
 
+class PluginAgent(nixl_api.nixl_agent):  # type: ignore[misc]
+    """Has UCX, and a plugin that cannot be loaded."""
+
+    def __init__(self, backends: list[str]) -> None:
+        self.backends: dict[str, dict[str, str]] = {}
+        for name in backends:
+            if name in self.get_plugin_list():  # as NIXL's own does
+                self.create_backend(name, {"given": "1"})
+
+    def get_plugin_list(self) -> list[str]:
+        return ["LIBFABRIC", "UCX"]
+
+    def get_plugin_params(self, backend: str) -> dict[str, str]:
+        return {"num_workers": "1", "ucx_devices": ""} if backend == "UCX" else {}
+
+    def create_backend(self, backend: str, parameters: dict[str, str]) -> None:
+        if backend != "UCX":
+            raise nixl_api.nixlBind.nixlNotFoundError("NIXL_ERR_NOT_FOUND")
+        self.backends[backend] = parameters
+
+
+PluginAgent.__module__ = nixl_api.nixl_agent.__module__
+
+
+def test_backends_get_their_parameters_as_text() -> None:
+    made = agent_module.configured(PluginAgent, {"UCX": {"num_workers": 2}})(["UCX"])
+    assert made.backends == {"UCX": {"given": "1", "num_workers": "2"}}
+    assert agent_module.configured(PluginAgent, {})(["UCX"]).backends == {"UCX": {"given": "1"}}
+
+
+@pytest.mark.parametrize(
+    ("backends", "line"),
+    [
+        ({"UCX": {"workers": 2}}, r"kv.backends.UCX.workers: not a parameter of it; it has num_workers, ucx_devices"),
+        ({"LIBFABRIC": {}}, r"kv.backends.LIBFABRIC: the NIXL .* cannot load it; it has LIBFABRIC, UCX"),
+        ({"Mooncake": {}}, r"kv.backends.Mooncake: the NIXL .* cannot load it; it has LIBFABRIC, UCX"),
+    ],
+)
+def test_what_the_installed_nixl_lacks_is_named_with_what_it_has(backends: dict[str, Any], line: str) -> None:
+    with pytest.raises((ValueError, RuntimeError), match=line):
+        agent_module.configured(PluginAgent, backends)(list(backends))
+
+
 def test_settings_hold_in_their_context_only(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without an agent of its own: UCX must not be loaded in a process that forks engines."""
     from vllm.distributed.kv_transfer.kv_connector.v1.nixl import base_worker

@@ -43,6 +43,11 @@ from workers.main import main
         (["--redis", "redis://h", "--model", "m", "--id", "../x"], "--id: expected text of letters"),
         (["--redis", "redis://h", "--config", "/no/such.yaml"], "/no/such.yaml: cannot be read"),
         (["--redis", "redis://h", "--model", "m", "--engine", "sim", "--enforce-eager"], "--enforce-eager: unknown"),
+        (
+            ["--redis", "redis://h", "--model", "m", "--engine", "sim", "--label", "r1"],
+            "--label: expected NAME=VALUE, got",
+        ),
+        (["--redis", "redis://h", "--model", "m", "--engine", "sim", "--label", "a=b c"], "--label: expected text of"),
         (["--redis", "redis://h", "--model", "m", "--cores", "x"], "--cores: expected numbers like 0,1, got 'x'"),
         (["--redis", "redis://h", "--model", "m", "--cores", "99999"], "--cores: core 99999 is not available"),
         (["--redis", "redis://h", "--model", "m", "--kv-port", "x"], "--kv-port: invalid int value: 'x'"),
@@ -75,6 +80,18 @@ def test_bad_arguments_are_one_line_and_exit_code_2(
 def test_missing_redis_exits_for_restart(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(Role.PREFILL, ["--redis", "redis://127.0.0.1:1", "--model", "m", "--engine", "sim"]) == EXIT_AGAIN
     assert "Redis at redis://127.0.0.1:1 cannot" in capsys.readouterr().err
+
+
+def test_labels_of_a_worker_are_the_files_and_its_own(tmp_path: Path) -> None:
+    (file := tmp_path / "c.yaml").write_text("model: m\nengine: sim\nworkers: {labels: {zone: a, rack: r1}}\n")
+    where = ["--redis", "redis://h", "--config", str(file), "--label", "rack=r2", "--label", "row=7"]
+    assert parse(Role.DECODE, where).config.workers.labels == {"zone": "a", "rack": "r2", "row": "7"}
+    file.write_text("model: m\nengine: sim\nrouting: {pairing: 'strict:rack'}\n")
+    assert parse(Role.DECODE, where).config.workers.labels["rack"] == "r2"
+    with pytest.raises(ConfigError, match="strict:rack needs the label rack on every worker; set workers.labels.rack"):
+        parse(Role.DECODE, where[:4])
+    file.write_text("model: m\nengine: sim\nrouting: {pairing: 'strict:host'}\n")
+    assert parse(Role.DECODE, where[:4]).config.workers.labels == {}
 
 
 def test_the_configuration_file_is_overridden_by_options(

@@ -70,7 +70,7 @@ def kv(
     redis: RedisOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Check whether worker A can send KV to worker B."""
+    """Check whether worker A can send KV to worker B, and how fast."""
     handle: FleetHandle = find_fleet(namespace, redis)
     checks = _Shown(as_json)
     asyncio.run(checks.each(kv_checks(handle, source, target)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import statistics
 import time
 from collections.abc import AsyncIterator
@@ -11,6 +12,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from orchestrator.cli.doctor.check import Check, at_least, at_most
+from orchestrator.cli.doctor.links import learned, written
 from orchestrator.cli.handle import FleetHandle, OpenFleet, open_fleet
 from orchestrator.cli.look.frontend import get_text, reachable
 from orchestrator.config.settings import Refused
@@ -75,7 +77,12 @@ async def kv_checks(handle: FleetHandle, source: str, target: str) -> AsyncItera
             yield await _port("KV port", worker.id, worker.kv.host, worker.kv.port)
             address = urlsplit(worker.request_address)
             yield await _port("Requests", worker.id, address.hostname or "", address.port or 0)
-        yield await _transferred(fleet, handle, a)
+        yield transferred(a, await _page(fleet, handle, "/metrics"))
+        page = await _page(fleet, handle, "/predictions")
+        yield learned(a, b, json.loads(page) if page is not None else None)
+        if a.identity.engine == "vllm":
+            async for check in written(fleet, a, b):
+                yield check
 
 
 async def port_checks(handle: FleetHandle, host: str) -> AsyncIterator[Check]:
@@ -140,26 +147,32 @@ async def _port(name: str, process: str, host: str, port: int) -> Check:
     return Check(name, "ok", f"{process}: {in_url(host)}:{port} answers in {took_ms:.1f} ms")
 
 
-async def _transferred(fleet: OpenFleet, handle: FleetHandle, source: WorkerInfo) -> Check:
-    """What the worker has pushed so far, from the metrics of a frontend."""
+async def _page(fleet: OpenFleet, handle: FleetHandle, path: str) -> str | None:
+    """This page of a frontend; None if none answers."""
     urls = [handle.url] if handle.url else []
     urls += [frontend.url for frontend in (await fleet.registry.frontends()).values()]
     for url in reachable(urls, handle.redis_url or ""):
-        if (text := await get_text(handle, url, "/metrics")) is None:
-            continue
-        figures = {}
-        for line in text.splitlines():
-            name, found, value = line.partition(f'{{worker="{source.id}"}} ')
-            if found:
-                figures[name] = float(value)
-        count = figures.get("pd_kv_transfer_seconds_count", 0.0)
-        failed = figures.get("pd_kv_transfer_failures_total", 0.0)
-        if not count and not failed:
-            return Check("Transfers", "ok", f"{source.id} has pushed nothing yet")
-        mean_ms = 1e3 * figures.get("pd_kv_transfer_seconds_sum", 0.0) / (count or 1)
-        sent = figures.get("pd_kv_transfer_bytes_total", 0.0)
-        said = f"{source.id}: {count:.0f} pushed, {sent / 1e9:.2f} GB, {mean_ms:.1f} ms each, {failed:.0f} failed"
-        if failed:
-            return Check("Transfers", "warn", said, "see the reason in `orchestrator logs`")
-        return Check("Transfers", "ok", said)
-    return Check("Transfers", "warn", "no frontend answers", "`orchestrator status`")
+        if (text := await get_text(handle, url, path)) is not None:
+            return text
+    return None
+
+
+def transferred(source: WorkerInfo, metrics: str | None) -> Check:
+    """What the worker has pushed so far. `metrics`: a frontend's; None: none answers."""
+    if metrics is None:
+        return Check("Transfers", "warn", "no frontend answers", "`orchestrator status`")
+    figures = {}
+    for line in metrics.splitlines():
+        name, found, value = line.partition(f'{{worker="{source.id}"}} ')
+        if found:
+            figures[name] = float(value)
+    count = figures.get("pd_kv_transfer_seconds_count", 0.0)
+    failed = figures.get("pd_kv_transfer_failures_total", 0.0)
+    if not count and not failed:
+        return Check("Transfers", "ok", f"{source.id} has pushed nothing yet")
+    mean_ms = 1e3 * figures.get("pd_kv_transfer_seconds_sum", 0.0) / (count or 1)
+    sent = figures.get("pd_kv_transfer_bytes_total", 0.0)
+    said = f"{source.id}: {count:.0f} pushed, {sent / 1e9:.2f} GB, {mean_ms:.1f} ms each, {failed:.0f} failed"
+    if failed:
+        return Check("Transfers", "warn", said, "see the reason in `orchestrator logs`")
+    return Check("Transfers", "ok", said)

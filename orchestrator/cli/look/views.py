@@ -34,6 +34,8 @@ def fleet_view(seen: dict[str, Any]) -> RenderableType:
     for name in ("run", "wait", "step", "pid"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("host")  # wraps where the terminal is narrow
+    if labelled := any(worker.get("labels") for worker in seen["workers"]):
+        table.add_column("labels")
     for worker in seen["workers"]:
         step_ms = worker["step_ms"]
         table.add_row(
@@ -48,6 +50,7 @@ def fleet_view(seen: dict[str, Any]) -> RenderableType:
             "-" if step_ms is None else f"{step_ms:.1f} ms",
             str(worker["pid"]),
             worker["host"],
+            *([" ".join(worker["labels"])] if labelled else []),
         )
     queue, desired = seen["queue"], seen["desired"]
     lines: list[RenderableType] = [Text(f"model {seen['model'] or 'unknown'}", style="bold"), table]

@@ -65,6 +65,9 @@ def simulate_command(
     kill: Annotated[
         list[str] | None, _option("--kill", "d0@30:10 kills worker d0 after 30 s, for 10 s. Repeatable.")
     ] = None,
+    racks: Annotated[
+        str | None, _option("--racks", "2:8 puts the workers into 2 racks, between which KV takes 8 times as long.")
+    ] = None,
     seed: Annotated[int, _option("--seed", "Seed of all random draws.")] = 0,
     as_json: Annotated[bool, _option("--json", "JSON instead of a table.")] = False,
     plot: Annotated[Path | None, _option("--plot", "A PNG: attainment by rate, or block usage by time.")] = None,
@@ -79,6 +82,7 @@ def simulate_command(
         for name, seconds in (("--ttft", ttft_s), ("--tpot", tpot_s), ("--report-age", report_age_s)):
             if seconds is not None and seconds <= 0:
                 raise ConfigError(f"{name}: expected more than 0 seconds, got {seconds:g}")
+        rack_count, between_racks = _racks(racks)
         slo = objectives(served if config else None, worker, ttft_s, tpot_s)
         every = [
             Settings(
@@ -89,6 +93,8 @@ def simulate_command(
                 seed=seed,
                 report_age_s=report_age_s,
                 slo=slo,
+                racks=rack_count,
+                between_racks=between_racks,
             )
             for chosen in [stack(name, served) for name in policy or ["ours"]]
         ]
@@ -249,6 +255,14 @@ def parse_fleet(text: str) -> tuple[int, int]:
     if match is None:
         raise ConfigError(f"--fleet: expected prefill and decode workers as in 8P8D, got {text!r}")
     return int(match[1]), int(match[2])
+
+
+def _racks(text: str | None) -> tuple[int, float]:
+    """How many racks, and how many times as long KV takes between them. Raises ConfigError."""
+    match = re.fullmatch(r"([1-9]\d*):(\d+(?:\.\d+)?)", text or "1:1")
+    if match is None or float(match[2]) < 1:
+        raise ConfigError(f"--racks: expected a number of racks and a factor of at least 1 as in 2:8, got {text!r}")
+    return int(match[1]), float(match[2])
 
 
 def _kill(text: str) -> _Kill:

@@ -27,6 +27,11 @@ class Holder(msgspec.Struct, frozen=True):
     tokens: int
     requests: int  # running and waiting there
     step_s: float = 0.0  # of its engine
+    link_extra_s: float = 0.0  # by which what it sends takes longer than over the fastest link
+
+    @property
+    def delay_s(self) -> float:
+        return self.step_s + self.link_extra_s
 
 
 def could_gain(tokens: int, compute_s_per_token: float) -> bool:
@@ -34,10 +39,10 @@ def could_gain(tokens: int, compute_s_per_token: float) -> bool:
     return tokens * compute_s_per_token * MAX_SHARE > FIXED_S + MIN_GAIN_S
 
 
-def gain_s(tokens: int, step_s: float, compute_s_per_token: float, link_s_per_token: float) -> float:
-    """Seconds that fetching so many tokens saves; 0 where it is not worth it."""
+def gain_s(tokens: int, delay_s: float, compute_s_per_token: float, link_s_per_token: float) -> float:
+    """Seconds that fetching so many tokens saves; 0 where it is not worth it. `delay_s`: of this holder."""
     compute_s = tokens * compute_s_per_token
-    fetch_s = FIXED_S + step_s + tokens * link_s_per_token
+    fetch_s = FIXED_S + delay_s + tokens * link_s_per_token
     gain = compute_s - fetch_s
     return gain if gain > MIN_GAIN_S and fetch_s < MAX_SHARE * compute_s else 0.0
 
@@ -47,7 +52,7 @@ def choose_holder(
 ) -> Holder | None:
     """The holder to fetch from, for a worker that has `cached_tokens` of the prompt itself. None: it computes them."""
     gains = [
-        (gain_s(holder.tokens - cached_tokens, holder.step_s, compute_s_per_token, link_s_per_token), holder)
+        (gain_s(holder.tokens - cached_tokens, holder.delay_s, compute_s_per_token, link_s_per_token), holder)
         for holder in holders
         if holder.tokens > cached_tokens
     ]

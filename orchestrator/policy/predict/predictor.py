@@ -22,6 +22,7 @@ from orchestrator.policy.predict.estimates import (
     LineFit,
     Smoothed,
 )
+from orchestrator.policy.predict.links import Links
 from orchestrator.types import EngineSpeed, QueueDepth
 
 WAIT_FIT_MEMORY = 50.0  # observations; queue waits change faster than a worker's speed
@@ -41,6 +42,7 @@ class Coefficients(msgspec.Struct, frozen=True):
     wait_s: dict[int, tuple[float, float]]  # by bit length of a job's uncached tokens: (fixed, per second of backlog)
     itl_s: dict[str, float]
     output_tokens: float
+    links: dict[str, tuple[float, float, int]]  # by the labels at both ends: (fixed, per token sent, transfers)
     speed: EngineSpeed = EngineSpeed()  # the speed that an engine measured at its start
 
 
@@ -59,6 +61,7 @@ class Predictor:
         self._prefill: dict[str, LineFit] = {}
         self._local: dict[str, LineFit] = {}
         self._transfer = LineFit(0.0, prior_itl_s)  # the decode engine's first token takes a step of its own
+        self.links = Links()
         self._wait: dict[int, LineFit] = {}
         self._itl: dict[str, Smoothed] = {}
         # Means over the same requests of all workers: TPOT, and sequences on the request's worker.
@@ -325,6 +328,7 @@ class Predictor:
             wait_s=pairs(self._wait),
             itl_s={name: smoothed.value for name, smoothed in self._itl.items()},
             output_tokens=self._output.value,
+            links={",".join(it): (line.intercept, line.slope, line.samples) for it, line in self.links.lines.items()},
             speed=self.speed,
         )
 

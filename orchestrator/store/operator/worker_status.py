@@ -26,6 +26,7 @@ class WorkerStatus(msgspec.Struct, frozen=True):
     rank: int = 0  # its place in the unit
     ranks: int = 1  # of the unit
     group: StepCounters | None = None  # of the first of the ranks that step together
+    labels: tuple[str, ...] = ()  # where it is, as zone=a
 
     @classmethod
     def of(cls, info: WorkerInfo, load: WorkerLoad | None = None, connected: bool = True) -> WorkerStatus:
@@ -46,4 +47,5 @@ class WorkerStatus(msgspec.Struct, frozen=True):
             rank=info.ranks.index(info.id) if info.ranks else 0,
             ranks=max(1, len(info.ranks)),
             group=load.group if load else None,
+            labels=info.labels,
         )

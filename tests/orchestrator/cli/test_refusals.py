@@ -86,6 +86,28 @@ def test_sequence_of_a_simulated_engine_must_fit(tmp_path: Path) -> None:
         checked(file)
 
 
+@pytest.mark.parametrize(
+    ("backends", "line"),
+    [
+        ("{LIBFABRIC: {}}", "kv.backends.LIBFABRIC: WRITEs through it cannot be cut off here, .*; use UCX"),
+        ("{UCX: {}, GDS_MT: {}}", "kv.backends.GDS_MT: it has no notifications, .*; use UCX"),
+        (
+            "{UCX: {ucx_error_handling_mode: off_}}",
+            "kv.backends.UCX.ucx_error_handling_mode: expected peer, got off_: broken connections",
+        ),
+        ("[UCX]", "kv.backends: expected a section, got"),
+        ("{UCX: {num_workers: [2]}}", "kv.backends.*: expected "),
+    ],
+)
+def test_backends_that_cannot_carry_kv_are_refused(tmp_path: Path, backends: str, line: str) -> None:
+    with pytest.raises(ConfigError, match=line):
+        checked(written(tmp_path, "dtype: float32", f"kv:\n  backends: {backends}\n"))
+
+
+def test_parameters_of_ucx_are_taken(tmp_path: Path) -> None:
+    checked(written(tmp_path, "dtype: float32", "kv: {backends: {UCX: {num_workers: 2, ucx_devices: mlx5_0}}}\n"))
+
+
 def test_override_is_not_looked_for_in_the_file(tmp_path: Path) -> None:
     file = written(tmp_path, "enable_sleep_mode: false")
     with pytest.raises(ConfigError, match=f"^{ENGINE}.enable_sleep_mode: sleep"):

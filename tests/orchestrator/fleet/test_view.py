@@ -197,3 +197,29 @@ def test_prefill_worker_without_decode_generation_is_unusable():
     fleet.upsert(worker("d"), now=3.0)
     fleet.workers["d"].connected = True
     assert [c.worker_id for c in fleet.candidates(generation=0).decode] == ["d"]
+
+
+def test_a_large_fleet_offers_the_best_workers_near_a_prefill_worker():
+    fleet = Fleet("f", decode_choice("kv_blocks").static_score)
+    for i in range(200):
+        fleet.upsert(worker(f"d{i}", host=f"h{i // 8}", labels=(f"rack=r{i // 40}",)), now=0.0)
+        fleet.workers[f"d{i}"].connected = True
+        fleet.take_load(load(f"d{i}", 1, free=99 if i >= 120 else 50), now=0.0)
+        if i == 50:
+            fleet.apply_changes()
+    fleet.upsert(worker("p", Role.PREFILL, host="h0", labels=("rack=r0",)), now=0.0)
+    assert not {c.worker_id for c in fleet.candidates().decode} & {f"d{i}" for i in range(40)}
+    candidates = fleet.candidates(near="p").decode
+    links = fleet.places.links("p", candidates)
+    assert set(links.values()) == {("host", "rack"), ("rack",), ()} and len(candidates) < 32
+    assert all(links[f"d{i}"] == ("host", "rack") for i in range(8) if f"d{i}" in links)
+
+
+def test_workers_in_one_place_have_no_links_to_tell_apart():
+    fleet = fleet_of(worker("d"), worker("p", Role.PREFILL))
+    assert fleet.places.links("p", fleet.candidates().decode) == {} and fleet.places.names("p") == ()
+    fleet.upsert(worker("e", labels=("rack=r1",)), now=0.0)
+    assert fleet.places.names("p") == ("host=h",)
+    assert fleet.places.link("p", "e") == ("host",) and fleet.places.link("p", "gone") == ()
+    fleet.remove("e")
+    assert fleet.places.names("p") == ()

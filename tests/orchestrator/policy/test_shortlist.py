@@ -47,3 +47,19 @@ def test_removed_workers_are_not_offered_and_updates_do_not_pile_up():
     assert [c.cached_tokens for c in shortlist.pick({"w9": 16})] == [16]
     shortlist.remove("w9")
     assert shortlist.pick({}) == [] and len(shortlist) == 0
+
+
+def test_the_best_of_each_place_is_offered_too():
+    rng = random.Random(2)
+    shortlist = Shortlist(KVBlocks().static_score, per_class=2)
+    for n in range(60):
+        shortlist.update(candidate(rng, n, 4096), (f"rack=r{n % 20}", "zone=a"))
+    everywhere = {c.worker_id for c in shortlist.pick({})}
+    found = {c.worker_id for c in shortlist.pick({}, ["rack=r7", "rack=none"])}
+    assert len(everywhere) == 2 and everywhere <= found and len(found & {"w7", "w27", "w47"}) >= 2
+    for n in (7, 27, 47):
+        shortlist.update(candidate(rng, n, 4096), ("rack=r8",))
+    assert {c.worker_id for c in shortlist.pick({}, ["rack=r7"])} == {c.worker_id for c in shortlist.pick({})}
+    for n in range(60):
+        shortlist.remove(f"w{n}")
+    assert not shortlist._places, "nothing of a place without workers stays"

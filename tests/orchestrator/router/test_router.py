@@ -95,6 +95,40 @@ async def test_a_lost_prefill_is_done_by_another_worker_or_refused_where_it_must
     bench.assert_no_leaks()
 
 
+@pytest.mark.parametrize("fallback", ["local", "refuse"])
+async def test_strict_pairing_without_a_decode_worker_falls_back(fallback):
+    bench = Bench(fallback=fallback, pairing="strict:rack")
+    bench.add_worker("d2", Role.DECODE, labels=("rack=r1",))
+    for name, rack in (("p1", "rack=r1"), ("p2", "rack=r2")):
+        bench.add_worker(name, Role.PREFILL, labels=(rack,))
+    for name in ("near", "far"):
+        await bench.router.submit(FakeRequest(name))
+    bench.claim("near", worker="p1")
+    assert bench.bound_to() == "d2"
+    bench.claim("far", worker="p2")
+    await bench.settle()
+    if fallback == "refuse":
+        refused = Overloaded(bench.codec.failures["far"].rejected)
+        assert (refused.reason, refused.status) == ("no_paired_worker", 503) and len(bench.submits()) == 1
+    else:
+        assert bench.router.requests["far"].placed.reason == "no_paired_worker"
+        assert bench.submits()[1][1].kv_source is None
+
+
+async def test_transfers_teach_how_fast_each_kind_of_link_is():
+    bench = Bench()
+    bench.add_worker("p1", Role.PREFILL, host="elsewhere")
+    for turn in range(6):  # the first between two workers is not counted
+        for worker in ("p0", "p1"):
+            name = f"r{turn}{worker}"
+            await bench.router.submit(FakeRequest(name))
+            bench.claim(name, worker=worker)
+            bench.say(worker, Prefilled(name, 1, 0.2))
+            bench.tokens(bench.bound_to(), name, [1], finish=0)
+    samples = {link: line.samples for link, line in bench.router.learning.predictor.links.lines.items()}
+    assert set(samples) == {("host",), ()} and all(2 <= count <= 5 for count in samples.values())
+
+
 async def test_lost_redis_refuses_what_must_not_go_local():
     bench = await Bench.asked(FakeRequest("r"), fallback="refuse")
     bench.queue.depth = None

@@ -85,6 +85,7 @@ def test_fields_survive_round_trip():
 
 
 HAVE_DEFAULTS = {
+    "labels",
     "lends",
     "lockstep",
     "ranks",

@@ -31,7 +31,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def three(model: Path) -> AsyncIterator[tuple[Driver, Driver, Driver]]:
     """A holder, an asker, and a decode engine. Every test leaves all blocks free."""
-    kv = KVConfig(transfer_timeout_s=3.0, verify=True)
+    kv = KVConfig(transfer_timeout_s=3.0, verify=True, backends={"UCX": {"num_workers": 2}})
     drivers = [await Driver.start(model, name=name, kv=kv) for name in ("holder", "asker", "decode")]
     yield tuple(drivers)
     for driver in drivers:

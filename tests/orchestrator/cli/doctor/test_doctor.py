@@ -14,7 +14,8 @@ from support_redis import fresh_namespace, running_server, worker
 from orchestrator.cli.doctor import host
 from orchestrator.cli.doctor.check import Check, at_least, at_most
 from orchestrator.cli.doctor.fleet import kv_checks, redis_checks
-from orchestrator.cli.handle import FleetHandle
+from orchestrator.cli.doctor.links import learned, written
+from orchestrator.cli.handle import FleetHandle, open_fleet
 from orchestrator.config.settings import Refused
 from orchestrator.store.client import connect
 from orchestrator.store.registry import Registry
@@ -95,6 +96,32 @@ async def test_doctor_checks_a_fleet(tmp_path: Path):
         with pytest.raises(Refused, match="'x9' is not in the fleet; its workers: d0, p0"):
             _ = [check async for check in kv_checks(handle, "x9", "d0")]
         await redis.aclose()
+
+
+def test_what_frontends_have_learned_of_a_link_is_told():
+    a, b = worker("p0", labels=("rack=r1",)), worker("d0", Role.DECODE, host="10.0.0.2", labels=("rack=r1",))
+    page = {"links": {"rack": [0.002, 3e-6, 40], "host,rack": [0.001, 1e-6, 9]}}
+    figures = "40 transfers between such workers: 2.0 ms and 3.00 ms per 1,000 tokens after the prefill"
+    assert learned(a, b, page).said == f"both have the same rack; {figures}"
+    assert "the same host and rack; 9 transfers" in learned(a, a, page).said
+    assert learned(a, b, {"links": {}}).said == "both have the same rack; no transfer over such a link yet"
+    elsewhere = worker("d1", Role.DECODE, host="10.0.0.3", labels=("rack=r2",))
+    assert "no label in common" in learned(a, elsewhere, page).said
+    assert learned(a, b, None).level == "warn" and learned(a, b, None).fix
+
+
+@pytest.mark.vllm
+async def test_writes_between_two_processes_are_measured_here_only(tmp_path: Path):
+    with running_server(tmp_path) as server:
+        namespace = fresh_namespace()
+        async with open_fleet(FleetHandle(namespace, server.url, None, None)) as fleet:
+            a, b = worker("p0", engine="vllm"), worker("d0", Role.DECODE, engine="vllm")
+            checks = {check.name: check async for check in written(fleet, a, b)}
+            assert checks["WRITE"].level == "ok" and "16 MiB at" in checks["WRITE"].said
+            assert checks["Transport"].said.endswith("what limits it is a core that copies memory"), checks
+            far = worker("d1", Role.DECODE, host="192.0.2.7")
+            (check,) = [check async for check in written(fleet, a, far)]
+            assert "not measured" in check.said and "--listen 192.0.2.7` on 192.0.2.7" in check.said
 
 
 @pytest.mark.vllm

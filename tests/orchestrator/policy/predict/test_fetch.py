@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from orchestrator.policy.predict.fetch import (
@@ -50,6 +51,12 @@ def test_what_the_asker_has_itself_is_not_fetched() -> None:
     assert choose_holder([], 0, COMPUTE_S, LINK_S) is None
     chosen = choose_holder(holders, 5_000, COMPUTE_S, LINK_S)
     assert chosen is not None and chosen.worker_id == "a"
+
+
+def test_a_slow_link_counts() -> None:
+    near, far = Holder("near", 5_000, 9), Holder("far", 6_000, 0, link_extra_s=0.25)
+    assert choose_holder([near, far], 0, COMPUTE_S, LINK_S) == near
+    assert choose_holder([msgspec.structs.replace(far, link_extra_s=0.4)], 0, COMPUTE_S, LINK_S) is None
 
 
 def test_a_busy_engines_step_counts() -> None:

@@ -1,4 +1,4 @@
-"""The section `frontend` of the configuration."""
+"""The sections `frontend`, `launcher` and `logging` of the configuration: the fleet's processes but its workers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from orchestrator.config.values import Text
+from orchestrator.config.values import Amount, Seconds, Text
 
 Processes = Annotated[int, Meta(ge=1, le=1000)]
 Port = Annotated[int, Meta(ge=0, le=65535)]
@@ -30,3 +30,21 @@ class FrontendConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     @property
     def most_replicas(self) -> int:
         return self.max_replicas if self.replicas == "auto" else self.replicas
+
+
+class LauncherConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Where the fleet's processes run: on the launcher's machine, or on the nodes of a Ray cluster."""
+
+    kind: Literal["local", "ray"] = "local"
+    address: Text | None = None  # of the Ray cluster; default: RAY_ADDRESS, or the one that runs on this machine
+    ray_auth: Literal["token", "none"] = "token"  # none: anybody who reaches the cluster can run programs on its nodes
+    cpus_per_worker: Amount = 1.0  # cores that Ray reserves for a worker
+    gpus_per_rank: Amount | None = None  # default: 1 where vLLM's CUDA build is installed
+    restart_backoff_s: Seconds = 0.5  # doubles with each crash in a row
+    restart_backoff_max_s: Seconds = 30.0
+    stop_timeout_s: Seconds = 10.0  # a process that was told to stop is killed after this
+
+
+class LoggingConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    format: Literal["text", "json"] = "text"  # json: one object a line
+    level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"  # of our processes; vLLM's is VLLM_LOGGING_LEVEL
