@@ -263,14 +263,6 @@ class PrefillJob(msgspec.Struct, frozen=True):
         return self.cached.get(self.LENT, 0) - self.cached.get(worker_id, 0)
 
 
-class JobState(str, enum.Enum):
-    """A job's state in the queue. ABSENT: it was cancelled, has ended, or was lost."""
-
-    WAITING = "waiting"
-    CLAIMED = "claimed"
-    ABSENT = "absent"
-
-
 class WindowJob(msgspec.Struct, frozen=True):
     """A waiting job as one prefill worker sees it. Cached tokens are hits of the prefix index."""
 

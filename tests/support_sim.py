@@ -12,7 +12,7 @@ from orchestrator.types import FinishReason, KVEndpoint, KVSource
 from workers.engine import EngineInfo, EngineLoad, EngineRequest, Phase
 from workers.sim.codec import SimCodec, WirePrefillStats, WireRequest, WireSampling
 from workers.sim.engine import SimEngine
-from workers.sim.scheduler import TokenStream
+from workers.sim.tokens import TokenStream
 
 FAST = SimConfig(speed=20)
 DEADLINE_S = 60.0

@@ -13,7 +13,8 @@ from collections.abc import Iterable
 
 from orchestrator.config.engine_args import unit_size
 from orchestrator.config.settings import Config
-from orchestrator.fleet.view import Fleet, WorkerView
+from orchestrator.fleet.view import Fleet
+from orchestrator.fleet.worker_view import WorkerView
 from orchestrator.policy.predict.predictor import Predictor
 from orchestrator.policy.ratio.decision import desired_ratio
 from orchestrator.policy.ratio.load import LoadSample, LoadSampler, Observation, offered_since, samples_in_window

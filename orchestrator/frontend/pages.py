@@ -17,7 +17,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Summa
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from orchestrator.fleet.view import Fleet, WorkerView
+from orchestrator.fleet.view import Fleet
+from orchestrator.fleet.worker_view import WorkerView
 from orchestrator.policy.predict.predictor import Predictor
 from orchestrator.store.configuration import RolloutStatus
 from orchestrator.store.operator.worker_status import WorkerStatus

@@ -15,7 +15,8 @@ import msgspec
 from orchestrator.config.settings import Config
 from orchestrator.fleet.prefixes import PrefixView
 from orchestrator.fleet.queue_view import QueueView
-from orchestrator.fleet.view import Fleet, WorkerView
+from orchestrator.fleet.view import Fleet
+from orchestrator.fleet.worker_view import WorkerView
 from orchestrator.policy.candidate import Candidate, DecodeChoice
 from orchestrator.policy.placement import RETRY_AFTER_S, Local, PrefillView, Reject, reject_all
 from orchestrator.policy.policies import Policies, Waiting

@@ -7,7 +7,7 @@ Reads requests and decides nothing. Times are seconds of the router's monotonic 
 from __future__ import annotations
 
 from orchestrator.config.settings import SLOConfig
-from orchestrator.fleet.view import WorkerView
+from orchestrator.fleet.worker_view import WorkerView
 from orchestrator.policy.candidate import DecodeChoice
 from orchestrator.policy.predict.links import Link
 from orchestrator.policy.predict.predictor import Predictor

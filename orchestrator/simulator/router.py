@@ -12,7 +12,7 @@ import msgspec
 from orchestrator.config.settings import SLOConfig
 from orchestrator.policy.candidate import Candidate
 from orchestrator.policy.choices.references import BYPASSES
-from orchestrator.policy.claims import AFFINITY_WINDOW, CLAIM_BATCHES, choose_claims, claim_budget, fair_share_tokens
+from orchestrator.policy.claims import AFFINITY_WINDOW, CLAIM_BATCHES, choose_claims, fair_share_tokens
 from orchestrator.policy.decode_choice import decode_choice
 from orchestrator.policy.placement import Local, PrefillView, Reject, claim_timeout_s
 from orchestrator.policy.policies import Policies, Waiting
@@ -23,7 +23,7 @@ from orchestrator.policy.ratio.reuse import ReuseCounter
 from orchestrator.simulator.job import Job, Phase, Stay
 from orchestrator.simulator.racks import Racks
 from orchestrator.simulator.settings import Settings
-from orchestrator.simulator.view import PoolView
+from orchestrator.simulator.view import PoolView, tokens_to_claim
 from orchestrator.simulator.worker import Worker
 from orchestrator.types import Offered, PrefixEvents, QueueDepth, WindowJob
 
@@ -280,7 +280,7 @@ class Router:
 
     def claim(self, worker: Worker) -> None:
         """Let a prefill worker claim jobs at the head of the queue, window by window, as its budget allows."""
-        while self.queue and worker.name in self.prefill and (budget := self._claim_budget(worker)) > 0:
+        while self.queue and worker.name in self.prefill and (budget := tokens_to_claim(worker)) > 0:
             if not self._claim_from_window(worker, budget):
                 return
 
@@ -289,12 +289,6 @@ class Router:
         for worker in self.prefill.workers():
             if worker.idle:
                 self.claim(worker)
-
-    def _claim_budget(self, worker: Worker) -> int:
-        size = worker.profile.block_size
-        free_tokens = (worker.kv.free + worker.uncomputed_blocks()) * size
-        held = len(worker.waiting) + len(worker.prefilling) + len(worker.fetching)
-        return claim_budget(worker.profile.max_num_batched_tokens, worker.pending_tokens, held, free_tokens)
 
     def _claim_from_window(self, worker: Worker, budget: int) -> bool:
         now = self._clock.now

@@ -11,6 +11,7 @@ from itertools import chain
 import msgspec
 
 from orchestrator.policy.candidate import Candidate, DecodeChoice, blocks_for
+from orchestrator.policy.claims import claim_budget
 from orchestrator.policy.predict.adapters import AdapterPlaces, with_placed
 from orchestrator.policy.shortlist import SHORTLIST_FROM, Shortlist
 from orchestrator.simulator.racks import Racks
@@ -141,3 +142,10 @@ class PoolView:
         if self._shortlist is not None:
             self._shortlist.update(candidate, self._racks.names(candidate.worker_id))
         return candidate
+
+
+def tokens_to_claim(worker: Worker) -> int:
+    """Prompt tokens that a prefill worker may claim now."""
+    free_tokens = (worker.kv.free + worker.uncomputed_blocks()) * worker.profile.block_size
+    held = len(worker.waiting) + len(worker.prefilling) + len(worker.fetching)
+    return claim_budget(worker.profile.max_num_batched_tokens, worker.pending_tokens, held, free_tokens)

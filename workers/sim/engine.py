@@ -39,7 +39,8 @@ from workers.sim.codec import (
     WireSampling,
 )
 from workers.sim.lockstep import Lockstep
-from workers.sim.scheduler import Sampled, Scheduled, SimRequest, SimScheduler, TokenStream
+from workers.sim.scheduler import Sampled, Scheduled, SimRequest, SimScheduler
+from workers.sim.tokens import TokenStream
 from workers.sim.transfers import SimTransfers
 
 log = logging.getLogger("pd.sim")

@@ -13,7 +13,7 @@ from orchestrator.types import FinishReason
 from workers.engine import EngineRequest, InvalidEngineRequest, Phase
 from workers.sim.codec import SimCodec, WireRequest, WireSampling
 from workers.sim.engine import SimEngine
-from workers.sim.scheduler import TokenStream
+from workers.sim.tokens import TokenStream
 
 PROMPT = list(range(100, 180))
 

@@ -10,7 +10,8 @@ from orchestrator.config.settings import SimConfig
 from orchestrator.types import FinishReason, KVEndpoint, KVSource
 from workers.engine import EngineLoad, InvalidEngineRequest, Phase
 from workers.sim.adapters import LOAD_S
-from workers.sim.scheduler import SimRequest, SimScheduler, SimState, TokenStream
+from workers.sim.scheduler import SimRequest, SimScheduler, SimState
+from workers.sim.tokens import TokenStream
 
 SOURCE = KVSource(KVEndpoint("peer", "h", 1), "k")
 
