@@ -410,6 +410,21 @@ async def test_late_kv_is_retried_when_there_is_room(full):
     assert bench.router.requests["r"].retries == ([] if full else ["kv_late"])
 
 
+async def test_a_short_prompt_behind_a_long_one_that_waits_for_memory_is_not_late():
+    """Its prompt would be computed once more, while prefill keeps the KV of both."""
+    bench = await Bench.asked(FakeRequest("long", prompt_tokens=8000), claimed=True)
+    await bench.router.submit(FakeRequest("short", prompt_tokens=1000))
+    bench.claim("short")
+    await bench.settle()
+    worker = bench.router.requests["long"].decode_worker
+    bench.router.requests["short"].decode_worker = worker
+    bench.fleet.take_load(load_of(worker, blocks_free=400), time.monotonic())
+    for request_id in ("long", "short"):
+        bench.say("p0", Prefilled(request_id, 1, 0.2))
+    bench.router.check(time.monotonic() + 20)
+    assert bench.router.requests["short"].retries == []
+
+
 @pytest.mark.parametrize(
     ("state", "why"), [(JobState.ABSENT, "job_lost"), (JobState.CLAIMED, "claimer_unheard"), (JobState.WAITING, None)]
 )
