@@ -107,6 +107,7 @@ def build_config(
             "kv_transfer_timeout_s": kv.transfer_timeout_s,
             "verify": kv.verify,
             "advertise": kv_advertise,
+            "host_tier_bytes": kv.host_tier_bytes,
             # NIXL would share large WRITEs among vLLM's 4 threads, which spin until their part has ended.
             "num_threads": 0,
             # On CPU the thread that posts a WRITE copies the data. It runs on idle cores, if there are any.

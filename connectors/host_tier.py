@@ -1,0 +1,68 @@
+"""The host tier: KV that an engine has computed is kept in host memory too, and loaded when its device has evicted it.
+
+vLLM's own scheduler half of such a tier decides what is stored, loaded and evicted (the least recently used). It is a
+part of our connector, not a second one beside it: a request gets what it lacks from one source, a push or the tier.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
+from vllm.v1.outputs import KVConnectorOutput
+from vllm.v1.simple_kv_offload.manager import SimpleCPUOffloadScheduler
+from vllm.v1.simple_kv_offload.metadata import SimpleCPUOffloadWorkerMetadata
+
+from connectors.push.metadata import PushStats, RankReport
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.request import Request
+
+
+class HostTier(SimpleCPUOffloadScheduler):
+    """Pins blocks here and on the device while they are copied, whatever becomes of their requests."""
+
+    def __init__(self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, capacity_bytes: int) -> None:
+        """`capacity_bytes`: of each rank."""
+        sizes = resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)
+        super().__init__(vllm_config, kv_cache_config, capacity_bytes, *sizes)
+        self._hit_tokens = self._blocks_told = 0
+
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+        if is_pushed(request):
+            return 0, False
+        return super().get_num_new_matched_tokens(request, num_computed_tokens)
+
+    def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
+        super().update_state_after_alloc(request, blocks, num_external_tokens)
+        self._hit_tokens += num_external_tokens
+        if (stats := request.prefill_stats) is not None:  # they are this engine's own, as those on its device
+            stats.num_local_cached_tokens += num_external_tokens
+            stats.num_external_cached_tokens -= num_external_tokens
+
+    def copied(self, output: KVConnectorOutput) -> None:
+        """What all ranks have told after a step."""
+        report = output.kv_connector_worker_meta
+        stored = SimpleCPUOffloadWorkerMetadata(report.stored if isinstance(report, RankReport) else {})
+        self.update_connector_output(
+            KVConnectorOutput(finished_recving=output.finished_recving, kv_connector_worker_meta=stored)
+        )
+
+    def add_stats(self, stats: PushStats | None) -> PushStats | None:
+        """`stats` with what has changed since the last call."""
+        blocks = len(self.cpu_block_pool.cached_block_hash_to_block)
+        changes = {PushStats.HOST_HIT_TOKENS: self._hit_tokens, PushStats.HOST_BLOCKS: blocks - self._blocks_told}
+        self._hit_tokens, self._blocks_told = 0, blocks
+        for name, change in changes.items():
+            if change:
+                stats = stats or PushStats()
+                stats.record(name, change)
+        return stats
+
+
+def is_pushed(request: Request) -> bool:
+    """Whether its KV is still to come from another engine."""
+    return bool((request.kv_transfer_params or {}).get("do_remote_prefill"))
