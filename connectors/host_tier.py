@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
+from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.simple_kv_offload.manager import SimpleCPUOffloadScheduler
 from vllm.v1.simple_kv_offload.metadata import SimpleCPUOffloadWorkerMetadata
@@ -26,7 +27,14 @@ class HostTier(SimpleCPUOffloadScheduler):
     """Pins blocks here and on the device while they are copied, whatever becomes of their requests."""
 
     def __init__(self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, capacity_bytes: int) -> None:
-        """`capacity_bytes`: of each rank."""
+        """`capacity_bytes`: of each rank. Raises ValueError for a model whose KV the tier cannot take."""
+        specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
+        if not any(isinstance(spec, FullAttentionSpec) for spec in specs) or not all(
+            isinstance(spec, AttentionSpec) for spec in specs
+        ):
+            raise ValueError(
+                "kv.host_tier_bytes: takes KV of attention, some of it to whole prompts; set it to 0 for this model"
+            )
         sizes = resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)
         super().__init__(vllm_config, kv_cache_config, capacity_bytes, *sizes)
         self._hit_tokens = self._blocks_told = 0
@@ -42,6 +50,10 @@ class HostTier(SimpleCPUOffloadScheduler):
         if (stats := request.prefill_stats) is not None:  # they are this engine's own, as those on its device
             stats.num_local_cached_tokens += num_external_tokens
             stats.num_external_cached_tokens -= num_external_tokens
+
+    def loads(self, key: str) -> bool:
+        """Whether this request's blocks are being loaded."""
+        return key in self._reqs_to_load
 
     def copied(self, output: KVConnectorOutput) -> None:
         """What all ranks have told after a step."""

@@ -72,14 +72,16 @@ class PushConnector(NixlPushConnector):
         """Raises ValueError for a setting with which KV would be lost or wrong. It names the setting and the fix."""
         model, parallel, kv = vllm_config.model_config, vllm_config.parallel_config, vllm_config.kv_transfer_config
         assert kv is not None
-        names = ("decode_context_parallel_size", "prefill_context_parallel_size")
+        names = ("decode_context_parallel_size", "prefill_context_parallel_size", "pipeline_parallel_size")
         settings = {name: getattr(parallel, name) for name in names} | {
             "enable_dbo": parallel.use_ubatching,
+            "enable_prefix_caching": bool(vllm_config.cache_config.enable_prefix_caching),
             "enable_sleep_mode": model.enable_sleep_mode,
             "aux_output_config": {"enable_return_routed_experts": vllm_config.aux_output_config.enabled},
             "attention_config": {"hisparse_config": vllm_config.attention_config.hisparse_config},
         }
-        if (found := unsupported(settings, kv.get_from_extra_config("transfer", ""))) is not None:
+        options = (kv.get_from_extra_config(name, "") for name in ("transfer", "host_tier_bytes"))
+        if (found := unsupported(settings, *options)) is not None:
             raise ValueError(": ".join(found))
         device = current_platform.device_type
         if device not in ("cpu", "cuda"):
@@ -158,8 +160,10 @@ class PushConnector(NixlPushConnector):
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        if self.host_tier is not None:  # it pins what it still has to store
-            self.host_tier.request_finished_all_groups(request, block_ids)
+        if self.host_tier is not None:
+            self.host_tier.request_finished_all_groups(request, block_ids)  # it pins what it still has to store
+            if self.host_tier.loads(request.request_id):
+                block_ids = tuple([] for _ in block_ids)  # vLLM itself holds them, until they are loaded
         return super().request_finished_all_groups(request, block_ids)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:

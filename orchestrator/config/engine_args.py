@@ -156,6 +156,8 @@ def check_engine_args(config: Config) -> None:
     a setting with which KV would be lost, and a value that the two roles must share but do not."""
     if config.engine == "sim":
         check_simulated(config.sim)
+        if config.kv.host_tier_bytes:
+            raise ConfigError("kv.host_tier_bytes: the simulated engine has no host memory for KV; set it to 0")
     workers = config.workers
     sections = {
         "workers.engine_args": workers.engine_args,
@@ -189,9 +191,9 @@ def check_arguments(config: Config, arguments: Mapping[str, Any], section: str, 
         if name.startswith("data_parallel_") and name != _GROUP:
             raise ConfigError(f"{section}.{name}: is set by the fleet; set {_GROUP} alone")
     _check_names(section, arguments, _engine_names())
-    if (found := unsupported(arguments, config.kv.transfer)) is not None:
+    if (found := unsupported(arguments, config.kv.transfer, config.kv.host_tier_bytes)) is not None:
         key, why = found
-        raise ConfigError(f"{key if key == 'kv.transfer' else f'{section}.{key}'}: {why}")
+        raise ConfigError(f"{key if key.startswith('kv.') else f'{section}.{key}'}: {why}")
     if role is not None:
         check_stages(arguments, role)
 

@@ -77,6 +77,10 @@ class FleetCollector(Collector):
         fetched = CounterMetricFamily(
             "pd_kv_fetched_tokens", "Prompt tokens fetched from other workers' caches", labels=["worker"]
         )
+        host_hits = CounterMetricFamily(
+            "pd_kv_host_hit_tokens", "Prompt tokens loaded from the worker's host tier", labels=["worker"]
+        )
+        host_blocks = GaugeMetricFamily("pd_kv_host_blocks", "KV blocks in the worker's host tier", labels=["worker"])
         for view in self._workers():
             name = view.info.id
             up.add_metric([name, view.info.role.value, view.info.state.value], 1)
@@ -96,7 +100,10 @@ class FleetCollector(Collector):
             for outcome, count in load.fetches.items():
                 fetches.add_metric([name, outcome], count)
             fetched.add_metric([name], load.fetched_tokens)
+            host_hits.add_metric([name], load.kv.host_hit_tokens)
+            host_blocks.add_metric([name], load.kv.host_blocks)
         yield from (up, blocks, running, corrupt, sent, described, took, failed, bad, withdrawing, fetches, fetched)
+        yield from (host_hits, host_blocks)
 
 
 def fleet_routes(

@@ -314,9 +314,3 @@ def test_a_container_computes_on_neighbouring_cores_within_its_limit(monkeypatch
         assert cores == list(range(cores[0], cores[0] + count)) and 8 <= cores[0] and cores[-1] < 16
         beginnings.add(cores[0])
     assert len(beginnings) == 8 - count + 1, "containers beside each other choose others"
-
-
-def test_memory_is_that_of_the_container(monkeypatch):
-    whole = machine.find_memory()
-    monkeypatch.setattr(machine, "memory_limit", lambda: 1 << 30)
-    assert machine.find_memory() == 1 << 30 < whole
