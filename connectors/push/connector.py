@@ -25,9 +25,9 @@ from vllm.forward_context import get_forward_context
 from vllm.platforms import current_platform
 
 from connectors import handshake
-from connectors.host_memory import HostMemory
-from connectors.host_tier import HostTier, is_pushed
-from connectors.push.metadata import PushMetadata, PushOptions, PushStats
+from connectors.host.memory import HostMemory
+from connectors.host.tier import HostTier, is_pushed
+from connectors.push.metadata import PushMetadata, PushOptions, PushStats, RankReport
 from connectors.push.scheduler import PushScheduler
 from connectors.push.wire import Endpoint
 from connectors.push.worker import PushWorker
@@ -169,7 +169,9 @@ class PushConnector(NixlPushConnector):
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         super().update_connector_output(connector_output)
         if self.host_tier is not None:
-            self.host_tier.copied(connector_output)
+            report = connector_output.kv_connector_worker_meta
+            stored = report.stored if isinstance(report, RankReport) else {}
+            self.host_tier.copied(connector_output.finished_recving, stored)
 
     def has_pending_push_work(self) -> bool:
         stores = self.host_tier is not None and self.host_tier.has_pending_stores()
@@ -186,8 +188,10 @@ class PushConnector(NixlPushConnector):
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         super().register_kv_caches(kv_caches)
         if self._host_bytes:
-            assert self.connector_worker is not None
-            self._host_memory = HostMemory(self.connector_worker, self._kv_cache_config, self._host_bytes)
+            assert (worker := self.connector_worker) is not None
+            self._host_memory = HostMemory(
+                worker, self.kv_cache_config, self._host_bytes, begin=worker.take_cores, ended=worker.wake_event.set
+            )
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         assert self.connector_worker is not None
@@ -235,8 +239,8 @@ class PushConnector(NixlPushConnector):
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
         if self.connector_scheduler is not None:
-            stats = self.connector_scheduler.take_stats()
-            return stats if self.host_tier is None else self.host_tier.add_stats(stats)
+            changes = self.host_tier.take_changes() if self.host_tier is not None else (0, 0)
+            return self.connector_scheduler.take_stats(*changes)
         return super().get_kv_connector_stats()
 
     @classmethod

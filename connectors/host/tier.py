@@ -6,6 +6,7 @@ part of our connector, not a second one beside it: a request gets what it lacks 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
@@ -13,8 +14,6 @@ from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.simple_kv_offload.manager import SimpleCPUOffloadScheduler
 from vllm.v1.simple_kv_offload.metadata import SimpleCPUOffloadWorkerMetadata
-
-from connectors.push.metadata import PushStats, RankReport
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -55,24 +54,17 @@ class HostTier(SimpleCPUOffloadScheduler):
         """Whether this request's blocks are being loaded."""
         return key in self._reqs_to_load
 
-    def copied(self, output: KVConnectorOutput) -> None:
-        """What all ranks have told after a step."""
-        report = output.kv_connector_worker_meta
-        stored = SimpleCPUOffloadWorkerMetadata(report.stored if isinstance(report, RankReport) else {})
-        self.update_connector_output(
-            KVConnectorOutput(finished_recving=output.finished_recving, kv_connector_worker_meta=stored)
-        )
+    def copied(self, loaded: set[str] | None, stored: Mapping[int, int]) -> None:
+        """The requests that all ranks have loaded, others among them, and how many ranks have ended which stores."""
+        ended = SimpleCPUOffloadWorkerMetadata(dict(stored))
+        self.update_connector_output(KVConnectorOutput(finished_recving=loaded, kv_connector_worker_meta=ended))
 
-    def add_stats(self, stats: PushStats | None) -> PushStats | None:
-        """`stats` with what has changed since the last call."""
+    def take_changes(self) -> tuple[int, int]:
+        """Since the last call: tokens of prompts that were found here, and how many more blocks there are."""
         blocks = len(self.cpu_block_pool.cached_block_hash_to_block)
-        changes = {PushStats.HOST_HIT_TOKENS: self._hit_tokens, PushStats.HOST_BLOCKS: blocks - self._blocks_told}
+        changes = self._hit_tokens, blocks - self._blocks_told
         self._hit_tokens, self._blocks_told = 0, blocks
-        for name, change in changes.items():
-            if change:
-                stats = stats or PushStats()
-                stats.record(name, change)
-        return stats
+        return changes
 
 
 def is_pushed(request: Request) -> bool:

@@ -9,7 +9,7 @@ import ctypes
 import functools
 import queue
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -25,10 +25,9 @@ from vllm.v1.simple_kv_offload.cuda_mem_ops import (
 from vllm.v1.simple_kv_offload.manager import SimpleCPUOffloadScheduler
 
 if TYPE_CHECKING:
+    from vllm.distributed.kv_transfer.kv_connector.v1.nixl.push_worker import NixlPushConnectorWorker
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.simple_kv_offload.metadata import SimpleCPUOffloadMetadata
-
-    from connectors.push.worker import PushWorker
 
 Rows = dict[str, torch.Tensor]  # by region of the device's cache: (blocks, bytes of one there), int8
 
@@ -44,8 +43,17 @@ class Way(Protocol):
 class HostMemory:
     """Each direction has a thread, so that no load waits for stores."""
 
-    def __init__(self, worker: PushWorker, config: KVCacheConfig, capacity_bytes: int) -> None:
-        """After the worker has registered the device's cache. Raises ValueError where that cannot be copied."""
+    def __init__(
+        self,
+        worker: NixlPushConnectorWorker,
+        config: KVCacheConfig,
+        capacity_bytes: int,
+        *,
+        begin: Callable[[], None],
+        ended: Callable[[], None],
+    ) -> None:
+        """`worker` has registered the device's cache. `begin`: called on each new thread; `ended`: after each copy.
+        Raises ValueError where the cache cannot be copied."""
         device = _regions(worker, config.num_blocks)
         # The scheduler half counts blocks by the same function.
         blocks = SimpleCPUOffloadScheduler._derive_cpu_config(config, capacity_bytes).num_blocks
@@ -53,10 +61,8 @@ class HostMemory:
             name: torch.zeros((blocks, rows.shape[1]), dtype=torch.int8, device="cpu") for name, rows in device.items()
         }
         self._store, self._load = _ways(worker, device, host)
-        self._threads = [
-            ThreadPoolExecutor(1, f"pd-host-{name}", initializer=worker.take_cores) for name in ("store", "load")
-        ]
-        self._wake = worker.wake_event
+        self._threads = [ThreadPoolExecutor(1, f"pd-host-{name}", initializer=begin) for name in ("store", "load")]
+        self._ended = ended
         self._loaded: queue.SimpleQueue[list[str]] = queue.SimpleQueue()
         self._stored: queue.SimpleQueue[int] = queue.SimpleQueue()
         self._failed: queue.SimpleQueue[Exception] = queue.SimpleQueue()
@@ -81,7 +87,7 @@ class HostMemory:
             told()
         except Exception as error:
             self._failed.put(error)
-        self._wake.set()
+        self._ended()
 
     def take_loaded(self) -> set[str]:
         """The requests whose blocks have been loaded since the last call. Raises RuntimeError if a copy has failed: its
@@ -99,7 +105,7 @@ class HostMemory:
             threads.shutdown(cancel_futures=True)
 
 
-def _regions(worker: PushWorker, blocks: int) -> Rows:
+def _regions(worker: NixlPushConnectorWorker, blocks: int) -> Rows:
     """The device's cache, by the regions that are pushed. Raises ValueError where blocks are not contiguous in them."""
     ratio = worker._physical_blocks_per_logical_kv_block
     found: Rows = {}
@@ -121,7 +127,7 @@ def _regions(worker: PushWorker, blocks: int) -> Rows:
     return found
 
 
-def _ways(worker: PushWorker, device: Rows, host: Rows) -> tuple[Way, Way]:
+def _ways(worker: NixlPushConnectorWorker, device: Rows, host: Rows) -> tuple[Way, Way]:
     """From the device to the host, and back."""
     if worker.device_type != "cuda":
         return _Memmove(device, host), _Memmove(host, device)
