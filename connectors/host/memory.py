@@ -69,17 +69,15 @@ class HostMemory:
 
     def load(self, orders: SimpleCPUOffloadMetadata) -> None:
         """What this step has reserved blocks for."""
-        if orders.load_gpu_blocks:
-            told = functools.partial(self._loaded.put, orders.load_event_to_reqs[orders.load_event])
-            copy = functools.partial(self._load.copy, orders.load_cpu_blocks, orders.load_gpu_blocks, None)
-            self._threads[1].submit(self._run, copy, told)
+        told = functools.partial(self._loaded.put, orders.load_event_to_reqs[orders.load_event])
+        copy = functools.partial(self._load.copy, orders.load_cpu_blocks, orders.load_gpu_blocks, None)
+        self._threads[1].submit(self._run, copy, told)
 
     def store(self, orders: SimpleCPUOffloadMetadata, computed: Any) -> None:
         """What earlier steps, or this one, have computed. `computed`: an event after this step; None on CPUs."""
-        if orders.store_gpu_blocks:
-            told = functools.partial(self._stored.put, orders.store_event)
-            copy = functools.partial(self._store.copy, orders.store_gpu_blocks, orders.store_cpu_blocks, computed)
-            self._threads[0].submit(self._run, copy, told)
+        told = functools.partial(self._stored.put, orders.store_event)
+        copy = functools.partial(self._store.copy, orders.store_gpu_blocks, orders.store_cpu_blocks, computed)
+        self._threads[0].submit(self._run, copy, told)
 
     def _run(self, copy: Any, told: Any) -> None:
         try:

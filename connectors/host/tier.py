@@ -46,7 +46,8 @@ class HostTier(SimpleCPUOffloadScheduler):
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         super().update_state_after_alloc(request, blocks, num_external_tokens)
         self._hit_tokens += num_external_tokens
-        if (stats := request.prefill_stats) is not None:  # they are this engine's own, as those on its device
+        if (stats := request.prefill_stats) is not None and not request.num_preemptions:  # then vLLM has just set them
+            # They are this engine's own, as those on its device.
             stats.num_local_cached_tokens += num_external_tokens
             stats.num_external_cached_tokens -= num_external_tokens
 

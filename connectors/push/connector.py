@@ -50,6 +50,9 @@ if TYPE_CHECKING:
 class PushConnector(NixlPushConnector):
     """Serves both roles: each request's parameters say whether its KV is sent or received here."""
 
+    host_tier: HostTier | None = None
+    _host_memory: HostMemory | None = None
+
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         self.refuse_unsupported(vllm_config)
         handshake.install()
@@ -57,8 +60,6 @@ class PushConnector(NixlPushConnector):
         NixlBaseConnector.__init__(self, vllm_config, role, kv_cache_config)
         self.connector_scheduler: PushScheduler | None = None
         self.connector_worker: PushWorker | None = None
-        self.host_tier: HostTier | None = None
-        self._host_memory: HostMemory | None = None
         self._host_bytes = PushOptions.of(vllm_config).host_tier_bytes
         if role == KVConnectorRole.SCHEDULER:
             self.connector_scheduler = PushScheduler(vllm_config, self.engine_id, kv_cache_config)
@@ -197,7 +198,7 @@ class PushConnector(NixlPushConnector):
         assert self.connector_worker is not None
         metadata = self._metadata()
         self.connector_worker.start_load_kv(metadata)
-        if self._host_memory is not None and metadata.host is not None:
+        if self._host_memory is not None and metadata.host is not None and metadata.host.load_gpu_blocks:
             self._host_memory.load(metadata.host)
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
@@ -219,7 +220,7 @@ class PushConnector(NixlPushConnector):
         assert self.connector_worker is not None
         metadata = self._metadata()
         self.connector_worker.on_computed(metadata)
-        if self._host_memory is not None and metadata.host is not None:
+        if self._host_memory is not None and metadata.host is not None and metadata.host.store_gpu_blocks:
             self._host_memory.store(metadata.host, self.connector_worker.device_event())
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
-from support_models import special_model
+from support_models import MODELS, special_model
 from support_vllm import BLOCK_SIZE, Driver, engine_pid, frames, tiny_model
 from support_wait import until
 
@@ -252,21 +252,27 @@ async def test_an_idle_engine_takes_no_steps_and_copies_wake_it(model: Path, mon
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("kind", ["some-windows", "two ranks", "asynchronous"])
+@pytest.mark.parametrize("kind", ["some-windows", "mtp", "two ranks", "asynchronous"])
 async def test_models_and_engines_of_other_kinds(tmp_path: Path, kind: str) -> None:
-    model = special_model(tmp_path / kind, kind) if kind == "some-windows" else tiny_model(tmp_path / "tiny")
+    model = special_model(tmp_path / kind, kind) if kind in MODELS else tiny_model(tmp_path / "tiny")
     ranks = 2 if kind == "two ranks" else 1
-    arguments: dict[str, Any] = {"tensor_parallel_size": ranks} | {"async_scheduling": kind == "asynchronous"}
+    arguments: dict[str, Any] = {"tensor_parallel_size": ranks, "async_scheduling": kind == "asynchronous"}
+    if kind == "mtp":
+        arguments["speculative_config"] = {"method": "mtp", "num_speculative_tokens": 1}
+    arguments["max_model_len"] = 1024
     plain = await Driver.start(model, name="plain", enable_prefix_caching=False, **arguments)
-    room = 80 * BLOCK_SIZE * plain.info.kv_bytes_per_token // ranks
+    room = 40 * BLOCK_SIZE * plain.info.kv_bytes_per_token // ranks
     driver = await Driver.start(model, name="tier", kv=TIER, **arguments, kv_cache_memory_bytes=room)
     try:
+        said: list[list[int]] = [[] for _ in range(6)]
         for turn in range(2):
-            for number in range(10):
-                tokens = prompt(PROMPT, number) + prompt(40, 100 * turn + number)
-                key = f"{turn}-{number}"
-                assert await local(driver, key, tokens) == await local(plain, key, tokens)
-        assert host_hits(driver) >= 4 * whole_blocks(PROMPT)
+            for number, before in enumerate(said):
+                tokens = [*before, *prompt(PROMPT if turn == 0 else 30, 100 * turn + number)]
+                answer = await local(driver, f"{turn}-{number}", tokens, 40)
+                assert answer == await local(plain, f"{turn}-{number}", tokens, 40)
+                said[number] = [*tokens, *answer]
+        # A drafter computes the last block again.
+        assert host_hits(driver) >= 4 * (whole_blocks(PROMPT) - BLOCK_SIZE)
         await assert_no_leaks(driver)
     finally:
         await driver.stop()
