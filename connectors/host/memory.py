@@ -57,6 +57,8 @@ class HostMemory:
         device = _regions(worker, config.num_blocks)
         # The scheduler half counts blocks by the same function.
         blocks = SimpleCPUOffloadScheduler._derive_cpu_config(config, capacity_bytes).num_blocks
+        if (needed := blocks * sum(rows.shape[1] for rows in device.values())) > capacity_bytes:
+            raise ValueError(f"kv.host_tier_bytes: this model's blocks would take {needed} bytes; set it to 0")
         host = {
             name: torch.zeros((blocks, rows.shape[1]), dtype=torch.int8, device="cpu") for name, rows in device.items()
         }

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
-from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec
+from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.simple_kv_offload.manager import SimpleCPUOffloadScheduler
 from vllm.v1.simple_kv_offload.metadata import SimpleCPUOffloadWorkerMetadata
@@ -29,10 +29,11 @@ class HostTier(SimpleCPUOffloadScheduler):
         """`capacity_bytes`: of each rank. Raises ValueError for a model whose KV the tier cannot take."""
         specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
         if not any(isinstance(spec, FullAttentionSpec) for spec in specs) or not all(
-            isinstance(spec, AttentionSpec) for spec in specs
+            isinstance(spec, FullAttentionSpec | SlidingWindowSpec) for spec in specs
         ):
             raise ValueError(
-                "kv.host_tier_bytes: takes KV of attention, some of it to whole prompts; set it to 0 for this model"
+                "kv.host_tier_bytes: takes models whose layers attend to the whole prompt, some perhaps to a sliding "
+                "window; set it to 0 for this one"
             )
         sizes = resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)
         super().__init__(vllm_config, kv_cache_config, capacity_bytes, *sizes)

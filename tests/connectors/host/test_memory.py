@@ -94,16 +94,17 @@ def test_layers_that_share_their_blocks_memory_are_refused() -> None:
         memory(rank(padding=8))
 
 
-@pytest.mark.parametrize("kinds", [["window"], ["state"], ["full", "state"]])
+@pytest.mark.parametrize("kinds", [["window"], ["state"], ["full", "state"], ["full", "part"]])
 def test_a_model_whose_kv_the_tier_cannot_take_is_refused(kinds: list[str]) -> None:
     torch = pytest.importorskip("torch")
-    from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, SlidingWindowSpec
+    from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, FullAttentionSpec, MambaSpec, SlidingWindowSpec
 
     from connectors.host.tier import HostTier
 
     layout = {"block_size": 16, "num_kv_heads": 1, "head_size": 32, "dtype": torch.float32}
     specs = {
         "full": FullAttentionSpec(**layout),
+        "part": ChunkedLocalAttentionSpec(**layout, attention_chunk_size=64),
         "window": SlidingWindowSpec(**layout, sliding_window=32),
         "state": MambaSpec(block_size=16, shapes=((1,),), dtypes=(torch.float32,)),
     }

@@ -264,15 +264,15 @@ async def test_models_and_engines_of_other_kinds(tmp_path: Path, kind: str) -> N
     room = 40 * BLOCK_SIZE * plain.info.kv_bytes_per_token // ranks
     driver = await Driver.start(model, name="tier", kv=TIER, **arguments, kv_cache_memory_bytes=room)
     try:
-        said: list[list[int]] = [[] for _ in range(6)]
+        said: list[list[int]] = [[] for _ in range(4)]
         for turn in range(2):
             for number, before in enumerate(said):
                 tokens = [*before, *prompt(PROMPT if turn == 0 else 30, 100 * turn + number)]
-                answer = await local(driver, f"{turn}-{number}", tokens, 40)
-                assert answer == await local(plain, f"{turn}-{number}", tokens, 40)
+                answer = await local(driver, f"{turn}-{number}", tokens, 12)
+                assert answer == await local(plain, f"{turn}-{number}", tokens, 12)
                 said[number] = [*tokens, *answer]
         # A drafter computes the last block again.
-        assert host_hits(driver) >= 4 * (whole_blocks(PROMPT) - BLOCK_SIZE)
+        assert host_hits(driver) >= 2 * (whole_blocks(PROMPT) - BLOCK_SIZE)
         await assert_no_leaks(driver)
     finally:
         await driver.stop()
