@@ -157,6 +157,19 @@ async def test_a_reset_empties_host_memory_also_while_blocks_are_copied_there(pa
     await assert_no_leaks(decode)
 
 
+@pytest.mark.parametrize("mode", ["keep", "abort"])
+async def test_a_pause_that_clears_caches_ends_while_blocks_are_copied(pair, plain: Driver, mode: str) -> None:
+    _, decode = pair
+    tokens, key = prompt(PROMPT, 10), f"paused-{mode}"
+    await decode.decode(key, frames(tokens, 300))
+    await until(lambda: len(decode.tokens.get(key, ())) > 40)
+    await decode.engine.call("pause_scheduler", [], {"mode": mode, "clear_cache": True})
+    await decode.engine.call("resume_scheduler", [], {})
+    answer = await decode.done(key)
+    assert answer == (await local(plain, key, tokens, 300))[: len(answer)]
+    await assert_no_leaks(decode)
+
+
 async def test_aborts_at_any_moment_leave_no_block_pinned(pair, plain: Driver) -> None:
     prefill, decode = pair
     tokens = prompt(PROMPT, 5)
