@@ -1,6 +1,6 @@
-"""Prefixes fetched from other workers' caches or from host memory, on real vLLM engines: turns are prefilled where the
-device has not their history. Tokens are those of one engine that keeps all histories, also while workers are stopped and
-killed."""
+"""Prefixes from other workers' caches or from host memory, on real vLLM engines: turns are prefilled where the device
+has not their history. Tokens are those of one engine that keeps all of them, also while workers are stopped and killed.
+"""
 
 from __future__ import annotations
 
