@@ -7,7 +7,7 @@ from typing import Any
 
 _CONTEXT = "KV can be pushed from and to whole sequences only, expected 1, got {}"
 _EXPERTS = "the experts of a prompt are not pushed with its KV; remove it"
-_OFFLOADS = "vLLM would put its own KV connector in place of the fleet's; remove it"
+_OFFLOADS = "vLLM would put its own KV connector in place of the fleet's; remove it, and set kv.host_tier_bytes"
 # vLLM's engine arguments.
 _AT_MOST_ONE = {
     "decode_context_parallel_size": _CONTEXT,
