@@ -7,7 +7,7 @@ from typing import Any
 
 _CONTEXT = "KV can be pushed from and to whole sequences only, expected 1, got {}"
 _EXPERTS = "the experts of a prompt are not pushed with its KV; remove it"
-_OFFLOADS = "vLLM would put its own KV connector in place of the fleet's; remove it"
+_OFFLOADS = "vLLM would put its own KV connector in place of the fleet's; remove it, and set kv.host_tier_bytes"
 # vLLM's engine arguments.
 _AT_MOST_ONE = {
     "decode_context_parallel_size": _CONTEXT,
@@ -45,10 +45,10 @@ def unsupported_backends(backends: Mapping[str, Mapping[str, object]]) -> tuple[
     return None
 
 
-def unsupported(arguments: Mapping[str, Any], transfer: str) -> tuple[str, str] | None:
+def unsupported(arguments: Mapping[str, Any], transfer: str, host_tier_bytes: int) -> tuple[str, str] | None:
     """The first engine argument, or key of the configuration, that cannot be served with, and why, with the mend.
 
-    `transfer`: kv.transfer. Values of another type than vLLM's are left for vLLM to refuse.
+    `transfer` and `host_tier_bytes`: those of kv. Values of another type than vLLM's are left for vLLM to refuse.
     """
     for name, why in _AT_MOST_ONE.items():
         value = arguments.get(name)
@@ -61,6 +61,17 @@ def unsupported(arguments: Mapping[str, Any], transfer: str) -> tuple[str, str] 
             value = value.get(part) if isinstance(value, Mapping) else None
         if value not in (None, False):
             return name, why
+    if host_tier_bytes and arguments.get("enable_prefix_caching") is False:
+        return (
+            "kv.host_tier_bytes",
+            "it keeps what a prefix cache evicts, and there is none; set it to 0",
+        )
+    stages = arguments.get("pipeline_parallel_size")
+    if host_tier_bytes and isinstance(stages, int) and stages > 1:
+        return (
+            "kv.host_tier_bytes",
+            f"the caches of {stages} pipeline stages are of unequal size; set it to 0",
+        )
     batches = arguments.get("ubatch_size")
     if transfer == "layer" and (arguments.get("enable_dbo") or (isinstance(batches, int) and batches > 1)):
         return "kv.transfer", "by layer it would ship the blocks of both batches of enable_dbo at each; choose auto"

@@ -151,6 +151,8 @@ class KVCounters(msgspec.Struct, frozen=True):
     failures: int = 0  # transfers that failed, sent and received
     bad_messages: int = 0  # notifications that could not be read
     withdrawing_blocks: int = 0  # now: of transfers that were given up, kept until no WRITE can land in them
+    host_hit_tokens: int = 0  # of prompts: loaded from the host tier
+    host_blocks: int = 0  # now: in the host tier
     link_bytes_per_s: float = 0.0  # of all ranks: the fastest large WRITE of the last minutes; 0: none was
 
 
@@ -176,10 +178,8 @@ class StepCounters(msgspec.Struct, frozen=True):
 
 
 class WorkerLoad(msgspec.Struct, tag="load", frozen=True, omit_defaults=True):
-    """A worker's load report: published after engine steps, and at every heartbeat while idle.
-
-    Counters are cumulative since the process started.
-    """
+    """A worker's load report: published after engine steps, and at every heartbeat while idle. Counters are of its
+    process, so far."""
 
     worker_id: str
     sequence: int

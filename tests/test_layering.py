@@ -35,12 +35,13 @@ ROOMS: dict[str, tuple[str, ...]] = {
     ),
     "connectors.agent": (),
     "connectors.handshake": (),
+    "connectors.host": (),
     "connectors.layers": (),
     "connectors.lending": (),
     "connectors.sockets": (),
     "connectors.wake": (),
     "connectors.push": (
-        *("connectors.unsupported", "connectors.agent", "connectors.handshake"),
+        *("connectors.unsupported", "connectors.agent", "connectors.handshake", "connectors.host"),
         *("connectors.layers", "connectors.lending", "connectors.sockets", "connectors.wake"),
     ),
     "workers": ("types", "telemetry", "process", "config", "wire", "policy", "store"),
@@ -60,6 +61,7 @@ ENGINE_ROOMS = (
     "workers.vllm_engine",
     "connectors.agent",
     "connectors.handshake",
+    "connectors.host",
     "connectors.lending",
     "connectors.push",
 )

@@ -3,6 +3,8 @@
 Scheduler: bind_gpu_block_pool, on_new_request, get_num_new_matched_tokens, update_state_after_alloc,
 build_connector_meta, request_finished, update_connector_output, has_pending_push_work. Worker: handle_preemptions,
 start_load_kv, save_kv_layer, wait_for_save, get_transfer_results.
+
+With `kv.host_tier_bytes` each half has a part for the host tier, which hears of every step too.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import msgspec
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorMetadata,
     KVConnectorRole,
+    KVConnectorTransferResults,
     KVConnectorWorkerMetadata,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
@@ -22,22 +25,33 @@ from vllm.forward_context import get_forward_context
 from vllm.platforms import current_platform
 
 from connectors import handshake
-from connectors.push.metadata import PushMetadata, PushStats
+from connectors.host.memory import HostMemory
+from connectors.host.tier import HostTier, is_pushed
+from connectors.push.metadata import PushMetadata, PushOptions, PushStats, RankReport
 from connectors.push.scheduler import PushScheduler
 from connectors.push.wire import Endpoint
 from connectors.push.worker import PushWorker
 from connectors.unsupported import unsupported
 
 if TYPE_CHECKING:
+    import torch
     from vllm.config import VllmConfig
+    from vllm.distributed.kv_events import KVCacheEvent
     from vllm.forward_context import ForwardContext
     from vllm.v1.core.block_pool import BlockPool
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.kv_cache_utils import BlockHash
+    from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
 
 
 class PushConnector(NixlPushConnector):
     """Serves both roles: each request's parameters say whether its KV is sent or received here."""
+
+    host_tier: HostTier | None = None
+    _host_memory: HostMemory | None = None
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         self.refuse_unsupported(vllm_config)
@@ -46,8 +60,11 @@ class PushConnector(NixlPushConnector):
         NixlBaseConnector.__init__(self, vllm_config, role, kv_cache_config)
         self.connector_scheduler: PushScheduler | None = None
         self.connector_worker: PushWorker | None = None
+        self._host_bytes = PushOptions.of(vllm_config).host_tier_bytes
         if role == KVConnectorRole.SCHEDULER:
             self.connector_scheduler = PushScheduler(vllm_config, self.engine_id, kv_cache_config)
+            if self._host_bytes:
+                self.host_tier = HostTier(vllm_config, kv_cache_config, self._host_bytes)
         else:
             self.connector_worker = PushWorker(vllm_config, self.engine_id, kv_cache_config)
 
@@ -56,14 +73,16 @@ class PushConnector(NixlPushConnector):
         """Raises ValueError for a setting with which KV would be lost or wrong. It names the setting and the fix."""
         model, parallel, kv = vllm_config.model_config, vllm_config.parallel_config, vllm_config.kv_transfer_config
         assert kv is not None
-        names = ("decode_context_parallel_size", "prefill_context_parallel_size")
+        names = ("decode_context_parallel_size", "prefill_context_parallel_size", "pipeline_parallel_size")
         settings = {name: getattr(parallel, name) for name in names} | {
             "enable_dbo": parallel.use_ubatching,
+            "enable_prefix_caching": bool(vllm_config.cache_config.enable_prefix_caching),
             "enable_sleep_mode": model.enable_sleep_mode,
             "aux_output_config": {"enable_return_routed_experts": vllm_config.aux_output_config.enabled},
             "attention_config": {"hisparse_config": vllm_config.attention_config.hisparse_config},
         }
-        if (found := unsupported(settings, kv.get_from_extra_config("transfer", ""))) is not None:
+        options = (kv.get_from_extra_config(name, "") for name in ("transfer", "host_tier_bytes"))
+        if (found := unsupported(settings, *options)) is not None:
             raise ValueError(": ".join(found))
         device = current_platform.device_type
         if device not in ("cpu", "cuda"):
@@ -93,6 +112,8 @@ class PushConnector(NixlPushConnector):
     def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
         assert self.connector_scheduler is not None
         self.connector_scheduler.lending.pool = gpu_block_pool
+        if self.host_tier is not None:
+            self.host_tier.bind_gpu_block_pool(gpu_block_pool)
 
     @property
     def lends(self) -> bool:
@@ -111,9 +132,74 @@ class PushConnector(NixlPushConnector):
         assert self.connector_scheduler is not None
         self.connector_scheduler.drop(keys)
 
+    # ---- the scheduler, where there is a host tier -------------------------------------------------------------
+
+    @property
+    def supports_divergent_local_hybrid_hits(self) -> bool:
+        """With a push: it brings whatever any group of layers lacks. The tier knows of one length for all of them."""
+        return self.host_tier is None
+
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+        found = super().get_num_new_matched_tokens(request, num_computed_tokens)
+        if found[0] or self.host_tier is None:
+            return found
+        return self.host_tier.get_num_new_matched_tokens(request, num_computed_tokens)
+
+    def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
+        loaded_tokens = 0 if is_pushed(request) else num_external_tokens
+        super().update_state_after_alloc(request, blocks, num_external_tokens)
+        if self.host_tier is not None:
+            self.host_tier.update_state_after_alloc(request, blocks, loaded_tokens)
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+        metadata = super().build_connector_meta(scheduler_output)
+        if self.host_tier is not None:
+            assert isinstance(metadata, PushMetadata)
+            metadata.host = self.host_tier.build_connector_meta(scheduler_output)
+        return metadata
+
+    def request_finished_all_groups(
+        self, request: Request, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        if self.host_tier is not None:
+            self.host_tier.request_finished_all_groups(request, block_ids)  # it pins what it still has to store
+            if self.host_tier.loads(request.request_id):
+                block_ids = tuple([] for _ in block_ids)  # vLLM itself holds them, until they are loaded
+        return super().request_finished_all_groups(request, block_ids)
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        super().update_connector_output(connector_output)
+        if self.host_tier is not None:
+            report = connector_output.kv_connector_worker_meta
+            stored = report.stored if isinstance(report, RankReport) else {}
+            self.host_tier.copied(connector_output.finished_recving, stored)
+
+    def has_pending_push_work(self) -> bool:
+        stores = self.host_tier is not None and self.host_tier.has_pending_stores()
+        return stores or super().has_pending_push_work()
+
+    def take_events(self) -> Iterable[KVCacheEvent]:
+        return self.host_tier.take_events() if self.host_tier is not None else ()
+
+    def reset_cache(self) -> bool | None:
+        return self.host_tier.reset() if self.host_tier is not None else None
+
+    # ---- a rank ------------------------------------------------------------------------------------------------
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        super().register_kv_caches(kv_caches)
+        if self._host_bytes:
+            assert (worker := self.connector_worker) is not None
+            self._host_memory = HostMemory(
+                worker, self.kv_cache_config, self._host_bytes, begin=worker.take_cores, ended=worker.wake_event.set
+            )
+
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         assert self.connector_worker is not None
-        self.connector_worker.start_load_kv(self._metadata())
+        metadata = self._metadata()
+        self.connector_worker.start_load_kv(metadata)
+        if self._host_memory is not None and metadata.host is not None and metadata.host.load_gpu_blocks:
+            self._host_memory.load(metadata.host)
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         assert self.connector_worker is not None and isinstance(kv_connector_metadata, PushMetadata)
@@ -132,7 +218,16 @@ class PushConnector(NixlPushConnector):
 
     def wait_for_save(self) -> None:
         assert self.connector_worker is not None
-        self.connector_worker.on_computed(self._metadata())
+        metadata = self._metadata()
+        self.connector_worker.on_computed(metadata)
+        if self._host_memory is not None and metadata.host is not None and metadata.host.store_gpu_blocks:
+            self._host_memory.store(metadata.host, self.connector_worker.device_event())
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        results = super().get_transfer_results(finished_req_ids)
+        if self._host_memory is not None:
+            results.finished_recving |= self._host_memory.take_loaded()
+        return results
 
     def _metadata(self) -> PushMetadata:
         metadata = self._connector_metadata
@@ -141,13 +236,19 @@ class PushConnector(NixlPushConnector):
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         assert self.connector_worker is not None
-        return self.connector_worker.reports.take()
+        return self.connector_worker.reports.take(self._host_memory.take_stored() if self._host_memory else None)
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
         if self.connector_scheduler is not None:
-            return self.connector_scheduler.take_stats()
+            changes = self.host_tier.take_changes() if self.host_tier is not None else (0, 0)
+            return self.connector_scheduler.take_stats(*changes)
         return super().get_kv_connector_stats()
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats:
         return PushStats(data=data) if data is not None else PushStats()
+
+    def shutdown(self) -> None:
+        if self._host_memory is not None:
+            self._host_memory.close()
+        super().shutdown()

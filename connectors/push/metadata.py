@@ -6,7 +6,8 @@ Pickled when workers are separate processes, so plain data only.
 from __future__ import annotations
 
 import queue
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
@@ -16,6 +17,7 @@ from connectors.push.wire import Endpoint, Register, Unregister
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.v1.simple_kv_offload.metadata import SimpleCPUOffloadMetadata
 
 TRANSFERS = ("auto", "chunk", "layer", "whole")
 
@@ -29,6 +31,7 @@ class PushOptions:
     lease_s: float = 30.0  # prefill keeps finished blocks this long for a decode that has not registered
     verify: bool = False  # compare checksums of both ends' blocks
     advertise: str = ""  # where peers reach this engine; empty: where it listens
+    host_tier_bytes: int = 0  # of each rank; 0: there is no host tier
     writer_cores: tuple[int, ...] = ()  # where the thread that writes may run; none: where its process may
 
     @classmethod
@@ -47,9 +50,9 @@ class PushOptions:
         lease_s = float(config.get_from_extra_config("kv_lease_s", timeout_s))
         verify = bool(config.get_from_extra_config("verify", cls.verify))
         advertise = str(config.get_from_extra_config("advertise", cls.advertise))
-        return cls(
-            transfer, timeout_s, lease_s, verify, advertise, tuple(config.get_from_extra_config("writer_cores", ()))
-        )
+        host_bytes = int(config.get_from_extra_config("host_tier_bytes", cls.host_tier_bytes))
+        cores = tuple(config.get_from_extra_config("writer_cores", ()))
+        return cls(transfer, timeout_s, lease_s, verify, advertise, host_bytes, cores)
 
 
 @dataclass(frozen=True)
@@ -136,6 +139,7 @@ class PushMetadata(KVConnectorMetadata):
         self.unused: list[Unused] = []
         self.dead_engines: list[str] = []
         self.met: list[Met] = []
+        self.host: SimpleCPUOffloadMetadata | None = None  # copies from and to the host tier
 
     def has_news(self) -> bool:
         return bool(
@@ -154,18 +158,20 @@ class PushMetadata(KVConnectorMetadata):
 
 @dataclass(frozen=True)
 class RankReport(KVConnectorWorkerMetadata):
-    """What one rank tells the scheduler half, which hears of all ranks together: whose KV it has given up, and how many
-    blocks wait here for peers that do not answer."""
+    """What one rank tells the scheduler half, which hears of all ranks together: whose KV it has given up, how many
+    blocks wait here for peers that do not answer, and by number how many ranks have ended a store to the host tier."""
 
     unreceived: frozenset[str] = frozenset()
     unpushed: frozenset[str] = frozenset()
     withdrawing_blocks: int = 0
+    stored: dict[int, int] = field(default_factory=dict)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> RankReport:
         assert isinstance(other, RankReport)
         # All ranks have the same blocks, each with its own share of the heads.
         most = max(self.withdrawing_blocks, other.withdrawing_blocks)
-        return RankReport(self.unreceived | other.unreceived, self.unpushed | other.unpushed, most)
+        stored = Counter(self.stored) + Counter(other.stored)
+        return RankReport(self.unreceived | other.unreceived, self.unpushed | other.unpushed, most, stored)
 
 
 class RankReports:
@@ -176,9 +182,9 @@ class RankReports:
         self.unpushed: queue.SimpleQueue[str] = queue.SimpleQueue()
         self.withdrawing_blocks = self._told = 0
 
-    def take(self) -> RankReport | None:
-        """None where nothing is to be told."""
-        report = RankReport(_all(self.unreceived), _all(self.unpushed), self.withdrawing_blocks)
+    def take(self, stored: dict[int, int] | None = None) -> RankReport | None:
+        """`stored`: as in `RankReport`. None where nothing is to be told."""
+        report = RankReport(_all(self.unreceived), _all(self.unpushed), self.withdrawing_blocks, stored or {})
         before, self._told = self._told, report.withdrawing_blocks
         return report if before or report != RankReport() else None
 
@@ -202,6 +208,8 @@ class PushStats(NixlKVConnectorStats):
     CORRUPT = "pd_corrupt"
     # Told by the scheduler half: how many more than it told last.
     WITHDRAWING_BLOCKS = "pd_withdrawing_blocks"
+    HOST_HIT_TOKENS = "pd_host_hit_tokens"
+    HOST_BLOCKS = "pd_host_blocks"
     OURS = (
         STREAM_SECONDS,
         EXPOSED_SECONDS,
@@ -211,6 +219,8 @@ class PushStats(NixlKVConnectorStats):
         VERIFIED,
         CORRUPT,
         WITHDRAWING_BLOCKS,
+        HOST_HIT_TOKENS,
+        HOST_BLOCKS,
     )
 
     def reset(self) -> None:

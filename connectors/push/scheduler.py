@@ -291,13 +291,15 @@ class PushScheduler(NixlPushConnectorScheduler):
             self._next.withdrawn |= dict.fromkeys(given_up - self._next.withdrawn.keys(), "another rank gave it up")
             self._next.unwanted.extend(report.unpushed & (self._held | self._prefills.keys()))
 
-    def take_stats(self) -> PushStats | None:
-        """What has changed since it was asked last."""
+    def take_stats(self, host_hit_tokens: int = 0, host_blocks: int = 0) -> PushStats | None:
+        """What has changed since it was asked last, here and in the host tier."""
         more, self._withdrawing_told = self._withdrawing_blocks - self._withdrawing_told, self._withdrawing_blocks
-        if not more:
+        if not (more or host_hit_tokens or host_blocks):
             return None
         stats = PushStats()
         stats.record(PushStats.WITHDRAWING_BLOCKS, more)
+        stats.record(PushStats.HOST_HIT_TOKENS, host_hit_tokens)
+        stats.record(PushStats.HOST_BLOCKS, host_blocks)
         return stats
 
     # ---- the fleet ---------------------------------------------------------------------------------------------

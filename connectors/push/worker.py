@@ -99,7 +99,7 @@ class PushWorker(Connections):
         """
         for computed in metadata.computed:
             if computed.earlier:
-                ready = self._device_event() if self.drafts or not computed.whole else None
+                ready = self.device_event() if self.drafts or not computed.whole else None
                 chunk = do.Chunk(computed.start, computed.blocks, None, ready, whole=computed.whole)
                 self._submit(functools.partial(self._outbound.computed, computed.key, [chunk], computed.epoch, True))
 
@@ -108,7 +108,7 @@ class PushWorker(Connections):
         closing = {it.key: len(it.blocks[0]) for it in metadata.computed if it.closed and not it.earlier}
         if closing and (due := self._layers.report(layer_name, closing, forward)):
             self._begin(metadata)
-            ready = self._device_event()
+            ready = self.device_event()
             for computed in metadata.computed:
                 if computed.key in due:
                     self._submit_chunk(computed, due[computed.key], ready, closed=False)
@@ -118,7 +118,7 @@ class PushWorker(Connections):
         by_position = [computed for computed in metadata.computed if not computed.earlier]
         metadata.computed = [computed for computed in metadata.computed if computed.earlier]
         self._begin(metadata)
-        ready = self._device_event() if by_position else None
+        ready = self.device_event() if by_position else None
         for computed in by_position:
             self._submit_chunk(computed, self._layers.rest(computed.key), ready, computed.closed)
         self._layers.end()
@@ -128,7 +128,7 @@ class PushWorker(Connections):
         chunks = [] if regions == () else [do.Chunk(computed.start, computed.blocks, regions, ready)]
         self._submit(functools.partial(self._outbound.computed, computed.key, chunks, computed.epoch, closed))
 
-    def _device_event(self) -> Any:
+    def device_event(self) -> Any:
         """A CUDA event after the work queued so far; None on CPUs."""
         if self.device_type != "cuda":
             return None
@@ -169,7 +169,7 @@ class PushWorker(Connections):
         if self.device_type == "cuda":
             # Not torch's own: it makes no context current on a fresh thread.
             current_platform.set_device(torch.device(self.device_type, self.device_id))
-        self._take_cores()
+        self.take_cores()
         tick_at = 0.0
         while not self._push_writer_stop.is_set():
             try:
@@ -194,7 +194,7 @@ class PushWorker(Connections):
             self._push_writer_wake.wait(self._poll_s())
             self._push_writer_wake.clear()
 
-    def _take_cores(self) -> None:
+    def take_cores(self) -> None:
         """Moves this thread to `writer_cores`. Where that fails it runs on its process's cores."""
         if self.options.writer_cores:
             try:

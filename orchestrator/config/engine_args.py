@@ -202,6 +202,8 @@ def check_engine_args(config: Config) -> None:
     a setting with which KV would be lost, and a value that the two roles must share but do not."""
     if config.engine == "sim":
         check_simulated(config.sim)
+        if config.kv.host_tier_bytes:
+            raise ConfigError("kv.host_tier_bytes: the simulated engine has no host memory for KV; set it to 0")
     workers = config.workers
     sections = {
         "workers.engine_args": workers.engine_args,
@@ -237,7 +239,8 @@ def check_arguments(config: Config, arguments: Mapping[str, Any], section: str, 
         if name.startswith("data_parallel_") and name != _GROUP:
             raise ConfigError(f"{section}.{name}: is set by the fleet; set {_GROUP} alone")
     _check_names(section, arguments, _engine_names())
-    found = unsupported(arguments, config.kv.transfer) or unsupported_backends(config.kv.backends)
+    kv = config.kv
+    found = unsupported(arguments, kv.transfer, kv.host_tier_bytes) or unsupported_backends(kv.backends)
     if found is not None:
         key, why = found
         raise ConfigError(f"{key if key.startswith('kv.') else f'{section}.{key}'}: {why}")

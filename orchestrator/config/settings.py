@@ -20,6 +20,7 @@ from orchestrator.config.values import (
     NAME_PATTERN,
     PATTERNS,
     Amount,
+    BytesOrNone,
     Count,
     Factor,
     Name,
@@ -73,8 +74,7 @@ class WorkersConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     env: dict[str, str] = {}
     labels: dict[Name, Name] = {}  # where they are: {zone: a, rack: r1}
     bind: Text = "127.0.0.1"  # address that workers listen at; auto: the one that leads to Redis; 0.0.0.0, "::": all
-    # Where frontends and other workers reach them, an address or a name. Default: `bind`, or, where that is all
-    # addresses, the one that leads to Redis.
+    # Where others reach them, an address or a name. Default: `bind`; where that is all, the address that leads to Redis
     advertise: Text | None = None
     # The ports that workers listen at, as 20000-20999; three for each, and those of UCX. Default: any that are free.
     ports: Ports | None = None
@@ -180,6 +180,7 @@ class KVConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     verify: bool = False  # compare checksums of the blocks at both ends after every transfer: slow, for finding faults
     backends: dict[Name, dict[Name, str | int]] = {}  # of NIXL, and their parameters: {UCX: {num_workers: 2}}
     fetch: Literal["off", "auto"] = "off"  # auto: a worker that prefills fetches what another has cached
+    host_tier_bytes: BytesOrNone = 0  # of host memory for each rank of a worker, for KV that its device evicts
 
 
 class SimConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

@@ -15,6 +15,7 @@ Seconds = Annotated[float, Meta(ge=0.0001, le=1_000_000)]
 Count = Annotated[int, Meta(ge=0, le=1_000_000_000)]
 Positive = Annotated[int, Meta(ge=1, le=1_000_000_000)]
 Bytes = Annotated[int, Meta(ge=1, le=1_000_000_000_000)]
+BytesOrNone = Annotated[int, Meta(ge=0, le=1_000_000_000_000)]
 Amount = Annotated[float, Meta(ge=0, le=1_000_000)]  # a weight, a cost: may be nothing
 Factor = Annotated[float, Meta(ge=0.001, le=1_000_000)]  # something is divided by it, or grows with it
 Share = Annotated[float, Meta(gt=0, lt=1)]

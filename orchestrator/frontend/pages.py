@@ -89,6 +89,10 @@ class FleetCollector(Collector):
         )
         dummies = CounterMetricFamily("pd_group_dummy_steps", "Empty batches of ranks, in all", labels=["group"])
         waves = CounterMetricFamily("pd_group_waves", "Times that the ranks began to step", labels=["group"])
+        host_hits = CounterMetricFamily(
+            "pd_kv_host_hit_tokens", "Prompt tokens loaded from the worker's host tier", labels=["worker"]
+        )
+        host_blocks = GaugeMetricFamily("pd_kv_host_blocks", "KV blocks in the worker's host tier", labels=["worker"])
         for view in self._workers():
             name = view.info.id
             up.add_metric([name, view.info.role.value, view.info.state.value], 1)
@@ -114,8 +118,10 @@ class FleetCollector(Collector):
                 lost.add_metric([name], group.lost_s)
                 dummies.add_metric([name], group.dummies)
                 waves.add_metric([name], group.waves)
+            host_hits.add_metric([name], load.kv.host_hit_tokens)
+            host_blocks.add_metric([name], load.kv.host_blocks)
         yield from (up, blocks, running, corrupt, sent, described, took, failed, bad, withdrawing, fetches, fetched)
-        yield from (mean, most, lost, dummies, waves)
+        yield from (mean, most, lost, dummies, waves, host_hits, host_blocks)
 
 
 def fleet_routes(

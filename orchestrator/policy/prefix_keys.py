@@ -71,12 +71,13 @@ class EventTranslator:
 
     vLLM's BlockStored has the engine's hashes, the parent's hash and the token ids, from which the keys are computed.
     Its BlockRemoved has only the engine's hashes, so the translator remembers the key of every cached block. Both come
-    once per block, and equal blocks may be cached several times: a key is held until the last of them is removed.
+    once per block, and equal blocks may be cached several times: a key is held until the last of them is removed. So it
+    is with the copies in host memory, which are counted by themselves: what one medium loses, the other still has.
     """
 
     def __init__(self, block_size: int) -> None:
         self.block_size = block_size
-        self._held: dict[object, list[int]] = {}  # engine hash -> [key, copies]
+        self._held: dict[object, list[int]] = {}  # engine hash -> [key, copies on the device, in host memory]
 
     def stored(
         self,
@@ -99,17 +100,24 @@ class EventTranslator:
             if (held := self._held.get(engine_hash)) is not None:
                 held[1] += 1
             else:
-                self._held[engine_hash] = [key, 1]
+                self._held[engine_hash] = [key, 1, 0]
                 keys.append(key)
         return keys
 
-    def removed(self, engine_hashes: Iterable[object]) -> list[int]:
-        """The keys that are no longer held."""
-        keys: list[int] = []
+    def copied(self, engine_hashes: Iterable[object]) -> None:
+        """They are in host memory too, from now on. An engine copies what its device has: others have no key."""
         for engine_hash in engine_hashes:
             if (held := self._held.get(engine_hash)) is not None:
-                held[1] -= 1
-                if not held[1]:
+                held[2] += 1
+
+    def removed(self, engine_hashes: Iterable[object], *, from_host: bool = False) -> list[int]:
+        """The keys that are no longer held."""
+        keys: list[int] = []
+        copies = 2 if from_host else 1
+        for engine_hash in engine_hashes:
+            if (held := self._held.get(engine_hash)) is not None and held[copies]:
+                held[copies] -= 1
+                if not held[1] and not held[2]:
                     del self._held[engine_hash]
                     keys.append(held[0])
         return keys

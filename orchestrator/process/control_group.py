@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -24,6 +25,11 @@ def memory_limit(root: Path = _ROOT, membership: Path = _MEMBERSHIP) -> float:
     """How many bytes this process may use together with its group (memory.max, memory.limit_in_bytes); infinite
     without a limit."""
     return min(map(_bytes, _groups("memory", root, membership)), default=math.inf)
+
+
+def find_memory() -> int:
+    """The bytes of memory that this machine has, or that its container may use of it."""
+    return int(min(memory_limit(), os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")))
 
 
 def _groups(controller: str, root: Path, membership: Path) -> Iterator[Path]:

@@ -1,5 +1,6 @@
-"""Prefixes fetched from other workers' caches, on real vLLM engines: turns are prefilled where their history is not.
-Tokens are those of one engine that keeps all histories, also while holders are stopped and killed."""
+"""Prefixes from other workers' caches or from host memory, on real vLLM engines: turns are prefilled where the device
+has not their history. Tokens are those of one engine that keeps all of them, also while workers are stopped and killed.
+"""
 
 from __future__ import annotations
 
@@ -94,6 +95,31 @@ async def test_fetched_history_gives_the_same_answers_and_holders_may_fail(tmp_p
         assert await said_by(fleet, FIRST_SEEDS[1]) == other_truth
         await failing
         fleet.assert_no_leaks()
+
+
+async def test_history_in_host_memory_gives_the_same_answers_and_its_worker_may_be_killed(tmp_path):
+    model = small_model(tmp_path / "small")
+    truth, other_truth = await said_by_one_engine(model)
+    tier = ("kv.fetch=off", "workers.decode.replicas=1", f"kv.host_tier_bytes={CACHE_BYTES}", f"model={model}")
+    with running_fleet("demo-1p1d-cpu.yaml", *SETTINGS, *tier) as fleet:
+        assert await said_by(fleet, FIRST_SEEDS[0]) == truth
+        later_turns = (TURNS - 1) * CONVERSATIONS * FIRST_TOKENS
+        fleet.until(lambda: fleet.metric("pd_kv_host_hit_tokens_total") > later_turns / 2, "most histories are loaded")
+        assert fleet.metric("pd_kv_transfer_failures_total") == 0, "what arrived is what was sent"
+        fleet.assert_no_leaks()
+        failing = asyncio.create_task(kill_prefill(fleet))
+        assert await said_by(fleet, FIRST_SEEDS[1]) == other_truth
+        await failing
+        fleet.assert_no_leaks()
+
+
+async def kill_prefill(fleet: RunningFleet) -> None:
+    """Once it loads histories of this load."""
+    (worker,) = fleet.workers("prefill")
+    loaded = fleet.metric("pd_kv_host_hit_tokens_total")
+    await fleet.soon(lambda: fleet.metric("pd_kv_host_hit_tokens_total") > loaded, "histories are loaded")
+    for pid in [*descendants(worker["pid"]), worker["pid"]]:
+        os.kill(pid, signal.SIGKILL)
 
 
 async def fail_holders(fleet: RunningFleet) -> None:

@@ -32,7 +32,7 @@ from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
 from orchestrator.config.engine_args import check_environment
 from orchestrator.config.settings import KVConfig
-from orchestrator.process.control_group import cpu_limit
+from orchestrator.process.control_group import cpu_limit, find_memory
 from workers.engine import Group
 from workers.vllm_engine.plugin import SOCKETS, engine_process
 
@@ -109,6 +109,7 @@ def build_config(
             "advertise": kv_advertise,
             "backends": list(kv.backends) or ["UCX"],
             "backend_parameters": kv.backends,
+            "host_tier_bytes": kv.host_tier_bytes,
             # NIXL would share large WRITEs among vLLM's 4 threads, which spin until their part has ended.
             "num_threads": 0,
             # On CPU the thread that posts a WRITE copies the data. It runs on idle cores, if there are any.
@@ -120,6 +121,12 @@ def build_config(
         args |= _in_group(model, args, group)
         config = AsyncEngineArgs(model=model, **args).create_engine_config()
     KVConnectorFactory.get_connector_class(config.kv_transfer_config).refuse_unsupported(config)
+    ranks, has = config.parallel_config.local_world_size, find_memory()
+    if ranks * kv.host_tier_bytes > has:
+        raise ValueError(
+            f"kv.host_tier_bytes: {kv.host_tier_bytes} for each of {ranks} ranks, but this host has {has} bytes of "
+            "memory; lower it"
+        )
     return config
 
 

@@ -10,6 +10,7 @@ import os
 import time
 import uuid
 from collections.abc import Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Any
 
@@ -45,6 +46,7 @@ _vllm_target = EngineCoreProc.run_engine_core
 _vllm_coordinator = DPCoordinatorProc.run_coordinator
 _vllm_rank = multiproc_executor.WorkerProc.worker_main
 _vllm_abort = EngineCore.abort_requests
+_vllm_reset = EngineCore.reset_prefix_cache
 
 
 @contextmanager
@@ -100,7 +102,8 @@ def run_rank(*args: Any, **kwargs: Any) -> None:
 
 
 def register() -> None:
-    """Add the engine utilities, called by `call_utility_async(name, ...)`, and an abort that frees pushed KV too.
+    """Add the engine utilities, called by `call_utility_async(name, ...)`, an abort that frees pushed KV too, and a
+    reset that empties the host tier too.
 
     Idempotent. vLLM calls it in every process of an engine. Processes that a worker started also get `patches`.
     """
@@ -117,6 +120,7 @@ def register() -> None:
     EngineCore.pd_meet = _pd_meet
     EngineCore.pd_lend = _pd_lend
     EngineCore.abort_requests = _abort_requests
+    EngineCore.reset_prefix_cache = _reset_prefix_cache
 
 
 # ---- utilities ---------------------------------------------------------------------------------------------------
@@ -176,6 +180,19 @@ def _abort_requests(engine: Any, keys: list[str]) -> None:
     _vllm_abort(engine, keys)
     if (drop := getattr(engine.scheduler.get_kv_connector(), "drop", None)) is not None:
         drop(keys)
+
+
+def _reset_prefix_cache(
+    engine: Any, reset_running_requests: bool = False, reset_connector: bool = False
+) -> bool | Future[bool]:
+    """vLLM's, and always of the host tier too, from which the engine would load what it is to forget. Blocks that are
+    being copied there cannot be dropped: where nothing else is done, this waits for them."""
+    tier = getattr(engine.scheduler.get_kv_connector(), "host_tier", None)
+    if tier is None or not tier.has_pending_stores() or engine.scheduler.has_unfinished_requests():
+        return _vllm_reset(engine, reset_running_requests, reset_connector or tier is not None)
+    done: Future[bool] = Future()
+    engine._idle_state_callbacks.append(lambda engine: done.set_result(_vllm_reset(engine, False, True)))
+    return done
 
 
 # ---- the engine's loop -------------------------------------------------------------------------------------------

@@ -19,7 +19,8 @@ from orchestrator.config.engine_args import engine_args
 from orchestrator.config.model import find_model
 from orchestrator.config.server_args import MEDIA_CONNECTOR
 from orchestrator.config.settings import Config, ConfigError
-from orchestrator.launch.host.machine import find_cores, find_gpus, find_memory, hold_port
+from orchestrator.launch.host.machine import find_cores, find_gpus, hold_port
+from orchestrator.process.control_group import find_memory
 from orchestrator.types import Role
 
 _GIB = 1 << 30

@@ -20,7 +20,7 @@ import msgspec
 from orchestrator.config.engine_args import engine_args, environment, group_size, pool, ranks
 from orchestrator.config.settings import Config, ConfigError, port_range
 from orchestrator.config.values import MAX_WORKERS
-from orchestrator.process.control_group import cpu_limit, memory_limit
+from orchestrator.process.control_group import cpu_limit, find_memory
 from orchestrator.types import Role
 
 # vLLM's default for gpu_memory_utilization is near 1: a worker that does not set it has its GPUs to itself.
@@ -219,11 +219,6 @@ def find_cores() -> list[int]:
     return cores[first : first + count]
 
 
-def find_memory() -> int:
-    """The bytes of memory that this machine has, or that its container may use of it."""
-    return int(min(memory_limit(), os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")))
-
-
 def find_gpus(devices: Path = Path("/dev")) -> list[str]:
     """The NVIDIA GPUs, by their names in CUDA_VISIBLE_DEVICES. If that variable is set, its GPUs."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -299,10 +294,12 @@ def _check_count(config: Config, workers: int) -> None:
 
 def _limits(config: Config) -> Iterator[tuple[int, str]]:
     """How many workers the machine has memory and ports for at most, each with why there may be no more."""
-    each = _WORKER_BYTES[config.engine]
+    host_tier = config.kv.host_tier_bytes
+    each = _WORKER_BYTES[config.engine] + max(ranks(config, role) for role in Role) * host_tier
     most = find_memory() // each
     holds = f"workers: this machine's memory holds at most {most} processes of {each >> 20} MiB"
-    yield most, f"{holds}; lower replicas or data_parallel_size"
+    mend = "lower kv.host_tier_bytes, or replicas" if host_tier else "lower replicas or data_parallel_size"
+    yield most, f"{holds}; {mend}"
     ports = port_range(config)
     if ports is not None:
         most = len(ports) // _WORKER_PORTS

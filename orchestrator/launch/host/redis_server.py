@@ -20,8 +20,8 @@ from urllib.parse import urlsplit
 
 from orchestrator.config.settings import Config, ConfigError
 from orchestrator.config.values import masked
-from orchestrator.launch.host.machine import find_memory
 from orchestrator.launch.supervise import backoff_s
+from orchestrator.process.control_group import find_memory
 from orchestrator.process.own_files import Foreign, make_folder, open_own
 from orchestrator.process.parent import kill_with
 from orchestrator.store.client import Redis, RedisAway, connect

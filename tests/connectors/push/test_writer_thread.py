@@ -70,7 +70,7 @@ def worker() -> Iterator[Any]:
             self.steps: list[LateEvent] = []
             self.know("D", 1, [0])
 
-        def _device_event(self) -> LateEvent:
+        def device_event(self) -> LateEvent:
             self.steps.append(LateEvent())
             return self.steps[-1]
 

@@ -68,6 +68,31 @@ def test_overlapping_batches_are_refused_by_layer_only(tmp_path: Path, more: str
         checked(file)
 
 
+@pytest.mark.parametrize(
+    ("argument", "more", "line"),
+    [
+        ("dtype: float32", "host_tier_bytes: -1", "expected an integer >= 0, got -1"),
+        ("dtype: float32", "host_tier_bytes: 4 GiB", "expected an integer, got '4 GiB'"),
+        (
+            "enable_prefix_caching: false",
+            "host_tier_bytes: 4096",
+            "it keeps what .* there is none; set it to 0",
+        ),
+        ("pipeline_parallel_size: 2", "host_tier_bytes: 4096", "the caches of 2 pipeline stages .*; set it to 0"),
+        ("dtype: float32", "host_tier_bytes: 4096\nengine: sim", "the simulated engine has no .*; set it to 0"),
+        ("enable_prefix_caching: false", "host_tier_bytes: 0", ""),
+        ("enable_prefix_caching: true", "host_tier_bytes: 4096", ""),
+    ],
+)
+def test_a_host_tier_that_could_keep_nothing_is_refused(tmp_path: Path, argument: str, more: str, line: str) -> None:
+    file = written(tmp_path, argument, f"kv:\n  {more}\n")
+    if line:
+        with pytest.raises(ConfigError, match=f"line 7: kv.host_tier_bytes: {line}"):
+            checked(file)
+    else:
+        checked(file)
+
+
 def test_what_is_switched_off_is_taken(tmp_path: Path) -> None:
     checked(
         written(tmp_path, "{enable_return_routed_experts: false, kv_offloading_size: null, enable_sleep_mode: false}")

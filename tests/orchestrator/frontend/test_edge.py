@@ -5,6 +5,7 @@ import json
 from typing import Annotated
 
 import httpx
+import msgspec
 import pytest
 import uvicorn
 from fastapi import Body, FastAPI, Request, Response
@@ -40,6 +41,7 @@ def fleet():
     )
     fleet.upsert(info, 0.0)
     kv = KVCounters(bytes_sent=1000, descriptors=30, transfers=2, transfer_s=0.5, bad_messages=1, withdrawing_blocks=7)
+    kv = msgspec.structs.replace(kv, host_hit_tokens=640, host_blocks=20)
     load = WorkerLoad("d0", 1, 100, 60, 2, 1, 30, 5.0, kv=kv, corrupt_messages=4)
     fleet.take_load(load, 0.0)
     return fleet
@@ -221,6 +223,8 @@ async def test_metrics_have_the_promised_names(client):
         'pd_kv_transfer_descriptors_total{worker="d0"} 30.0',
         'pd_kv_bad_messages_total{worker="d0"} 1.0',
         'pd_kv_withdrawing_blocks{worker="d0"} 7.0',
+        'pd_kv_host_hit_tokens_total{worker="d0"} 640.0',
+        'pd_kv_host_blocks{worker="d0"} 20.0',
         'pd_worker_corrupt_messages_total{worker="d0"} 4.0',
         'pd_kv_transfer_seconds_sum{worker="d0"} 0.5',
         'pd_kv_transfer_seconds_count{worker="d0"} 2.0',

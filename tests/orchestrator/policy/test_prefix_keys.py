@@ -33,6 +33,18 @@ def test_block_cached_twice_is_held_until_both_are_removed():
     assert translator.stored([b"x"], None, TOKENS[:4]) == stored
 
 
+def test_what_one_medium_loses_the_other_still_has():
+    translator = EventTranslator(block_size=4)
+    keys = translator.stored([b"x", b"y"], None, TOKENS[:8])
+    translator.copied([b"x", b"unknown"])
+    assert translator.removed([b"y", b"unknown"], from_host=True) == [], "it has no copy there"
+    assert translator.removed([b"x", b"y"]) == keys[1:]
+    assert translator.stored([b"z"], b"x", TOKENS[8:12]), "a block after it has a key, too"
+    assert translator.stored([b"x"], None, TOKENS[:4]) == [], "loaded from there"
+    assert translator.removed([b"x"], from_host=True) == []
+    assert translator.removed([b"x"]) == keys[:1]
+
+
 def test_different_salts_share_no_key():
     salts = [salt_of(*names) for names in ((None, None), ("a", None), (None, "a"), ("a", "b"), ("ab", None))]
     keys = [set(prefix_keys(TOKENS, 16, salt)) for salt in salts]

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from orchestrator.process import control_group
 from orchestrator.process.control_group import cpu_limit, memory_limit
 
 
@@ -64,3 +65,9 @@ def test_no_limit(tmp_path: Path, membership: str, files: dict[str, str]):
 
 def test_without_control_groups(tmp_path: Path):
     assert cpu_limit(tmp_path, tmp_path / "none") == memory_limit(tmp_path, tmp_path / "none") == math.inf
+
+
+def test_memory_is_that_of_the_container(monkeypatch: pytest.MonkeyPatch):
+    whole = control_group.find_memory()
+    monkeypatch.setattr(control_group, "memory_limit", lambda: 1 << 30)
+    assert control_group.find_memory() == 1 << 30 < whole

@@ -21,13 +21,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_model(tmp_path_factory.mktemp("model"), heads=12, kv_heads=6, hidden=96)
 
 
-def build(model: Path, **engine_args: Any) -> Any:
+def build(model: Path, kv: KVConfig = KVConfig(), **engine_args: Any) -> Any:
     from workers.vllm_engine.launch import build_config
 
     defaults = {"skip_tokenizer_init": True, "dtype": "float32", "max_model_len": 512}
-    return build_config(
-        str(model), defaults | engine_args, engine_id="e", kv_host="127.0.0.1", kv_port=1, kv=KVConfig()
-    )
+    return build_config(str(model), defaults | engine_args, engine_id="e", kv_host="127.0.0.1", kv_port=1, kv=kv)
 
 
 def test_supported_configuration_is_built(model: Path) -> None:
@@ -53,6 +51,19 @@ def test_config_section_is_read_like_command_line(model: Path) -> None:
 def test_engine_arguments_that_lose_kv_are_refused(model: Path, engine_args: dict[str, Any], line: str) -> None:
     with pytest.raises(ValueError, match=line):
         build(model, **engine_args)
+
+
+@pytest.mark.parametrize(
+    ("size", "engine_args", "line"),
+    [
+        (10**12, {}, "kv.host_tier_bytes: 1000000000000 for each of 1 ranks, but this host has .*; lower it"),
+        (4096, {"enable_prefix_caching": False}, "kv.host_tier_bytes: .* there is none; set it to 0"),
+        (4096, {"pipeline_parallel_size": 3}, "kv.host_tier_bytes: the caches of 3 pipeline stages .*; set it to 0"),
+    ],
+)
+def test_a_host_tier_that_cannot_be_is_refused(model: Path, size: int, engine_args: dict[str, Any], line: str) -> None:
+    with pytest.raises(ValueError, match=line):
+        build(model, KVConfig(host_tier_bytes=size), **engine_args)
 
 
 def test_an_argument_that_switches_off_what_is_refused_is_taken(model: Path) -> None:

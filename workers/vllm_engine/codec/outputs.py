@@ -29,6 +29,8 @@ def kv_counters(totals: Mapping[str, Any], link_bytes_per_s: float) -> KVCounter
         failures=totals["pd_streams_failed_count"] + totals["pd_receives_failed_count"],
         bad_messages=totals["pd_bad_messages_count"],
         withdrawing_blocks=int(totals["pd_withdrawing_blocks"]),
+        host_hit_tokens=int(totals["pd_host_hit_tokens"]),
+        host_blocks=int(totals["pd_host_blocks"]),
         link_bytes_per_s=link_bytes_per_s,
     )
 

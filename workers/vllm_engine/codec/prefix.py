@@ -7,14 +7,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from vllm.distributed.kv_events import BlockRemoved, BlockStored, EventBatch, EventPublisher
+from vllm.distributed.kv_events import MEDIUM_CPU, BlockRemoved, BlockStored, EventBatch, EventPublisher
 
 from orchestrator.policy.prefix_keys import EventTranslator, salt_of
 from workers.engine import PrefixChanges
 
 
 class PrefixCollector(EventPublisher):
-    """Collects changes until they are taken, once a step. Bounded by the engine's cache."""
+    """Collects changes until they are taken, once a step. Bounded by the engine's cache and its host tier: what either
+    has is cached."""
 
     def __init__(self, block_size: int, inner: EventPublisher) -> None:
         super().__init__()
@@ -25,7 +26,10 @@ class PrefixCollector(EventPublisher):
 
     def publish(self, events: EventBatch) -> None:
         for event in events.events:
-            if isinstance(event, BlockStored):
+            if isinstance(event, BlockStored | BlockRemoved) and event.medium == MEDIUM_CPU:
+                if event.group_idx == self._group:
+                    self._in_host_memory(event)
+            elif isinstance(event, BlockStored):
                 self._stored(event)
             elif isinstance(event, BlockRemoved):
                 if event.group_idx == self._group:
@@ -34,6 +38,12 @@ class PrefixCollector(EventPublisher):
                 self._translator.clear()
                 self.changes.cleared()
         self._inner.publish(events)
+
+    def _in_host_memory(self, event: BlockStored | BlockRemoved) -> None:
+        if isinstance(event, BlockStored):
+            self._translator.copied(event.block_hashes)
+        else:
+            self.changes.removed(self._translator.removed(event.block_hashes, from_host=True))
 
     def _stored(self, event: BlockStored) -> None:
         block_size, hashes = self._translator.block_size, event.block_hashes

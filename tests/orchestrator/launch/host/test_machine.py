@@ -296,6 +296,19 @@ def test_ten_thousand_workers_on_a_small_machine_are_refused(monkeypatch):
         MachineShares(parse_config({"model": "demo", "engine": "sim", "workers": pools})).check_room()
 
 
+def test_host_tiers_that_the_machine_has_no_memory_for_are_refused(monkeypatch):
+    monkeypatch.setattr(os, "sysconf", lambda name: 1 << 18)  # 64 GiB in pages
+
+    def fleet(each: int, **more: object) -> MachineShares:
+        workers = {"decode": {"replicas": 3}} | more
+        return MachineShares(parse_config({"model": "demo", "kv": {"host_tier_bytes": each}, "workers": workers}))
+
+    fleet(15 << 30).check_room()
+    for too_much in (fleet(16 << 30), fleet(8 << 30, engine_args={"tensor_parallel_size": 2})):
+        with pytest.raises(ConfigError, match="at most 3 processes of .*; lower kv.host_tier_bytes, or replicas"):
+            too_much.check_room()
+
+
 def test_workers_bind_must_be_an_address_of_this_host():
     for host in ("auto", "127.0.0.1", "0.0.0.0"):
         check_bind(host)
@@ -314,9 +327,3 @@ def test_a_container_computes_on_neighbouring_cores_within_its_limit(monkeypatch
         assert cores == list(range(cores[0], cores[0] + count)) and 8 <= cores[0] and cores[-1] < 16
         beginnings.add(cores[0])
     assert len(beginnings) == 8 - count + 1, "containers beside each other choose others"
-
-
-def test_memory_is_that_of_the_container(monkeypatch):
-    whole = machine.find_memory()
-    monkeypatch.setattr(machine, "memory_limit", lambda: 1 << 30)
-    assert machine.find_memory() == 1 << 30 < whole

@@ -49,10 +49,10 @@ def stored(hashes: list[bytes], parent: bytes | None = None, start: int = 0, **m
     return BlockStored(**(defaults | more))
 
 
-def removed(*hashes: bytes, group: int = 0) -> Any:
+def removed(*hashes: bytes, group: int = 0, medium: str = "GPU") -> Any:
     from vllm.distributed.kv_events import BlockRemoved
 
-    return BlockRemoved(block_hashes=list(hashes), medium="GPU", group_idx=group)
+    return BlockRemoved(block_hashes=list(hashes), medium=medium, group_idx=group)
 
 
 def test_blocks_get_the_keys_of_their_prompt(collector: Any) -> None:
@@ -65,6 +65,16 @@ def test_blocks_get_the_keys_of_their_prompt(collector: Any) -> None:
     delta = publish(collector, AllBlocksCleared(), stored([b"a"]))
     assert delta.cleared and delta.stored == keys[:1]
     assert publish(collector, stored([b"c"], b"b", 32)).stored == []  # its parent went with the rest
+
+
+def test_a_block_in_host_memory_is_cached_until_both_media_have_lost_it(collector: Any) -> None:
+    keys = publish(collector, stored([b"a", b"b"])).stored
+    copies = [stored([block], token_ids=[], medium="CPU") for block in (b"a", b"b")]
+    assert not publish(collector, *copies).stored
+    assert publish(collector, removed(b"a")).removed == []
+    assert publish(collector, removed(b"a", medium="CPU")).removed == keys[:1]
+    assert publish(collector, removed(b"b", medium="CPU")).removed == []
+    assert publish(collector, removed(b"b")).removed == keys[1:]
 
 
 def test_a_lora_and_a_cache_salt_have_keys_of_their_own(collector: Any) -> None:

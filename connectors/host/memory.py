@@ -1,0 +1,172 @@
+"""One rank's share of the host tier: its memory, and the copies of blocks between it and the device.
+
+The memory is this process's own, and ends with it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import queue
+from collections import Counter
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from vllm.platforms import current_platform
+from vllm.v1.simple_kv_offload.cuda_mem_ops import (
+    CU_MEMCPY_SRC_ACCESS_ORDER_ANY,
+    CU_MEMCPY_SRC_ACCESS_ORDER_STREAM,
+    build_params,
+    copy_blocks,
+    pin_tensor,
+)
+from vllm.v1.simple_kv_offload.manager import SimpleCPUOffloadScheduler
+
+if TYPE_CHECKING:
+    from vllm.distributed.kv_transfer.kv_connector.v1.nixl.push_worker import NixlPushConnectorWorker
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.simple_kv_offload.metadata import SimpleCPUOffloadMetadata
+
+Rows = dict[str, torch.Tensor]  # by region of the device's cache: (blocks, bytes of one there), int8
+
+
+class Way(Protocol):
+    """Copies blocks in one direction, and returns once they are there."""
+
+    def copy(self, sources: Sequence[int], targets: Sequence[int], computed: Any) -> None:
+        """`computed`: a device event that comes first, if any."""
+        ...
+
+
+class HostMemory:
+    """Each direction has a thread, so that no load waits for stores."""
+
+    def __init__(
+        self,
+        worker: NixlPushConnectorWorker,
+        config: KVCacheConfig,
+        capacity_bytes: int,
+        *,
+        begin: Callable[[], None],
+        ended: Callable[[], None],
+    ) -> None:
+        """`worker` has registered the device's cache. `begin`: called on each new thread; `ended`: after each copy.
+        Raises ValueError where the cache cannot be copied."""
+        device = _regions(worker, config.num_blocks)
+        # The scheduler half counts blocks by the same function.
+        blocks = SimpleCPUOffloadScheduler._derive_cpu_config(config, capacity_bytes).num_blocks
+        if (needed := blocks * sum(rows.shape[1] for rows in device.values())) > capacity_bytes:
+            raise ValueError(f"kv.host_tier_bytes: this model's blocks would take {needed} bytes; set it to 0")
+        host = {
+            name: torch.zeros((blocks, rows.shape[1]), dtype=torch.int8, device="cpu") for name, rows in device.items()
+        }
+        self._store, self._load = _ways(worker, device, host)
+        self._threads = [ThreadPoolExecutor(1, f"pd-host-{name}", initializer=begin) for name in ("store", "load")]
+        self._ended = ended
+        self._loaded: queue.SimpleQueue[list[str]] = queue.SimpleQueue()
+        self._stored: queue.SimpleQueue[int] = queue.SimpleQueue()
+        self._failed: queue.SimpleQueue[Exception] = queue.SimpleQueue()
+
+    def load(self, orders: SimpleCPUOffloadMetadata) -> None:
+        """What this step has reserved blocks for."""
+        told = functools.partial(self._loaded.put, orders.load_event_to_reqs[orders.load_event])
+        copy = functools.partial(self._load.copy, orders.load_cpu_blocks, orders.load_gpu_blocks, None)
+        self._threads[1].submit(self._run, copy, told)
+
+    def store(self, orders: SimpleCPUOffloadMetadata, computed: Any) -> None:
+        """What earlier steps, or this one, have computed. `computed`: an event after this step; None on CPUs."""
+        told = functools.partial(self._stored.put, orders.store_event)
+        copy = functools.partial(self._store.copy, orders.store_gpu_blocks, orders.store_cpu_blocks, computed)
+        self._threads[0].submit(self._run, copy, told)
+
+    def _run(self, copy: Any, told: Any) -> None:
+        try:
+            copy()
+            told()
+        except Exception as error:
+            self._failed.put(error)
+        self._ended()
+
+    def take_loaded(self) -> set[str]:
+        """The requests whose blocks have been loaded since the last call. Raises RuntimeError if a copy has failed: its
+        blocks would stay reserved, and a device that cannot copy cannot compute either."""
+        if not self._failed.empty():
+            raise RuntimeError("the host tier could not copy KV") from self._failed.get()
+        return {key for _ in range(self._loaded.qsize()) for key in self._loaded.get()}
+
+    def take_stored(self) -> dict[int, int]:
+        """The stores that have ended since the last call, by their numbers, 1 each: all ranks' are added."""
+        return Counter(self._stored.get() for _ in range(self._stored.qsize()))
+
+    def close(self) -> None:
+        for threads in self._threads:
+            threads.shutdown(cancel_futures=True)
+
+
+def _regions(worker: NixlPushConnectorWorker, blocks: int) -> Rows:
+    """The device's cache, by the regions that are pushed. Raises ValueError where blocks are not contiguous in them."""
+    ratio = worker._physical_blocks_per_logical_kv_block
+    found: Rows = {}
+    for index, (address, name, stride, length) in enumerate(
+        zip(
+            worker.kv_caches_base_addr[worker.engine_id][worker.tp_rank],
+            worker.region_names,
+            worker.block_stride_per_layer,
+            worker.block_len_per_layer,
+            strict=True,
+        )
+    ):
+        if stride != length:
+            raise ValueError("kv.host_tier_bytes: this model's layers share their blocks' memory; set it to 0")
+        cache = worker.device_kv_caches[name]
+        memory = torch.empty(0, dtype=torch.int8, device=cache.device).set_(cache.untyped_storage())
+        start, size = address - memory.data_ptr(), length * ratio
+        found[f"{index}"] = memory[start : start + blocks * size].view(blocks, size)
+    return found
+
+
+def _ways(worker: NixlPushConnectorWorker, device: Rows, host: Rows) -> tuple[Way, Way]:
+    """From the device to the host, and back."""
+    if worker.device_type != "cuda":
+        return _Memmove(device, host), _Memmove(host, device)
+    for rows in host.values():
+        pin_tensor(rows)
+    where = torch.device("cuda", worker.device_id)
+    return (
+        _Dma(device, host, where, CU_MEMCPY_SRC_ACCESS_ORDER_STREAM),
+        _Dma(host, device, where, CU_MEMCPY_SRC_ACCESS_ORDER_ANY),
+    )
+
+
+class _Memmove:
+    """Where host and device are one memory."""
+
+    def __init__(self, source: Rows, target: Rows) -> None:
+        self._pairs = [(source[name], target[name]) for name in source]
+
+    def copy(self, sources: Sequence[int], targets: Sequence[int], computed: Any) -> None:
+        for source, target in self._pairs:
+            size = source.shape[1]
+            for old, new in zip(sources, targets, strict=True):
+                ctypes.memmove(target[new].data_ptr(), source[old].data_ptr(), size)
+
+
+class _Dma:
+    """On a stream of its own, which yields to the model's."""
+
+    def __init__(self, source: Rows, target: Rows, device: torch.device, access_order: int) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device, priority=torch.cuda.Stream.priority_range()[0])
+        self._memory = source, target  # which the parameters only point to
+        self._parameters = build_params(source, target, self._stream, access_order)
+
+    def copy(self, sources: Sequence[int], targets: Sequence[int], computed: Any) -> None:
+        current_platform.set_device(self._device)
+        if computed is not None:
+            self._stream.wait_event(computed)
+        copy_blocks(list(sources), list(targets), self._parameters)
+        done = torch.cuda.Event(blocking=True)
+        done.record(self._stream)
+        done.synchronize()

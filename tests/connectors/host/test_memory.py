@@ -1,0 +1,122 @@
+"""One rank's host memory without an engine: whole blocks go there and come back, and what fails is said."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from support_wait import until
+
+pytestmark = pytest.mark.vllm
+
+BLOCKS, HOST_BLOCKS, RATIO = 6, 4, 2  # of the device, of the host; a kernel's blocks in one of vLLM's
+KERNEL_BYTES = (24, 40)  # of a kernel's block, by region
+
+
+def rank(padding: int = 0) -> Any:
+    """What vLLM's worker has after it has registered a cache of two layers, with random bytes."""
+    torch = pytest.importorskip("torch")
+    caches = {
+        f"layer.{number}": torch.randint(0, 100, (BLOCKS * RATIO * size,), dtype=torch.int8)
+        for number, size in enumerate(KERNEL_BYTES)
+    }
+    return SimpleNamespace(
+        engine_id="E",
+        tp_rank=0,
+        device_type="cpu",
+        _physical_blocks_per_logical_kv_block=RATIO,
+        kv_caches_base_addr={"E": {0: [cache.data_ptr() for cache in caches.values()]}},
+        region_names=list(caches),
+        block_stride_per_layer=[size + padding for size in KERNEL_BYTES],
+        block_len_per_layer=list(KERNEL_BYTES),
+        device_kv_caches=caches,
+    )
+
+
+def memory(worker: Any, ended: Callable[[], None] = lambda: None) -> Any:
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheTensor
+
+    from connectors.host.memory import HostMemory
+
+    block_bytes = RATIO * sum(KERNEL_BYTES)
+    tensor = KVCacheTensor(size=BLOCKS * block_bytes, layers=["layer.0"], layer_stride=0, block_stride=block_bytes)
+    config = KVCacheConfig(num_blocks=BLOCKS, kv_cache_tensors=[tensor], kv_cache_groups=[])
+    return HostMemory(worker, config, HOST_BLOCKS * block_bytes, begin=lambda: None, ended=ended)
+
+
+def orders(**values: Any) -> Any:
+    from vllm.v1.simple_kv_offload.metadata import SimpleCPUOffloadMetadata
+
+    return SimpleCPUOffloadMetadata(**values)
+
+
+def rows(worker: Any) -> list[Any]:
+    return [cache.view(BLOCKS, -1).clone() for cache in worker.device_kv_caches.values()]
+
+
+@pytest.fixture
+def world() -> Iterator[tuple[Any, Any, threading.Event]]:
+    worker, woken = rank(), threading.Event()
+    tier = memory(worker, woken.set)
+    yield worker, tier, woken
+    tier.close()
+
+
+async def test_blocks_go_to_host_memory_and_back_to_other_blocks(world: Any) -> None:
+    worker, tier, woken = world
+    before = rows(worker)
+    tier.store(orders(store_event=7, store_gpu_blocks=[1, 4], store_cpu_blocks=[3, 0]), None)
+    await until(woken.is_set)
+    assert tier.take_stored() == {7: 1} and tier.take_stored() == {}
+    woken.clear()
+    tier.load(orders(load_event=2, load_cpu_blocks=[0, 3], load_gpu_blocks=[5, 2], load_event_to_reqs={2: ["a", "b"]}))
+    await until(woken.is_set)
+    assert tier.take_loaded() == {"a", "b"} and tier.take_loaded() == set()
+    for was, now in zip(before, rows(worker), strict=True):
+        was[5], was[2] = was[4].clone(), was[1].clone()
+        assert bool((was == now).all())
+
+
+async def test_a_copy_that_fails_is_said_and_wakes_the_engine(world: Any) -> None:
+    _, tier, woken = world
+    tier.store(orders(store_event=1, store_gpu_blocks=[1], store_cpu_blocks=[HOST_BLOCKS]), None)
+    await until(woken.is_set)
+    with pytest.raises(RuntimeError, match="the host tier could not copy KV"):
+        tier.take_loaded()
+    assert tier.take_stored() == {}
+
+
+def test_layers_that_share_their_blocks_memory_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"^kv\.host_tier_bytes: .*; set it to 0"):
+        memory(rank(padding=8))
+
+
+@pytest.mark.parametrize("kinds", [["window"], ["state"], ["full", "state"], ["full", "part"]])
+def test_a_model_whose_kv_the_tier_cannot_take_is_refused(kinds: list[str]) -> None:
+    torch = pytest.importorskip("torch")
+    from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, FullAttentionSpec, MambaSpec, SlidingWindowSpec
+
+    from connectors.host.tier import HostTier
+
+    layout = {"block_size": 16, "num_kv_heads": 1, "head_size": 32, "dtype": torch.float32}
+    specs = {
+        "full": FullAttentionSpec(**layout),
+        "part": ChunkedLocalAttentionSpec(**layout, attention_chunk_size=64),
+        "window": SlidingWindowSpec(**layout, sliding_window=32),
+        "state": MambaSpec(block_size=16, shapes=((1,),), dtypes=(torch.float32,)),
+    }
+    groups = [SimpleNamespace(kv_cache_spec=specs[kind]) for kind in kinds]
+    with pytest.raises(ValueError, match=r"^kv\.host_tier_bytes: .*; set it to 0"):
+        HostTier(SimpleNamespace(), SimpleNamespace(kv_cache_groups=groups), 1 << 20)
+
+
+def test_a_store_has_ended_once_all_ranks_have_told_so() -> None:
+    from connectors.push.metadata import RankReport, RankReports
+
+    one, other = RankReports().take({1: 1, 2: 1}), RankReports().take({2: 1})
+    assert one is not None and other is not None
+    report = one.aggregate(other)
+    assert isinstance(report, RankReport) and report.stored == {1: 1, 2: 2}
