@@ -27,6 +27,7 @@ from orchestrator.config.settings import parse_config
 from orchestrator.fleet.prefixes import PrefixView
 from orchestrator.fleet.queue_view import QueueView
 from orchestrator.fleet.view import Fleet
+from orchestrator.policy.candidate import RequestInfo
 from orchestrator.policy.decode_choice import decode_choice
 from orchestrator.policy.predict.predictor import Predictor
 from orchestrator.policy.prefix_keys import prefix_keys
@@ -36,16 +37,7 @@ from orchestrator.router.request import ActiveRequest, ParsedRequest
 from orchestrator.simulator.plot import PlotError, line_chart
 from orchestrator.telemetry.metrics import Metrics
 from orchestrator.telemetry.recent import Recent
-from orchestrator.types import (
-    EngineIdentity,
-    KVEndpoint,
-    QueueDepth,
-    RequestInfo,
-    Role,
-    WorkerInfo,
-    WorkerLoad,
-    WorkerState,
-)
+from orchestrator.types import EngineIdentity, KVEndpoint, QueueDepth, Role, WorkerInfo, WorkerLoad, WorkerState
 from orchestrator.wire.messages import PROTOCOL_VERSION
 
 RESULTS = Path(__file__).parent / "results"

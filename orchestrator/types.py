@@ -218,23 +218,6 @@ class PrefixEvents(msgspec.Struct, tag="prefix", frozen=True):
     cleared: bool = False
 
 
-class RequestInfo(msgspec.Struct, frozen=True):
-    """The properties of a request that policies use."""
-
-    id: str
-    prompt_tokens: int
-    max_new_tokens: int
-    arrived_at: float  # unix seconds
-    priority: int = 0
-    local_only: str | None = None  # why it must be prefilled where it decodes ("n", "prompt_logprobs", ...)
-    prefix_key: int | None = None  # equal for all prompts with the same beginning
-    ttft_slo_s: float | None = None  # its own objectives; None: the fleet's
-    tpot_slo_s: float | None = None
-    slo_class: str = ""  # where it gets them from; metrics count by it
-    tenant: str = ""  # who has a share of the fleet under overload
-    adapter: int = 0  # the number of its LoRA adapter; 0: none
-
-
 class PrefillJob(msgspec.Struct, frozen=True):
     """A remote prefill waiting in, or claimed from, the queue.
 
@@ -261,6 +244,14 @@ class PrefillJob(msgspec.Struct, frozen=True):
     def lacking_at(self, worker_id: str) -> int:
         """Prompt tokens that this worker could fetch; 0 or less for none."""
         return self.cached.get(self.LENT, 0) - self.cached.get(worker_id, 0)
+
+
+class JobState(str, enum.Enum):
+    """A job's state in the queue. ABSENT: it was cancelled, has ended, or was lost."""
+
+    WAITING = "waiting"
+    CLAIMED = "claimed"
+    ABSENT = "absent"
 
 
 class WindowJob(msgspec.Struct, frozen=True):

@@ -15,19 +15,13 @@ from orchestrator.config.settings import parse_config
 from orchestrator.fleet.prefixes import PrefixView
 from orchestrator.fleet.view import Fleet
 from orchestrator.frontend.untrusted.objectives import Objectives
+from orchestrator.policy.candidate import RequestInfo
 from orchestrator.policy.decode_choice import decode_choice
 from orchestrator.router.codec import Batch
 from orchestrator.router.request import ParsedRequest
 from orchestrator.router.router import Router
 from orchestrator.telemetry.metrics import Metrics
-from orchestrator.types import (
-    FinishReason,
-    KVEndpoint,
-    KVSource,
-    QueueDepth,
-    RequestInfo,
-    Role,
-)
+from orchestrator.types import FinishReason, KVEndpoint, KVSource, QueueDepth, Role
 from orchestrator.wire.messages import Claimed, MessageError, Outputs, Submit
 from orchestrator.wire.sockets import Sent
 

@@ -16,9 +16,8 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from orchestrator.store.client import RedisAway
-from orchestrator.store.fields import JobState
 from orchestrator.store.queue import JobTooLarge, PrefillQueue, QueueFull
-from orchestrator.types import PrefillJob, QueueDepth
+from orchestrator.types import JobState, PrefillJob, QueueDepth
 
 log = logging.getLogger("pd.queue")
 

@@ -1,4 +1,4 @@
-"""A decode worker as policies see it, and the interface of a decode choice, which picks one for a request.
+"""A request and a decode worker as policies see them, and the interface of a decode choice, which picks one for it.
 
 The choices themselves are in `decode_choice` (ours) and `references` (the field's).
 """
@@ -10,9 +10,24 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from orchestrator.types import RequestInfo
-
 EXPECTED_OUTPUT_TOKENS = 256  # of a request, until the first ones have ended
+
+
+class RequestInfo(msgspec.Struct, frozen=True):
+    """The properties of a request that policies use."""
+
+    id: str
+    prompt_tokens: int
+    max_new_tokens: int
+    arrived_at: float  # unix seconds
+    priority: int = 0
+    local_only: str | None = None  # why it must be prefilled where it decodes ("n", "prompt_logprobs", ...)
+    prefix_key: int | None = None  # equal for all prompts with the same beginning
+    ttft_slo_s: float | None = None  # its own objectives; None: the fleet's
+    tpot_slo_s: float | None = None
+    slo_class: str = ""  # where it gets them from; metrics count by it
+    tenant: str = ""  # who has a share of the fleet under overload
+    adapter: int = 0  # the number of its LoRA adapter; 0: none
 
 
 class Candidate(msgspec.Struct, frozen=True):

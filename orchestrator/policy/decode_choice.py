@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 
-from orchestrator.policy.candidate import EXPECTED_OUTPUT_TOKENS, Candidate, DecodeChoice
+from orchestrator.policy.candidate import EXPECTED_OUTPUT_TOKENS, Candidate, DecodeChoice, RequestInfo
 from orchestrator.policy.choices.references import (
     DynamoCost,
     LeastRequests,
@@ -19,7 +19,6 @@ from orchestrator.policy.choices.references import (
     PrefixHash,
     RoundRobin,
 )
-from orchestrator.types import RequestInfo
 
 
 class KVBlocks(DecodeChoice):

@@ -12,10 +12,10 @@ from typing import Union
 import msgspec
 
 from orchestrator.config.settings import RoutingConfig, SLOConfig
-from orchestrator.policy.candidate import Candidate, DecodeChoice, blocks_for
+from orchestrator.policy.candidate import Candidate, DecodeChoice, RequestInfo, blocks_for
 from orchestrator.policy.predict.adapters import DEAREST_LOAD
 from orchestrator.policy.predict.predictor import Predictor
-from orchestrator.types import QueueDepth, RequestInfo
+from orchestrator.types import QueueDepth
 
 # The default claim timeout in TTFT objectives. A job that waits in the queue is late alone, and goes behind those that
 # can be in time; prefilled locally it delays all sequences that decode there. So a queue far longer than the objective

@@ -17,7 +17,7 @@ from orchestrator.fleet.prefixes import PrefixView
 from orchestrator.fleet.queue_view import QueueView
 from orchestrator.fleet.view import Fleet
 from orchestrator.fleet.worker_view import WorkerView
-from orchestrator.policy.candidate import Candidate, DecodeChoice
+from orchestrator.policy.candidate import Candidate, DecodeChoice, RequestInfo
 from orchestrator.policy.placement import RETRY_AFTER_S, Local, PrefillView, Reject, reject_all
 from orchestrator.policy.policies import Policies, Waiting
 from orchestrator.policy.predict.fetch import MAX_HOLDERS, PRIOR_BYTES_PER_S, Holder, choose_holder
@@ -25,7 +25,7 @@ from orchestrator.policy.predict.pairing import permits
 from orchestrator.policy.prefix_index import Hits
 from orchestrator.router.learning import Learning
 from orchestrator.router.request import ActiveRequest, Placed
-from orchestrator.types import PrefillJob, RequestInfo, Role
+from orchestrator.types import PrefillJob, Role
 from orchestrator.wire.messages import pack_frames
 
 # Why an attempt that may be refused is not queued (again). After any other failure it is placed as if it were new.

@@ -17,7 +17,7 @@ from orchestrator.policy.predict.predictor import Predictor
 from orchestrator.router.active_requests import ActiveRequests
 from orchestrator.router.recovery import Recovery
 from orchestrator.router.request import ActiveRequest, State
-from orchestrator.store.fields import JobState
+from orchestrator.types import JobState
 
 WITH_A_WORKER = (State.TRANSFERRING, State.LOCAL, State.DECODING)
 # A worker reports a claim within milliseconds. After this time a missing job is lost, and so is an unreported claim.

@@ -14,9 +14,10 @@ from typing import Any
 
 import msgspec
 
+from orchestrator.policy.candidate import RequestInfo
 from orchestrator.policy.placement import Reject
 from orchestrator.telemetry.request_line import RequestLine
-from orchestrator.types import KVSource, PrefillJob, RequestInfo
+from orchestrator.types import KVSource, PrefillJob
 from orchestrator.wire.messages import Prefilled
 
 

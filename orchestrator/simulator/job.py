@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Literal
 
-from orchestrator.policy.candidate import EXPECTED_OUTPUT_TOKENS
+from orchestrator.policy.candidate import EXPECTED_OUTPUT_TOKENS, RequestInfo
 from orchestrator.policy.prefix_keys import key_of_beginning
 from orchestrator.simulator.trace import Arrival
-from orchestrator.types import RequestInfo
 
 # What a stay does. "prefill": the prompt only. "local": prefill and decode. "remote": decode with received KV.
 Phase = Literal["prefill", "local", "remote"]

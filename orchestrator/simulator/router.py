@@ -65,8 +65,7 @@ class Router:
         self.index = PrefixIndex(expected_step=1) if config.routing.prefix_index and unit_tokens else None
         self._claim_tokens = CLAIM_BATCHES * profile.max_num_batched_tokens
         self.queue: list[tuple[float, int, Job]] = []
-        self.queue_tokens = 0
-        self.claimed = 0
+        self.queue_tokens = self.claimed = 0
         self.reasons: Counter[str] = Counter()
         self.offered = Offered()
         self.reuse = ReuseCounter()

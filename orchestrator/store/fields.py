@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import enum
 from typing import Any
 
 import msgspec
@@ -57,14 +56,6 @@ class Frontend(msgspec.Struct, frozen=True):
     in_flight: int = 0  # requests that it has
     reaches: int = 0  # workers that it is connected to
     idle_s: float = 0.0  # for so long it has had no request of this model
-
-
-class JobState(str, enum.Enum):
-    """A job's state in the queue. ABSENT: it was cancelled, has ended, or was lost."""
-
-    WAITING = "waiting"
-    CLAIMED = "claimed"
-    ABSENT = "absent"
 
 
 class Departed(msgspec.Struct, frozen=True, array_like=True):

@@ -18,9 +18,9 @@ import msgspec
 from orchestrator.config.settings import QueueConfig
 from orchestrator.store.claim_reply import ClaimReply, raw_bytes, read_reply
 from orchestrator.store.client import Redis, RedisAway
-from orchestrator.store.fields import JobState, whole
+from orchestrator.store.fields import whole
 from orchestrator.store.keys import QUEUE, Keys
-from orchestrator.types import PrefillJob, QueueDepth, WindowJob
+from orchestrator.types import JobState, PrefillJob, QueueDepth, WindowJob
 
 log = logging.getLogger("pd.queue")
 

@@ -15,9 +15,8 @@ from support_workers import Frontend, Workers, running_workers
 
 from orchestrator.launch.host.redis_server import EmbeddedRedis
 from orchestrator.policy.predict.predictor import PRIOR_S_PER_TOKEN
-from orchestrator.store.fields import JobState
 from orchestrator.store.queue import MAX_DELIVERIES
-from orchestrator.types import Role
+from orchestrator.types import JobState, Role
 from orchestrator.wire.messages import Claimed, Prefilled, PrefillFailed, Rejected
 from workers.claims import claim_budget
 

@@ -17,10 +17,10 @@ from orchestrator.frontend import edge
 from orchestrator.frontend.codec.media import MediaRules, media_of, without_pixels
 from orchestrator.frontend.codec.vllm_fields import can_continue, custom_processors, local_only_reason
 from orchestrator.frontend.untrusted.objectives import Objectives
+from orchestrator.policy.candidate import RequestInfo
 from orchestrator.policy.prefix_keys import key_of_beginning, reusable_keys, salt_of
 from orchestrator.router.codec import Batch
 from orchestrator.router.request import Failure, ParsedRequest
-from orchestrator.types import RequestInfo
 from orchestrator.wire.adapters import unique_name
 from orchestrator.wire.framing import MAX_REQUEST_BYTES
 from orchestrator.wire.messages import MessageError

@@ -12,10 +12,9 @@ from typing import Union
 import msgspec
 
 from orchestrator.config.settings import SLOConfig
-from orchestrator.policy.candidate import Candidate
+from orchestrator.policy.candidate import Candidate, RequestInfo
 from orchestrator.policy.placement import Decision, Local, PrefillView, Reject, Remote
 from orchestrator.policy.predict.predictor import Predictor
-from orchestrator.types import RequestInfo
 
 MIN_RETRY_S, MAX_RETRY_S = 1.0, 60.0
 

@@ -11,8 +11,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Literal
 
-from orchestrator.policy.candidate import Candidate, DecodeChoice, blocks_for
-from orchestrator.types import RequestInfo
+from orchestrator.policy.candidate import Candidate, DecodeChoice, RequestInfo, blocks_for
 
 DRAIN_STEPS = 32  # in which the prompts of all ranks should be computed, where many sequences decode
 

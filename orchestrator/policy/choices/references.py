@@ -8,8 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from hashlib import blake2b
 from types import MappingProxyType
 
-from orchestrator.policy.candidate import Candidate, DecodeChoice
-from orchestrator.types import RequestInfo
+from orchestrator.policy.candidate import Candidate, DecodeChoice, RequestInfo
 
 
 class RoundRobin(DecodeChoice):

@@ -8,10 +8,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from orchestrator.config.settings import SLOConfig
-from orchestrator.policy.candidate import Candidate, DecodeChoice, blocks_for
+from orchestrator.policy.candidate import Candidate, DecodeChoice, RequestInfo, blocks_for
 from orchestrator.policy.predict.links import Link
 from orchestrator.policy.predict.predictor import Predictor
-from orchestrator.types import RequestInfo
 
 _STRICT = "strict:"
 

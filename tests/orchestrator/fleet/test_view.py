@@ -5,15 +5,9 @@ from support_info import fleet_of
 from support_info import worker_info as worker
 
 from orchestrator.fleet.view import Fleet
+from orchestrator.policy.candidate import RequestInfo
 from orchestrator.policy.decode_choice import decode_choice
-from orchestrator.types import (
-    KVEndpoint,
-    RequestInfo,
-    Role,
-    WorkerInfo,
-    WorkerLoad,
-    WorkerState,
-)
+from orchestrator.types import KVEndpoint, Role, WorkerInfo, WorkerLoad, WorkerState
 
 
 def load(name, sequence, free, seen=0):

@@ -5,10 +5,9 @@ from collections import Counter
 import msgspec
 import pytest
 
-from orchestrator.policy.candidate import Candidate
+from orchestrator.policy.candidate import Candidate, RequestInfo
 from orchestrator.policy.choices.references import dynamo_bypass, llm_d_bypass
 from orchestrator.policy.decode_choice import POLICY_NAMES, decode_choice
-from orchestrator.types import RequestInfo
 
 REQUEST = RequestInfo(id="r", prompt_tokens=1600, max_new_tokens=160, arrived_at=0.0)
 

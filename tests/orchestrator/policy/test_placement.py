@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from orchestrator.config.settings import RoutingConfig, SLOConfig
-from orchestrator.policy.candidate import Candidate
+from orchestrator.policy.candidate import Candidate, RequestInfo
 from orchestrator.policy.decode_choice import decode_choice
 from orchestrator.policy.placement import (
     LATENESS_TOLERANCE,
@@ -20,7 +20,7 @@ from orchestrator.policy.placement import (
     reject_all,
 )
 from orchestrator.policy.predict.predictor import Predictor
-from orchestrator.types import EngineSpeed, QueueDepth, RequestInfo
+from orchestrator.types import EngineSpeed, QueueDepth
 
 ROUTING = RoutingConfig(remote_prefill_min_tokens=256, max_queued_prefill_tokens=10_000, max_waiting_per_worker=4)
 SHIPPED_SLO = SLOConfig(ttft_s=1.0, tpot_s=0.05)

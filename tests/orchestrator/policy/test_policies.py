@@ -4,12 +4,12 @@ import msgspec
 import pytest
 
 from orchestrator.config.settings import parse_config
-from orchestrator.policy.candidate import Candidate
+from orchestrator.policy.candidate import Candidate, RequestInfo
 from orchestrator.policy.decode_choice import decode_choice
 from orchestrator.policy.placement import Local, PrefillView, Reject, Remote
 from orchestrator.policy.policies import LATE_OBJECTIVES, MAX_STEPS, Policies, Waiting, delay_s
 from orchestrator.policy.predict.predictor import Predictor
-from orchestrator.types import QueueDepth, RequestInfo
+from orchestrator.types import QueueDepth
 
 TTFT_S, S_PER_TOKEN = 2.0, 0.001
 

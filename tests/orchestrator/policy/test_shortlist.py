@@ -4,10 +4,9 @@ import random
 
 import msgspec
 
-from orchestrator.policy.candidate import Candidate
+from orchestrator.policy.candidate import Candidate, RequestInfo
 from orchestrator.policy.decode_choice import KVBlocks
 from orchestrator.policy.shortlist import Shortlist
-from orchestrator.types import RequestInfo
 
 
 def candidate(rng: random.Random, n: int, total: int) -> Candidate:

@@ -13,8 +13,7 @@ from orchestrator.policy.policies import LATE_OBJECTIVES
 from orchestrator.router.decider import Decider
 from orchestrator.router.recovery import LEAVING_S
 from orchestrator.router.request import SUCCESSORS, Failure, Overloaded, State
-from orchestrator.store.fields import JobState
-from orchestrator.types import FinishReason, Offered, PauseState, QueueDepth, Role, WorkerLoad, WorkerState
+from orchestrator.types import FinishReason, JobState, Offered, PauseState, QueueDepth, Role, WorkerLoad, WorkerState
 from orchestrator.wire.messages import Abort, MessageError, Prefilled, PrefillFailed, Rejected, unpack_frames
 from orchestrator.wire.sockets import Sent
 

@@ -19,9 +19,8 @@ from support_redis import (
 
 from orchestrator.policy.claims import choose_claims
 from orchestrator.store.client import RedisAway
-from orchestrator.store.fields import JobState
 from orchestrator.store.queue import MAX_DELIVERIES, PrefillQueue, QueueFull, SweepResult
-from orchestrator.types import PrefillJob, QueueDepth, WindowJob
+from orchestrator.types import JobState, PrefillJob, QueueDepth, WindowJob
 
 ALL = 10**9  # a budget that everything fits
 

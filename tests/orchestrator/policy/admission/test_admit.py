@@ -4,10 +4,10 @@ import pytest
 
 from orchestrator.config.settings import SLOConfig
 from orchestrator.policy.admission.admit import Admitted, admit
-from orchestrator.policy.candidate import Candidate
+from orchestrator.policy.candidate import Candidate, RequestInfo
 from orchestrator.policy.placement import Local, PrefillView, Reject, Remote
 from orchestrator.policy.predict.predictor import Predictor
-from orchestrator.types import QueueDepth, RequestInfo
+from orchestrator.types import QueueDepth
 
 PREDICTOR = Predictor(prior_s_per_token=0.001, prior_itl_s=0.0)
 WORKER = Candidate("d", 1000, 1000, 16, 0, 0, waiting_tokens=0)

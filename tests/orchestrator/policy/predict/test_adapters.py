@@ -3,7 +3,7 @@ from typing import NamedTuple
 import pytest
 
 from orchestrator.config.settings import Config
-from orchestrator.policy.candidate import Candidate
+from orchestrator.policy.candidate import Candidate, RequestInfo
 from orchestrator.policy.claims import choose_claims
 from orchestrator.policy.decode_choice import decode_choice
 from orchestrator.policy.placement import Local, PrefillView, Remote
@@ -17,7 +17,7 @@ from orchestrator.policy.predict.adapters import (
     with_placed,
 )
 from orchestrator.policy.predict.predictor import Predictor
-from orchestrator.types import QueueDepth, RequestInfo, WindowJob
+from orchestrator.types import QueueDepth, WindowJob
 
 LOAD_S, REST_S = 0.1, 2.0
 

@@ -6,13 +6,13 @@ import msgspec
 import pytest
 
 from orchestrator.config.settings import ConfigError, SLOConfig, parse_config
-from orchestrator.policy.candidate import Candidate
+from orchestrator.policy.candidate import Candidate, RequestInfo
 from orchestrator.policy.decode_choice import decode_choice
 from orchestrator.policy.policies import Policies
 from orchestrator.policy.predict.estimates import MIN_FIT_SAMPLES
 from orchestrator.policy.predict.pairing import pair
 from orchestrator.policy.predict.predictor import Predictor
-from orchestrator.types import EngineSpeed, RequestInfo
+from orchestrator.types import EngineSpeed
 
 REQUEST = RequestInfo("r", prompt_tokens=2000, max_new_tokens=200, arrived_at=0.0)
 NEAR, FAR = ("rack",), ()
