@@ -240,6 +240,7 @@ class Frontend:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self.transport.close()
+        self.loads.clear()  # it hears of none any more
 
 
 @dataclass

@@ -203,6 +203,7 @@ async def test_the_fleet_page_has_the_promised_fields(client, fleet):
             "id": "d0", "role": "decode", "state": "ready", "engine": "sim", "host": "h", "pid": 42,
             "blocks_total": 100, "blocks_free": 60, "running": 2, "waiting": 1, "step_ms": 5.0, "generation": 0,
             "unit": "d0", "rank": 0, "ranks": 1, "group": None,
+            "labels": [],
         }
     ]  # fmt: skip
 
