@@ -12,6 +12,7 @@ from orchestrator.policy.candidate import Candidate, DecodeChoice, RequestInfo, 
 from orchestrator.policy.predict.links import Link
 from orchestrator.policy.predict.predictor import Predictor
 
+NEGLIGIBLE = 0.003  # of the TTFT objective
 _STRICT = "strict:"
 
 
@@ -39,32 +40,38 @@ def pair(
     The cost is the time that the KV takes longer than over the fastest link, as a share of the TTFT objective, and the
     square of the predicted TPOT, as a share of its objective, of the sequences and the prompts that are there. Where
     the request would have to wait for memory or for a place in the batch, so much of its duration counts as TTFT too.
-    Equal ones are as near as possible.
+    Equal ones are as near as possible. Where no link would make it later by a share of `NEGLIGIBLE`, links do not
+    matter, and the decode choice alone chooses: it knows more of the workers, as what is cached there.
     """
     behind: dict[Link, list[Candidate]] = {}
     for candidate in candidates:
         behind.setdefault(links.get(candidate.worker_id, ()), []).append(candidate)
     if len(behind) < 2:
         return choose(request, candidates)
+    best_of = {link: chosen for link, workers in behind.items() if (chosen := choose(request, workers)) is not None}
+    extra_s = {
+        link: predictor.links.extra_s(link, max(0, request.prompt_tokens - chosen.cached_tokens))
+        for link, chosen in best_of.items()
+    }
+    if max(extra_s.values(), default=0.0) <= NEGLIGIBLE * slo.ttft_s:
+        best = choose(request, sorted(candidates, key=lambda it: -len(links.get(it.worker_id, ()))))
+    else:
+        best = best_of[
+            min(best_of, key=lambda link: (_cost(request, best_of[link], extra_s[link], predictor, slo), -len(link)))
+        ]
+    if best is not None:
+        predictor.links.chosen(links.get(best.worker_id, ()))
+    return best
+
+
+def _cost(request: RequestInfo, candidate: Candidate, extra_s: float, predictor: Predictor, slo: SLOConfig) -> float:
     # Until this prompt is prefilled a decode worker computes about half as much, as its steps decode too.
     (fixed_s, each_s), done_s = predictor.tpot_line, predictor.prefill_s(request.prompt_tokens) / 2
-    best: Candidate | None = None
-    over: Link = ()
-    least = float("inf"), 0
-    for link, workers in behind.items():
-        chosen = choose(request, workers)
-        if chosen is None:
-            continue
-        tokens = max(0, request.prompt_tokens - chosen.cached_tokens)
-        late_s = predictor.links.extra_s(link, tokens) + _room_wait_s(request, chosen, predictor)
-        pending_s = max(0.0, predictor.s_per_token * (chosen.waiting_tokens + chosen.placed_tokens) - done_s)
-        sequences = chosen.running + chosen.waiting
-        tpot = (fixed_s + each_s * sequences + pending_s / predictor.ahead_tokens) / slo.tpot_s
-        cost = late_s / slo.ttft_s + tpot * tpot, -len(link)
-        if best is None or cost < least:
-            best, least, over = chosen, cost, link
-    predictor.links.chosen(over)
-    return best
+    late_s = extra_s + _room_wait_s(request, candidate, predictor)
+    pending_s = max(0.0, predictor.s_per_token * (candidate.waiting_tokens + candidate.placed_tokens) - done_s)
+    sequences = candidate.running + candidate.waiting
+    tpot = (fixed_s + each_s * sequences + pending_s / predictor.ahead_tokens) / slo.tpot_s
+    return late_s / slo.ttft_s + tpot * tpot
 
 
 def _room_wait_s(request: RequestInfo, candidate: Candidate, predictor: Predictor) -> float:

@@ -54,7 +54,7 @@ def test_prompts_that_wait_there_count_but_for_what_is_done_meanwhile():
 
 
 def test_what_is_cached_is_not_sent():
-    assert chosen(worker("near"), worker("far", running=2, cached_tokens=1984)) == "near"
+    assert chosen(worker("near"), worker("far", running=2, cached_tokens=1984)) == "far", "next to nothing is sent"
     assert chosen(worker("near", running=5), worker("far", running=2, cached_tokens=1984)) == "far"
 
 
@@ -66,7 +66,10 @@ def test_a_worker_without_room_is_not_near():
 
 def test_equal_links_are_as_near_as_possible_and_unknown_ones_are_tried():
     assert chosen(worker("far"), worker("near"), by=predictor(transfers=0)) == "near"
-    assert chosen(worker("far"), worker("near", running=1), by=predictor(transfers=0)) == "far"
+    workers = [worker("far"), worker("near", running=30)]
+    assert (
+        chosen(*workers, by=predictor(transfers=0)) == decode_choice("kv_prefix")(REQUEST, workers).worker_id == "far"
+    )
 
 
 def test_of_one_class_the_decode_choice_chooses():
