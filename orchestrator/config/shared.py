@@ -13,7 +13,17 @@ from orchestrator.config.settings import Config, Refused, parse_config
 from orchestrator.types import Role
 
 # Whose values are the running fleet's: one host's, or what clients and processes that stay rely on.
-_KEPT = ("engine", "redis", "frontend", "launcher", "limits", "security", "workers.bind", "workers.advertise")
+_KEPT = (
+    "engine",
+    "redis",
+    "frontend",
+    "launcher",
+    "limits",
+    "security",
+    "workers.bind",
+    "workers.advertise",
+    "workers.labels",
+)
 _FOUND = (("frontend.port", 0), ("redis.url", "embedded"))  # these mean the values that the running fleet has found
 
 
@@ -23,6 +33,7 @@ def shared(config: Config) -> dict[str, Any]:
     del tree["redis"]["url"], tree["frontend"], tree["launcher"], tree["limits"]
     tree["security"] = {name: tree["security"][name] for name in ("mesh", "trust_network")}  # no keys
     tree["workers"].pop("advertise", None)
+    tree["workers"].pop("labels", None)
     return tree
 
 
@@ -31,7 +42,7 @@ def merged(config: Config, fleets: Mapping[str, Any]) -> Config:
     ConfigError."""
     tree: dict[str, Any] = msgspec.to_builtins(config)
     own = {"security": tree["security"], "redis": tree["redis"]}
-    bound = {name: tree["workers"][name] for name in ("bind", "advertise")}
+    bound = {name: tree["workers"][name] for name in ("bind", "advertise", "labels")}
     tree |= {**fleets, **own}
     tree["workers"] = {**tree["workers"], **bound}
     return parse_config(tree)

@@ -95,7 +95,8 @@ class Fleet:
 
     def note_adapter(self, worker_id: str, adapter: int, now: float, sequence: int = 0) -> None:
         """A request with this LoRA adapter was sent to a worker, or a worker has claimed its job."""
-        if adapter:
+        view = self.workers.get(worker_id) if adapter else None
+        if view is not None and view.info.adapter_slots:
             self.adapters.sent(worker_id, adapter, now, sequence)
             self._changed.add(worker_id)
 

@@ -45,6 +45,7 @@ class PrefillView(msgspec.Struct, frozen=True):
     queued: bool = False  # the request is in the queue already; `queue` is the part of the queue ahead of it
     blocked: str | None = None  # why this request cannot go into the queue, whatever the pool can take
     adapter_tokens: int = 0  # what it spends on its LoRA adapter there, as prompt tokens
+    decode_ready: int = 0  # decode workers; of many, the candidates are a few
 
 
 class Local(msgspec.Struct, tag="local", frozen=True):

@@ -122,13 +122,20 @@ class Policies:
         burst_s = LATE_OBJECTIVES * self.slo.ttft_s
         lead_s = self._shares.lead_s(request.tenant, now)
         prefill_s = self.predictor.prefill_s(max(0, request.prompt_tokens - prefill.cached_tokens))
+        if isinstance(decision, Remote):
+            handed_over_s = self.predictor.transfer_s(request.prompt_tokens)
+        else:
+            handed_over_s = self.predictor.itl_s(decision.worker_id)
         wait_s = predicted_ttft_s(decision, request, candidates, prefill, self.predictor) - prefill_s
-        may_wait_s = min(ROOM_SHARE * slo.ttft_s, LENT_WAIT_SHARE * self.predictor.prefill_s(request.prompt_tokens))
+        # A short prompt spends most of its time being handed over, which is no waiting.
+        lent_s = handed_over_s if prefill_s < 3 * handed_over_s else LENT_WAIT_SHARE * prefill_s
+        may_wait_s = min(ROOM_SHARE * slo.ttft_s, lent_s)
         if lead_s > burst_s and wait_s > may_wait_s:
             return PlacementDecision(Reject("over_share", min(MAX_RETRY_S, max(MIN_RETRY_S, lead_s - burst_s))))
-        prefilling = prefill.workers_ready if isinstance(decision, Remote) else len(candidates)
+        decoding = max(prefill.decode_ready, len(candidates))
+        prefilling = prefill.workers_ready if isinstance(decision, Remote) else decoding
         decode_s = self.predictor.output_tokens * self.predictor.tpot_line[1]
-        work_s = max(prefill_s / max(1, prefilling), decode_s / len(candidates))  # the pools work at the same time
+        work_s = max(prefill_s / max(1, prefilling), decode_s / decoding)  # the pools work at the same time
         self._shares.count(request.tenant, work_s, now, 2 * burst_s)
         return PlacementDecision(decision, lead_s)
 

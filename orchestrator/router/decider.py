@@ -228,7 +228,10 @@ class Decider:
 
     def _prefill_pool(self, cached_tokens: int = 0, blocked: str | None = None, adapter_tokens: int = 0) -> PrefillView:
         ready, depth = self._fleet.ready(Role.PREFILL), self._queue.depth
-        return PrefillView(ready, depth, cached_tokens, blocked=blocked, adapter_tokens=adapter_tokens)
+        decode = self._fleet.ready(Role.DECODE)
+        return PrefillView(
+            ready, depth, cached_tokens, blocked=blocked, adapter_tokens=adapter_tokens, decode_ready=decode
+        )
 
     def _job(self, active: ActiveRequest, uncached_tokens: int, cached: dict[str, int], later_s: float) -> PrefillJob:
         info = active.parsed.info

@@ -6,7 +6,6 @@ attempt.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping
 
 from orchestrator.config.settings import Config
@@ -46,10 +45,11 @@ class Overdue:
     def check(self, now: float, resumed_at: float = 0.0) -> None:
         """Check all deadlines but that of unreported claims. Time before `resumed_at`, when a pause ended, does not
         count."""
-        awaited: Counter[str | None] = Counter()  # by decode worker: prompt tokens whose KV is to come
+        longest: dict[str | None, int] = {}  # by decode worker: prompt tokens of a request whose KV is to come
         for active in self._requests.all():
             if active.state is State.TRANSFERRING:
-                awaited[active.decode_worker] += active.parsed.info.prompt_tokens
+                before = longest.get(active.decode_worker, 0)
+                longest[active.decode_worker] = max(before, active.parsed.info.prompt_tokens)
         for active in self._requests.all():
             last_output_at = max(active.last_output_at, resumed_at)
             if active.state is State.QUEUED and self._claim_is_late(active, now, resumed_at):
@@ -58,7 +58,7 @@ class Overdue:
                 self._recovery.retry(active, "prefill_worker_quiet", charge=False)
             elif active.state is State.TRANSFERRING and active.prefill_worker not in self._fleet.workers:
                 self._recovery.retry(active, "prefill_worker_lost", charge=False)
-            elif active.state is State.TRANSFERRING and self._kv_is_late(active, now, resumed_at, awaited):
+            elif active.state is State.TRANSFERRING and self._kv_is_late(active, now, resumed_at, longest):
                 self._recovery.retry(active, "kv_late")
             elif active.state in WITH_A_WORKER and now - last_output_at > self._routing.stall_timeout_s:
                 self._recovery.retry(active, "stalled", avoid=active.decode_worker)
@@ -87,7 +87,7 @@ class Overdue:
         return now - max(active.moved_at, resumed_at) > timeout_s
 
     def _kv_is_late(
-        self, active: ActiveRequest, now: float, resumed_at: float, awaited: Mapping[str | None, int]
+        self, active: ActiveRequest, now: float, resumed_at: float, longest: Mapping[str | None, int]
     ) -> bool:
         """Whether KV should have arrived. False while the decode worker may lack memory for the request: blocks are
         free also while a longer prompt before it waits for more of them."""
@@ -97,6 +97,6 @@ class Overdue:
         tokens = active.parsed.info.prompt_tokens
         has_room = view.load.running < view.info.max_num_seqs
         free_tokens = view.load.blocks_free * view.info.identity.block_size
-        has_room = has_room and free_tokens >= awaited[active.decode_worker]
+        has_room = has_room and free_tokens >= longest[active.decode_worker]
         waited_s = now - max(active.prefill.ended_at, resumed_at)
         return has_room and waited_s > max(LATE_KV_S, self._predictor.prefill_s(tokens))

@@ -67,8 +67,7 @@ class Router:
         self.queue: list[tuple[float, int, Job]] = []
         self.queue_tokens = self.claimed = 0
         self.reasons: Counter[str] = Counter()
-        self.offered = Offered()
-        self.reuse = ReuseCounter()
+        self.offered, self.reuse = Offered(), ReuseCounter()
         self.link_bytes_per_s = RecentMaximum(LINK_AGE_S)
         self._index_sequence: Counter[str] = Counter()
 
@@ -89,7 +88,8 @@ class Router:
         candidates = self._candidates(job, hits)
         cached = self._prefill_hit(hits)
         depth = QueueDepth(len(self.queue), self.queue_tokens, self.claimed)
-        view = PrefillView(len(self.prefill), depth, cached, adapter_tokens=self._find_adapter(job))
+        absent = self._find_adapter(job)
+        view = PrefillView(len(self.prefill), depth, cached, adapter_tokens=absent, decode_ready=len(self.decode))
         ruling = self.policies.decide(request, candidates, view, self._clock.now, admission=not again)
         decision = ruling.decision
         self.reasons[f"{type(decision).__name__.lower()}:{decision.reason}"] += 1

@@ -43,7 +43,7 @@ def learned(a: WorkerInfo, b: WorkerInfo, predictions: dict[str, Any] | None) ->
     between = f"both have the same {' and '.join(link)}" if link else "they have no label in common"
     if predictions is None:
         return Check("Link", "warn", f"{between}; no frontend answers", "`orchestrator status`")
-    fixed_s, s_per_token, transfers = predictions["links"].get(",".join(link), (0.0, 0.0, 0))
+    fixed_s, s_per_token, transfers = predictions.get("links", {}).get(",".join(link), (0.0, 0.0, 0))
     if not transfers:
         return Check("Link", "ok", f"{between}; no transfer over such a link yet")
     said = f"{between}; {transfers} transfers between such workers: {fixed_s * 1e3:.1f} ms"

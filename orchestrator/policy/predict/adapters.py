@@ -128,9 +128,11 @@ class AdapterPlaces:
         return dict.fromkeys(first[:MAX_HOLDERS], tokens)
 
     def spent_s(self, worker_id: str, adapter: int, load_s: float, rest_s: float, demand: AdapterDemand) -> float:
-        """`adapter_s` at this worker."""
+        """`adapter_s` at this worker. One that tells nothing, as of a release before, is no better than a free one."""
         slots, requests, _ = self._there.get(worker_id, (0, {}, 0))
-        return adapter_s(adapter, requests, slots, load_s, rest_s, demand) if slots else 0.0
+        if not slots:
+            return load_s if self._there else 0.0
+        return adapter_s(adapter, requests, slots, load_s, rest_s, demand)
 
 
 def priced(

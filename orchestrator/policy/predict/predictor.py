@@ -212,6 +212,11 @@ class Predictor:
         wait_s = self.wait_s(tokens, each_s * queue.tokens / max(1, workers_ready))
         return wait_s, prefill_s + each_s * tokens + transfer_s + each_sent_s * transfer_tokens
 
+    def transfer_s(self, tokens: int) -> float:
+        """The predicted time of a KV transfer of this many tokens."""
+        fixed_s, each_s = self._line(self._transfer)
+        return fixed_s + each_s * tokens
+
     def transfer_error_s(self, tokens: int) -> float:
         """The mean error (seconds) of the predicted time of a KV transfer of this many tokens."""
         if self._is_stale(self._transfer):

@@ -233,7 +233,8 @@ async def test_an_engine_that_was_killed_leaves_no_shared_memory(model: Path) ->
 
 async def test_an_idle_engine_takes_no_steps_and_copies_wake_it(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A real engine, forked from this process, that nothing but an event wakes for a minute."""
-    from workers.vllm_engine import plugin, waker
+    from workers.vllm_engine import plugin
+    from workers.vllm_engine.loop import waker
 
     steps, process_step = multiprocessing.get_context("fork").Value("q", 0), plugin._process_engine_step
 

@@ -65,7 +65,8 @@ class WaitingEngine:
 async def engine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> AsyncIterator[WaitingEngine]:
     from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
-    from workers.vllm_engine import plugin, waker
+    from workers.vllm_engine import plugin
+    from workers.vllm_engine.loop import waker
 
     monkeypatch.setattr(waker, "_WOKEN_S", 60.0)
     monkeypatch.setenv("PD_WAKE_SOCKET", "")  # given back afterwards
@@ -114,7 +115,8 @@ async def test_a_rank_in_another_process_wakes_it(engine: WaitingEngine) -> None
 async def test_ranks_of_other_hosts_are_asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
-    from workers.vllm_engine import plugin, waker
+    from workers.vllm_engine import plugin
+    from workers.vllm_engine.loop import waker
 
     monkeypatch.setenv("PD_WAKE_SOCKET", "")
     config = SimpleNamespace(parallel_config=SimpleNamespace(nnodes_within_dp=2))
@@ -136,7 +138,8 @@ def test_a_rank_whose_engine_has_ended_goes_on(monkeypatch: pytest.MonkeyPatch, 
 @pytest.mark.slow
 async def test_two_ranks_take_no_steps_until_kv_has_arrived(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A real engine, whose processes are forked from this one, and inherit what is changed here."""
-    from workers.vllm_engine import plugin, waker
+    from workers.vllm_engine import plugin
+    from workers.vllm_engine.loop import waker
 
     steps, process_step = multiprocessing.get_context("fork").Value("q", 0), plugin._process_engine_step
 

@@ -5,13 +5,19 @@ import statistics
 
 import pytest
 
-from orchestrator.config.settings import SLOConfig
+from orchestrator.config.settings import SLOConfig, parse_config
 from orchestrator.policy.admission.shares import Shares
+from orchestrator.policy.candidate import Candidate, RequestInfo
+from orchestrator.policy.decode_choice import decode_choice
+from orchestrator.policy.placement import Local, PrefillView
+from orchestrator.policy.policies import Policies
+from orchestrator.policy.predict.predictor import Predictor
 from orchestrator.simulator.job import Job
 from orchestrator.simulator.profile import PROFILES, load_profile
 from orchestrator.simulator.settings import SHIPPED, Settings, changed, stack
 from orchestrator.simulator.simulation import Simulation
 from orchestrator.simulator.trace import Arrival, Load
+from orchestrator.types import EngineSpeed, QueueDepth
 
 WARM_UP_S = 10.0  # while times are learned
 
@@ -85,3 +91,22 @@ def test_who_floods_delays_nobody_else_and_gets_its_share(tokens, share, ttft_s,
 def test_a_tenant_that_is_alone_has_the_whole_fleet():
     served = ttfts(jobs({"flood": 12.0}, (1000, 3000), 1.0)["flood"])
     assert len(served) > 0.95 * 12 * 180
+
+
+@pytest.mark.parametrize("tokens", [50, 300, 2000])
+def test_who_exceeds_its_share_has_an_idle_fleet(tokens):
+    """While nobody else has a request there, and one asked a moment ago."""
+    config = parse_config({"model": "m", "limits": {"shares": {"*": 1}}, "slo": {"ttft_s": 1.0, "tpot_s": 0.05}})
+    predictor = Predictor()
+    predictor.set_prior(EngineSpeed(0.0084, 3.6e-5, 0.0084, 3e-5))
+    policies = Policies(config, decode_choice("kv_prefix"), predictor)
+    idle = [Candidate(f"d{n}", 20_000, 20_000, 16, 0, 0, 0) for n in range(4)]
+
+    def asks(tenant: str, tokens: int) -> object:
+        request = RequestInfo("r", tokens, 100, 0.0, tenant=tenant)
+        return policies.decide(request, idle, PrefillView(0, QueueDepth(0, 0, 0), decode_ready=4), 0.0).decision
+
+    asks("other", 100)
+    for _ in range(400):
+        asks("flood", 2000)
+    assert isinstance(asks("flood", tokens), Local)
