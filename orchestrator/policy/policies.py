@@ -29,6 +29,7 @@ ENGINE_WEIGHT = 30.0  # seconds behind its arrival per second of prefill; `engin
 # How long a request beyond its tenant's share may wait, in prefill times of its whole prompt. Others wait behind what
 # is lent: more would raise their TTFT by over a fifth where an engine step computes one prompt.
 LENT_WAIT_SHARE = 0.25
+_ROUNDING_S = 1e-6
 MAX_STEPS = 10  # of priority: clients choose it, and none may overtake without bound
 # Between two recalls. More frequent ones would move jobs for advantages that soon pass.
 RECALL_S = 1.0
@@ -128,8 +129,8 @@ class Policies:
             handed_over_s = self.predictor.itl_s(decision.worker_id)
         wait_s = predicted_ttft_s(decision, request, candidates, prefill, self.predictor) - prefill_s
         # A short prompt spends most of its time being handed over, which is no waiting.
-        lent_s = handed_over_s if prefill_s < 3 * handed_over_s else LENT_WAIT_SHARE * prefill_s
-        may_wait_s = min(ROOM_SHARE * slo.ttft_s, lent_s)
+        lent_s = handed_over_s if prefill_s < 2 * handed_over_s else LENT_WAIT_SHARE * prefill_s
+        may_wait_s = min(ROOM_SHARE * slo.ttft_s, lent_s + _ROUNDING_S)
         if lead_s > burst_s and wait_s > may_wait_s:
             return PlacementDecision(Reject("over_share", min(MAX_RETRY_S, max(MIN_RETRY_S, lead_s - burst_s))))
         decoding = max(prefill.decode_ready, len(candidates))
