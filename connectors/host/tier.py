@@ -53,8 +53,8 @@ class HostTier(SimpleCPUOffloadScheduler):
             stats.num_external_cached_tokens -= num_external_tokens
 
     def loads(self, key: str) -> bool:
-        """Whether this request's blocks are being loaded."""
-        return key in self._reqs_to_load
+        """Whether this request's blocks are being loaded, also since a reset that came meanwhile."""
+        return key in self._reqs_to_load or key in self._abandoned_reqs_to_load
 
     def copied(self, loaded: set[str] | None, stored: Mapping[int, int]) -> None:
         """The requests that all ranks have loaded, others among them, and how many ranks have ended which stores."""

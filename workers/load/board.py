@@ -38,6 +38,7 @@ def announce(name: str, rank: int, size: int, levels: bool) -> None:
         path = _folder() / f"board-{name}"
         with open_own(path, "a+b") as file:
             os.truncate(file.fileno(), size * _ROW * 8)
+            os.posix_fallocate(file.fileno(), 0, size * _ROW * 8)  # on a full disk an error now, not a signal later
             with mmap.mmap(file.fileno(), size * _ROW * 8) as memory:  # an earlier group may have left its own
                 memory[rank * _ROW * 8 : (rank + 1) * _ROW * 8] = bytes(_ROW * 8)
     except OSError as error:
@@ -60,11 +61,21 @@ class Board:
 
     @classmethod
     def here(cls) -> Board | None:
-        """The board of this process's rank; None where it has none."""
+        """The board of this process's rank; None where it has none, or not any more."""
         if not (announced := os.environ.get(_HERE)):
             return None
         rank, size, levels, path = announced.split(",", 3)
-        return cls(Path(path), int(rank), int(size), levels == "1")
+        try:
+            return cls(Path(path), int(rank), int(size), levels == "1")
+        except OSError as error:
+            log.warning("this rank is not levelled: %s", error)
+            return None
+
+    @classmethod
+    def to_measure(cls) -> Board | None:
+        """The board that the first rank's worker reads, which removes its file once all engines have it; None in the
+        workers of other ranks, which may start later."""
+        return cls.here() if os.environ.get(_HERE, "").startswith("0,") else None
 
     def __init__(self, path: Path, rank: int, size: int, levels: bool) -> None:
         self._path, self._rank, self._levels = path, rank, levels

@@ -106,7 +106,7 @@ class LoadReporter:
         """`workers`: returns the number of workers in the fleet."""
         self._worker_id, self.blocks_total, self._workers = worker_id, blocks_total, workers
         self._attempts, self._publish, self._corrupt_messages = attempts, publish, corrupt_messages
-        self._board, self.rate = Board.here(), PrefillRate()
+        self._board, self.rate = Board.to_measure(), PrefillRate()
         self.engine = EngineLoad(blocks_free=blocks_total, running=0, waiting=0, step_ms=0.0)
         self.longest_step_s, self.stuck = 0.0, False
         self.prefix_sequence = 0  # of the last prefix batch published before the next report

@@ -187,12 +187,32 @@ def _reset_prefix_cache(
 ) -> bool | Future[bool]:
     """vLLM's, and always of the host tier too, from which the engine would load what it is to forget. Blocks that are
     being copied there cannot be dropped: where nothing else is done, this waits for them."""
-    tier = getattr(engine.scheduler.get_kv_connector(), "host_tier", None)
-    if tier is None or not tier.has_pending_stores() or engine.scheduler.has_unfinished_requests():
-        return _vllm_reset(engine, reset_running_requests, reset_connector or tier is not None)
+    if (tier := _host_tier(engine)) is None:
+        return _vllm_reset(engine, reset_running_requests, reset_connector)
+    if not tier.has_pending_stores() or engine.scheduler.has_unfinished_requests():
+        return _reset_both(engine, reset_running_requests)
     done: Future[bool] = Future()
-    engine._idle_state_callbacks.append(lambda engine: done.set_result(_vllm_reset(engine, False, True)))
+    engine._pd_resets = [*getattr(engine, "_pd_resets", ()), done]
     return done
+
+
+def _reset_both(engine: Any, reset_running_requests: bool = False) -> bool:
+    """The device's cache first: where it keeps its blocks the tier keeps its own, and the copies that it has begun."""
+    return bool(_vllm_reset(engine, reset_running_requests, False)) and bool(engine.scheduler.reset_connector_cache())
+
+
+def _finish_resets(engine: Any) -> None:
+    """Those that waited for copies: none runs any more, or there is work whose copies nobody should wait for."""
+    if not (resets := getattr(engine, "_pd_resets", ())):
+        return
+    if not _host_tier(engine).has_pending_stores() or engine.scheduler.has_unfinished_requests():
+        engine._pd_resets = ()
+        for done in resets:
+            done.set_result(_reset_both(engine))
+
+
+def _host_tier(engine: Any) -> Any:
+    return getattr(engine.scheduler.get_kv_connector(), "host_tier", None)
 
 
 # ---- the engine's loop -------------------------------------------------------------------------------------------
@@ -228,6 +248,7 @@ def _process_engine_step(engine: Any) -> bool:
         if executed or _is_worth_sending(engine, output):
             engine.output_queue.put_nowait((client, output))
     engine.post_step(executed)
+    _finish_resets(engine)
     if executed and steps is not None:
         steps.ended(elapsed_ms)
     if executed:

@@ -331,17 +331,20 @@ def _units_on(gpus: int, config: Config, role: Role) -> int:
 
 
 def _check_memory(configs: Sequence[Config]) -> None:
-    """Raises ConfigError if the configured KV cache sizes alone exceed the machine's memory."""
+    """Raises ConfigError if the configured sizes of KV caches and host tiers alone exceed the machine's memory."""
     total = find_memory()
     needed = 0
     for config in configs:
         for role in Role:
             size = engine_args(config, role).get("kv_cache_memory_bytes")
-            needed += pool(config, role).replicas * group_size(config, role) * (size if isinstance(size, int) else 0)
+            of_a_worker = size if isinstance(size, int) else 0
+            of_a_worker += ranks(config, role) * config.kv.host_tier_bytes
+            needed += pool(config, role).replicas * group_size(config, role) * of_a_worker
     if needed > total:
         prefill, decode = (sum(pool(config, role).replicas for config in configs) for role in Role)
+        tiers = " and kv.host_tier_bytes" if any(config.kv.host_tier_bytes for config in configs) else ""
         raise ConfigError(
             f"workers: {prefill} prefill and {decode} decode replicas "
-            f"with their kv_cache_memory_bytes need {needed / 2**30:.1f} GiB, this machine has "
-            f"{total / 2**30:.1f} GiB; lower replicas or kv_cache_memory_bytes"
+            f"with their kv_cache_memory_bytes{tiers} need {needed / 2**30:.1f} GiB, this machine has "
+            f"{total / 2**30:.1f} GiB; lower replicas or kv_cache_memory_bytes{tiers}"
         )

@@ -42,7 +42,9 @@ class Steps:
     def _level_and_schedule(self, *args: Any, **kwargs: Any) -> Any:
         scheduler = self._engine.scheduler
         limit, long = self._limits
-        decodes = backlog = awaiting = 0
+        decodes = backlog = 0
+        # Their KV has come, or is about to: a step for each, beside the drafts that go with it.
+        awaiting = (1 + scheduler.num_spec_tokens) * len(scheduler.kv_holding_waiting)
         for request in scheduler.running:
             left = request.num_tokens - request.num_computed_tokens
             decodes += 1 + scheduler.num_spec_tokens if left <= 1 else 0
@@ -56,7 +58,7 @@ class Steps:
         chunk = self._board.budget(decodes, backlog, full, limit)
         if chunk is not None:
             # Requests whose KV comes from elsewhere start beside a long prompt.
-            scheduler.scheduler_config.long_prefill_token_threshold = min(chunk, long or chunk)
+            scheduler.scheduler_config.long_prefill_token_threshold = max(1, min(chunk, long or chunk))
             scheduler.max_num_scheduled_tokens = min(limit, decodes + chunk + awaiting)
         try:
             output = self._schedule(*args, **kwargs)

@@ -26,6 +26,7 @@ class FakeEngine:
         self.scheduler = SimpleNamespace(
             running=[],
             waiting=[],
+            kv_holding_waiting=[],
             schedule=self.schedule,
             num_spec_tokens=0,
             max_num_running_reqs=8,
@@ -75,9 +76,9 @@ def test_a_long_prompt_is_cut_and_what_waits_for_kv_keeps_its_place(boards: list
     engine.scheduler.running = [request(101, 100, "RUNNING"), request(1000, 200, "RUNNING")]
     engine.scheduler.waiting = [
         request(50, 0),
-        request(400, 0, "WAITING_FOR_REMOTE_KVS"),
         request(400, 0, remote=True),
     ]
+    engine.scheduler.kv_holding_waiting = [request(400, 0, "WAITING_FOR_REMOTE_KVS")]
     engine.scheduler.schedule(False)
     # The other rank can reach 80 tokens; this one decodes one, and has two requests that wait for KV.
     assert engine.seen == [(80 + 2, 79)]
