@@ -170,7 +170,8 @@ async def test_waiting_job_is_claimed_once_it_fits(
 ) -> None:
     for name in ("WAIT_S", "LEFT_WAIT_S"):
         monkeypatch.setattr(f"workers.claims.{name}", 30.0)
-    slow = {"speed": 1.0, "prefill_us_per_token": 2000.0, "max_num_batched_tokens": 200}
+    # Two seconds a prompt, in which the others are enqueued and one of them claimed.
+    slow = {"speed": 1.0, "prefill_us_per_token": 8000.0, "max_num_batched_tokens": 200}
     async with running_workers(redis_server, sim=slow) as workers:
         frontend, _, _ = await pair(workers, **slow)
         first, second, third = [frontend.new([i, *PROMPT[:249]]) for i in range(3)]

@@ -345,6 +345,6 @@ def _check_memory(configs: Sequence[Config]) -> None:
         tiers = " and kv.host_tier_bytes" if any(config.kv.host_tier_bytes for config in configs) else ""
         raise ConfigError(
             f"workers: {prefill} prefill and {decode} decode replicas "
-            f"with their kv_cache_memory_bytes{tiers} need {needed / 2**30:.1f} GiB, this machine has "
+            f"with their kv_cache_memory_bytes need {needed / 2**30:.1f} GiB, this machine has "
             f"{total / 2**30:.1f} GiB; lower replicas or kv_cache_memory_bytes{tiers}"
         )
