@@ -6,8 +6,9 @@ Every frontend receives the same load reports, so whichever frontend answers sho
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterable, Iterator
-from typing import Any
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
+from operator import attrgetter
+from typing import Any, NamedTuple
 
 import msgspec
 from fastapi import APIRouter, Response
@@ -22,7 +23,85 @@ from orchestrator.fleet.worker_view import WorkerView
 from orchestrator.policy.predict.predictor import Predictor
 from orchestrator.store.configuration import RolloutStatus
 from orchestrator.store.operator.worker_status import WorkerStatus
-from orchestrator.types import DesiredRatio, QueueDepth, Role
+from orchestrator.types import DesiredRatio, QueueDepth, Role, WorkerLoad
+
+
+class _Figure(NamedTuple):
+    """A number that load reports carry, `of` what they carry it in."""
+
+    family: type[CounterMetricFamily] | type[GaugeMetricFamily]
+    name: str
+    meaning: str
+    of: Callable[[Any], float]
+
+
+_OF_WORKERS = (  # of a `WorkerLoad`
+    _Figure(
+        CounterMetricFamily,
+        "pd_worker_corrupt_messages",
+        "Messages that came to a worker and could not be read",
+        attrgetter("corrupt_messages"),
+    ),
+    _Figure(
+        CounterMetricFamily, "pd_kv_transfer_bytes", "KV bytes pushed to decode workers", attrgetter("kv.bytes_sent")
+    ),
+    _Figure(
+        CounterMetricFamily,
+        "pd_kv_transfer_descriptors",
+        "NIXL descriptors of the WRITEs that pushed them",
+        attrgetter("kv.descriptors"),
+    ),
+    _Figure(CounterMetricFamily, "pd_kv_transfer_failures", "KV transfers that failed", attrgetter("kv.failures")),
+    _Figure(
+        CounterMetricFamily,
+        "pd_kv_bad_messages",
+        "Notifications between engines that could not be understood",
+        attrgetter("kv.bad_messages"),
+    ),
+    _Figure(
+        GaugeMetricFamily,
+        "pd_kv_withdrawing_blocks",
+        "KV blocks of transfers that were given up, kept until no WRITE can land in them",
+        attrgetter("kv.withdrawing_blocks"),
+    ),
+    _Figure(
+        CounterMetricFamily,
+        "pd_kv_fetched_tokens",
+        "Prompt tokens fetched from other workers' caches",
+        attrgetter("fetched_tokens"),
+    ),
+    _Figure(
+        CounterMetricFamily,
+        "pd_kv_host_hit_tokens",
+        "Prompt tokens loaded from the worker's host tier",
+        attrgetter("kv.host_hit_tokens"),
+    ),
+    _Figure(
+        GaugeMetricFamily, "pd_kv_host_blocks", "KV blocks in the worker's host tier", attrgetter("kv.host_blocks")
+    ),
+)
+_OF_GROUPS = (  # of its `StepCounters`
+    _Figure(
+        CounterMetricFamily,
+        "pd_group_mean_tokens",
+        "Mean tokens of the ranks in a step, summed over steps",
+        attrgetter("mean_tokens"),
+    ),
+    _Figure(
+        CounterMetricFamily,
+        "pd_group_most_tokens",
+        "Tokens of the rank with most in a step, summed over steps",
+        attrgetter("most_tokens"),
+    ),
+    _Figure(
+        CounterMetricFamily,
+        "pd_group_lost_seconds",
+        "Time of steps that ranks waited for the one with most tokens",
+        attrgetter("lost_s"),
+    ),
+    _Figure(CounterMetricFamily, "pd_group_dummy_steps", "Empty batches of ranks, in all", attrgetter("dummies")),
+    _Figure(CounterMetricFamily, "pd_group_waves", "Times that the ranks began to step", attrgetter("waves")),
+)
 
 
 class FleetCollector(Collector):
@@ -39,6 +118,14 @@ class FleetCollector(Collector):
         self._desired = desired
 
     def collect(self) -> Iterator[Metric]:
+        yield from self._of_the_fleet()
+        views = list(self._workers())
+        loads = {view.info.id: view.load for view in views if view.load is not None}
+        yield from _of_workers(views, loads)
+        yield from _read(_OF_WORKERS, "worker", loads)
+        yield from _read(_OF_GROUPS, "group", {name: load.group for name, load in loads.items() if load.group})
+
+    def _of_the_fleet(self) -> Iterator[Metric]:
         depth = self._depth()
         reachable = GaugeMetricFamily("pd_queue_reachable", "1 while Redis answers")
         reachable.add_metric([], float(depth is not None))
@@ -52,76 +139,37 @@ class FleetCollector(Collector):
             for role, count in ((Role.PREFILL, desired.now.prefill), (Role.DECODE, desired.now.decode)):
                 wanted.add_metric([role.value], count)
             yield wanted
-        blocks = GaugeMetricFamily("pd_worker_kv_blocks", "KV blocks, by worker and state", labels=["worker", "state"])
-        running = GaugeMetricFamily("pd_worker_requests", "Requests, by worker and state", labels=["worker", "state"])
-        up = GaugeMetricFamily("pd_worker_up", "1 for each known worker", labels=["worker", "role", "state"])
-        corrupt = CounterMetricFamily(
-            "pd_worker_corrupt_messages", "Messages that came to a worker and could not be read", labels=["worker"]
-        )
-        sent = CounterMetricFamily("pd_kv_transfer_bytes", "KV bytes pushed to decode workers", labels=["worker"])
-        described = CounterMetricFamily(
-            "pd_kv_transfer_descriptors", "NIXL descriptors of the WRITEs that pushed them", labels=["worker"]
-        )
-        bad = CounterMetricFamily(
-            "pd_kv_bad_messages", "Notifications between engines that could not be understood", labels=["worker"]
-        )
-        withdrawing = GaugeMetricFamily(
-            "pd_kv_withdrawing_blocks",
-            "KV blocks of transfers that were given up, kept until no WRITE can land in them",
-            labels=["worker"],
-        )
-        failed = CounterMetricFamily("pd_kv_transfer_failures", "KV transfers that failed", labels=["worker"])
-        took = SummaryMetricFamily("pd_kv_transfer_seconds", "Time of KV transfers", labels=["worker"])
-        fetches = CounterMetricFamily(
-            "pd_kv_fetches", "Prefixes asked for from other workers' caches, by outcome", labels=["worker", "outcome"]
-        )
-        fetched = CounterMetricFamily(
-            "pd_kv_fetched_tokens", "Prompt tokens fetched from other workers' caches", labels=["worker"]
-        )
-        mean = CounterMetricFamily(
-            "pd_group_mean_tokens", "Mean tokens of the ranks in a step, summed over steps", labels=["group"]
-        )
-        most = CounterMetricFamily(
-            "pd_group_most_tokens", "Tokens of the rank with most in a step, summed over steps", labels=["group"]
-        )
-        lost = CounterMetricFamily(
-            "pd_group_lost_seconds", "Time of steps that ranks waited for the one with most tokens", labels=["group"]
-        )
-        dummies = CounterMetricFamily("pd_group_dummy_steps", "Empty batches of ranks, in all", labels=["group"])
-        waves = CounterMetricFamily("pd_group_waves", "Times that the ranks began to step", labels=["group"])
-        host_hits = CounterMetricFamily(
-            "pd_kv_host_hit_tokens", "Prompt tokens loaded from the worker's host tier", labels=["worker"]
-        )
-        host_blocks = GaugeMetricFamily("pd_kv_host_blocks", "KV blocks in the worker's host tier", labels=["worker"])
-        for view in self._workers():
-            name = view.info.id
-            up.add_metric([name, view.info.role.value, view.info.state.value], 1)
-            if (load := view.load) is None:
-                continue
-            blocks.add_metric([name, "free"], load.blocks_free)
-            blocks.add_metric([name, "used"], load.blocks_total - load.blocks_free)
-            running.add_metric([name, "running"], load.running)
-            running.add_metric([name, "waiting"], load.waiting)
-            corrupt.add_metric([name], load.corrupt_messages)
-            sent.add_metric([name], load.kv.bytes_sent)
-            described.add_metric([name], load.kv.descriptors)
-            bad.add_metric([name], load.kv.bad_messages)
-            withdrawing.add_metric([name], load.kv.withdrawing_blocks)
-            failed.add_metric([name], load.kv.failures)
-            took.add_metric([name], count_value=load.kv.transfers, sum_value=load.kv.transfer_s)
-            for outcome, count in load.fetches.items():
-                fetches.add_metric([name, outcome], count)
-            fetched.add_metric([name], load.fetched_tokens)
-            if (group := load.group) is not None:
-                mean.add_metric([name], group.mean_tokens)
-                most.add_metric([name], group.most_tokens)
-                lost.add_metric([name], group.lost_s)
-                dummies.add_metric([name], group.dummies)
-                waves.add_metric([name], group.waves)
-            host_hits.add_metric([name], load.kv.host_hit_tokens)
-            host_blocks.add_metric([name], load.kv.host_blocks)
-        yield from (up, blocks, running, corrupt, sent, described, took, failed, bad, withdrawing, fetches, fetched)
-        yield from (mean, most, lost, dummies, waves, host_hits, host_blocks)
+
+
+def _of_workers(views: Iterable[WorkerView], loads: Mapping[str, WorkerLoad]) -> Iterator[Metric]:
+    """What has more labels than the worker, or is not one number."""
+    up = GaugeMetricFamily("pd_worker_up", "1 for each known worker", labels=["worker", "role", "state"])
+    blocks = GaugeMetricFamily("pd_worker_kv_blocks", "KV blocks, by worker and state", labels=["worker", "state"])
+    running = GaugeMetricFamily("pd_worker_requests", "Requests, by worker and state", labels=["worker", "state"])
+    took = SummaryMetricFamily("pd_kv_transfer_seconds", "Time of KV transfers", labels=["worker"])
+    fetches = CounterMetricFamily(
+        "pd_kv_fetches", "Prefixes asked for from other workers' caches, by outcome", labels=["worker", "outcome"]
+    )
+    for view in views:
+        up.add_metric([view.info.id, view.info.role.value, view.info.state.value], 1)
+    for name, load in loads.items():
+        blocks.add_metric([name, "free"], load.blocks_free)
+        blocks.add_metric([name, "used"], load.blocks_total - load.blocks_free)
+        running.add_metric([name, "running"], load.running)
+        running.add_metric([name, "waiting"], load.waiting)
+        took.add_metric([name], count_value=load.kv.transfers, sum_value=load.kv.transfer_s)
+        for outcome, count in load.fetches.items():
+            fetches.add_metric([name, outcome], count)
+    yield from (up, blocks, running, took, fetches)
+
+
+def _read(figures: Iterable[_Figure], label: str, told: Mapping[str, Any]) -> Iterator[Metric]:
+    """`told`: what has the figures, by the value of the label."""
+    for figure in figures:
+        family = figure.family(figure.name, figure.meaning, labels=[label])
+        for name, it in told.items():
+            family.add_metric([name], figure.of(it))
+        yield family
 
 
 def fleet_routes(

@@ -1,6 +1,6 @@
 """A request and a decode worker as policies see them, and the interface of a decode choice, which picks one for it.
 
-The choices themselves are in `decode_choice` (ours) and `references` (the field's).
+The choices themselves are in `decode_choice` (ours) and `choices/references` (the field's).
 """
 
 from __future__ import annotations

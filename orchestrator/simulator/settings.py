@@ -27,7 +27,7 @@ class Stack(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     config: Config
     dispatch: Literal["queue", "push"] = "queue"
     adapters: bool = True  # the router knows which request is for which LoRA adapter
-    bypass: str = ""  # with "push": the rule of `policy.references.BYPASSES` that keeps prompts on the decode worker
+    bypass: str = ""  # with "push": the rule of `choices.references.BYPASSES` that keeps prompts on the decode worker
 
 
 class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

@@ -13,7 +13,7 @@ local PRUNED_MS = 900   -- a little less than the time after which each asks aga
 local NOTED = 5000      -- events that are kept for whoever asks later
 local DEPARTED = 5000   -- workers that left, kept for those whom it concerns
 local TOLD = 500        -- of them, at one heartbeat
--- What is kept of a worker for when it is gone, in the order of `Departed` of types.py after its id, and its generation.
+-- What is kept of a worker for when it is gone, in the order of `Departed` of fields.py after its id, and its generation.
 local ENDPOINT = { 'kv_engine_id', 'request_address', 'kv_host', 'kv_port', 'generation' }
 local FRONTEND_LOAD = { cpu = true, in_flight = true, reaches = true, idle_s = true }
 
