@@ -121,7 +121,8 @@ class WorkerInfo(msgspec.Struct, frozen=True):
     speed: EngineSpeed = EngineSpeed()
     mesh_key: str = ""  # public key of both addresses; empty where the mesh is not encrypted
     process: str = ""  # its identity, by `orchestrator.process.parent.identity_of`
-    generation: int = 0  # of its configuration; KV passes within one generation
+    generation: int = 0  # of its configuration
+    pairs_within: str = ""  # its value of the label that `routing.pairing: strict:LABEL` names; empty without
     ranks: tuple[str, ...] = ()  # the workers of its unit in their order; none: it is a unit by itself
     settled: int = 0  # the last order of a role for which its requests have ended
     started_as: Role | None = None  # the role whose engine arguments and number of ranks it keeps, whichever it has
@@ -135,6 +136,11 @@ class WorkerInfo(msgspec.Struct, frozen=True):
         """What joins, drains, takes a role, restarts and ends as one; it has the id of its first rank, whose entry has
         its role and its orders. Requests, KV and load are the ranks' own."""
         return self.ranks[0] if self.ranks else self.id
+
+    @property
+    def domain(self) -> str:
+        """KV passes between two workers of one domain, and no others."""
+        return f"{self.generation}:{self.pairs_within}" if self.pairs_within else str(self.generation)
 
     def can_be(self, role: Role) -> bool:
         """Whether it may take this role. An engine of several pipeline stages only prefills."""

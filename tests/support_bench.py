@@ -177,7 +177,8 @@ class Bench:
 
     def claim(self, request_id, attempt=1, worker="p0"):
         source = KVSource(KVEndpoint(f"{worker}-engine", "127.0.0.1", 1), f"{request_id}#{attempt}")
-        self.say(worker, Claimed(request_id, attempt, source, 0.01))
+        domain = view.info.domain if (view := self.fleet.workers.get(worker)) else "0"
+        self.say(worker, Claimed(request_id, attempt, source, 0.01, domain))
 
     def tokens(self, worker_id, request_id, tokens, attempt=1, finish=None):
         payload = msgspec.msgpack.encode([[request_id, tokens, finish]])

@@ -16,6 +16,8 @@ from typing import Any
 import msgspec
 
 from orchestrator.config.settings import Config
+from orchestrator.policy.predict.links import labels_of
+from orchestrator.policy.predict.pairing import strict_label
 from orchestrator.process.parent import EXIT_AGAIN, own_identity
 from orchestrator.store.client import Redis, RedisAway
 from orchestrator.store.fields import Departed, Heartbeat
@@ -88,17 +90,20 @@ class Agent:
         return await self._serve()
 
     def _describe(self, engine: EngineInfo, started_at: float) -> WorkerInfo:
+        host, config = self._listening.reached_at, self._config
+        labels = tuple(f"{name}={value}" for name, value in config.workers.labels.items())
         return WorkerInfo(
             id=self.worker_id,
             role=self.life.role,
             started_as=self.life.role,
             state=self.life.registered,
-            host=self._listening.reached_at,
+            host=host,
             pid=os.getpid(),
             process=own_identity(),
             generation=self._generation,
             ranks=self._ranks,
-            labels=tuple(f"{name}={value}" for name, value in self._config.workers.labels.items()),
+            pairs_within=labels_of(host, labels).get(strict_label(config.routing.pairing), ""),
+            labels=labels,
             request_address=self._transport.request_address,
             load_address=self._transport.load_address,
             started_at=started_at,
@@ -262,13 +267,9 @@ class Agent:
                 self._note_redis(error)
                 await asyncio.sleep(JOIN_RETRY_S)
         assert self.info is not None
-        log.info(
-            "ready: %s worker, engine %s, %d KV blocks of %d tokens",
-            self.life.role.value,
-            self.info.identity.engine,
-            self.info.blocks_total,
-            self.info.identity.block_size,
-        )
+        role, blocks, identity = self.life.role.value, self.info.blocks_total, self.info.identity
+        text = "ready: %s worker, engine %s, %d KV blocks of %d tokens"
+        log.info(text, role, identity.engine, blocks, identity.block_size)
 
     def _may_claim(self) -> bool:
         return self.life.claims and not self._redis_away and self._told.decodes and not self._load.stuck

@@ -257,7 +257,7 @@ class Meetings:
 
 
 def _may_exchange(one: WorkerInfo, other: WorkerInfo) -> bool:
-    return one.role is not other.role and one.generation == other.generation
+    return one.role is not other.role and one.domain == other.domain
 
 
 async def probe(host: str, port: int) -> bool | None:

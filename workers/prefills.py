@@ -114,7 +114,7 @@ class Prefills:
         fetch: bool,
     ) -> None:
         """`source`: as for `Fetches`. `fetch`: whether prefixes are fetched."""
-        self._worker_id, self._generation, self._endpoint = info.id, info.generation, info.kv
+        self._worker_id, self._domain, self._endpoint = info.id, info.domain, info.kv
         self._engine, self._queue, self._frontends = engine, queue, frontends
         self._attempts, self._load = attempts, load
         self.fetches, self._fetch = Fetches(engine, load, source), fetch
@@ -199,7 +199,7 @@ class Prefills:
 
     def _tell_claimed(self, attempt: Attempt, queued_s: float, cached_tokens: int | None = None) -> bool:
         source = KVSource(self._endpoint, attempt.key)
-        claimed = Claimed(attempt.request_id, attempt.number, source, queued_s, self._generation, cached_tokens)
+        claimed = Claimed(attempt.request_id, attempt.number, source, queued_s, self._domain, cached_tokens)
         return bool(self._frontends.send(attempt.frontend_id, claimed))
 
     # ---- end ---------------------------------------------------------------------------------------------------

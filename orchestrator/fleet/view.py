@@ -50,7 +50,7 @@ class Fleet:
         self.places = Places()
         self.block_size = 0  # tokens; the same on every worker, 0 before the first is known
         self.speed = EngineSpeed()  # of the worker that joined last and measured one
-        self._generations: Counter[int] = Counter()  # workers of each; KV passes within one
+        self._domains: Counter[str] = Counter()  # workers of each; KV passes within one
         self._changed: set[str] = set()
         # One count for all workers: one that was thought lost and is found again remembers the last number it saw.
         self._numbers = itertools.count(1)
@@ -67,9 +67,9 @@ class Fleet:
             if view.info is not info and view.info != info:
                 view.info = info
             return False
-        self._leave_generation(info.id)
+        self._leave_domain(info.id)
         self.adapters.forget(info.id)
-        self._generations[info.generation] += 1
+        self._domains[info.domain] += 1
         self.workers[info.id] = WorkerView(info, now, self._changed, self._numbers)
         if self.places.add(info):
             self._changed.update(self.workers)
@@ -80,7 +80,7 @@ class Fleet:
 
     def remove(self, worker_id: str) -> WorkerView | None:
         self._changed.add(worker_id)
-        self._leave_generation(worker_id)
+        self._leave_domain(worker_id)
         self.adapters.forget(worker_id)
         self.places.remove(worker_id)
         return self.workers.pop(worker_id, None)
@@ -104,7 +104,7 @@ class Fleet:
         self,
         avoid: Collection[str] = (),
         hits: Hits | None = None,
-        generation: int | None = None,
+        domain: str = "",
         adapter: int = 0,
         near: str = "",
     ) -> Candidates:
@@ -112,7 +112,7 @@ class Fleet:
 
         Of many decode workers the best, some for this `adapter`, and the best of each place in which the worker `near`
         is. Quiet ones only when there is no other, as those in `avoid`, and then only the first of them. With a
-        `generation` those alone that KV of it may pass to.
+        `domain` those alone that KV of it may pass to.
         """
         self.apply_changes()
         usable, block_size = self._decode or self._quiet, self.block_size
@@ -122,13 +122,16 @@ class Fleet:
             decode_blocks, prefill_blocks = hits.longest_hits_by_kind(MAX_HIT_WORKERS, usable, self._prefill)
             at_decode = {worker_id: blocks * block_size for worker_id, blocks in decode_blocks.items()}
             at_prefill = {worker_id: blocks * block_size for worker_id, blocks in prefill_blocks.items()}
-        mixed = generation is not None and (len(self._generations) > 1 or generation not in self._generations)
-        if mixed:
-            usable = {name: c for name, c in usable.items() if self.workers[name].info.generation == generation}
-        if self._shortlist is not None and not (avoid or mixed) and len(usable) >= SHORTLIST_FROM:
+        mixed = bool(domain) and (len(self._domains) > 1 or domain not in self._domains)
+        if self._shortlist is not None and not avoid and len(usable) >= SHORTLIST_FROM:
             some = dict.fromkeys(self.adapters.places[Role.DECODE].some(adapter), 0) if adapter else {}
-            found = self._shortlist.pick(some | at_decode, self.places.names(near))
+            places = (*self.places.names(near), domain) if mixed else self.places.names(near)
+            found = self._shortlist.pick(some | at_decode, places)
+            if mixed:
+                found = [candidate for candidate in found if self.workers[candidate.worker_id].info.domain == domain]
         else:
+            if mixed:
+                usable = {name: c for name, c in usable.items() if self.workers[name].info.domain == domain}
             kept = [candidate for name, candidate in usable.items() if name not in avoid] if avoid else []
             if avoid and not kept:
                 kept = [usable[name] for name in avoid if name in usable][:1]
@@ -141,21 +144,21 @@ class Fleet:
     def ready(self, role: Role) -> int:
         """How many workers of that role can take a request now, without quiet prefill workers."""
         self.apply_changes()
-        if role is Role.PREFILL and len(self._generations) > 1:
-            decoded = self._decoded_generations()
-            return sum(self.workers[name].info.generation in decoded for name in self._prefill)
+        if role is Role.PREFILL and len(self._domains) > 1:
+            decoded = self._decoded_domains()
+            return sum(self.workers[name].info.domain in decoded for name in self._prefill)
         return len(self._prefill if role is Role.PREFILL else self._decode or self._quiet)
 
-    def _decoded_generations(self) -> Collection[int]:
-        """Those whose KV could pass to a decode worker. A fleet of one generation has none that it could not."""
-        if len(self._generations) <= 1:
-            return self._generations
-        return {self.workers[name].info.generation for name in self._decode or self._quiet}
+    def _decoded_domains(self) -> Collection[str]:
+        """Those whose KV could pass to a decode worker. A fleet of one domain has none that it could not."""
+        if len(self._domains) <= 1:
+            return self._domains
+        return {self.workers[name].info.domain for name in self._decode or self._quiet}
 
-    def _leave_generation(self, worker_id: str) -> None:
+    def _leave_domain(self, worker_id: str) -> None:
         if (view := self.workers.get(worker_id)) is not None:
-            self._generations[view.info.generation] -= 1
-            self._generations += Counter()  # without generations that have no worker left
+            self._domains[view.info.domain] -= 1
+            self._domains += Counter()  # without domains that have no worker left
 
     def is_quiet(self, worker_id: str | None) -> bool:
         """Whether the worker is quiet; False for an unknown one."""
@@ -171,8 +174,8 @@ class Fleet:
         """Whether anybody may claim from the queue: a prefill worker that is heard, or whose connection is down."""
         if self.ready(Role.PREFILL) > 0:
             return True
-        decoded = self._decoded_generations()
-        able = (view.info for view in self.workers.values() if not view.quiet and view.info.generation in decoded)
+        decoded = self._decoded_domains()
+        able = (view.info for view in self.workers.values() if not view.quiet and view.info.domain in decoded)
         return any(info.role is Role.PREFILL and info.state is WorkerState.READY for info in able)
 
     def silent(self, now: float, timeout_s: float, reconnect_s: float) -> list[str]:
@@ -206,8 +209,8 @@ class Fleet:
             _set_or_drop(self._decode, worker_id, None if quiet else candidate)
             _set_or_drop(self._quiet, worker_id, candidate if quiet else None)
             if self._shortlist is not None:
-                if candidate is not None and not quiet:
-                    self._shortlist.update(candidate, self.places.names(worker_id))
+                if view is not None and candidate is not None and not quiet:
+                    self._shortlist.update(candidate, (*self.places.names(worker_id), view.info.domain))
                 else:
                     self._shortlist.remove(worker_id)
         self._changed.clear()

@@ -18,7 +18,7 @@ from orchestrator.policy.candidate import Candidate, DecodeChoice, RequestInfo, 
 from orchestrator.policy.placement import ROOM_SHARE, Local, PrefillView, Reject, Remote, place, uncached_tokens
 from orchestrator.policy.predict.adapters import AdapterDemand, AdapterPlaces, priced
 from orchestrator.policy.predict.links import Link
-from orchestrator.policy.predict.pairing import pair, permits
+from orchestrator.policy.predict.pairing import pair
 from orchestrator.policy.predict.predictor import Predictor
 from orchestrator.types import QueueDepth
 
@@ -155,13 +155,12 @@ class Policies:
     def pair(
         self, request: RequestInfo, candidates: Sequence[Candidate], links: Mapping[str, Link], now: float
     ) -> Candidate | None:
-        """The decode worker for a prompt whose prefill begins; None if there is none, or `routing.pairing` permits
-        none. `links`: from the worker that prefills it to each candidate; none where all workers are in one place."""
+        """The decode worker for a prompt whose prefill begins; None if there is none. `links`: from the worker that
+        prefills it to each candidate; none where all workers are in one place."""
         if not (links and candidates):
             return self.choose(request, candidates) if candidates else None
         self.predictor.links.begin(now)
-        paired = [c for c in candidates if permits(self.routing.pairing, links.get(c.worker_id, ()))]
-        return pair(request, paired, links, self.choose, self.predictor, self.slo_of(request))
+        return pair(request, candidates, links, self.choose, self.predictor, self.slo_of(request))
 
     def recall(self, request: RequestInfo, candidates: Sequence[Candidate], prefill: PrefillView) -> Local | None:
         """The decode worker that should prefill a queued request now; None if it should wait on.

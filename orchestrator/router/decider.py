@@ -21,7 +21,6 @@ from orchestrator.policy.candidate import Candidate, DecodeChoice, RequestInfo
 from orchestrator.policy.placement import RETRY_AFTER_S, Local, PrefillView, Reject, reject_all
 from orchestrator.policy.policies import Policies, Waiting
 from orchestrator.policy.predict.fetch import MAX_HOLDERS, PRIOR_BYTES_PER_S, Holder, choose_holder
-from orchestrator.policy.predict.pairing import permits
 from orchestrator.policy.prefix_index import Hits
 from orchestrator.router.learning import Learning
 from orchestrator.router.request import ActiveRequest, Placed
@@ -155,14 +154,14 @@ class Decider:
         _, adapter_tokens = self._adapter_at_prefill(info.adapter)
         return Waiting(info, uncached_tokens, self._priced(info.adapter, found.decode), cached_tokens, adapter_tokens)
 
-    def bind(self, active: ActiveRequest, generation: int) -> Candidate | None:
-        """The decode worker for a request whose prefill begins now on a prefill worker of this generation, by the
-        latest loads and prefix hits. None if the generation has no decode worker, or `routing.pairing` permits none."""
+    def bind(self, active: ActiveRequest, domain: str) -> Candidate | None:
+        """The decode worker for a request whose prefill begins now on a prefill worker of this domain, by the latest
+        loads and prefix hits. None if the domain has no decode worker."""
         parsed, near = active.parsed, active.prefill_worker or ""
         hits = self._prefixes.look_up(parsed.prefix_keys)
         if (adapter := parsed.info.adapter) and active.prefill_worker is not None:
             self._fleet.note_adapter(active.prefill_worker, adapter, time.monotonic())
-        seen = self._fleet.candidates(active.avoid, hits, generation, adapter, near).decode
+        seen = self._fleet.candidates(active.avoid, hits, domain, adapter, near).decode
         candidates, links = self._priced(adapter, seen), self._fleet.places.links(near, seen)
         return self._policies.pair(parsed.info, candidates, links, time.monotonic())
 
@@ -207,8 +206,7 @@ class Decider:
             and view is not to
             and view.usable_as is not None
             and not view.quiet
-            and (to is None or view.info.generation == to.info.generation)
-            and (to is None or permits(self._routing.pairing, link))
+            and (to is None or view.info.domain == to.info.domain)
         ]
 
     def _priced(self, adapter: int, candidates: list[Candidate]) -> list[Candidate]:

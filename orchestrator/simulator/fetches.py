@@ -11,7 +11,6 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from orchestrator.policy.predict.fetch import FIXED_S, PRIOR_BYTES_PER_S, Holder, choose_holder, wait_limit_s
-from orchestrator.policy.predict.pairing import permits
 from orchestrator.simulator.job import Job, Stay
 from orchestrator.simulator.racks import Racks
 from orchestrator.simulator.router import Router
@@ -82,9 +81,7 @@ class Fetches:
                 self._sim.router.predictor.links.extra_s(self._sim.racks.link(it.name, asker.name), tokens - here),
             )
             for it, tokens in workers
-            if it.alive
-            and it is not asker
-            and permits(self._sim.settings.stack.config.routing.pairing, self._sim.racks.link(it.name, asker.name))
+            if it.alive and it is not asker and self._sim.racks.permits(it.name, asker.name)
         ]
 
     def _end(self, stay: Stay, begun: tuple[Worker, tuple[int, ...], int]) -> None:

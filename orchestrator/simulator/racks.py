@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from orchestrator.policy.candidate import Candidate
 from orchestrator.policy.predict.links import Link, link_of
+from orchestrator.policy.predict.pairing import strict_label
 from orchestrator.simulator.settings import Settings
 
 _LABEL = "rack"
@@ -11,6 +13,7 @@ _LABEL = "rack"
 class Racks:
     def __init__(self, settings: Settings) -> None:
         self._count, self._between = settings.racks, settings.between_racks
+        self._strict = strict_label(settings.stack.config.routing.pairing) if self._count > 1 else ""
 
     def labels(self, worker: str) -> dict[str, str]:
         """None in a fleet without racks. `worker`: its name, as p0 or d3."""
@@ -26,6 +29,14 @@ class Racks:
     def links(self, worker: str, others: list[str]) -> dict[str, Link]:
         """Of the links from a worker to each other one; none in a fleet without racks."""
         return {other: self.link(worker, other) for other in others} if self._count > 1 else {}
+
+    def permits(self, one: str, other: str) -> bool:
+        """Whether KV may pass between two workers."""
+        return not self._strict or self._strict in self.link(one, other)
+
+    def permitted(self, worker: str, others: list[Candidate]) -> list[Candidate]:
+        """Those to which KV may pass from this worker."""
+        return [it for it in others if self.permits(worker, it.worker_id)] if self._strict else others
 
     def slowness(self, one: str, other: str) -> float:
         """How many times as long as over a worker's own link KV takes between two workers."""

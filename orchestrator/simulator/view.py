@@ -110,18 +110,20 @@ class PoolView:
             self._changed(entry)
 
     def candidates(self, cached_tokens: Mapping[str, int], adapter: int = 0, near: str = "") -> list[Candidate]:
-        """Of many also the best of the rack in which the worker `near` is, and some for this adapter."""
+        """Of many also the best of the rack in which the worker `near` is, and some for this adapter. Only those that
+        KV may pass to from `near`."""
         if self._shortlist is not None and len(self._entries) >= SHORTLIST_FROM:
             known = dict.fromkeys(self.adapters.some(adapter), 0) if adapter else {}
             known |= {name: n for name, n in cached_tokens.items() if name in self._entries}
-            return self._shortlist.pick(known, self._racks.names(near) if near else ())
-        found = []
-        for name, entry in self._entries.items():
-            candidate = entry.candidate or self._changed(entry)
-            if name in cached_tokens:
-                candidate = msgspec.structs.replace(candidate, cached_tokens=cached_tokens[name])
-            found.append(candidate)
-        return found
+            found = self._shortlist.pick(known, self._racks.names(near) if near else ())
+        else:
+            found = []
+            for name, entry in self._entries.items():
+                candidate = entry.candidate or self._changed(entry)
+                if name in cached_tokens:
+                    candidate = msgspec.structs.replace(candidate, cached_tokens=cached_tokens[name])
+                found.append(candidate)
+        return self._racks.permitted(near, found) if near else found
 
     def _changed(self, entry: _Entry) -> Candidate:
         free, running, waiting, waiting_tokens, there = entry.report

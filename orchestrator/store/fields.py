@@ -74,7 +74,7 @@ class Heartbeat(msgspec.Struct, frozen=True):
 
     orders: WorkerOrders = WorkerOrders()
     workers: int = 1  # in the fleet, itself included
-    decodes: bool = True  # KV of its generation could pass to a decode worker, or all workers are of one generation
+    decodes: bool = True  # KV of it could pass to a decode worker, or all workers are of one domain
     departed: list[Departed] = []  # since the departure that it named
     last_departure: str = ""  # to name next time
     role: Role | None = None  # its unit's
@@ -84,12 +84,12 @@ class Heartbeat(msgspec.Struct, frozen=True):
 
 def worker_to_fields(info: WorkerInfo) -> dict[str, str]:
     """Identity fields under their own names, the KV endpoint's under `kv_...`, the speed's under `speed_...`, items of
-    lists separated by commas."""
+    lists separated by commas. Of what follows from others `domain`, by which the functions in Redis count."""
     flat: dict[str, Any] = msgspec.to_builtins(info)
     identity, kv, speed = flat.pop("identity"), flat.pop("kv"), flat.pop("speed")
     flat |= {name: ",".join(flat[name]) for name in _LISTS}
     flat |= identity | {_KV + name: value for name, value in kv.items()}
-    flat |= {_SPEED + name: value for name, value in speed.items()}
+    flat |= {_SPEED + name: value for name, value in speed.items()} | {"domain": info.domain}
     return {name: str(value) for name, value in flat.items() if value is not None}
 
 

@@ -14,7 +14,7 @@ import msgspec
 from orchestrator.types import KVSource, PrefixEvents, WorkerLoad
 
 # Raised whenever a message below changes meaning; part of EngineIdentity, so mixed fleets are refused.
-PROTOCOL_VERSION = 9
+PROTOCOL_VERSION = 10
 
 
 class MessageError(ValueError):
@@ -113,7 +113,7 @@ class Claimed(msgspec.Struct, tag="claimed", frozen=True):
     attempt: int
     kv_source: KVSource
     queued_s: float  # from enqueue to claim, by the queue's clock
-    generation: int = 0  # of the prefill worker: the decode worker must be of the same
+    domain: str = "0"  # of the prefill worker: the decode worker must be of the same
     cached_tokens: int | None = None
 
 

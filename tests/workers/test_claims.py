@@ -184,6 +184,23 @@ async def test_waiting_job_is_claimed_once_it_fits(
             await frontend.finished(first, second, third)
 
 
+async def test_nothing_is_claimed_where_no_decode_worker_may_get_the_kv(redis_server: EmbeddedRedis) -> None:
+    places = {name: {"timeout_s": 1.0, "drain_timeout_s": 5.0, "labels": {"rack": name}} for name in ("r1", "r2")}
+    async with running_workers(redis_server, routing={"pairing": "strict:rack"}, workers=places["r1"]) as workers:
+        decode = await workers.start(Role.DECODE)
+        workers.tree["workers"] = places["r2"]
+        far = await workers.start(Role.PREFILL)
+        await until(lambda: not far.agent._may_claim(), "word that no decode worker is in r2")
+        frontend = await workers.frontend(far, decode, binds_to=decode)
+        request = frontend.new(PROMPT)
+        await frontend.enqueue(request)
+        workers.tree["workers"] = places["r1"]
+        near = await workers.start(Role.PREFILL)
+        await frontend.meet(near.info)
+        await frontend.finished(request)
+        assert request.claimed_by == [near.id]
+
+
 async def test_a_corrupt_job_fails_alone(workers: Workers) -> None:
     frontend, _, _ = await pair(workers)
     frames, request, good = frontend.new(PROMPT), frontend.new(PROMPT), frontend.new(PROMPT)

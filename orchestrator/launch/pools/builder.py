@@ -102,9 +102,7 @@ class ModelBuilder:
         """Remove what a model without processes here has left. False while it has members elsewhere. Raises
         RedisAway."""
         self._release(name)
-        namespace = namespace_of(fleet, name)
-        rollout = await Registry(self._redis, namespace).configuration.rollout()
-        if not await forget_namespace(self._redis, namespace, rollout.new.generation if rollout is not None else 0):
+        if not await forget_namespace(self._redis, namespace_of(fleet, name)):
             return False
         self._folder.forget_model(name)
         return True

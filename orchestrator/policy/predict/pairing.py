@@ -22,11 +22,6 @@ def strict_label(pairing: str) -> str:
     return pairing.removeprefix(_STRICT) if pairing.startswith(_STRICT) else ""
 
 
-def permits(pairing: str, link: Link) -> bool:
-    """Whether KV may pass over such a link."""
-    return not (label := strict_label(pairing)) or label in link
-
-
 def pair(
     request: RequestInfo,
     candidates: Sequence[Candidate],

@@ -75,7 +75,7 @@ class ModelStore:
         await self._redis.execute_command("DEL", self._keys.models)
 
 
-async def forget_namespace(redis: Redis, namespace: str, last_generation: int) -> bool:
+async def forget_namespace(redis: Redis, namespace: str) -> bool:
     """Remove everything that a model has in Redis, once it has no member any more. False while it has one.
-    `last_generation`: of its configurations. Raises RedisAway."""
-    return bool(await redis.call(REGISTRY, "forget", Keys(namespace).prefix, last_generation))
+    Raises RedisAway."""
+    return bool(await redis.call(REGISTRY, "forget", Keys(namespace).prefix))

@@ -170,10 +170,10 @@ def test_kv_passes_within_a_generation_only():
     for info in (of_generation(worker("d"), 1), of_generation(worker("p", Role.PREFILL), 1)):
         fleet.upsert(info, now=1.0)
         fleet.workers[info.id].connected = True
-    assert [c.worker_id for c in fleet.candidates(generation=1).decode] == ["d"]
-    assert [c.worker_id for c in fleet.candidates(generation=0).decode] == ["e"]
+    assert [c.worker_id for c in fleet.candidates(domain="1").decode] == ["d"]
+    assert [c.worker_id for c in fleet.candidates(domain="0").decode] == ["e"]
     assert {c.worker_id for c in fleet.candidates().decode} == {"d", "e"}, "to prefill it themselves"
-    assert fleet.candidates(generation=2).decode == [], "of a worker that is not known yet"
+    assert fleet.candidates(domain="2").decode == [], "of a worker that is not known yet"
     assert fleet.ready(Role.PREFILL) == 2 and fleet.claims()
 
 
@@ -182,15 +182,42 @@ def test_prefill_worker_without_decode_generation_is_unusable():
     fleet.upsert(of_generation(worker("d"), 1), now=1.0)
     fleet.workers["d"].connected = True
     assert fleet.ready(Role.PREFILL) == 0 and not fleet.claims()
-    assert fleet.candidates(generation=0).decode == [] and fleet.ready(Role.DECODE) == 1
+    assert fleet.candidates(domain="0").decode == [] and fleet.ready(Role.DECODE) == 1
     fleet.upsert(of_generation(worker("p", Role.PREFILL), 1), now=2.0)
     fleet.workers["p"].connected = True
-    assert fleet.ready(Role.PREFILL) == 1 and [c.worker_id for c in fleet.candidates(generation=1).decode] == ["d"]
+    assert fleet.ready(Role.PREFILL) == 1 and [c.worker_id for c in fleet.candidates(domain="1").decode] == ["d"]
     fleet.remove("p")
     fleet.remove("d")
     fleet.upsert(worker("d"), now=3.0)
     fleet.workers["d"].connected = True
-    assert [c.worker_id for c in fleet.candidates(generation=0).decode] == ["d"]
+    assert [c.worker_id for c in fleet.candidates(domain="0").decode] == ["d"]
+
+
+def test_a_prefill_worker_without_a_decode_worker_of_its_place_is_unusable():
+    fleet = fleet_of(
+        worker("d1", pairs_within="r1"),
+        worker("d2", pairs_within="r2"),
+        worker("p1", Role.PREFILL, pairs_within="r1"),
+        worker("p2", Role.PREFILL, pairs_within="r2"),
+    )
+    assert fleet.ready(Role.PREFILL) == 2
+    assert [c.worker_id for c in fleet.candidates(domain="0:r2").decode] == ["d2"]
+    fleet.remove("d2")
+    assert fleet.ready(Role.PREFILL) == 1 and fleet.claims()
+    assert fleet.candidates(domain="0:r2").decode == []
+    fleet.remove("p1")
+    assert fleet.ready(Role.PREFILL) == 0 and not fleet.claims()
+
+
+def test_a_large_fleet_offers_the_best_workers_of_a_domain():
+    fleet = Fleet("f", decode_choice("kv_blocks").static_score)
+    for i in range(200):
+        fleet.upsert(worker(f"d{i}", pairs_within=f"r{i % 50}"), now=0.0)
+        fleet.workers[f"d{i}"].connected = True
+        fleet.take_load(load(f"d{i}", 1, free=i), now=1.0)
+    assert {c.worker_id for c in fleet.candidates(domain="0:r7").decode} == {"d7", "d57", "d107", "d157"}
+    assert fleet.candidates(domain="1").decode == []
+    assert len(fleet.candidates().decode) < 20
 
 
 def test_a_large_fleet_offers_the_best_workers_near_a_prefill_worker():

@@ -98,9 +98,9 @@ async def test_a_lost_prefill_is_done_by_another_worker_or_refused_where_it_must
 @pytest.mark.parametrize("fallback", ["local", "refuse"])
 async def test_strict_pairing_without_a_decode_worker_falls_back(fallback):
     bench = Bench(fallback=fallback, pairing="strict:rack")
-    bench.add_worker("d2", Role.DECODE, labels=("rack=r1",))
-    for name, rack in (("p1", "rack=r1"), ("p2", "rack=r2")):
-        bench.add_worker(name, Role.PREFILL, labels=(rack,))
+    bench.add_worker("d2", Role.DECODE, pairs_within="r1")
+    for name, rack in (("p1", "r1"), ("p2", "r2")):
+        bench.add_worker(name, Role.PREFILL, pairs_within=rack)
     for name in ("near", "far"):
         await bench.router.submit(FakeRequest(name))
     bench.claim("near", worker="p1")

@@ -94,6 +94,8 @@ HAVE_DEFAULTS = {
     "process",
     "mesh_key",
     "generation",
+    "domain",
+    "pairs_within",
     "kv_key",
     "kv_tp_size",
     "kv_pp_size",
@@ -559,6 +561,21 @@ async def test_heartbeat_reports_decode_of_generation(registry):
     again = msgspec.structs.replace(again, generation=1, kv=msgspec.structs.replace(again.kv, engine_id="another"))
     await registry.join(again, TTL_S)
     assert await decodes(new) and not await decodes(worker("p0"))
+
+
+async def test_a_heartbeat_tells_whether_a_worker_of_its_place_decodes(registry):
+    async def decodes(name):
+        return (await registry.refresh(placed[name], TTL_S)).decodes
+
+    placed = {name: worker(name, pairs_within=name[1:]) for name in ("pr1", "pr2")}
+    placed |= {name: worker(name, Role.DECODE, pairs_within=name[1:]) for name in ("dr1", "dr2")}
+    for info in placed.values():
+        await registry.join(info, TTL_S)
+    assert await decodes("pr1") and await decodes("pr2")
+    await registry.leave("dr2")
+    assert await decodes("pr1") and not await decodes("pr2")
+    placed["pr2"] = msgspec.structs.replace(placed["pr2"], role=Role.DECODE)
+    assert await decodes("pr2"), "it has become one"
 
 
 # ---- orders ----------------------------------------------------------------------------------------------------

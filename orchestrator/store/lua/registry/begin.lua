@@ -13,8 +13,8 @@ local PRUNED_MS = 900   -- a little less than the time after which each asks aga
 local NOTED = 5000      -- events that are kept for whoever asks later
 local DEPARTED = 5000   -- workers that left, kept for those whom it concerns
 local TOLD = 500        -- of them, at one heartbeat
--- What is kept of a worker for when it is gone, in the order of `Departed` of fields.py after its id, and its generation.
-local ENDPOINT = { 'kv_engine_id', 'request_address', 'kv_host', 'kv_port', 'generation' }
+-- What is kept of a worker for when it is gone, in the order of `Departed` of fields.py after its id, and its domain.
+local ENDPOINT = { 'kv_engine_id', 'request_address', 'kv_host', 'kv_port', 'domain' }
 local FRONTEND_LOAD = { cpu = true, in_flight = true, reaches = true, idle_s = true }
 
 local function clock()
@@ -22,7 +22,7 @@ local function clock()
   return time[1] + time[2] / 1000000
 end
 
--- Indexes that only these functions use: pruned, workers, frontends, launchers, version, changed, generation:N, decoders:N,
+-- Indexes that only these functions use: pruned, workers, frontends, launchers, version, changed, domain:D, decoders:D,
 -- kinds, endpoints, departed, frontend_key:KEY; and begun, when Redis first heard of the fleet.
 local function index_key(prefix, kind) return prefix .. kind .. 's' end
 local function member_key(prefix, kind, id) return prefix .. kind .. ':' .. id end
@@ -57,8 +57,9 @@ local function touch(prefix, id)
   redis.call('EXPIRE', prefix .. 'changed', INDEX_S)
 end
 
-local function generation_key(prefix, generation) return prefix .. 'generation:' .. generation end
-local function decoders_key(prefix, generation) return prefix .. 'decoders:' .. generation end
+-- The workers of a domain, within which KV passes, and those of them that decode.
+local function domain_key(prefix, domain) return prefix .. 'domain:' .. domain end
+local function decoders_key(prefix, domain) return prefix .. 'decoders:' .. domain end
 
 -- Keeps an event for operators (store/events.py): fields and values.
 local function note(prefix, ...)

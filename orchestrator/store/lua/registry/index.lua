@@ -13,9 +13,9 @@ local function depart(prefix, id)
   redis.call('HDEL', prefix .. 'endpoints', id)
   bump(prefix)
   if not kept then return end
-  local generation = kept[#ENDPOINT]
-  redis.call('SREM', typed(generation_key(prefix, generation), 'set'), id)
-  redis.call('SREM', typed(decoders_key(prefix, generation), 'set'), id)
+  local domain = kept[#ENDPOINT]
+  redis.call('SREM', typed(domain_key(prefix, domain), 'set'), id)
+  redis.call('SREM', typed(decoders_key(prefix, domain), 'set'), id)
   local claims = redis.pcall('ZCARD', prefix .. 'claims:' .. id)
   local departed = { id, kept[1], kept[2], kept[3], kept[4], type(claims) == 'number' and claims > 0 }
   local key = typed(prefix .. 'departed', 'stream')
@@ -25,16 +25,16 @@ end
 
 -- Notes a worker that is there. `fresh`: its hash is new, or another than before.
 local function note_worker(prefix, id, mine, fresh, ttl_s)
-  local key, generation = typed(prefix .. 'endpoints', 'hash'), mine.generation or '0'
+  local key, domain = typed(prefix .. 'endpoints', 'hash'), mine.domain or '0'
   if fresh then
     local before, endpoint = endpoint_of(prefix, id), {}
     if before and before[1] ~= mine.kv_engine_id then depart(prefix, id) end -- another process had this id
     for i, name in ipairs(ENDPOINT) do endpoint[i] = mine[name] or '' end
-    endpoint[#ENDPOINT] = generation
+    endpoint[#ENDPOINT] = domain
     redis.call('HSET', key, id, cjson.encode(endpoint))
     touch(prefix, id)
   end
-  local all, decoders = typed(generation_key(prefix, generation), 'set'), typed(decoders_key(prefix, generation), 'set')
+  local all, decoders = typed(domain_key(prefix, domain), 'set'), typed(decoders_key(prefix, domain), 'set')
   redis.call('SADD', all, id)
   redis.call(mine.role == 'decode' and mine.state == 'ready' and 'SADD' or 'SREM', decoders, id)
   for _, index in ipairs({ key, all, decoders, prefix .. 'version', prefix .. 'changed' }) do

@@ -81,17 +81,17 @@ local function unit_of(prefix, id, ranks, settled)
 end
 
 -- What a worker is told that is in the registry and has heard of this last departure ('' where none concerns it): 'ok', and
--- its unit's order_role, order_drain, order_sequence; how many workers there are; 1 where KV of its generation could pass
--- to a decode worker, else 0; the last departure; those since then, as JSON; its unit's role ('' where that is not known),
+-- its unit's order_role, order_drain, order_sequence; how many workers there are; 1 where KV of it could pass to a decode
+-- worker, else 0; the last departure; those since then, as JSON; its unit's role ('' where that is not known),
 -- and the two numbers of `unit_of`.
 local function tell(keys, id, heard)
   prune(keys)
-  local mine = redis.call('HMGET', member_key(keys[1], 'worker', id), 'generation', 'ranks', 'settled')
-  local generation = mine[1] or '0'
+  local mine = redis.call('HMGET', member_key(keys[1], 'worker', id), 'domain', 'ranks', 'settled')
+  local domain = mine[1] or '0'
   local prefix, key = keys[1], typed(keys[1] .. 'departed', 'stream')
   local workers = redis.call('SCARD', index_key(prefix, 'worker'))
-  local mixed = redis.call('SCARD', generation_key(prefix, generation)) < workers
-  local decodes = not mixed or redis.call('SCARD', decoders_key(prefix, generation)) > 0
+  local mixed = redis.call('SCARD', domain_key(prefix, domain)) < workers
+  local decodes = not mixed or redis.call('SCARD', decoders_key(prefix, domain)) > 0
   local rows, last = {}, heard
   if heard ~= '' then
     for i, entry in ipairs(redis.call('XRANGE', key, '(' .. heard, '+', 'COUNT', TOLD)) do

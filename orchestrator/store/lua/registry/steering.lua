@@ -115,8 +115,8 @@ local function write_models(keys, args)
   return 1
 end
 
--- args: the last generation. Removes everything of a namespace that has no member any more. Returns 1, or 0 while it has one.
-local function forget(keys, args)
+-- Removes everything of a namespace that has no member any more. Returns 1, or 0 while it has one.
+local function forget(keys)
   local prefix = keys[1]
   for _, kind in ipairs({ 'worker', 'frontend', 'launcher' }) do
     if #live(prefix, kind) > 0 then return 0 end
@@ -125,9 +125,6 @@ local function forget(keys, args)
     for _, id in ipairs(redis.call('ZRANGE', typed(prefix .. index, 'zset'), 0, -1)) do redis.call('DEL', prefix .. 'job:' .. id) end
   end
   for name in pairs(TYPES) do redis.call('DEL', prefix .. name) end
-  for generation = 0, args[1] do
-    redis.call('DEL', generation_key(prefix, generation), decoders_key(prefix, generation))
-  end
   redis.call('DEL', prefix .. 'begun', prefix .. 'pruned')
   return 1
 end

@@ -91,7 +91,7 @@ class World:
             return Model(self.registry(name), self.seen, name, self.fails)
 
         async def forget(name: str) -> bool:
-            return await forget_namespace(self.redis, namespace_of(self.fleet, name), 0)
+            return await forget_namespace(self.redis, namespace_of(self.fleet, name))
 
         listed = await begin_list(self.redis, self.fleet, TREE)
         models: Any = Models(self.seen, {name: Model(self.registry(name), self.seen, name) for name in listed.models})

@@ -78,26 +78,21 @@ def test_of_one_class_the_decode_choice_chooses():
     assert chosen() is None
 
 
-def policies(pairing: str) -> Policies:
-    config = parse_config({"model": "m", "routing": {"pairing": pairing}})
-    return Policies(config, decode_choice("kv_prefix"), predictor())
+def policies() -> Policies:
+    return Policies(parse_config({"model": "m"}), decode_choice("kv_prefix"), predictor())
 
 
-def test_strict_pairing_crosses_nothing():
-    strict = policies("strict:rack")
+def test_far_workers_are_worth_it_where_the_near_ones_are_crowded():
     crowded = [worker("far"), worker("near", running=500, free=600)]
-    assert strict.pair(REQUEST, crowded, LINKS, 0.0).worker_id == "near"
-    assert strict.pair(REQUEST, [worker("far")], LINKS, 0.0) is None
-    assert strict.pair(REQUEST, [worker("far")], {}, 0.0).worker_id == "far", "all workers are in one place"
-    assert policies("cost").pair(REQUEST, crowded, LINKS, 0.0).worker_id == "far"
-    assert strict.pair(REQUEST, [], {}, 0.0) is None
+    assert policies().pair(REQUEST, crowded, LINKS, 0.0).worker_id == "far"
+    assert policies().pair(REQUEST, [], {}, 0.0) is None
 
 
 def test_the_requests_own_objective_counts():
     urgent = msgspec.structs.replace(REQUEST, ttft_slo_s=0.2)
     workers = [worker("far"), worker("near", running=12)]
-    assert policies("cost").pair(REQUEST, workers, LINKS, 0.0).worker_id == "far"
-    assert policies("cost").pair(urgent, workers, LINKS, 0.0).worker_id == "near"
+    assert policies().pair(REQUEST, workers, LINKS, 0.0).worker_id == "far"
+    assert policies().pair(urgent, workers, LINKS, 0.0).worker_id == "near"
 
 
 @pytest.mark.parametrize("wrong", ["strict", "strict:", "nearest", "strict:a b"])

@@ -47,8 +47,8 @@ async def test_everything_of_a_namespace_goes_once_its_last_member_has(redis):
     await Registry(redis, other).configuration.write(Version(0, {}))
     there = await keys_of(redis, other)
     for leave in (registry.leave("decode-0"), registry.leave_frontend("f1")):
-        assert not await forget_namespace(redis, namespace, 3)
+        assert not await forget_namespace(redis, namespace)
         await leave
-    assert await forget_namespace(redis, namespace, 3) and await forget_namespace(redis, namespace, 3)
+    assert await forget_namespace(redis, namespace) and await forget_namespace(redis, namespace)
     assert await keys_of(redis, namespace) == set()
     assert await keys_of(redis, other) == there != set()
