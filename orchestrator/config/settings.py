@@ -179,7 +179,7 @@ class KVConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     transfer_timeout_s: Seconds = 30.0  # decode computes a prompt itself after this long without news of its prefill
     verify: bool = False  # compare checksums of the blocks at both ends after every transfer: slow, for finding faults
     backends: dict[Name, dict[Name, str | int]] = {}  # of NIXL, and their parameters: {UCX: {num_workers: 2}}
-    fetch: Literal["off", "auto"] = "off"  # auto: a worker that prefills fetches what another has cached
+    fetch: Literal["off", "auto"] = "auto"  # auto: a worker that prefills fetches what another has cached
     host_tier_bytes: BytesOrNone = 0  # of host memory for each rank of a worker, for KV that its device evicts
 
 
