@@ -18,14 +18,14 @@ from orchestrator.launch.registry_watch import Snapshot
 from orchestrator.launch.supervise import Stage
 from orchestrator.store.fields import Launcher, WorkerOrders
 from orchestrator.types import DesiredRatio, Role, WorkerInfo
-from workers.lifecycle import REGISTERED, LifecycleState
+from workers.unit.lifecycle import REGISTERED, LifecycleState
 
 NOTHING = WorkerOrders()
 
 
 @dataclass
 class Worker:
-    """One process. It obeys as `workers.lifecycle.Moves` does."""
+    """One process. It obeys as `workers.unit.lifecycle.Moves` does."""
 
     id: str
     role: Role

@@ -139,9 +139,8 @@ class Driver:
             prefix_events=True,
             profile=profile,
             warm=warm,
-            group=group,
         )
-        return cls(engine, await engine.start())
+        return cls(engine, await engine.start(group))
 
     async def _collect(self) -> None:
         try:

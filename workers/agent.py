@@ -31,12 +31,13 @@ from orchestrator.wire.ticks import ticks
 from orchestrator.wire.transport import WorkerTransport
 from workers.attempts import Attempts
 from workers.claims import ClaimLoop
-from workers.engine import Engine, EngineDead, EngineInfo, started
-from workers.lifecycle import Drain, Lifecycle, LifecycleState, Moves
+from workers.engine import Engine, EngineDead, EngineInfo
 from workers.load.reports import LoadReporter, PrefixReporter
 from workers.peers import FRONTEND_GONE_S, FRONTENDS_CHECK_S, Frontends, IdInUse, Meetings, Peers, refuse_duplicate_id
 from workers.prefills import Prefills
 from workers.serving import Serving
+from workers.unit.lifecycle import Drain, Lifecycle, LifecycleState, Moves
+from workers.unit.link import GroupLink
 
 log = logging.getLogger("pd.worker")
 
@@ -56,10 +57,10 @@ class Agent:
         role: Role,
         at: Listening,
         generation: int,
-        ranks: tuple[str, ...] = (),
+        link: GroupLink | None = None,
     ) -> None:
-        """`ranks`: the workers of its unit in their order; none where it is alone."""
-        self.worker_id, self._ranks = worker_id, ranks
+        """`link`: to the other ranks of its unit; None where it is alone."""
+        self.worker_id, self._link = worker_id, link or GroupLink(config, redis, worker_id, (), at, generation)
         self.life = Lifecycle(role)
         self._generation = generation
         self.info: WorkerInfo | None = None
@@ -69,8 +70,7 @@ class Agent:
         self._queue = PrefillQueue(redis, config.namespace, config.queue, worker_id)
         self._attempts = Attempts()
         self._beat_now, self._ended = asyncio.Event(), asyncio.Event()
-        self._exit_code = EXIT_LEFT
-        self._redis_away = False
+        self._exit_code, self._redis_away = EXIT_LEFT, False
         self._told = Heartbeat()
         self.joined = False
 
@@ -80,7 +80,7 @@ class Agent:
         Raises IncompatibleWorker, IdInUse, EngineStartFailed, ConfigError, OSError.
         """
         started_at = time.time()
-        engine_info = await started(self._engine, self._config.workers.start_timeout_s, self._ended)
+        engine_info = await self._link.start(self._engine, self._config.workers.start_timeout_s, self._ended)
         if engine_info is None:
             return EXIT_LEFT
         self._keys = KeyPair.new() if self._config.security.mesh == "curve" else None
@@ -101,7 +101,7 @@ class Agent:
             pid=os.getpid(),
             process=own_identity(),
             generation=self._generation,
-            ranks=self._ranks,
+            ranks=self._link.ranks,
             pairs_within=labels_of(host, labels).get(strict_label(config.routing.pairing), ""),
             labels=labels,
             request_address=self._transport.request_address,
@@ -213,6 +213,7 @@ class Agent:
             "heartbeat": self._heartbeat(),
             "frontends": self._check_frontends(),
             "orders": self._follow_orders(),
+            "ranks": self._link.watch(lambda: self._moves.drained, self._ended.set),
             "log level": follow_log_level([self._log_levels], self.worker_id, logging.getLogger("pd")),
         }
 
@@ -226,7 +227,8 @@ class Agent:
         self._exit_code = EXIT_ENGINE_DEAD
         if isinstance(error, EngineDead):
             log.error("leaving: %s", error)
-            self._serving.engine_crashed(str(error))
+            if not self._link.broken:  # what another rank has died of is none of the requests here
+                self._serving.engine_crashed(str(error))
         else:
             log.error("leaving: %s ended unexpectedly", task.get_name(), exc_info=error)
 
@@ -313,8 +315,7 @@ class Agent:
                 log.info("Redis is back")
 
     async def _follow_orders(self) -> None:
-        assert self.info is not None
-        async for _ in self._registry.ordered(self.info.unit):
+        async for _ in self._registry.ordered(self._current().unit):
             self._beat_now.set()
 
     async def _peer_died(self, peer: Departed) -> None:
@@ -345,6 +346,5 @@ class Agent:
             self._ended.set()
 
     def _heartbeat_now(self) -> None:
-        """Send the next heartbeat now."""
         self._beat_now.set()
         self._claims.wake()

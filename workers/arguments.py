@@ -36,7 +36,6 @@ from orchestrator.store.configuration import Version
 from orchestrator.store.servers import redis_elsewhere
 from orchestrator.types import Role
 from orchestrator.wire.addresses import Listening, address_towards, is_local, is_unspecified, resolve
-from workers.engine import Group
 
 
 class WorkerSettings(msgspec.Struct, frozen=True):
@@ -55,7 +54,6 @@ class WorkerSettings(msgspec.Struct, frozen=True):
     die_with_parent: bool = False
     id_claimed: bool = False  # by the launcher that starts it
     ranks: tuple[str, ...] = ()  # the workers of its unit in their order; none: it is alone
-    rendezvous: str = ""  # host:port at which they meet
     generation: int | None = None  # of `config`; None: no launcher started this, so the fleet is to be asked
 
 
@@ -108,7 +106,6 @@ def parse(role: Role, arguments: list[str], fleets: Version | None = None) -> Wo
         die_with_parent=options.die_with_parent,
         id_claimed=options.id_claimed or worker_id in ranks[1:],  # a unit's id is its first rank's
         ranks=ranks,
-        rendezvous=options.rendezvous or "",
         generation=options.generation if fleets is None else fleets.generation,
     )
 
@@ -140,10 +137,6 @@ def _ranks(options: argparse.Namespace, worker_id: str, size: int) -> tuple[str,
         )
     if ranks and worker_id not in ranks:
         raise ConfigError(f"--id: expected one of --ranks ({options.ranks}), got {worker_id}")
-    if ranks and not re.fullmatch(r".+:[0-9]{1,5}", options.rendezvous or ""):
-        raise ConfigError(
-            f"--rendezvous: expected HOST:PORT, a free port of the first rank's host, got {options.rendezvous!r}"
-        )
     return ranks
 
 
@@ -165,7 +158,6 @@ def _parser(role: Role) -> argparse.ArgumentParser:
     parser.add_argument("--config", type=Path, help="the fleet's YAML file")
     parser.add_argument("--kv-port", type=int, default=0, help="port for KV handshakes; 0 takes a free one")
     parser.add_argument("--ranks", help="of a data-parallel group: the ids of its workers in their order, as d,d.1")
-    parser.add_argument("--rendezvous", help="HOST:PORT where they meet: a free port of the first rank's host")
     parser.add_argument("--health-port", type=int, help="port that answers /live and /ready, for probes")
     parser.add_argument("--cores", help="CPU cores to compute on, as 0,1")
     parser.add_argument("--die-with-parent", action="store_true", help="stop when the parent process dies")
@@ -222,10 +214,3 @@ def listening_at(settings: WorkerSettings) -> Listening:
             f"address of this host ({address_towards(redis or '')} leads to Redis), or to 0.0.0.0 for all"
         )
     return Listening(bind, address, port_range(settings.config))
-
-
-def group_of(settings: WorkerSettings) -> Group:
-    if len(settings.ranks) < 2:
-        return Group()
-    host, _, port = settings.rendezvous.rpartition(":")
-    return Group(settings.ranks.index(settings.worker_id), len(settings.ranks), host.strip("[]"), int(port))

@@ -218,7 +218,7 @@ class Engine(Protocol):
     """Every method may raise EngineDead. `submit` raises InvalidEngineRequest for a request that cannot run, and
     AdapterUnavailable for one that cannot run here."""
 
-    async def start(self) -> EngineInfo: ...
+    async def start(self, group: Group = Group()) -> EngineInfo: ...
 
     async def submit(self, request: EngineRequest) -> None: ...
 
@@ -259,12 +259,16 @@ class Engine(Protocol):
     async def stop(self) -> None: ...
 
 
-async def started(engine: Engine, limit_s: float, stopped: asyncio.Event) -> EngineInfo | None:
-    """Start an engine. None if `stopped` was set meanwhile. Raises EngineStartFailed, ConfigError."""
-    starting = asyncio.create_task(engine.start(), name="engine-start")
+async def started(
+    engine: Engine, limit_s: float, stopped: asyncio.Event, group: Group, broken: asyncio.Future[str]
+) -> EngineInfo | None:
+    """Start an engine. None if `stopped` was set meanwhile. `broken`: done once another rank of its group has gone.
+    Raises EngineStartFailed, ConfigError."""
+    starting = asyncio.create_task(engine.start(group), name="engine-start")
     stop = asyncio.create_task(stopped.wait())
     try:
-        await asyncio.wait({starting, stop}, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
+        ends: set[asyncio.Future[Any]] = {starting, stop, broken}
+        await asyncio.wait(ends, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
         if starting.done():
             return starting.result()
     except EngineDead as error:
@@ -278,6 +282,8 @@ async def started(engine: Engine, limit_s: float, stopped: asyncio.Event) -> Eng
     await engine.stop()
     if stopped.is_set():
         return None
+    if broken.done():
+        raise EngineStartFailed(broken.result())
     raise EngineStartFailed(f"the engine did not start within workers.start_timeout_s ({limit_s:g} s)")
 
 

@@ -32,11 +32,11 @@ from orchestrator.types import Role
 from orchestrator.wire.addresses import Listening, hold_port
 from orchestrator.wire.probes import probes
 from workers.agent import Agent
-from workers.arguments import WorkerSettings, group_of, listening_at, parse
+from workers.arguments import WorkerSettings, listening_at, parse
 from workers.engine import Engine, EngineStartFailed
-from workers.lifecycle import LifecycleState
-from workers.load.board import Board, announce
 from workers.peers import IdInUse, refuse_duplicate_id
+from workers.unit.lifecycle import LifecycleState
+from workers.unit.link import GroupLink
 
 log = logging.getLogger("pd.worker")
 
@@ -129,14 +129,16 @@ async def _run(parsed: WorkerSettings) -> int:
     listening, held, free_port = _listen(parsed)
     redis = await connect(parsed.redis_url, config.redis.timeout_s)
     holding: asyncio.Task[None] | None = None
+    link: GroupLink | None = None
     try:
         registry = Registry(redis, config.namespace)
         if not parsed.id_claimed:
             await _claim_id(registry, parsed)
         await redis.aclose()  # connects again when needed; a forked engine process would inherit the connection
         engine = _engine(parsed, listening, parsed.kv_port or free_port)
-        generation, ranks = parsed.generation or 0, parsed.ranks
-        agent = Agent(engine, redis, config, parsed.worker_id, parsed.role, listening, generation, ranks)
+        generation = parsed.generation or 0
+        link = GroupLink(config, redis, parsed.worker_id, parsed.ranks, listening, generation)
+        agent = Agent(engine, redis, config, parsed.worker_id, parsed.role, listening, generation, link)
         loop = asyncio.get_running_loop()
         # A launcher kills after stop_timeout_s; a service manager waits until the worker has drained.
         supervised = parsed.die_with_parent
@@ -153,6 +155,8 @@ async def _run(parsed: WorkerSettings) -> int:
         if holding is not None:
             holding.cancel()
             await asyncio.gather(holding, return_exceptions=True)
+        if link is not None:
+            await link.close()
         await redis.aclose()
         held.close()
 
@@ -196,10 +200,7 @@ async def _call_registry(parsed: WorkerSettings, what: Callable[[Registry], Awai
 
 
 def _engine(parsed: WorkerSettings, listening: Listening, kv_port: int) -> Engine:
-    config, group = parsed.config, group_of(parsed)
-    if group.size > 1:
-        name = f"{config.namespace}-{parsed.ranks[0]}-{group.port}"
-        announce(name, group.rank, group.size, config.routing.ranks == "adp")
+    config = parsed.config
     # Unique per process start, so that a restarted worker is never taken for its predecessor.
     engine_id = f"{parsed.worker_id}-{uuid.uuid4().hex[:8]}"
     common: dict[str, Any] = {
@@ -209,7 +210,6 @@ def _engine(parsed: WorkerSettings, listening: Listening, kv_port: int) -> Engin
         "kv_port": kv_port,
         "kv": config.kv,
         "prefix_events": config.routing.prefix_index,
-        "group": group,
     }
     if config.engine == "sim":
         from workers.sim.engine import SimEngine
@@ -217,7 +217,7 @@ def _engine(parsed: WorkerSettings, listening: Listening, kv_port: int) -> Engin
         if parsed.cores:
             os.sched_setaffinity(0, parsed.cores)
         log.info("simulated engine: times and tokens are made up")
-        return SimEngine(config.sim, config.model, board=Board.here(), **common)
+        return SimEngine(config.sim, config.model, **common)
     from orchestrator.config.model import resolve_model
 
     gc.disable()  # loading vLLM makes a million objects, hardly one of them garbage

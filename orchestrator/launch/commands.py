@@ -56,15 +56,13 @@ def _environment(config: Config, name: str) -> dict[str, str]:
     return {**_QUIET, **logs.environment(name, config.logging.format), **ours}
 
 
-def worker_spec(
-    setup: Setup, role: Role, worker_id: str, share: Share, ranks: Sequence[str] = (), rendezvous: str = ""
-) -> ProcessSpec:
-    """`ranks`: the workers of its unit, which meet at `rendezvous`; none for a worker that is alone."""
+def worker_spec(setup: Setup, role: Role, worker_id: str, share: Share, ranks: Sequence[str] = ()) -> ProcessSpec:
+    """`ranks`: the workers of its unit; none for a worker that is alone."""
     config, folder = setup.config, setup.config_file.parent
     # Redis is named by the file: its URL may hold a password, and whoever is on this machine can read command lines.
     arguments = [role.value, "--id", worker_id, "--namespace", config.namespace, "--config", str(setup.config_file)]
     arguments += ["--generation", str(setup.generation), "--die-with-parent", "--id-claimed", *share.arguments]
-    arguments += ["--ranks", ",".join(ranks), "--rendezvous", rendezvous] if ranks else []
+    arguments += ["--ranks", ",".join(ranks)] if ranks else []
     # vLLM leaves its local sockets behind when it is killed; in our folder they are removed with it.
     fits = len(str(folder).encode()) + _SOCKET_NAME_BYTES <= _SOCKET_PATH_BYTES
     sockets = {"VLLM_RPC_BASE_PATH": str(folder)} if fits else {}

@@ -33,6 +33,15 @@ class WorkerOrders(msgspec.Struct, frozen=True):
     sequence: int = 0
 
 
+class Rendezvous(msgspec.Struct, frozen=True):
+    """Where the first rank of a data-parallel group waits for the others. `token`: of this attempt to start the group;
+    whoever does not have it from Redis is no rank of it."""
+
+    host: str
+    port: int
+    token: str
+
+
 class Launcher(msgspec.Struct, frozen=True):
     """Who holds ids of workers: a launcher, or a worker that was started by hand, while it loads."""
 

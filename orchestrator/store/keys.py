@@ -40,6 +40,9 @@ class Keys:
     def worker(self, worker_id: str) -> str:
         return f"{self.prefix}worker:{worker_id}"
 
+    def rendezvous(self, unit: str) -> str:
+        return f"{self.prefix}rendezvous:{unit}"
+
     def frontend(self, frontend_id: str) -> str:
         return f"{self.prefix}frontend:{frontend_id}"
 

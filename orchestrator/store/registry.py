@@ -21,6 +21,7 @@ from orchestrator.store.fields import (
     Frontend,
     Heartbeat,
     Launcher,
+    Rendezvous,
     WorkerOrders,
     desired_ratio,
     fields_of,
@@ -244,6 +245,14 @@ class Registry:
         return bool(await self._call("claim_id", launcher_id, milliseconds(ttl_s), role.value, worker_id))
 
     # ---- the desired ratio -------------------------------------------------------------------------------------
+
+    async def tell_rendezvous(self, unit: str, place: Rendezvous, ttl_s: float) -> None:
+        await self._redis.set(self.keys.rendezvous(unit), msgspec.json.encode(place), px=milliseconds(ttl_s))
+
+    async def rendezvous(self, unit: str) -> Rendezvous | None:
+        """None where the first rank does not wait."""
+        told = await self._redis.get(self.keys.rendezvous(unit))
+        return msgspec.json.decode(told, type=Rendezvous) if told else None
 
     async def lead(self, frontend_id: str, lease_s: float) -> float | None:
         """Become or stay the frontend that decides the ratio, for `lease_s` more.

@@ -16,8 +16,16 @@ from pathlib import Path
 
 import psutil
 import pytest
-from support_fleet import DEMO_VOCABULARY, RunningFleet, running_fleet, token_prompt, with_demo_tokenizer
+from support_fleet import (
+    DEMO_VOCABULARY,
+    START_TIMEOUT_S,
+    RunningFleet,
+    running_fleet,
+    token_prompt,
+    with_demo_tokenizer,
+)
 from support_models import special_model
+from support_second_host import HERE, THERE, HandWorker, redis_between, running_second_host
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.topology, pytest.mark.timeout(900)]
 
@@ -157,3 +165,36 @@ async def killed_under_load(fleet: RunningFleet, truth: list[list[int]], victim:
     assert [(a.status, a.error) for a in answers if not a.ok] == []
     assert all(answer.tokens in truth for answer in answers), "an answer is another, or not whole"
     fleet.assert_no_leaks()
+
+
+def test_group_over_two_hosts_prefills_and_comes_back(
+    model: str, truth: list[list[int]], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """A rank here and one in a network namespace, started by hand; KV goes from both to a decode engine here."""
+    sets = [*ENGINE, model, *grouped("prefill", 2), *grouped("decode", 1), "workers.prefill.replicas=0"]
+    sets += ["workers.bind=auto", "security.trust_network=true"]
+    with running_second_host() as there, redis_between(tmp_path_factory.mktemp("redis")) as url:
+        with running_fleet("demo-1p1d-cpu.yaml", *sets, f"redis.url={url}") as fleet:
+            hosts = {"p": [], "p.1": there}
+            ranks = [HandWorker(fleet, name, hosts[name], "--ranks=p,p.1", role="prefill") for name in hosts]
+            try:
+                for _ in range(2):
+                    for rank in ranks:
+                        rank.until_joined(fleet, START_TIMEOUT_S)
+                    assert {w["id"]: w["host"] for w in fleet.workers("prefill")} == {"p": HERE, "p.1": THERE}
+                    before = fleet.metric("pd_placements_total", decision="remote")
+                    assert whole(fleet) == truth
+                    assert fleet.metric("pd_placements_total", decision="remote") - before > len(PROMPTS) // 2
+                    fleet.assert_no_leaks()
+                    (engine,) = (
+                        child
+                        for child in psutil.Process(ranks[1].process.pid).children(recursive=True)
+                        if "EngineCore" in " ".join(child.cmdline())
+                    )
+                    engine.kill()
+                    assert [rank.exit_code() for rank in ranks] == [1, 1]
+                    for rank in ranks:
+                        rank.start()
+            finally:
+                for rank in ranks:
+                    rank.stop()

@@ -3,73 +3,35 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from support_fleet import ROOT, RunningFleet, running_fleet, token_prompt
-from support_wait import DEADLINE_S
+from support_second_host import HERE, THERE, HandWorker, cut, redis_between, running_second_host
 
-from orchestrator.launch.host.redis_server import server_binary
 from orchestrator.process.parent import EXIT_AGAIN
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
 
-NAME = f"pd{os.getpid() % 100_000}"
-HERE, THERE = "10.213.7.1", "10.213.7.2"
 PROMPTS = [token_prompt(20 + 173 * i % 1800, seed=i) for i in range(20)]
-
-
-def ip(command: str) -> None:
-    done = subprocess.run(["ip", *command.split()], capture_output=True, text=True, timeout=DEADLINE_S)
-    if done.returncode:
-        pytest.skip(f"no network namespaces here: {done.stderr.strip()}")
 
 
 @pytest.fixture(scope="module")
 def second_host() -> Iterator[list[str]]:
-    """The beginning of a command that runs there."""
-    try:
-        ip(f"netns add {NAME}")
-        ip(f"link add {NAME}a type veth peer name {NAME}b netns {NAME}")
-        ip(f"addr add {HERE}/24 dev {NAME}a")
-        ip(f"link set {NAME}a up")
-        ip(f"-n {NAME} addr add {THERE}/24 dev {NAME}b")
-        ip(f"-n {NAME} link set {NAME}b up")
-        ip(f"-n {NAME} link set lo up")
-        yield ["ip", "netns", "exec", NAME]
-    finally:
-        subprocess.run(["ip", "link", "del", f"{NAME}a"], capture_output=True, timeout=DEADLINE_S)
-        subprocess.run(["ip", "netns", "del", NAME], capture_output=True, timeout=DEADLINE_S)
+    with running_second_host() as command:
+        yield command
 
 
 @pytest.fixture(scope="module")
 def redis_url(second_host: list[str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    folder = tmp_path_factory.mktemp("redis")
-    with socket.socket() as probe:
-        probe.bind((HERE, 0))
-        port = probe.getsockname()[1]
-    options = {"port": port, "bind": HERE, "dir": folder, "save": "", "requirepass": "a-secret"}
-    command = [server_binary(), *(part for key, value in options.items() for part in (f"--{key}", str(value)))]
-    server = subprocess.Popen(command, stdout=subprocess.DEVNULL)
-    deadline = time.monotonic() + 15
-    while True:
-        with contextlib.suppress(OSError):
-            socket.create_connection((HERE, port), 1).close()
-            break
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-    yield f"redis://:a-secret@{HERE}:{port}"
-    server.terminate()
-    server.wait(15)
+    with redis_between(tmp_path_factory.mktemp("redis")) as url:
+        yield url
 
 
 @pytest.fixture(scope="module")
@@ -85,39 +47,11 @@ def fleet(redis_url: str) -> Iterator[RunningFleet]:
         yield running
 
 
-class FarWorker:
-    """A worker on the second host, as a service manager would run it."""
-
-    def __init__(self, fleet: RunningFleet, second_host: list[str]) -> None:
-        told = fleet.cli("join").stdout
-        assert told.startswith("PD_JOIN=") and "orchestrator worker --role decode" in told
-        self._environment = {**os.environ, "PD_JOIN": told.split()[0].removeprefix("PD_JOIN=")}
-        self._command = [*second_host, sys.executable, "-m", "orchestrator.cli.main", "worker", "--role", "decode"]
-        self._command += ["--id", "far"]
-        self.start()
-
-    def start(self) -> None:
-        self.process = subprocess.Popen(self._command, cwd=ROOT, env=self._environment)
-
-    def until_joined(self, fleet: RunningFleet) -> None:
-        def joined() -> bool:
-            if self.process.poll() == EXIT_AGAIN:  # Redis was too slow for it, say
-                self.start()
-            return "far" in there(fleet)
-
-        fleet.until(joined, "it has joined")
-
-    def exit_code(self) -> int:
-        return self.process.wait(60)
-
-
 @pytest.fixture
-def far(fleet: RunningFleet, second_host: list[str]) -> Iterator[FarWorker]:
-    worker = FarWorker(fleet, second_host)
+def far(fleet: RunningFleet, second_host: list[str]) -> Iterator[HandWorker]:
+    worker = HandWorker(fleet, "far", second_host)
     yield worker
-    if worker.process.poll() is None:
-        worker.process.send_signal(signal.SIGTERM)
-        worker.exit_code()
+    worker.stop()
 
 
 def there(fleet: RunningFleet) -> dict[str, str]:
@@ -128,7 +62,7 @@ def decoded_by(fleet: RunningFleet, worker_id: str) -> int:
     return sum(line["decode_worker"] == worker_id for line in fleet.request_lines())
 
 
-async def test_a_second_host_joins_serves_restarts_and_is_drained(fleet: RunningFleet, far: FarWorker) -> None:
+async def test_a_second_host_joins_serves_restarts_and_is_drained(fleet: RunningFleet, far: HandWorker) -> None:
     await asyncio.to_thread(far.until_joined, fleet)
     assert there(fleet) == {"worker-0": HERE, "worker-1": HERE, "far": THERE}
     command = Path(f"/proc/{far.process.pid}/cmdline").read_text()
@@ -146,7 +80,7 @@ async def test_a_second_host_joins_serves_restarts_and_is_drained(fleet: Running
 
 
 def test_the_doctor_finds_ports_that_are_not_reached(
-    fleet: RunningFleet, far: FarWorker, second_host: list[str], redis_url: str
+    fleet: RunningFleet, far: HandWorker, second_host: list[str], redis_url: str
 ) -> None:
     far.until_joined(fleet)
     lines = fleet.cli("doctor", "ports", THERE).stdout.splitlines()
@@ -158,13 +92,13 @@ def test_the_doctor_finds_ports_that_are_not_reached(
     assert named == {("Requests", "ok"), ("Load reports", "ok"), ("KV port", "ok")}, "its HTTP port is loopback's"
     far.process.send_signal(signal.SIGSTOP)  # so that it stays registered while it is cut off
     try:
-        ip(f"-n {NAME} link set {NAME}b down")
-        cut = fleet.cli("doctor", "ports", THERE, check=False)
+        cut(True)
+        told = fleet.cli("doctor", "ports", THERE, check=False)
     finally:
-        ip(f"-n {NAME} link set {NAME}b up")
+        cut(False)
         far.process.send_signal(signal.SIGCONT)
-    assert cut.returncode == 1 and "open it in the firewall" in cut.stdout
-    assert [line.split()[0] for line in cut.stdout.splitlines()] == ["fail"] * 3
+    assert told.returncode == 1 and "open it in the firewall" in told.stdout
+    assert [line.split()[0] for line in told.stdout.splitlines()] == ["fail"] * 3
     nobody = fleet.cli("doctor", "ports", "192.0.2.1", check=False)
     assert nobody.returncode == 2 and "nothing of this fleet runs on 192.0.2.1; its hosts: " in nobody.stderr
 

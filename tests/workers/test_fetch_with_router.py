@@ -16,7 +16,7 @@ from orchestrator.launch.host.redis_server import EmbeddedRedis
 from orchestrator.policy.prefix_keys import prefix_keys
 from orchestrator.types import KVSource, PrefillJob, Role
 from orchestrator.wire.messages import Prefix, Submit
-from workers.engine import EngineInfo
+from workers.engine import EngineInfo, Group
 from workers.prefills import Fetches
 from workers.sim.engine import SimEngine
 
@@ -143,8 +143,8 @@ async def test_an_engine_whose_kv_goes_whole_neither_asks_nor_is_asked(
 ) -> None:
     start = SimEngine.start
 
-    async def started(engine: SimEngine) -> EngineInfo:
-        return msgspec.structs.replace(await start(engine), lends=role in lends)
+    async def started(engine: SimEngine, group: Group) -> EngineInfo:
+        return msgspec.structs.replace(await start(engine, group), lends=role in lends)
 
     monkeypatch.setattr(SimEngine, "start", started)
     async with running_workers(redis_server, **SECTIONS) as workers:

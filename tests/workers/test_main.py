@@ -25,8 +25,7 @@ from orchestrator.store.configuration import Phase, Rollout, Version
 from orchestrator.store.planned import BY_HAND
 from orchestrator.types import Role, WorkerState
 from orchestrator.wire.addresses import hold_port
-from workers.arguments import group_of, parse
-from workers.engine import Group
+from workers.arguments import parse
 from workers.main import main
 
 
@@ -478,11 +477,10 @@ GROUP = "model: demo\nengine: sim\nworkers: {engine_args: {data_parallel_size: 2
 
 def test_rank_of_a_group_knows_its_place(tmp_path):
     (file := tmp_path / "fleet.yaml").write_text(GROUP)
-    where = ["--redis", "redis://h", "--config", str(file), "--ranks", "d,d.1", "--rendezvous", "127.0.0.1:4711"]
+    where = ["--redis", "redis://h", "--config", str(file), "--ranks", "d,d.1"]
     second = parse(Role.DECODE, [*where, "--id", "d.1"])
-    assert group_of(second) == Group(1, 2, "127.0.0.1", 4711) and second.id_claimed, "its unit's id is the first one's"
-    first = parse(Role.DECODE, [*where, "--id", "d"])
-    assert group_of(first) == Group(0, 2, "127.0.0.1", 4711) and not first.id_claimed
+    assert second.ranks == ("d", "d.1") and second.id_claimed, "its unit's id is the first one's"
+    assert not parse(Role.DECODE, [*where, "--id", "d"]).id_claimed
 
 
 @pytest.mark.parametrize(
@@ -491,7 +489,6 @@ def test_rank_of_a_group_knows_its_place(tmp_path):
         ("--id d", r"--ranks: expected 2 different ids, as many as workers.engine_args.data_parallel_size, got none"),
         ("--id d --ranks d,d", "--ranks: expected 2 different ids"),
         ("--id e --ranks d,d.1", r"--id: expected one of --ranks \(d,d.1\), got e"),
-        ("--id d --ranks d,d.1", r"--rendezvous: expected HOST:PORT, a free port of the first rank's host, got None"),
     ],
 )
 def test_group_that_cannot_meet_is_refused(tmp_path, options, line):

@@ -1,8 +1,8 @@
 """The board of a group that steps together: memory in which each rank on a host says at each step what it computes.
 
 Each rank writes its own row and reads all. From the rows a rank gets the prompt tokens that it computes next
-(`policy.choices.ranks`), and the first rank's worker what the steps' balance was. Ranks on another host have another
-board: a group whose rows are not all written is neither levelled nor measured.
+(`policy.choices.ranks`), and the first rank's worker what the steps' balance was. A group on several hosts
+has none. One whose rows are not all written is neither levelled nor measured.
 """
 
 from __future__ import annotations
@@ -45,6 +45,13 @@ def announce(name: str, rank: int, size: int, levels: bool) -> None:
         log.warning("the ranks of this group are not levelled, and their balance is not measured: %s", error)
         return
     os.environ[_HERE] = f"{rank},{size},{int(levels)},{path}"
+
+
+def withdraw() -> None:
+    """The group ends, or does not start: the first rank removes the file, for processes that never opened it."""
+    if (announced := os.environ.get(_HERE, "")).startswith("0,"):
+        with contextlib.suppress(OSError):
+            Path(announced.split(",", 3)[3]).unlink(missing_ok=True)
 
 
 def _folder() -> Path:

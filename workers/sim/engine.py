@@ -64,25 +64,25 @@ class SimEngine:
         kv_advertise: str = "",
         kv: KVConfig | None = None,
         prefix_events: bool = False,
-        group: Group = Group(),
-        board: Board | None = None,
     ) -> None:
         """Raises ConfigError if the longest sequence does not fit in the blocks."""
         check_simulated(config)
         self._config, self._model = config, model
         self._engine_id = engine_id or f"sim-{uuid.uuid4().hex[:12]}"
         self._host, self._port, self._advertise = kv_host, kv_port, kv_advertise or kv_host
-        self._codec, self._scheduler = SimCodec(), SimScheduler(config, board)
+        self._codec, self._scheduler = SimCodec(), SimScheduler(config)
         self._transfers = SimTransfers(self._scheduler, kv or KVConfig(), self._engine_id, self._wake_up)
-        self._lockstep, self._grouped, self._board = Lockstep(group, self._wake_up), group.size > 1, board
+        self._lockstep, self._board = Lockstep(Group(), self._wake_up), Board.here()
         self._steps: asyncio.Queue[EngineStep] = asyncio.Queue()
         self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._step_ms = 0.0
         self._paused, self._prefix_events = False, prefix_events
 
-    async def start(self) -> EngineInfo:
+    async def start(self, group: Group = Group()) -> EngineInfo:
         """Raises OSError if the KV port is in use."""
+        self._lockstep, self._board = Lockstep(group, self._wake_up), Board.here()
+        self._scheduler.board = self._board
         await self._lockstep.start()
         port = await self._transfers.listen(self._host, self._port, self._advertise)
         self._task = asyncio.create_task(self._run(), name="sim-engine")
@@ -107,7 +107,7 @@ class SimEngine:
             kv_bytes_per_token=config.kv_bytes_per_token,
             speed=self._speed(),
             lends=config.prefix_caching,
-            lockstep=self._grouped,
+            lockstep=group.size > 1,
             adapter_slots=config.max_loras,
         )
 

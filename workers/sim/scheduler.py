@@ -100,7 +100,7 @@ class SimScheduler:
 
     def __init__(self, config: SimConfig, board: Board | None = None) -> None:
         """`board`: of the group whose ranks step together."""
-        self.config, self._board = config, board
+        self.config, self.board = config, board
         self.blocks_free = config.blocks
         self.cache = SimPrefixCache(config.blocks)
         self.adapters = SimAdapters(config)
@@ -144,7 +144,7 @@ class SimScheduler:
     def schedule(self) -> tuple[list[Scheduled], list[SimRequest]]:
         """The next batch, and the requests that now hold blocks to receive KV into."""
         budget = self.config.max_num_batched_tokens
-        self._prompt_budget = budget if self._board is None else self._levelled(self._board)
+        self._prompt_budget = budget if self.board is None else self._levelled(self.board)
         batch: list[Scheduled] = []
         receiving: list[SimRequest] = []
         preempted = False

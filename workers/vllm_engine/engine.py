@@ -44,7 +44,7 @@ _STOP_TIMEOUT_S = 5.0
 
 class VllmEngine:
     """See `workers.engine.Engine`. Each object has one engine core (any TP/PP) in a process of its own, which may be
-    one of a `group`.
+    one of a group.
 
     `engine_args` are AsyncEngineArgs fields. `kv_port` must be free; it is bound at `kv_host`, and peers reach it at
     `kv_advertise`. `cores` pins a CPU engine. `prefix_events`: steps report changes of the prefix cache. `encrypted`:
@@ -67,9 +67,8 @@ class VllmEngine:
         encrypted: bool = True,
         profile: bool = False,
         warm: bool = True,
-        group: Group = Group(),
     ) -> None:
-        self._model, self._group = model, group
+        self._model, self._group = model, Group()
         self._engine_args = engine_args
         self._engine_id, self._kv_host, self._kv_port, self._kv = engine_id, kv_host, kv_port, kv
         self._kv_advertise = kv_advertise or kv_host
@@ -94,9 +93,9 @@ class VllmEngine:
 
     # ---- life --------------------------------------------------------------------------------------------------
 
-    async def start(self) -> EngineInfo:
+    async def start(self, group: Group = Group()) -> EngineInfo:
         """Load the model, which takes seconds to minutes. Raises EngineDead, or ValueError for impossible arguments."""
-        loop = asyncio.get_running_loop()
+        self._group, loop = group, asyncio.get_running_loop()
         self._dead = loop.create_future()
         started: asyncio.Future[Any] = loop.create_future()
 

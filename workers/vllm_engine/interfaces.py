@@ -1,4 +1,5 @@
-"""Which network interface UCX's TCP uses: the one with the address at which others reach this worker.
+"""Which network interface UCX's TCP uses: the one with the address at which others reach this worker. And which one the
+ranks of a group use.
 
 By default UCX listens on every interface and offers all of them to its peers. Some that it takes for reachable, by
 subnet or by route, may not be: a second network without a way between two hosts, or a private address that both hosts
@@ -14,6 +15,8 @@ from pathlib import Path
 
 import msgspec
 import psutil
+
+from orchestrator.wire.addresses import address_towards
 
 _SYS = Path("/sys/class/net")
 
@@ -37,6 +40,14 @@ def ucx_settings(hosts: Iterable[str], interfaces: Iterable[Interface]) -> dict[
             if address in own.addresses:
                 return _settings_of(own, known, address)
     return {}
+
+
+def group_settings(address: str, interfaces: Iterable[Interface]) -> dict[str, str]:
+    """Environment variables by which the ranks of a group whose first one is at `address` connect to each other over
+    the network that has it. By default torch takes that of the host's name, which may lead nowhere, or outside."""
+    towards = address_towards(address)
+    own = next((each.name for each in interfaces if towards in each.addresses), None)
+    return {"GLOO_SOCKET_IFNAME": own, "NCCL_SOCKET_IFNAME": f"={own}"} if own else {}
 
 
 def _settings_of(own: Interface, known: list[Interface], address: str) -> dict[str, str]:

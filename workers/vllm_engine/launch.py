@@ -34,6 +34,7 @@ from orchestrator.config.engine_args import check_environment
 from orchestrator.config.settings import KVConfig
 from orchestrator.process.control_group import cpu_limit, find_memory
 from workers.engine import Group
+from workers.vllm_engine.interfaces import group_settings, interfaces_here
 from workers.vllm_engine.plugin import SOCKETS, engine_process
 
 _CPU_KV_CACHE_BYTES = 1 << 30
@@ -160,6 +161,9 @@ def start_client(
     # vLLM adds the rank to the port that it is given.
     own_port = kv_port - config.parallel_config.data_parallel_index
     environment = {**_connector_env(kv_host, own_port), _KV_SECRET: kv_secret}
+    if (parallel := config.parallel_config).data_parallel_size > 1:
+        network = group_settings(parallel.data_parallel_master_ip, interfaces_here())
+        environment |= {name: value for name, value in network.items() if name not in os.environ}
     if not os.environ.get(SOCKETS):
         environment[SOCKETS] = _own_folder()
     executor = Executor.get_class(config)

@@ -86,9 +86,12 @@ async def kv_checks(handle: FleetHandle, source: str, target: str) -> AsyncItera
 
 
 async def port_checks(handle: FleetHandle, host: str) -> AsyncIterator[Check]:
-    """Whether each port of the fleet's processes on `host`, an address or a name, is reached. Raises Refused."""
+    """Whether each port of the fleet's processes on `host`, an address or a name, is reached, and where a group waits
+    there for ranks. Raises Refused."""
     async with open_fleet(handle) as fleet:
         workers, frontends = await fleet.registry.workers(), await fleet.registry.frontends()
+        loading = [name for holder in (await fleet.registry.launchers()).values() for name in holder.workers]
+        waiting = {unit: place for unit in loading if (place := await fleet.registry.rendezvous(unit)) is not None}
     try:
         address = resolve(host)
     except OSError as error:
@@ -102,6 +105,7 @@ async def port_checks(handle: FleetHandle, host: str) -> AsyncIterator[Check]:
             ("KV port", f"tcp://{in_url(worker.kv.host)}:{worker.kv.port}"),
         )
     ]
+    ports += [("Group", unit, f"tcp://{in_url(place.host)}:{place.port}") for unit, place in waiting.items()]
     ports += [("HTTP", frontend.id, frontend.url) for frontend in frontends.values() if frontend.url]
     there = [(name, process, urlsplit(url)) for name, process, url in ports if urlsplit(url).hostname == address]
     if not there:

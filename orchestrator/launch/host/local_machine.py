@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Sequence
 
 from orchestrator.config.engine_args import group_size
@@ -15,8 +14,6 @@ from orchestrator.launch.host.process_group import ProcessGroup
 from orchestrator.launch.machines import OnLine, Setup, ranks_of
 from orchestrator.types import Role
 
-_HERE = "127.0.0.1"
-
 
 class LocalMachine:
     """See Machines. `config` says what a worker needs; `shares` and `forks` are for all models of this machine."""
@@ -27,7 +24,6 @@ class LocalMachine:
         self._config = config
         self._forks = forks
         self._shares = shares or MachineShares(config)
-        self._meeting: dict[str, socket.socket] = {}  # by unit: the port where its ranks meet, held for its life
         self._ranks: dict[str, list[str]] = {}  # by unit, whose shares of the machine it has
         self.device = self._shares.device
         self.room: int | None = self._shares.room_for(config)
@@ -51,38 +47,26 @@ class LocalMachine:
         try:
             return [self._shares.take(rank, role, config) for rank in ranks]
         except ConfigError:
-            self._give_back_shares(owner)
+            self.give_back(owner)
             raise
 
-    def _give_back_shares(self, owner: str) -> None:
+    def give_back(self, owner: str) -> None:
         for rank in self._ranks.pop(owner, ()):
             self._shares.give_back(rank)
-
-    def give_back(self, owner: str) -> None:
-        self._give_back_shares(owner)
-        if owner in self._meeting:
-            self._meeting.pop(owner).close()
 
     async def placed(self, owner: str) -> None:
         """Does nothing: a share has its place once it is taken."""
 
     def worker(self, worker_id: str, role: Role, setup: Setup, on_line: OnLine) -> ProcessGroup:
-        self._give_back_shares(worker_id)
+        self.give_back(worker_id)
         try:
             shares = self._take(worker_id, role, setup.config)
         except ConfigError as error:
             raise OSError(0, str(error)) from None
         ranks = self._ranks[worker_id]
-        where = (ranks, self._rendezvous(worker_id)) if len(ranks) > 1 else ()
-        specs = [worker_spec(setup, role, rank, share, *where) for rank, share in zip(ranks, shares, strict=True)]
+        group = ranks if len(ranks) > 1 else ()
+        specs = [worker_spec(setup, role, rank, share, group) for rank, share in zip(ranks, shares, strict=True)]
         return ProcessGroup([LocalProcess(spec, on_line, self._forks) for spec in specs])
-
-    def _rendezvous(self, unit: str) -> str:
-        if unit not in self._meeting:
-            held = self._meeting[unit] = socket.socket()
-            held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # the first rank binds it too, and listens
-            held.bind((_HERE, 0))
-        return f"{_HERE}:{self._meeting[unit].getsockname()[1]}"
 
     def frontend_nodes(self) -> Sequence[str]:
         return ("",)

@@ -300,13 +300,13 @@ def _limits(config: Config) -> Iterator[tuple[int, str]]:
     holds = f"workers: this machine's memory holds at most {most} processes of {each >> 20} MiB"
     mend = "lower kv.host_tier_bytes, or replicas" if host_tier else "lower replicas or data_parallel_size"
     yield most, f"{holds}; {mend}"
-    ports = port_range(config)
-    if ports is not None:
-        most = len(ports) // _WORKER_PORTS
+    if (ports := port_range(config)) is not None:
+        per_worker = _WORKER_PORTS + any(group_size(config, role) > 1 for role in Role)  # where ranks meet
+        most = len(ports) // per_worker
         yield (
             most,
             f"workers.ports: {config.workers.ports} are {len(ports)} ports, enough for {most} workers of "
-            f"{_WORKER_PORTS} each; name more, or lower replicas or data_parallel_size",
+            f"{per_worker} each; name more, or lower replicas or data_parallel_size",
         )
 
 

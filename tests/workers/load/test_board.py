@@ -10,7 +10,7 @@ import pytest
 
 from orchestrator.types import StepCounters
 from workers.load import board
-from workers.load.board import Board, announce
+from workers.load.board import Board, announce, withdraw
 
 SIZE = 2
 
@@ -102,6 +102,15 @@ def test_counters_are_of_the_steps_that_all_ranks_have_taken(here: Path) -> None
         21,
     )
     assert list(here.iterdir()) == [], "its file is gone once all ranks have it"
+
+
+def test_file_of_a_group_that_never_stepped_goes_with_the_first_rank(here: Path) -> None:
+    ranks()
+    withdraw()  # the last one
+    assert len(list(here.iterdir())) == 1
+    announce("n-g-1", 0, SIZE, True)
+    withdraw()
+    assert list(here.iterdir()) == []
 
 
 def test_a_step_lasts_as_long_as_on_the_rank_that_worked(here: Path) -> None:

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 from support_two_hosts import transfer, two_hosts
 
-from workers.vllm_engine.interfaces import Interface, interfaces_here, ucx_settings
+from workers.vllm_engine import interfaces
+from workers.vllm_engine.interfaces import Interface, group_settings, interfaces_here, ucx_settings
 
 LOOPBACK = Interface("lo", frozenset({"127.0.0.1", "::1"}))
 DATA = Interface("eth0", frozenset({"10.0.0.5", "fd00::5"}))
@@ -33,6 +34,13 @@ HOST = [LOOPBACK, OTHER, BARE, DATA, BRIDGE, CONTAINERS]
 )
 def test_other_interfaces_are_left_out(hosts: list[str], settings: dict[str, str]) -> None:
     assert ucx_settings(hosts, HOST) == settings
+
+
+def test_ranks_of_a_group_use_the_interface_that_leads_to_the_first_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert group_settings("127.0.0.1", HOST) == {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "=lo"}
+    monkeypatch.setattr(interfaces, "address_towards", {"10.0.0.9": "10.0.0.5", "203.0.113.9": "203.0.113.1"}.get)
+    assert group_settings("10.0.0.9", HOST) == {"GLOO_SOCKET_IFNAME": "eth0", "NCCL_SOCKET_IFNAME": "=eth0"}
+    assert group_settings("203.0.113.9", HOST) == {}
 
 
 def test_one_interface_needs_no_setting() -> None:

@@ -267,6 +267,15 @@ def test_more_workers_than_memory_or_ports_are_refused():
     shares.take("decode-1", Role.DECODE)  # what was refused holds nothing
 
 
+def test_a_group_needs_a_port_more():
+    workers = {"ports": "20000-20009", "engine_args": {"data_parallel_size": 2}}
+    shares = MachineShares(parse_config({"model": "demo", "engine": "sim", "workers": workers}))
+    for rank in ("decode-0", "decode-0.1"):
+        shares.take(rank, Role.DECODE)
+    with pytest.raises(ConfigError, match=r"20000-20009 are 10 ports, enough for 2 workers of 4 each"):
+        shares.take("decode-1", Role.DECODE)
+
+
 def test_a_machine_says_how_many_workers_it_holds(monkeypatch):
     monkeypatch.setattr(os, "sysconf", lambda name: 1 << 15)  # a GiB in pages
 

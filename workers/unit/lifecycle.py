@@ -147,7 +147,6 @@ class Moves:
         registry. `announce`: registers the new state now. `end`: lets the process exit."""
         self.info, self._leads = info, info.id == info.unit
         self._others = max(0, len(info.ranks) - 1)  # ranks of the unit
-        self._complete_at = 0.0  # when all of them were there; 0 before
         self._flipped_at = 0.0
         self._life, self._drain, self._config = life, drain, config.workers
         self._clear_orders, self._announce, self._end = clear_orders, announce, end
@@ -161,13 +160,8 @@ class Moves:
 
     async def carry_out(self, told: Heartbeat, knew: WorkerInfo) -> None:
         """Carry out the orders of this worker's unit. They come again until cleared. `knew`: what the registry had of
-        this worker when it told this. Raises RedisAway, EngineDead."""
-        orders, now = told.orders, time.monotonic()
-        if told.ranks > self._others:
-            self._complete_at = now
-        elif self._complete_at and now - self._complete_at > self._config.timeout_s:
-            # The others wait for its next step. A launcher that runs all ranks ends them sooner.
-            raise EngineDead(f"cannot go on: a rank of {self.info.unit} is gone")
+        this worker when it told this. Raises RedisAway."""
+        orders = told.orders
         if orders.drain or orders.restart:
             self.restarts = orders.restart and not orders.drain
             self.leave(self._config.drain_timeout_s)
@@ -182,6 +176,11 @@ class Moves:
                 self._take_role()
         if orders.role is not None and orders.sequence <= self._done and self._leads:
             await self._clear_orders(self._done)
+
+    @property
+    def drained(self) -> bool:
+        """Whether it leaves, and has no request left."""
+        return self.settled == _FOR_GOOD
 
     def _flip(self, role: Role, sequence: int) -> None:
         """Take the role once every attempt has ended. An order to keep the present role also cancels a change that is

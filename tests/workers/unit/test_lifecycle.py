@@ -14,8 +14,8 @@ from support_wait import DEADLINE_S, until
 from orchestrator.config.settings import parse_config
 from orchestrator.store.fields import Heartbeat, WorkerOrders
 from orchestrator.types import KVEndpoint, Role, WorkerState
-from workers.engine import Engine, EngineDead, EngineLoad
-from workers.lifecycle import LEGAL, REGISTERED, Drain, IllegalMove, Lifecycle, LifecycleState, Moves
+from workers.engine import Engine, EngineLoad
+from workers.unit.lifecycle import LEGAL, REGISTERED, Drain, IllegalMove, Lifecycle, LifecycleState, Moves
 
 
 def test_gone_is_final_and_every_state_has_registered_state() -> None:
@@ -167,13 +167,3 @@ async def test_rank_leaves_when_all_that_are_there_have_drained() -> None:
     assert not rank.ended.is_set(), "the third has requests, and needs this one's steps"
     await rank.told(order, settled=2)
     await asyncio.wait_for(rank.ended.wait(), DEADLINE_S)
-
-
-async def test_rank_ends_when_another_stays_away() -> None:
-    rank, two = Rank("d"), Heartbeat(role=Role.DECODE, ranks=2)
-    await rank.moves.carry_out(two, rank.moves.info)  # it has not come yet
-    await rank.told()
-    await rank.moves.carry_out(two, rank.moves.info)
-    rank.moves._complete_at -= DEADLINE_S
-    with pytest.raises(EngineDead, match="a rank of d is gone"):
-        await rank.moves.carry_out(two, rank.moves.info)

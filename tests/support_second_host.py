@@ -1,0 +1,103 @@
+"""A second host, in a network namespace of its own, and workers that are started there by hand."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from support_fleet import ROOT, RunningFleet
+from support_wait import DEADLINE_S
+
+from orchestrator.launch.host.redis_server import server_binary
+from orchestrator.process.parent import EXIT_AGAIN
+
+NAME = f"pd{os.getpid() % 100_000}"
+HERE, THERE = "10.213.7.1", "10.213.7.2"
+
+
+def ip(command: str) -> None:
+    done = subprocess.run(["ip", *command.split()], capture_output=True, text=True, timeout=DEADLINE_S)
+    if done.returncode:
+        pytest.skip(f"no network namespaces here: {done.stderr.strip()}")
+
+
+def cut(away: bool) -> None:
+    """Packets between the two hosts are dropped, or pass again. Nobody is told."""
+    ip(f"-n {NAME} link set {NAME}b {'down' if away else 'up'}")
+
+
+@contextlib.contextmanager
+def running_second_host() -> Iterator[list[str]]:
+    """The beginning of a command that runs there."""
+    try:
+        ip(f"netns add {NAME}")
+        ip(f"link add {NAME}a type veth peer name {NAME}b netns {NAME}")
+        ip(f"addr add {HERE}/24 dev {NAME}a")
+        ip(f"link set {NAME}a up")
+        ip(f"-n {NAME} addr add {THERE}/24 dev {NAME}b")
+        ip(f"-n {NAME} link set {NAME}b up")
+        ip(f"-n {NAME} link set lo up")
+        yield ["ip", "netns", "exec", NAME]
+    finally:
+        subprocess.run(["ip", "link", "del", f"{NAME}a"], capture_output=True, timeout=DEADLINE_S)
+        subprocess.run(["ip", "netns", "del", NAME], capture_output=True, timeout=DEADLINE_S)
+
+
+@contextlib.contextmanager
+def redis_between(folder: Path) -> Iterator[str]:
+    """A server that both hosts reach."""
+    with socket.socket() as probe:
+        probe.bind((HERE, 0))
+        port = probe.getsockname()[1]
+    options = {"port": port, "bind": HERE, "dir": folder, "save": "", "requirepass": "a-secret"}
+    command = [server_binary(), *(part for key, value in options.items() for part in (f"--{key}", str(value)))]
+    server = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    deadline = time.monotonic() + 15
+    while True:
+        with contextlib.suppress(OSError):
+            socket.create_connection((HERE, port), 1).close()
+            break
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    yield f"redis://:a-secret@{HERE}:{port}"
+    server.terminate()
+    server.wait(15)
+
+
+class HandWorker:
+    """A worker as a service manager would run it, by the fleet's token; `host`: the beginning of its commands."""
+
+    def __init__(self, fleet: RunningFleet, name: str, host: list[str], *options: str, role: str = "decode") -> None:
+        told = fleet.cli("join").stdout
+        assert told.startswith("PD_JOIN=") and "orchestrator worker --role decode" in told
+        self.name = name
+        self._environment = {**os.environ, "PD_JOIN": told.split()[0].removeprefix("PD_JOIN=")}
+        self._command = [*host, sys.executable, "-m", "orchestrator.cli.main", "worker", "--role", role]
+        self._command += ["--id", name, *options]
+        self.start()
+
+    def start(self) -> None:
+        self.process = subprocess.Popen(self._command, cwd=ROOT, env=self._environment)
+
+    def until_joined(self, fleet: RunningFleet, within_s: float = DEADLINE_S) -> None:
+        def joined() -> bool:
+            if self.process.poll() == EXIT_AGAIN:  # Redis was too slow for it, say
+                self.start()
+            return self.name in {worker["id"] for worker in fleet.workers()}
+
+        fleet.until(joined, "it has joined", within_s)
+
+    def exit_code(self) -> int:
+        return self.process.wait(DEADLINE_S)
+
+    def stop(self) -> None:
+        if self.process.poll() is None:
+            self.process.terminate()
+            self.exit_code()

@@ -1,0 +1,200 @@
+"""The ranks of a group find each other, each once and all of one attempt, and end together."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+from support_redis import fresh_namespace
+from support_wait import DEADLINE_S, until
+
+from orchestrator.config.settings import ConfigError, parse_config
+from orchestrator.launch.host.redis_server import EmbeddedRedis
+from orchestrator.store.client import connect
+from orchestrator.store.registry import Registry
+from orchestrator.wire.addresses import Listening
+from workers.engine import EngineDead, EngineStartFailed, Group
+from workers.unit import link as module
+from workers.unit.link import GroupLink
+
+RANKS = ("d", "d.1", "d.2")
+HERE, THERE = "127.0.0.1", "127.0.0.2"
+
+
+class Rank:
+    """Its engine is there at once, and says where it was told to meet the others."""
+
+    def __init__(self, link: GroupLink) -> None:
+        self.link, self.drained, self.ended = link, False, asyncio.Event()
+        start: Any = link.start(self, DEADLINE_S, asyncio.Event())  # type: ignore[arg-type]
+        self.started: asyncio.Task[Group] = asyncio.create_task(start)
+        self.watched: asyncio.Task[None] | None = None
+
+    async def start(self, group: Group) -> Group:
+        return group
+
+    async def stop(self) -> None: ...
+
+    async def meets(self) -> Group:
+        """It serves from then on."""
+        group = await asyncio.wait_for(self.started, DEADLINE_S)
+        self.watched = asyncio.create_task(self.link.watch(lambda: self.drained, self.ended.set))
+        return group
+
+    async def dies(self) -> None:
+        tasks = [task for task in (self.started, self.watched) if task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self.link.close()
+
+    async def ends_because(self) -> str:
+        assert self.watched is not None
+        with pytest.raises(EngineDead) as caught:
+            await asyncio.wait_for(self.watched, DEADLINE_S)
+        return str(caught.value)
+
+
+class Ranks:
+    def __init__(self, url: str) -> None:
+        self.url, self.namespace, self._all = url, fresh_namespace(), list[Rank]()
+
+    async def begin(self, name: str, host: str = HERE, ranks: tuple[str, ...] = RANKS, **more: Any) -> Rank:
+        security = {"trust_network": more.get("trusted", False)}
+        tree = {"model": "demo", "namespace": self.namespace, "security": security, "workers": {"timeout_s": 0.5}}
+        redis = await connect(self.url, 5)
+        link = GroupLink(parse_config(tree), redis, name, ranks, Listening(host), more.get("generation", 0))
+        self._all.append(rank := Rank(link))
+        return rank
+
+    async def all(self, *hosts: str, **more: Any) -> list[Rank]:
+        return [await self.begin(name, host, **more) for name, host in zip(RANKS, hosts or [HERE] * 3, strict=True)]
+
+    async def serving(self, *hosts: str, **more: Any) -> list[Rank]:
+        ranks = await self.all(*hosts, **more)
+        await asyncio.gather(*(rank.meets() for rank in ranks))
+        return ranks
+
+    async def until_waits_for(self, first: Rank, *others: str) -> None:
+        await until(lambda: set(first.link._peers) == set(others), f"{others} have come")
+
+    async def close(self) -> None:
+        for rank in self._all:
+            await rank.dies()
+
+
+@pytest_asyncio.fixture
+async def group(redis_server: EmbeddedRedis) -> AsyncIterator[Ranks]:
+    made = Ranks(redis_server.url)
+    yield made
+    await made.close()
+
+
+@pytest.fixture(autouse=True)
+def board_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("VLLM_RPC_BASE_PATH", str(tmp_path))
+    monkeypatch.delenv("PD_RANK_BOARD", raising=False)
+    monkeypatch.setattr(module, "_BEAT_S", 0.1)
+    yield
+    os.environ.pop("PD_RANK_BOARD", None)
+
+
+async def test_ranks_of_one_host_meet_there_and_share_a_board(group: Ranks) -> None:
+    ranks = await group.all()
+    met = await asyncio.gather(*(rank.meets() for rank in ranks))
+    assert [(each.rank, each.size, each.host) for each in met] == [(n, 3, "127.0.0.1") for n in range(3)]
+    assert len({each.port for each in met}) == 1 and "PD_RANK_BOARD" in os.environ
+
+
+async def test_ranks_of_several_hosts_meet_at_the_first_one_and_have_no_board(group: Ranks) -> None:
+    ranks = await group.all(THERE, HERE, HERE, trusted=True)
+    assert {(await rank.meets()).host for rank in ranks} == {THERE}
+    assert "PD_RANK_BOARD" not in os.environ
+
+
+async def test_several_hosts_need_a_network_of_their_own(group: Ranks) -> None:
+    for rank in await group.all(HERE, THERE, HERE):
+        with pytest.raises(ConfigError, match=r"security.trust_network: .*\(127.0.0.1, 127.0.0.2\)"):
+            await rank.meets()
+
+
+@pytest.mark.parametrize("gone", [0, 1, 2])
+async def test_one_that_ends_ends_all_and_they_meet_anew(group: Ranks, gone: int) -> None:
+    ranks = await group.serving()
+    before = ranks[0].link._token
+    await ranks[gone].dies()
+    for rank in ranks:
+        if rank is not ranks[gone]:
+            assert "has ended" in await rank.ends_because()
+    again = await group.serving()
+    assert again[0].link._token != before
+
+
+@pytest.mark.parametrize("name", ["d", "d.1"])
+async def test_rank_that_dies_before_all_have_come_does_not_count(group: Ranks, name: str) -> None:
+    others = {each: await group.begin(each) for each in ("d", "d.1")}
+    await group.until_waits_for(others["d"], "d.1")
+    await others[name].dies()
+    others[name] = await group.begin(name)
+    await group.until_waits_for(others["d"], "d.1")
+    assert not any(rank.started.done() for rank in others.values())
+    last = await group.begin("d.2")
+    met = await asyncio.gather(*(rank.meets() for rank in (*others.values(), last)))
+    assert len({(each.host, each.port) for each in met}) == 1
+
+
+async def test_rank_that_starts_again_unnoticed_ends_the_old_group_and_is_of_the_next(group: Ranks) -> None:
+    """Its old connection lives on, as that of a host which lost its power."""
+    first, second, third = await group.serving()
+    new = await group.begin("d.1")
+    assert "d.1 has started again" in await first.ends_because()
+    assert "d has ended" in await third.ends_because() and "d has ended" in await second.ends_because()
+    assert not new.started.done()
+    fresh = [await group.begin("d"), await group.begin("d.2")]
+    met = await asyncio.gather(*(rank.meets() for rank in (fresh[0], new, fresh[1])))
+    assert [each.rank for each in met] == [0, 1, 2]
+
+
+async def test_silent_rank_is_given_up(group: Ranks) -> None:
+    first, second, _ = await group.serving()
+    second.link._tasks[0].cancel()  # its signs of life
+    assert "d.1 has been silent for 2 s" in await first.ends_because()
+
+
+async def test_drained_rank_leaves_in_order_with_the_others(group: Ranks) -> None:
+    first, second, third = await group.serving()
+    for rank in (first, second, third):
+        rank.drained = True
+    await second.dies()
+    for rank in (first, third):
+        await asyncio.wait_for(rank.ended.wait(), DEADLINE_S)
+        assert rank.watched is not None and not rank.watched.done()
+
+
+async def test_who_is_no_rank_of_it_is_not_let_in(group: Ranks) -> None:
+    first = await group.begin("d")
+    other = await group.begin("d.1", ranks=("d", "d.1"))
+    with pytest.raises(EngineStartFailed, match="d.1 was started with --ranks d,d.1 and configuration 0"):
+        await other.meets()
+    place = await Registry(await connect(group.url, 5), group.namespace).rendezvous("d")
+    assert place is not None
+    for said in (b"\n", b"x" * 100_000, json.dumps({"type": "come", "token": "none", "worker_id": "d.1"}).encode()):
+        reader, writer = await asyncio.open_connection(place.host, place.port)
+        writer.write(said + b"\n")
+        assert await asyncio.wait_for(reader.read(), DEADLINE_S) == b""
+        writer.close()
+    assert not first.link._peers
+
+
+async def test_first_rank_of_an_older_configuration_starts_again(group: Ranks) -> None:
+    first = await group.begin("d")
+    newer = await group.begin("d.1", generation=1)
+    for rank, said in ((newer, "and configuration 1, the first rank"), (first, "another rank has a newer")):
+        with pytest.raises(EngineStartFailed, match=said):
+            await rank.meets()

@@ -1,0 +1,322 @@
+"""The ranks of a data-parallel group as one, on whichever hosts: they find each other before their engines start, and
+once one of them has gone, all end.
+
+The first rank listens, and tells by Redis where, with a token of this attempt. The others connect to it. Once all have
+come it tells them where their engines meet. From then on the ranks at both ends of a connection end when that breaks or
+is silent. A rank comes to one attempt only, and an attempt has each rank once: old and new ones are never mixed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+import logging
+import secrets
+import socket
+from collections.abc import Callable
+from typing import Union
+
+import msgspec
+
+from orchestrator.config.settings import Config, ConfigError
+from orchestrator.store.client import Redis, RedisAway
+from orchestrator.store.fields import Rendezvous
+from orchestrator.store.registry import Registry
+from orchestrator.wire.addresses import Listening, hold_port, in_url
+from orchestrator.wire.ticks import ticks
+from workers.engine import Engine, EngineDead, EngineInfo, EngineStartFailed, Group, started
+from workers.load.board import announce, withdraw
+
+log = logging.getLogger("pd.worker")
+
+_BEAT_S = 1.0
+_ANSWER_S = 5.0  # for a connection, and its first message
+_TOLD_S = 5.0  # for so long Redis keeps where to meet; it is told again at each beat
+# A connection without a beat for so many times workers.timeout_s has no rank at its other end: a host that is frozen,
+# or that no packet reaches. A rank that has ended is noticed at once.
+_SILENT_TIMEOUTS = 4.0
+_ONE_HOST = "127.0.0.1"
+
+
+class Come(msgspec.Struct, frozen=True, tag="come"):
+    """From a rank to the first one. `host`: where others reach it."""
+
+    token: str
+    worker_id: str
+    ranks: tuple[str, ...]
+    generation: int
+    host: str
+
+
+class Met(msgspec.Struct, frozen=True, tag="met"):
+    """All have come: their engines meet there."""
+
+    host: str
+    port: int
+    one_host: bool
+
+
+class Refused(msgspec.Struct, frozen=True, tag="refused"):
+    """The group cannot start, or not with this rank. `final`: nor will it, as it is."""
+
+    why: str
+    final: bool = False
+
+
+class Beat(msgspec.Struct, frozen=True, tag="beat"):
+    """A sign of life."""
+
+
+_encode = msgspec.json.encode
+_decode = msgspec.json.Decoder(Union[Come, Met, Refused, Beat]).decode
+
+
+class _Peer:
+    """A connection with another rank."""
+
+    def __init__(self, writer: asyncio.StreamWriter, host: str = "") -> None:
+        self.writer, self.host, self.missed = writer, host, 0
+
+    def send(self, message: Come | Met | Refused | Beat) -> None:
+        if not self.writer.is_closing():
+            self.writer.write(_encode(message) + b"\n")
+
+
+class GroupLink:
+    """`start` the engine, then `watch` for as long as it serves. A worker that is alone meets nobody."""
+
+    def __init__(
+        self, config: Config, redis: Redis, worker_id: str, ranks: tuple[str, ...], at: Listening, generation: int
+    ) -> None:
+        """`redis`: closed when all have met. `ranks`: the workers of the unit in their order; none: it is alone."""
+        self.ranks, self._id = ranks, worker_id
+        self._config, self._redis, self._at, self._generation = config, redis, at, generation
+        self._registry = Registry(redis, config.namespace)
+        self._token = secrets.token_hex(16)
+        self._silence_s = _SILENT_TIMEOUTS * config.workers.timeout_s
+        self._peers: dict[str, _Peer] = {}  # the first rank has all others, they have it
+        self._complete, self._outdated = asyncio.Event(), False
+        self._met = self._judges = False
+        self._broken: asyncio.Future[str] = asyncio.get_running_loop().create_future()  # done once a rank has gone
+        self._server: asyncio.Server | None = None
+        self._held: socket.socket | None = None  # the port where engines meet
+        self._tasks: list[asyncio.Task[None]] = []
+
+    # ---- meeting -----------------------------------------------------------------------------------------------
+
+    async def start(self, engine: Engine, limit_s: float, stopped: asyncio.Event) -> EngineInfo | None:
+        """Wait for all ranks, and start the engine. None if `stopped` was set meanwhile. Raises ConfigError,
+        EngineStartFailed, OSError."""
+        group = await self._meet(limit_s, stopped)
+        return await started(engine, limit_s, stopped, group, self._broken) if group is not None else None
+
+    async def _meet(self, limit_s: float, stopped: asyncio.Event) -> Group | None:
+        """Ranks of one host share a board."""
+        if len(self.ranks) < 2:
+            return Group()
+        self._tasks.append(asyncio.create_task(self._beat(), name="ranks-beat"))
+        meeting = asyncio.create_task(self._gather() if self._id == self.ranks[0] else self._join(), name="ranks-meet")
+        stop = asyncio.create_task(stopped.wait())
+        try:
+            await asyncio.wait({meeting, stop}, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
+            if not meeting.done():
+                if stopped.is_set():
+                    return None
+                raise EngineStartFailed(f"{self._missing()} not there within workers.start_timeout_s ({limit_s:g} s)")
+            told = meeting.result()
+        finally:
+            for task in (meeting, stop):
+                task.cancel()
+            await asyncio.gather(meeting, stop, return_exceptions=True)
+        await self._redis.aclose()  # a forked engine process would inherit the connection
+        group = Group(self.ranks.index(self._id), len(self.ranks), told.host, told.port)
+        if told.one_host:
+            name = f"{self._config.namespace}-{self.ranks[0]}-{told.port}"
+            announce(name, group.rank, group.size, self._config.routing.ranks == "adp")
+        elif group.rank == 0:
+            log.info("the ranks are on several hosts: they are not levelled, and their balance is not measured")
+        return group
+
+    async def _gather(self) -> Met:
+        """The first rank's part. Raises ConfigError, EngineStartFailed, OSError."""
+        held, port = hold_port(self._at.bind, self._at.ports)
+        with held:
+            self._server = await asyncio.start_server(self._welcome, self._at.bind, port)
+        place, said = Rendezvous(self._at.reached_at, port, self._token), ""
+        while not self._complete.is_set():
+            if self._outdated:
+                raise EngineStartFailed("another rank has a newer configuration: start again with that")
+            if (missing := self._missing()) != said:
+                log.info("%s not there yet: the ranks meet at %s:%d", missing, in_url(place.host), port)
+                said = missing
+            with contextlib.suppress(RedisAway):
+                await self._registry.tell_rendezvous(self.ranks[0], place, _TOLD_S)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_BEAT_S):
+                    await self._complete.wait()
+        # Without a pause from here to the end, so that nobody leaves between.
+        hosts = sorted({place.host, *(peer.host for peer in self._peers.values())})
+        if why := _refusal(self._config, hosts):
+            self._send_all(Refused(why, final=True))
+            raise ConfigError(why)
+        one_host = len(hosts) == 1
+        where = _ONE_HOST if one_host else place.host
+        self._held, engines_port = hold_port(where, None if one_host else self._at.ports)
+        met = Met(where, engines_port, one_host)
+        self._met = True
+        self._send_all(met)
+        return met
+
+    async def _welcome(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Somebody has connected to the first rank."""
+        with contextlib.closing(writer), contextlib.suppress(OSError, TimeoutError, ValueError):
+            async with asyncio.timeout(_ANSWER_S):
+                come = _decode(await reader.readline())
+            if not isinstance(come, Come) or not hmac.compare_digest(come.token, self._token):
+                return
+            peer = _Peer(writer, come.host)
+            if (come.ranks, come.generation) != (self.ranks, self._generation) or come.worker_id not in self.ranks[1:]:
+                why = (
+                    f"{come.worker_id} was started with --ranks {','.join(come.ranks)} and configuration "
+                    f"{come.generation}, the first rank with --ranks {','.join(self.ranks)} and {self._generation}: "
+                    "start both with the same"
+                )
+                log.warning("%s", why)
+                peer.send(Refused(why))
+                self._outdated |= come.ranks == self.ranks and come.generation > self._generation
+            elif self._met:
+                self._break(f"{come.worker_id} has started again")
+            else:
+                if (before := self._peers.get(come.worker_id)) is not None:
+                    before.writer.close()
+                self._peers[come.worker_id] = peer
+                if len(self._peers) == len(self.ranks) - 1:
+                    self._complete.set()
+                await self._follow(come.worker_id, reader, peer)
+
+    async def _join(self) -> Met:
+        """The other ranks' part. Raises ConfigError, EngineStartFailed."""
+        first, said = self.ranks[0], ""
+        while True:
+            place = None
+            with contextlib.suppress(RedisAway):
+                place = await self._registry.rendezvous(first)
+            answer = await self._ask(first, place) if place is not None else "it has not told where yet"
+            match answer:
+                case Met():
+                    return answer
+                case Refused(why, final):
+                    raise ConfigError(why) if final else EngineStartFailed(why)
+            if answer != said:
+                log.info("waits for %s, the first rank of its group: %s", first, answer)
+                said = answer
+            await asyncio.sleep(_BEAT_S)
+
+    async def _ask(self, first: str, place: Rendezvous) -> Met | Refused | str:
+        """Come to this attempt, and wait for its other ranks. Returns a text where it came to nothing."""
+        try:
+            async with asyncio.timeout(_ANSWER_S):
+                reader, writer = await asyncio.open_connection(place.host, place.port)
+        except (OSError, TimeoutError) as error:
+            return f"{in_url(place.host)}:{place.port} is not reached ({error or 'no answer'}); see workers.ports"
+        peer = self._peers[first] = _Peer(writer)
+        peer.send(Come(place.token, self._id, self.ranks, self._generation, self._at.reached_at))
+        with contextlib.suppress(OSError, TimeoutError, ValueError):
+            while line := await self._line(reader):
+                match _decode(line):
+                    case Met() as met:
+                        self._met = True
+                        self._tasks.append(asyncio.create_task(self._follow(first, reader, peer), name="ranks"))
+                        return met
+                    case Refused() as refused:
+                        return refused
+        del self._peers[first]
+        writer.close()
+        return "it has ended"
+
+    async def _line(self, reader: asyncio.StreamReader) -> bytes:
+        """Empty at its end. Raises TimeoutError where the first rank is silent, OSError, ValueError."""
+        async with asyncio.timeout(self._silence_s):
+            return await reader.readline()
+
+    def _missing(self) -> str:
+        absent = [name for name in self.ranks if name != self._id and name not in self._peers]
+        return f"{', '.join(absent)} {'is' if len(absent) == 1 else 'are'}"
+
+    @property
+    def broken(self) -> bool:
+        """Whether another rank has gone."""
+        return self._broken.done()
+
+    # ---- staying together --------------------------------------------------------------------------------------
+
+    async def watch(self, drained: Callable[[], bool], end: Callable[[], None]) -> None:
+        """Run until a rank has gone. Raises EngineDead then; calls `end` and goes on where this one has drained, as the
+        others have that leave in order. Whichever way it ends, the others notice."""
+        self._judges = True
+        try:
+            why = await self._broken
+            if not drained():
+                raise EngineDead(f"cannot go on: {why}")
+            end()
+            await asyncio.Event().wait()
+        finally:
+            await self.close()
+
+    async def _follow(self, name: str, reader: asyncio.StreamReader, peer: _Peer) -> None:
+        """Returns when the connection has ended."""
+        with contextlib.suppress(OSError, ValueError):
+            while await reader.readline():
+                peer.missed = 0
+        peer.writer.close()
+        if self._met:
+            self._break(f"{name} has ended")
+        elif self._peers.get(name) is peer:
+            del self._peers[name]
+            self._complete.clear()
+
+    async def _beat(self) -> None:
+        async for late_s in ticks(_BEAT_S):
+            self._send_all(Beat())
+            for name, peer in self._peers.items():
+                peer.missed = peer.missed + 1 if late_s < _BEAT_S else 0
+                if self._judges and peer.missed * _BEAT_S > self._silence_s:
+                    self._break(f"{name} has been silent for {self._silence_s:g} s")
+
+    def _break(self, why: str) -> None:
+        """Tell this rank, and the others by closing their connections."""
+        if not self._broken.done():
+            self._broken.set_result(why)
+        for peer in self._peers.values():
+            peer.writer.close()
+
+    def _send_all(self, message: Met | Refused | Beat) -> None:
+        for peer in self._peers.values():
+            peer.send(message)
+
+    async def close(self) -> None:
+        """The other ranks notice at once. Idempotent."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for peer in self._peers.values():
+            peer.writer.close()
+        if self._server is not None:
+            self._server.close()
+        if self._held is not None:
+            self._held.close()
+            withdraw()
+
+
+def _refusal(config: Config, hosts: list[str]) -> str | None:
+    """Why ranks at these addresses cannot be one group."""
+    if len(hosts) > 1 and any(":" in host for host in hosts):
+        return f"workers.advertise: vLLM's ranks meet over IPv4 only, and these are at {', '.join(hosts)}"
+    if len(hosts) > 1 and not config.security.trust_network:
+        return (
+            f"security.trust_network: the ranks of this group are on several hosts ({', '.join(hosts)}), and whoever "
+            "reaches vLLM's ports between them can run programs there; set it to true where nobody else is on that "
+            "network"
+        )
+    return None
