@@ -64,7 +64,7 @@ class Agent:
         self._engine, self._config, self._listening = engine, config, at
         self._registry = Registry(redis, config.namespace)
         self._log_levels = LogLevels(redis, config.namespace)
-        self._queue = PrefillQueue(redis, config.namespace, config.queue, worker_id)
+        self._queue = PrefillQueue(redis, config.namespace, worker_id, lease_s=config.workers.lease_s)
         self._attempts = Attempts()
         self._beat_now, self._ended = asyncio.Event(), asyncio.Event()
         self._exit_code = EXIT_LEFT

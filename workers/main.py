@@ -208,16 +208,16 @@ def _engine(parsed: WorkerSettings, listening: Listening, kv_port: int) -> Engin
         "kv_advertise": listening.reached_at,
         "kv_port": kv_port,
         "kv": config.kv,
-        "prefix_events": config.routing.prefix_index,
         "group": group,
     }
     if config.engine == "sim":
+        from orchestrator.config.simulated import simulated
         from workers.sim.engine import SimEngine
 
         if parsed.cores:
             os.sched_setaffinity(0, parsed.cores)
         log.info("simulated engine: times and tokens are made up")
-        return SimEngine(config.sim, config.model, board=Board.here(), **common)
+        return SimEngine(simulated(config.sim, parsed.engine_args), config.model, board=Board.here(), **common)
     from orchestrator.config.model import resolve_model
 
     gc.disable()  # loading vLLM makes a million objects, hardly one of them garbage
@@ -231,7 +231,7 @@ def _engine(parsed: WorkerSettings, listening: Listening, kv_port: int) -> Engin
         settings["UCX_TCP_PORT_RANGE"] = config.workers.ports
     os.environ.update({name: value for name, value in settings.items() if name not in os.environ})
     common |= {"cores": parsed.cores or None, "encrypted": config.security.mesh == "curve"}
-    common["profile"] = config.workers.profile
+    common |= {"prefix_events": True, "profile": True}
     return VllmEngine(resolve_model(config.model), parsed.engine_args, **common)
 
 

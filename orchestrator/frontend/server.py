@@ -72,6 +72,8 @@ log = logging.getLogger("pd.frontend")
 MAX_DESCRIPTORS = 65_535
 _END_S = 2.0  # from the end of the last request to the end of the process
 _LOOK_S = 0.1
+# A client that for this long does not send what it has begun, or does not read its answer, is disconnected.
+CLIENT_TIMEOUT_S = 300.0
 _YOUNG_OBJECTS = 20_000  # Python's default is 700
 
 
@@ -221,7 +223,7 @@ def http_server(app: ServerApp, config: Config, drain_s: float) -> FrontendServe
             timeout_graceful_shutdown=drain_s,  # type: ignore[arg-type]  # a fraction will do
             **uvicorn_options(config),
         ),
-        config.limits.client_timeout_s,
+        CLIENT_TIMEOUT_S,
     )
     for model in app.apps:
         model.state.server = server  # vLLM's error handlers read it

@@ -94,11 +94,11 @@ class FleetConnection:
         self.fleet = Fleet(frontend_id, choose.static_score)
         self._keys = KeyPair.new() if config.security.mesh == "curve" else None
         self.transport = FrontendTransport(frontend_id, metrics.dropped.labels("corrupt").inc, keys=self._keys)
-        self.prefixes = PrefixView(self.transport.send, config.routing.prefix_index, metrics)
+        self.prefixes = PrefixView(self.transport.send, metrics)
         self.calls = ControlCalls(self.fleet, self.transport)
         self.adapters = AdapterView(frontend_id, AdapterStore(redis, config.namespace), self.calls)
-        jobs = PrefillQueue(redis, config.namespace, config.queue)
-        self.queue = QueueView(jobs, frontend_id, config.queue.lease_s)
+        jobs = PrefillQueue(redis, config.namespace, lease_s=config.workers.lease_s)
+        self.queue = QueueView(jobs, frontend_id, config.workers.lease_s)
         self.steering = Steering(self.registry, jobs, config.workers.heartbeat_s)
         self.rest = Rest(self.registry, self._serves, lambda: self.desired, config.cold_start_s)
         self.fleet.rest = self.rest

@@ -26,6 +26,7 @@ class Stack(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     name: str
     config: Config
     dispatch: Literal["queue", "push"] = "queue"
+    prefixes: bool = True  # the router knows which worker has a prefix cached
     adapters: bool = True  # the router knows which request is for which LoRA adapter
     bypass: str = ""  # with "push": the rule of `choices.references.BYPASSES` that keeps prompts on the decode worker
 
@@ -53,7 +54,6 @@ BLIND = "ours:blind"  # to LoRA adapters
 _VARIANTS: dict[str, dict[str, Any]] = {
     "ours": {},
     "ours:fixed": {"ratio": {"mode": "off"}},
-    "ours:fcfs": {"ratio": {"mode": "off"}, "queue": {"weight": 0.0}},
     BLIND: {},
     "ours:reject": {"slo": {"admission": "reject"}},
 }
@@ -80,8 +80,9 @@ def stack(name: str, config: Config = SHIPPED) -> Stack:
     fixed = changed(config, {"ratio": {"mode": "off"}, "routing": {"decode_choice": choice}})
     if not name.startswith(FIELD):
         return Stack(name=name, config=fixed)
-    field = changed(fixed, {"routing": {"prefix_index": choice in _PREFIX_AWARE}, "slo": {"admission": "off"}})
-    return Stack(name=name, config=field, dispatch="push", bypass=_BYPASS.get(name, ""))
+    field = changed(fixed, {"slo": {"admission": "off"}})
+    prefixes, bypass = choice in _PREFIX_AWARE, _BYPASS.get(name, "")
+    return Stack(name=name, config=field, dispatch="push", prefixes=prefixes, bypass=bypass)
 
 
 def changed(config: Config, sections: dict[str, dict[str, Any]]) -> Config:

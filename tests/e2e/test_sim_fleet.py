@@ -17,7 +17,7 @@ PROMPTS = [token_prompt(20 + 173 * i % 1800, seed=i) for i in range(40)]
 def fleet():
     # Without prefix hits, so that prompts asked again are prefilled remotely again.
     with running_fleet(
-        "sim-2p2d.yaml", "routing.remote_prefill_min_tokens=100", "routing.prefix_index=false"
+        "sim-2p2d.yaml", "routing.remote_prefill_min_tokens=100", "workers.engine_args.enable_prefix_caching=false"
     ) as running:
         yield running
 
@@ -212,10 +212,9 @@ async def test_a_full_fleet_answers_429_with_retry_after_and_forgets_nobody():
         "sim-2p2d.yaml",
         "workers.prefill.replicas=1",
         "workers.decode.replicas=1",
-        "routing.max_waiting_per_worker=2",
-        "routing.max_queued_prefill_tokens=0",
-        "sim.blocks=80",
-        "sim.max_model_len=1024",
+        "routing.claim_timeout_s=0.0001",
+        "workers.engine_args.num_gpu_blocks_override=80",
+        "workers.engine_args.max_model_len=1024",
     ) as fleet:
         prompts = [token_prompt(900, seed=i) for i in range(40)]
         answers = await fleet.ask_all(prompts, concurrency=40, max_tokens=50)
@@ -232,7 +231,7 @@ async def test_the_launcher_adds_workers_while_objectives_are_missed_and_takes_t
         "sim-2p2d.yaml",
         "workers.prefill.replicas=1",
         "workers.decode.replicas=1",
-        "scale={min_workers: 2, max_workers: 3, grow_after_s: 2, shrink_after_s: 3}",
+        "scale={min_workers: 2, max_workers: 3, grow_after_s: 1}",
         "slo.ttft_s=0.0001",
     ) as fleet:
         async with fleet.under_load(PROMPTS, concurrency=8, max_tokens=10) as answers:
