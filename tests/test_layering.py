@@ -30,7 +30,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "orchestrator.simulator.real": ("simulator",),
     "orchestrator.launch": ("types", "telemetry", "process", "config", "store"),
     "orchestrator.cli": (
-        *("types", "telemetry", "process", "config", "wire", "policy", "store", "launch"),
+        *("types", "telemetry", "process", "config", "wire", "store", "launch"),
         *("simulator", "simulator.real"),
     ),
     "connectors.agent": (),

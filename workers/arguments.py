@@ -31,11 +31,10 @@ from orchestrator.config.settings import (
 )
 from orchestrator.config.shared import merged
 from orchestrator.config.simulated import simulated
-from orchestrator.policy.predict.links import HOST
 from orchestrator.policy.predict.pairing import strict_label
 from orchestrator.store.configuration import Version
 from orchestrator.store.servers import redis_elsewhere
-from orchestrator.types import Role
+from orchestrator.types import HOST, Role
 from orchestrator.wire.addresses import Listening, address_towards, is_local, is_unspecified, resolve
 from workers.engine import Group
 

@@ -17,10 +17,9 @@ from orchestrator.policy.admission.shares import Shares
 from orchestrator.policy.candidate import Candidate, DecodeChoice, RequestInfo, blocks_for
 from orchestrator.policy.placement import ROOM_SHARE, Local, PrefillView, Reject, Remote, place, uncached_tokens
 from orchestrator.policy.predict.adapters import AdapterDemand, AdapterPlaces, priced
-from orchestrator.policy.predict.links import Link
 from orchestrator.policy.predict.pairing import pair, permits
 from orchestrator.policy.predict.predictor import Predictor
-from orchestrator.types import QueueDepth
+from orchestrator.types import Link, QueueDepth
 
 Job = TypeVar("Job")
 # TTFT objectives by which a job that will be late goes behind the others, and at most one whose tenant asks too much.

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from orchestrator.policy.predict.links import Link, link_of
 from orchestrator.simulator.settings import Settings
+from orchestrator.types import Link, link_of
 
 _LABEL = "rack"
 

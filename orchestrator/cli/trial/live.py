@@ -59,9 +59,7 @@ def live_profile(url: str) -> Profile:
     speed = _get(url, "/predictions").get("speed", {})
     workers = _get(url, "/fleet").get("workers", [])
     if not speed.get("prefill_s_per_token") or not workers:
-        raise LiveError(
-            f"{url}: no worker of the fleet has measured its engine; give --profile, or set workers.profile"
-        )
+        raise LiveError(f"{url}: no worker of the fleet has measured its engine; give --profile")
     base = load_profile(PROFILES / "h100-llama-8b.json")
     return msgspec.structs.replace(
         base,
