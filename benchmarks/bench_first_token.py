@@ -40,7 +40,7 @@ from orchestrator.config.model import resolve_model  # noqa: E402
 from orchestrator.frontend.codec.vllm_codec import VllmCodec  # noqa: E402
 from orchestrator.frontend.wiring import FleetConnection  # noqa: E402
 from orchestrator.launch.host.redis_server import EmbeddedRedis  # noqa: E402
-from orchestrator.telemetry.metrics import Metrics  # noqa: E402
+from orchestrator.process.telemetry.metrics import Metrics  # noqa: E402
 from orchestrator.types import Role  # noqa: E402
 
 MODES = ("decode", "prefill")

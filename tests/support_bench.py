@@ -17,10 +17,10 @@ from orchestrator.fleet.view import Fleet
 from orchestrator.frontend.untrusted.objectives import Objectives
 from orchestrator.policy.candidate import RequestInfo
 from orchestrator.policy.decode_choice import decode_choice
+from orchestrator.process.telemetry.metrics import Metrics
 from orchestrator.router.codec import Batch
 from orchestrator.router.request import ParsedRequest
 from orchestrator.router.router import Router
-from orchestrator.telemetry.metrics import Metrics
 from orchestrator.types import FinishReason, KVEndpoint, KVSource, QueueDepth, Role
 from orchestrator.wire.messages import Claimed, MessageError, Outputs, Submit
 from orchestrator.wire.sockets import Sent

@@ -22,12 +22,12 @@ from orchestrator.config.settings import ConfigError
 from orchestrator.config.shared import differences
 from orchestrator.process.command_line import CommandLine
 from orchestrator.process.parent import EXIT_AGAIN, die_with_parent, has_ended, own_identity, report_exit
+from orchestrator.process.telemetry.logs import set_up as set_up_logging
 from orchestrator.store.client import RedisAway, connect
 from orchestrator.store.configuration import Version
 from orchestrator.store.fields import Launcher
 from orchestrator.store.planned import BY_HAND
 from orchestrator.store.registry import IncompatibleWorker, Registry
-from orchestrator.telemetry.logs import set_up as set_up_logging
 from orchestrator.types import Role
 from orchestrator.wire.addresses import Listening, hold_port
 from orchestrator.wire.probes import probes

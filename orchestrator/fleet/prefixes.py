@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from orchestrator.policy.prefix_index import Hits, PrefixIndex
-from orchestrator.telemetry.metrics import Metrics
+from orchestrator.process.telemetry.metrics import Metrics
 from orchestrator.types import PrefixEvents, WorkerLoad
 from orchestrator.wire.messages import PrefixResync, PrefixSnapshot
 

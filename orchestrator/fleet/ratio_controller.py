@@ -26,11 +26,11 @@ from orchestrator.policy.ratio.load import (
     offered_since,
 )
 from orchestrator.policy.ratio.reuse import ReuseCounter
+from orchestrator.process.telemetry.metrics import Metrics
 from orchestrator.store.client import RedisAway
 from orchestrator.store.events import RatioHistory
 from orchestrator.store.planned import Seen
 from orchestrator.store.registry import Registry
-from orchestrator.telemetry.metrics import Metrics
 from orchestrator.types import Offered, Role, WorkerState
 
 log = logging.getLogger("pd.ratio")

@@ -59,12 +59,12 @@ from orchestrator.frontend.untrusted.connections import BoundedHttp, FrontendSer
 from orchestrator.frontend.wiring import FleetConnection, FleetConnections, unless_ended
 from orchestrator.process.command_line import CommandLine
 from orchestrator.process.parent import die_with_parent, report_exit
+from orchestrator.process.telemetry.logs import set_up as set_up_logging
+from orchestrator.process.telemetry.metric_files import recreate_missing_folder
+from orchestrator.process.telemetry.metrics import Metrics
 from orchestrator.store.client import Redis, RedisAway, connect
 from orchestrator.store.operator.log_levels import LogLevels, follow_log_level
 from orchestrator.store.servers import redis_elsewhere
-from orchestrator.telemetry.logs import set_up as set_up_logging
-from orchestrator.telemetry.metric_files import recreate_missing_folder
-from orchestrator.telemetry.metrics import Metrics
 from orchestrator.wire.addresses import address_towards, in_url
 
 log = logging.getLogger("pd.frontend")

@@ -30,6 +30,7 @@ from orchestrator.frontend.pause import PauseCalls
 from orchestrator.policy.choices.ranks import RankChoice
 from orchestrator.policy.decode_choice import decode_choice
 from orchestrator.process.parent import own_identity
+from orchestrator.process.telemetry.metrics import Metrics, counts
 from orchestrator.router.codec import Codec
 from orchestrator.router.router import Router
 from orchestrator.store.client import Redis, RedisAway
@@ -40,7 +41,6 @@ from orchestrator.store.planned import rollout_status
 from orchestrator.store.queue import PrefillQueue
 from orchestrator.store.registry import Frontend, Registry
 from orchestrator.store.steering import Steering
-from orchestrator.telemetry.metrics import Metrics, counts
 from orchestrator.types import DesiredRatio, Role
 from orchestrator.wire.curve import KeyPair
 from orchestrator.wire.messages import CallReply, PrefixSnapshot, Welcome

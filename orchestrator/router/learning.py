@@ -11,9 +11,9 @@ from orchestrator.fleet.worker_view import WorkerView
 from orchestrator.policy.candidate import DecodeChoice
 from orchestrator.policy.predict.predictor import Predictor
 from orchestrator.policy.ratio.reuse import ReuseCounter
+from orchestrator.process.telemetry.metrics import Metrics
+from orchestrator.process.telemetry.recent import Recent
 from orchestrator.router.request import ActiveRequest, State
-from orchestrator.telemetry.metrics import Metrics
-from orchestrator.telemetry.recent import Recent
 from orchestrator.types import Link, Offered
 
 

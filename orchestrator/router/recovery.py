@@ -13,12 +13,12 @@ import time
 from orchestrator.config.settings import RoutingConfig
 from orchestrator.fleet.view import Fleet
 from orchestrator.policy.predict.pairing import strict_label
+from orchestrator.process.telemetry.metrics import Metrics
 from orchestrator.router.active_requests import ActiveRequests
 from orchestrator.router.dispatch import Dispatch
 from orchestrator.router.placer import Placer
 from orchestrator.router.quarantine import Quarantine
 from orchestrator.router.request import ActiveRequest, Failure, State
-from orchestrator.telemetry.metrics import Metrics
 from orchestrator.types import Role
 from orchestrator.wire.messages import EngineCrashed
 

@@ -16,7 +16,7 @@ import msgspec
 
 from orchestrator.policy.candidate import RequestInfo
 from orchestrator.policy.placement import Reject
-from orchestrator.telemetry.request_line import RequestLine
+from orchestrator.process.telemetry.request_line import RequestLine
 from orchestrator.types import KVSource, PrefillJob
 from orchestrator.wire.messages import Prefilled
 
