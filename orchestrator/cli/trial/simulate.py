@@ -44,7 +44,7 @@ def simulate_command(
         str | None, _option("--fleet", "Workers at the start, as 8P8D; default: the configuration's, else 8P8D.")
     ] = None,
     config: Annotated[Path | None, _option("--config", "A configuration file for the router.")] = None,
-    sets: Annotated[list[str] | None, _option("--set", "Override a key: queue.weight=0. Repeatable.")] = None,
+    sets: Annotated[list[str] | None, _option("--set", "Override a key: slo.admission=off. Repeatable.")] = None,
     policy: Annotated[
         list[str] | None,
         _option("--policy", "ours, ours:fixed, a decode choice, or field:NAME (another project's). Repeatable."),
