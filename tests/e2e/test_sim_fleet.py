@@ -8,6 +8,8 @@ import pytest
 from support_client import nobody_fails
 from support_fleet import RunningFleet, running_fleet, token_prompt
 
+from orchestrator.policy.placement import MAX_WAITING
+
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
 PROMPTS = [token_prompt(20 + 173 * i % 1800, seed=i) for i in range(40)]
@@ -210,14 +212,13 @@ async def test_parallel_sampling_goes_local_and_answers_each(fleet):
 async def test_a_full_fleet_answers_429_with_retry_after_and_forgets_nobody():
     with running_fleet(
         "sim-2p2d.yaml",
-        "workers.prefill.replicas=1",
+        "workers.prefill.replicas=0",
         "workers.decode.replicas=1",
-        "routing.claim_timeout_s=0.0001",
         "workers.engine_args.num_gpu_blocks_override=80",
         "workers.engine_args.max_model_len=1024",
     ) as fleet:
-        prompts = [token_prompt(900, seed=i) for i in range(40)]
-        answers = await fleet.ask_all(prompts, concurrency=40, max_tokens=50)
+        prompts = [token_prompt(900, seed=i) for i in range(MAX_WAITING + 50)]  # one at a time fits into its memory
+        answers = await fleet.ask_all(prompts, concurrency=len(prompts), max_tokens=5)
         refused = [answer for answer in answers if answer.status == 429]
         assert refused and any(answer.ok for answer in answers)
         assert all(answer.ok or answer.status == 429 for answer in answers)
@@ -231,7 +232,7 @@ async def test_the_launcher_adds_workers_while_objectives_are_missed_and_takes_t
         "sim-2p2d.yaml",
         "workers.prefill.replicas=1",
         "workers.decode.replicas=1",
-        "scale={min_workers: 2, max_workers: 3, grow_after_s: 1}",
+        "scale={min_workers: 2, max_workers: 3, grow_after_s: 2}",
         "slo.ttft_s=0.0001",
     ) as fleet:
         async with fleet.under_load(PROMPTS, concurrency=8, max_tokens=10) as answers:
