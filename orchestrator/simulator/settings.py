@@ -39,7 +39,6 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     profile: Profile
     stack: Stack
     seed: int = 0
-    report_age_s: float = 0.1  # greatest age of load reports; the mean is half of it
     racks: int = 1
     between_racks: float = 1.0  # times as long as over a worker's own link KV takes from one rack to another
     slo: SLOConfig | None = None  # objectives; default: the profile's
@@ -55,7 +54,6 @@ _VARIANTS: dict[str, dict[str, Any]] = {
     "ours": {},
     "ours:fixed": {"ratio": {"mode": "off"}},
     BLIND: {},
-    "ours:reject": {"slo": {"admission": "reject"}},
 }
 # The `field:` choices that know which worker has a prefix cached.
 _PREFIX_AWARE = {"dynamo_cost", "kv_prefix", "llm_d"}
