@@ -227,18 +227,18 @@ async def test_a_full_fleet_answers_429_with_retry_after_and_forgets_nobody():
         fleet.assert_no_leaks()
 
 
-async def test_the_launcher_adds_workers_while_objectives_are_missed_and_takes_them_away_when_idle():
+async def test_the_launcher_takes_workers_away_when_idle_and_adds_them_while_objectives_are_missed():
     with running_fleet(
         "sim-2p2d.yaml",
-        "workers.prefill.replicas=1",
+        "workers.prefill.replicas=2",
         "workers.decode.replicas=1",
         "scale={min_workers: 2, max_workers: 3, grow_after_s: 2}",
         "slo.ttft_s=0.0001",
     ) as fleet:
+        fleet.until(lambda: fleet.shape() == (1, 1), "a worker less, since nothing is late")
+        fleet.wait_for_line(r"scale: 2P1D -> 1P1D: 100\.0% of 0 requests were on time", 10)
         async with fleet.under_load(PROMPTS, concurrency=8, max_tokens=10) as answers:
             await fleet.soon(lambda: fleet.shape() == (2, 1), "a third worker")
             said = await asyncio.to_thread(fleet.wait_for_line, r"scale: 1P1D -> 2P1D: (\d+) first tokens and", 10)
             assert int(said.group(1)) >= 20
         assert [(a.status, a.error) for a in answers if not a.ok] == []
-        fleet.until(lambda: fleet.shape() == (1, 1), "two again, once nothing is late")
-        fleet.wait_for_line(r"scale: 2P1D -> 1P1D: 100\.0% of 0 requests were on time", 10)
