@@ -40,7 +40,7 @@ from orchestrator.config.model import resolve_model  # noqa: E402
 from orchestrator.frontend.codec.vllm_codec import VllmCodec  # noqa: E402
 from orchestrator.frontend.wiring import FleetConnection  # noqa: E402
 from orchestrator.launch.host.redis_server import EmbeddedRedis  # noqa: E402
-from orchestrator.telemetry.metrics import Metrics  # noqa: E402
+from orchestrator.process.telemetry.metrics import Metrics  # noqa: E402
 from orchestrator.types import Role  # noqa: E402
 
 MODES = ("decode", "prefill")
@@ -150,9 +150,7 @@ async def fleet(model: str, engine_args: dict[str, Any]) -> AsyncIterator[dict[s
         await server.start(Path(folder))
         try:
             times = {"timeout_s": 10.0, "start_timeout_s": START_S}
-            async with running_workers(
-                server, workers={"engine_args": engine_args, **times}, queue={"lease_s": 10.0}
-            ) as workers:
+            async with running_workers(server, workers={"engine_args": engine_args, **times}) as workers:
                 workers._tree |= {"model": model, "engine": "vllm"}
                 for role, mine in halves.items():
                     await workers.spawn(role, "--cores", ",".join(map(str, mine)), wait=False)

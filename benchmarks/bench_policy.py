@@ -31,12 +31,12 @@ from orchestrator.policy.candidate import RequestInfo
 from orchestrator.policy.decode_choice import decode_choice
 from orchestrator.policy.predict.predictor import Predictor
 from orchestrator.policy.prefix_keys import prefix_keys
+from orchestrator.process.telemetry.metrics import Metrics
+from orchestrator.process.telemetry.recent import Recent
 from orchestrator.router.decider import Decider
 from orchestrator.router.learning import Learning
 from orchestrator.router.request import ActiveRequest, ParsedRequest
 from orchestrator.simulator.plot import PlotError, line_chart
-from orchestrator.telemetry.metrics import Metrics
-from orchestrator.telemetry.recent import Recent
 from orchestrator.types import EngineIdentity, KVEndpoint, QueueDepth, Role, WorkerInfo, WorkerLoad, WorkerState
 from orchestrator.wire.messages import PROTOCOL_VERSION
 

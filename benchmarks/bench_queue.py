@@ -20,11 +20,10 @@ from typing import Any
 
 import uvloop
 
-from orchestrator.config.settings import QueueConfig
 from orchestrator.launch.host.redis_server import EmbeddedRedis
 from orchestrator.policy.claims import AFFINITY_WINDOW, choose_claims
 from orchestrator.store.client import Redis, connect
-from orchestrator.store.queue import Claim, PrefillQueue
+from orchestrator.store.queue import LEASE_S, Claim, PrefillQueue
 from orchestrator.types import PrefillJob
 
 NAMESPACE, FRONTEND = "bench-queue", "frontend-1"
@@ -59,8 +58,7 @@ class Load:
 
     def __init__(self, redis: Redis, namespace: str, body: bytes, affine: bool = False) -> None:
         self.redis, self.body, self.affine = redis, body, affine
-        self.queue_config = QueueConfig(max_requests=10**9)
-        self.queue = PrefillQueue(redis, namespace, self.queue_config)
+        self.queue = PrefillQueue(redis, namespace, max_jobs=10**9)
         self._numbers, self._random = count(), random.Random(0)
 
     async def fill(self, waiting: int) -> float:
@@ -109,7 +107,7 @@ class Load:
 
         async def sweeper() -> None:
             while True:
-                await asyncio.sleep(self.queue_config.lease_s / 2 / CLAIMERS)
+                await asyncio.sleep(LEASE_S / 2 / CLAIMERS)
                 await self.queue.sweep()
 
         sweeping = asyncio.create_task(sweeper())

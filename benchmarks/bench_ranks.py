@@ -33,7 +33,7 @@ SIMULATED = (
     "sim.step_base_ms=50",
     "sim.prefill_us_per_token=500",
     "sim.decode_us_per_seq=500",
-    "sim.max_num_seqs=64",
+    "workers.engine_args.max_num_seqs=64",
 )
 MEAN_IN, MEAN_OUT, SIGMA = 400, 80, 1.0  # tokens; of the logarithm of prompt lengths
 
@@ -93,7 +93,12 @@ def measure(fleet: RunningFleet, made: list[tuple[list[int], int]], users: int) 
 
 
 def settings(args: argparse.Namespace, way: str, model: str) -> tuple[str, list[str]]:
-    sets = [f"routing.ranks={way}", "workers.decode.replicas=1", "ratio.mode=off", "routing.prefix_index=false"]
+    sets = [
+        f"routing.ranks={way}",
+        "workers.decode.replicas=1",
+        "ratio.mode=off",
+        "workers.engine_args.enable_prefix_caching=false",
+    ]
     sets += [f"workers.prefill.replicas={int(args.prefill > 0)}"]
     for role, size in (("prefill", args.prefill), ("decode", args.ranks)):
         sets += [f"workers.{role}.engine_args.data_parallel_size={size}"] if size > 1 else []
@@ -109,7 +114,6 @@ def settings(args: argparse.Namespace, way: str, model: str) -> tuple[str, list[
         "workers.engine_args.kv_cache_memory_bytes=134217728",
         "workers.decode.engine_args.enable_expert_parallel=true",
         f"workers.env.PYTHONPATH={HERE.parent / 'tests' / 'moe_on_cpu'}",
-        "workers.profile=false",
     ]
 
 

@@ -17,10 +17,10 @@ from orchestrator.fleet.view import Fleet
 from orchestrator.frontend.untrusted.objectives import Objectives
 from orchestrator.policy.candidate import RequestInfo
 from orchestrator.policy.decode_choice import decode_choice
+from orchestrator.process.telemetry.metrics import Metrics
 from orchestrator.router.codec import Batch
 from orchestrator.router.request import ParsedRequest
 from orchestrator.router.router import Router
-from orchestrator.telemetry.metrics import Metrics
 from orchestrator.types import FinishReason, KVEndpoint, KVSource, QueueDepth, Role
 from orchestrator.wire.messages import Claimed, MessageError, Outputs, Submit
 from orchestrator.wire.sockets import Sent
@@ -136,9 +136,9 @@ class FakeQueue:
 class Bench:
     """A router with decode workers d0, d1 and prefill worker p0, and the means to speak for them."""
 
-    def __init__(self, slo=None, queue=None, **routing):
+    def __init__(self, slo=None, **routing):
         routing = {"remote_prefill_min_tokens": 100, **routing}
-        tree = {"model": "m", "routing": routing, "slo": slo or {}, "queue": queue or {}, "ratio": {"mode": "off"}}
+        tree = {"model": "m", "routing": routing, "slo": slo or {}, "ratio": {"mode": "off"}}
         self.config = parse_config(tree)
         self.choose = choose = decode_choice(self.config.routing.decode_choice)
         self.fleet = Fleet("f", choose.static_score)

@@ -25,7 +25,7 @@ from support_vllm import tiny_model
 
 from orchestrator.config.model import resolve_model
 from orchestrator.launch.host.run_folder import RunFolder
-from orchestrator.telemetry.logs import request_in
+from orchestrator.process.telemetry.logs import request_in
 
 ROOT = Path(__file__).parents[1]
 DEMO_VOCABULARY = 49_152

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import msgspec
-from support_redis import queue_config, worker
+from support_redis import worker
 from support_wait import DEADLINE_S
 
 from orchestrator.config.settings import Config, Refused, parse_config
@@ -146,7 +146,7 @@ class World:
     def order(self, verb: str, prefill: int | None, decode: int | None, chosen: int) -> None:
         """An operator's order, on a worker that there is now."""
         name = f"operator-{next(self.numbers)}"
-        queue = PrefillQueue(Gate(self._redis, self, name), self.config.namespace, queue_config())  # type: ignore[arg-type]
+        queue = PrefillQueue(Gate(self._redis, self, name), self.config.namespace)  # type: ignore[arg-type]
         steers = steering.Steering(self.registry(name), queue, heartbeat_s=0)
         there = sorted(p.name for p in self.processes() if p.registered)
         worker_id = there[chosen % len(there)] if there else ""

@@ -11,7 +11,6 @@ from pathlib import Path
 
 from support_info import worker_info
 
-from orchestrator.config.settings import QueueConfig
 from orchestrator.launch.host import redis_server
 from orchestrator.launch.host.redis_server import EmbeddedRedis
 from orchestrator.store.client import Redis
@@ -84,10 +83,6 @@ def job(
     delay_s: float = 0.0,
 ) -> PrefillJob:
     return PrefillJob(request_id, attempt, tokens, tokens, 0.0, reply_to, body, delay_s=delay_s)
-
-
-def queue_config(**changes: object) -> QueueConfig:
-    return QueueConfig(**({"lease_s": 30.0} | changes))  # type: ignore[arg-type]
 
 
 async def claim_head(queue: PrefillQueue, worker_id: str, max_tokens: int, max_jobs: int) -> list[Claim]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from unittest.mock import Mock
 
 from orchestrator.frontend.dashboard.siblings import Siblings
-from orchestrator.telemetry.recent import Recent
+from orchestrator.process.telemetry.recent import Recent
 
 
 def alone(recent: Recent) -> Siblings:

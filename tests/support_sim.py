@@ -7,14 +7,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal, overload
 
-from orchestrator.config.settings import KVConfig, SimConfig
+from orchestrator.config.settings import KVConfig
+from orchestrator.config.simulated import Simulated
 from orchestrator.types import FinishReason, KVEndpoint, KVSource
 from workers.engine import EngineInfo, EngineLoad, EngineRequest, Phase
 from workers.sim.codec import SimCodec, WirePrefillStats, WireRequest, WireSampling
 from workers.sim.engine import SimEngine
 from workers.sim.tokens import TokenStream
 
-FAST = SimConfig(speed=20)
+FAST = Simulated(speed=20)
 DEADLINE_S = 60.0
 
 
@@ -76,14 +77,14 @@ class SimFixture:
     def __init__(self) -> None:
         self.engines: dict[SimEngine, EngineInfo] = {}
 
-    async def start(self, config: SimConfig = FAST, kv: KVConfig | None = None) -> tuple[SimEngine, EngineInfo]:
-        engine = SimEngine(config, "sim-model", kv=kv, prefix_events=True)
+    async def start(self, config: Simulated = FAST, kv: KVConfig | None = None) -> tuple[SimEngine, EngineInfo]:
+        engine = SimEngine(config, "sim-model", kv=kv)
         info = await engine.start()
         self.engines[engine] = info
         return engine, info
 
     async def pair(
-        self, prefill: SimConfig = FAST, decode: SimConfig = FAST, kv: KVConfig | None = None
+        self, prefill: Simulated = FAST, decode: Simulated = FAST, kv: KVConfig | None = None
     ) -> tuple[SimEngine, SimEngine, KVSource]:
         """A prefill and a decode engine, and where decode gets the KV of `a#1`."""
         engine, info = await self.start(prefill, kv)

@@ -18,11 +18,14 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from msgspec.structs import replace
 from support_router import RouterClient
 from support_sim import expected
 from support_wait import DEADLINE_S, until
 
+from orchestrator.config.engine_args import engine_args
 from orchestrator.config.settings import Config, parse_config
+from orchestrator.config.simulated import HONOURED, Simulated, simulated
 from orchestrator.launch.host.redis_server import EmbeddedRedis
 from orchestrator.store import registry as store
 from orchestrator.store.client import Redis, RedisAway, connect
@@ -86,7 +89,7 @@ class Frontend:
     def __init__(self, redis: Redis, config: Config, name: str = "") -> None:
         self.id = name or f"frontend-{uuid.uuid4().hex[:6]}"
         self.registry = Registry(redis, config.namespace)
-        self.queue = PrefillQueue(redis, config.namespace, config.queue)
+        self.queue = PrefillQueue(redis, config.namespace, lease_s=config.workers.lease_s)
         self.keys = KeyPair.new()
         self.transport = FrontendTransport(self.id, keys=self.keys)
         self.codec = SimCodec()
@@ -303,7 +306,7 @@ class Workers:
     def __init__(self, url: str, server: EmbeddedRedis, redis: Redis, config: Config, tree: dict[str, Any]) -> None:
         self.url, self.server, self.redis, self.config, self.tree = url, server, redis, config, tree
         self.registry = Registry(redis, config.namespace)
-        self.queue = PrefillQueue(redis, config.namespace, config.queue)
+        self.queue = PrefillQueue(redis, config.namespace, lease_s=config.workers.lease_s)
         self.local: list[LocalWorker] = []
         self.processes: list[WorkerProcess] = []
         self.frontends: list[Frontend] = []
@@ -311,14 +314,19 @@ class Workers:
         self._numbers = itertools.count()
 
     async def start(self, role: Role, **sim: Any) -> LocalWorker:
-        config = parse_config(self.tree | {"sim": self.tree.get("sim", {}) | sim})
-        engine = SimEngine(config.sim, "sim-model", kv=config.kv, prefix_events=config.routing.prefix_index)
+        config = parse_config(self.tree)
+        engine = SimEngine(self.simulated(role, **sim), "sim-model", kv=config.kv)
         worker_id, listening = f"{role.value}-{next(self._numbers)}", Listening("127.0.0.1")
         agent = Agent(engine, self.redis, config, worker_id, role, listening, generation=0)
         worker = LocalWorker(agent, engine, asyncio.create_task(agent.run()))
         self.local.append(worker)
         await self.registered(worker.id)
         return worker
+
+    def simulated(self, role: Role, **changed: Any) -> Simulated:
+        """What an engine of this role is, with these fields changed."""
+        config = parse_config(self.tree)
+        return replace(simulated(config.sim, engine_args(config, role)), **changed)
 
     async def served(self, role: Role, **sim: Any) -> tuple[LocalWorker, Frontend]:
         """A worker, and a frontend that has met it."""
@@ -428,19 +436,22 @@ class Workers:
 
 @contextlib.asynccontextmanager
 async def running_workers(server: EmbeddedRedis, **sections: Any) -> AsyncIterator[Workers]:
-    """`sections` are configuration sections; times are short unless said otherwise. Nothing may be left at the end."""
-    tree = {
+    """`sections` are configuration sections, and `sim` may have sizes of engines too; times are short unless said
+    otherwise. Nothing may be left at the end."""
+    tree: dict[str, Any] = {
         "model": "sim-model",
         "engine": "sim",
         "namespace": f"test-{uuid.uuid4().hex[:8]}",
         "workers": {"timeout_s": 1.0, "drain_timeout_s": 5.0},
-        "queue": {"lease_s": 0.6},
         "sim": {"speed": 10},
         "kv": {"transfer": "chunk", "transfer_timeout_s": 5.0},
         "launcher": {"stop_timeout_s": 4.0},
     }
     for name, values in sections.items():
-        tree[name] = {**tree.get(name, {}), **values}  # type: ignore[dict-item]
+        tree[name] = {**tree.get(name, {}), **values}
+    sizes = {name: tree["sim"].pop(name) for name in [*tree["sim"]] if name in HONOURED}
+    if sizes:
+        tree["workers"]["engine_args"] = tree["workers"].get("engine_args", {}) | sizes
     config = parse_config(tree)
     redis = await connect(server.url, 2.0)
     workers = Workers(server.url, server, redis, config, tree)

@@ -13,7 +13,7 @@ from support_trace import Call, tracing
 
 ROOT = Path(__file__).parents[1]
 # Longer than anything that a fleet does periodically, so that only what is the request's is taken for it.
-IDLE_S = 6.0
+IDLE_S = 8.0
 STARTING, WARM, IDLE, ASKED, AFTER = range(5)  # phases of the trace
 # One call that lasts as long as the process: its loop receives every message.
 LOOPS = {"orchestrator/frontend/wiring.py", "orchestrator/router/overdue.py"}
@@ -90,8 +90,7 @@ async def ask(fleet: RunningFleet, number: int) -> None:
 @pytest.mark.timeout(300)
 def test_the_walk_names_every_file_that_a_remote_request_passes_and_no_other(tmp_path: Path):
     # Float32: decode samples the token that prefill has sent, so that one attempt is all there is.
-    settings = ("workers.engine_args.dtype=float32", "queue.lease_s=4")
-    with tracing(tmp_path) as trace, running_fleet("demo-1p1d-cpu.yaml", *settings) as fleet:
+    with tracing(tmp_path) as trace, running_fleet("demo-1p1d-cpu.yaml", "workers.engine_args.dtype=float32") as fleet:
         trace.enter(WARM)
         asyncio.run(ask(fleet, 1))
         trace.enter(IDLE)

@@ -19,8 +19,8 @@ from orchestrator.cli.main import app, load
 from orchestrator.config.engine_args import _engine_names, _server_names
 from orchestrator.config.settings import Config
 from orchestrator.frontend.pages import FleetCollector
+from orchestrator.process.telemetry.metrics import Metrics
 from orchestrator.router.router import GIVEN_UP
-from orchestrator.telemetry.metrics import Metrics
 from orchestrator.types import DesiredRatio, QueueDepth
 
 ROOT = Path(__file__).parents[1]

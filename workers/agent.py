@@ -16,7 +16,6 @@ from typing import Any
 import msgspec
 
 from orchestrator.config.settings import Config
-from orchestrator.policy.predict.links import labels_of
 from orchestrator.policy.predict.pairing import strict_label
 from orchestrator.process.parent import EXIT_AGAIN, own_identity
 from orchestrator.store.client import Redis, RedisAway
@@ -24,7 +23,7 @@ from orchestrator.store.fields import Departed, Heartbeat
 from orchestrator.store.operator.log_levels import LogLevels, follow_log_level
 from orchestrator.store.queue import PrefillQueue
 from orchestrator.store.registry import IncompatibleWorker, Registry
-from orchestrator.types import Role, WorkerInfo
+from orchestrator.types import Role, WorkerInfo, labels_of
 from orchestrator.wire.addresses import Listening
 from orchestrator.wire.curve import KeyPair
 from orchestrator.wire.ticks import ticks
@@ -67,7 +66,7 @@ class Agent:
         self._engine, self._config, self._listening = engine, config, at
         self._registry = Registry(redis, config.namespace)
         self._log_levels = LogLevels(redis, config.namespace)
-        self._queue = PrefillQueue(redis, config.namespace, config.queue, worker_id)
+        self._queue = PrefillQueue(redis, config.namespace, worker_id, lease_s=config.workers.lease_s)
         self._attempts = Attempts()
         self._beat_now, self._ended = asyncio.Event(), asyncio.Event()
         self._exit_code, self._redis_away = EXIT_LEFT, False

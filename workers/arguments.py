@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 import msgspec
 from msgspec.structs import replace
 
-from orchestrator.config.engine_args import check_arguments, check_simulated, engine_args
+from orchestrator.config.engine_args import check_arguments, engine_args
 from orchestrator.config.settings import (
     Config,
     ConfigError,
@@ -30,11 +30,11 @@ from orchestrator.config.settings import (
     read_tree,
 )
 from orchestrator.config.shared import merged
-from orchestrator.policy.predict.links import HOST
+from orchestrator.config.simulated import simulated
 from orchestrator.policy.predict.pairing import strict_label
 from orchestrator.store.configuration import Version
 from orchestrator.store.servers import redis_elsewhere
-from orchestrator.types import Role
+from orchestrator.types import HOST, Role
 from orchestrator.wire.addresses import Listening, address_towards, is_local, is_unspecified, resolve
 
 
@@ -83,11 +83,9 @@ def parse(role: Role, arguments: list[str], fleets: Version | None = None) -> Wo
         of_engine |= vllm_arguments(passed_through)
         check_arguments(config, of_engine, "workers.engine_args", role)
     elif passed_through:
-        raise ConfigError(
-            f"{passed_through[0]}: unknown argument; the simulated engine is set up by `sim:` in the --config file"
-        )
+        raise ConfigError(f"{passed_through[0]}: unknown argument; a simulated engine is set up by the --config file")
     else:
-        check_simulated(config.sim)
+        simulated(config.sim, of_engine)
     worker_id = _generated_id() if options.id is None else check_name("--id", options.id)
     ranks = _ranks(options, worker_id, of_engine.get("data_parallel_size", 1))
     bind = options.bind or config.workers.bind

@@ -43,7 +43,7 @@ class ClaimLoop:
         active: Callable[[], bool],
     ) -> None:
         """`active`: whether this worker may claim now."""
-        self._info, self._lease_s = info, config.queue.lease_s
+        self._info, self._lease_s = info, config.workers.lease_s
         self._queue, self._attempts, self._load, self._prefills = queue, attempts, load, prefills
         self._active = active
         self._room = asyncio.Event()  # set when there may be more room

@@ -1,6 +1,6 @@
 """The interface between a worker and its engine, real or simulated.
 
-An engine identifies requests by key (`types.engine_key`): one key per attempt, never reused.
+An engine identifies requests by key (`wire.messages.engine_key`): one key per attempt, never reused.
 """
 
 from __future__ import annotations

@@ -22,12 +22,12 @@ from orchestrator.config.settings import ConfigError
 from orchestrator.config.shared import differences
 from orchestrator.process.command_line import CommandLine
 from orchestrator.process.parent import EXIT_AGAIN, die_with_parent, has_ended, own_identity, report_exit
+from orchestrator.process.telemetry.logs import set_up as set_up_logging
 from orchestrator.store.client import RedisAway, connect
 from orchestrator.store.configuration import Version
 from orchestrator.store.fields import Launcher
 from orchestrator.store.planned import BY_HAND
 from orchestrator.store.registry import IncompatibleWorker, Registry
-from orchestrator.telemetry.logs import set_up as set_up_logging
 from orchestrator.types import Role
 from orchestrator.wire.addresses import Listening, hold_port
 from orchestrator.wire.probes import probes
@@ -209,15 +209,15 @@ def _engine(parsed: WorkerSettings, listening: Listening, kv_port: int) -> Engin
         "kv_advertise": listening.reached_at,
         "kv_port": kv_port,
         "kv": config.kv,
-        "prefix_events": config.routing.prefix_index,
     }
     if config.engine == "sim":
+        from orchestrator.config.simulated import simulated
         from workers.sim.engine import SimEngine
 
         if parsed.cores:
             os.sched_setaffinity(0, parsed.cores)
         log.info("simulated engine: times and tokens are made up")
-        return SimEngine(config.sim, config.model, **common)
+        return SimEngine(simulated(config.sim, parsed.engine_args), config.model, **common)
     from orchestrator.config.model import resolve_model
 
     gc.disable()  # loading vLLM makes a million objects, hardly one of them garbage
@@ -231,7 +231,7 @@ def _engine(parsed: WorkerSettings, listening: Listening, kv_port: int) -> Engin
         settings["UCX_TCP_PORT_RANGE"] = config.workers.ports
     os.environ.update({name: value for name, value in settings.items() if name not in os.environ})
     common |= {"cores": parsed.cores or None, "encrypted": config.security.mesh == "curve"}
-    common["profile"] = config.workers.profile
+    common |= {"prefix_events": True, "profile": True}
     return VllmEngine(resolve_model(config.model), parsed.engine_args, **common)
 
 

@@ -16,8 +16,16 @@ from orchestrator.policy.predict.fetch import could_gain, wait_limit_s
 from orchestrator.policy.predict.predictor import PRIOR_S_PER_TOKEN
 from orchestrator.store.client import RedisAway
 from orchestrator.store.queue import Claim, PrefillQueue
-from orchestrator.types import FinishReason, KVSource, PrefillJob, WorkerInfo, engine_key
-from orchestrator.wire.messages import Claimed, MessageError, Prefilled, PrefillFailed, Prefix, unpack_frames
+from orchestrator.types import FinishReason, KVSource, PrefillJob, WorkerInfo
+from orchestrator.wire.messages import (
+    Claimed,
+    MessageError,
+    Prefilled,
+    PrefillFailed,
+    Prefix,
+    engine_key,
+    unpack_frames,
+)
 from workers.attempts import Attempt, Attempts
 from workers.engine import Engine, EngineOutput, EngineRequest, Phase, submit
 from workers.load.reports import LoadReporter

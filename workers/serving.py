@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from orchestrator.types import PauseState, WorkerInfo, engine_key
+from orchestrator.types import PauseState, WorkerInfo
 from orchestrator.wire.control import METHODS
 from orchestrator.wire.framing import MAX_MESSAGE_BYTES
 from orchestrator.wire.messages import (
@@ -29,6 +29,7 @@ from orchestrator.wire.messages import (
     PrefixResync,
     Submit,
     ToWorker,
+    engine_key,
 )
 from orchestrator.wire.sockets import Sent
 from workers.attempts import Attempt, Attempts

@@ -33,21 +33,21 @@ from benchmarks.chaos.worker_faults import POISON
 from benchmarks.chaos.world import World
 from orchestrator.config.model import resolve_model
 from orchestrator.config.settings import load_config
+from orchestrator.config.simulated import CRASH_TOKEN
 from orchestrator.launch.host.redis_server import server_binary
 
 COMMON = (
     "routing.remote_prefill_min_tokens=100",
-    "routing.prefix_index=false",  # so that prompts sent again are prefilled remotely again
     "ratio.mode=off",  # so that there are workers of each role to be hit
     "launcher.restart_backoff_max_s=1",  # there are many faults in a row, and each restart must be quick
 )
 # Slow enough for every phase to last: a prefill 0.2 s, a push 0.2 s, an answer 0.7 s.
 SIMULATED = (
     *COMMON,
-    f"sim.crash_token={POISON}",
+    f"workers.env.{CRASH_TOKEN}='{POISON}'",
     "sim.step_base_ms=5",
-    "sim.max_num_batched_tokens=512",  # a prompt takes several steps, so that reports show it
-    "sim.prefix_caching=false",  # also if it is sent again
+    "workers.engine_args.max_num_batched_tokens=512",  # a prompt takes several steps, so that reports show it
+    "workers.engine_args.enable_prefix_caching=false",  # so that prompts sent again are prefilled remotely again
     "sim.prefill_us_per_token=100",
     "sim.link_gb_per_s=1",
 )

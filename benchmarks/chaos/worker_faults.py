@@ -15,7 +15,7 @@ from orchestrator.types import Role
 Make = Callable[[World], Awaitable[None]]
 
 STOPPED_S = 5.5  # longer than `workers.timeout_s`: frontends give the worker up, and it comes back
-POISON = 7  # a token id that is in no other prompt; `sim.crash_token`
+POISON = 7  # a token id that is in no other prompt; `PD_SIM_CRASH_TOKEN`
 POISON_TIMEOUT_S = 60.0
 RANK, ENGINE = "Worker_TP", "EngineCore"  # in the command lines of vLLM's ranks and engines
 ENGINE_STOPPED_S = 15.0

@@ -44,7 +44,8 @@ CONFIG: dict[str, Any] = {
     "namespace": "scale",
     "ratio": {"mode": "off"},
     # Steps as long as those of a large model: 20 ms.
-    "sim": {"step_base_ms": 20, "blocks": 2048, "max_model_len": 8192},
+    "sim": {"step_base_ms": 20},
+    "workers": {"engine_args": {"num_gpu_blocks_override": 2048, "max_model_len": 8192}},
     "redis": {"timeout_s": 10},  # one machine does the work of a thousand
 }
 

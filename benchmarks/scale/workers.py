@@ -13,7 +13,9 @@ from pathlib import Path
 
 import uvloop
 
+from orchestrator.config.engine_args import engine_args
 from orchestrator.config.settings import Config, load_config
+from orchestrator.config.simulated import simulated
 from orchestrator.process.parent import die_with_parent
 from orchestrator.store.client import connect
 from orchestrator.types import Role
@@ -27,7 +29,7 @@ async def run(config: Config, url: str, ids: range, prefill: int) -> None:
     agents = []
     for number in ids:
         role = Role.PREFILL if number < prefill else Role.DECODE
-        engine = SimEngine(config.sim, config.model, kv=config.kv, prefix_events=config.routing.prefix_index)
+        engine = SimEngine(simulated(config.sim, engine_args(config, role)), config.model, kv=config.kv)
         redis = await connect(url, config.redis.timeout_s)
         agents.append(
             Agent(engine, redis, config, f"{role.value}-{number}", role, Listening("127.0.0.1"), generation=0)

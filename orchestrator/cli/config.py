@@ -16,12 +16,12 @@ from orchestrator.cli.handle import OUT, JsonOption, NamespaceOption, SetOption,
 from orchestrator.cli.look.views import config_keys, how_often, keys_view, plain
 from orchestrator.config.access import SECRETS
 from orchestrator.config.engine_args import check_engine_args
-from orchestrator.config.files import CONFIG_BYTES, read_plain_file
 from orchestrator.config.models import load_models
 from orchestrator.config.settings import Config, ConfigError, Refused, load_config, read_tree
 from orchestrator.config.values import masked
 from orchestrator.config.yaml_text import line_of
 from orchestrator.launch.host.machine import find_cores, find_gpus
+from orchestrator.process.plain_files import CONFIG_BYTES, read_plain_file
 
 app = typer.Typer()
 config_app = typer.Typer(help="Check, show and start configuration files.")

@@ -22,7 +22,7 @@ from rich.console import Console
 
 from orchestrator.config.access import REDIS_URL
 from orchestrator.config.models import namespace_of
-from orchestrator.config.settings import Config, QueueConfig, Refused, WorkersConfig
+from orchestrator.config.settings import Config, Refused, WorkersConfig
 from orchestrator.launch.host.run_folder import RunFolder, held_namespaces
 
 if TYPE_CHECKING:
@@ -200,8 +200,7 @@ async def open_fleet(handle: FleetHandle) -> AsyncIterator[OpenFleet]:
     try:
         redis = await connect(handle.redis_url, _REDIS_TIMEOUT_S)
         try:
-            config = handle.config.queue if handle.config else QueueConfig()
-            registry, queue = Registry(redis, handle.namespace), PrefillQueue(redis, handle.namespace, config)
+            registry, queue = Registry(redis, handle.namespace), PrefillQueue(redis, handle.namespace)
             history = RatioHistory(redis, handle.namespace)
             yield OpenFleet(redis, registry, queue, history, handle.workers.heartbeat_s)
         finally:

@@ -9,8 +9,8 @@ from typing import Literal
 
 import msgspec
 
-from orchestrator.config.files import KEYS_BYTES, read_plain_file
-from orchestrator.config.values import KEY_IS, Bytes, Factor, Key, Positive, Seconds, Text, is_key
+from orchestrator.config.values import KEY_IS, Bytes, Factor, Key, Positive, Text, is_key
+from orchestrator.process.plain_files import KEYS_BYTES, read_plain_file
 
 # Environment variables. The first overrides security.operator_key; the second, vLLM's own, is one more API key.
 OPERATOR_KEY, API_KEY = "PD_OPERATOR_KEY", "VLLM_API_KEY"
@@ -37,8 +37,6 @@ class LimitsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
 
     max_body_bytes: Bytes = 67_108_864  # a request with a larger body is answered with 413
     max_n: Positive = 128  # a request for more choices (n), or more beams, is answered with 400
-    # A client that for this long does not send what it has begun, or does not read its answer, is disconnected.
-    client_timeout_s: Seconds = 300.0
     # Weights by tenant (header `x-tenant`), "*" for the others: under overload each gets its share. Default: no shares.
     shares: dict[str, Factor] = {}
     concurrent_per_key: Positive | None = None  # more completions at once are answered with 429

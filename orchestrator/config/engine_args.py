@@ -21,7 +21,8 @@ from orchestrator.config.access import API_KEY, OPERATOR_KEY
 from orchestrator.config.explain import missing
 from orchestrator.config.model import read_model_config
 from orchestrator.config.server_args import check_server_args
-from orchestrator.config.settings import Config, ConfigError, PoolConfig, SimConfig
+from orchestrator.config.settings import Config, ConfigError, PoolConfig
+from orchestrator.config.simulated import simulated
 from orchestrator.config.values import KEY_IS, is_key
 from orchestrator.types import Role
 
@@ -201,7 +202,8 @@ def check_engine_args(config: Config) -> None:
     """Raises ConfigError for everything about the engines that the configuration alone decides: a name that none knows,
     a setting with which KV would be lost, and a value that the two roles must share but do not."""
     if config.engine == "sim":
-        check_simulated(config.sim)
+        for role in Role:
+            simulated(config.sim, engine_args(config, role))
         if config.kv.host_tier_bytes:
             raise ConfigError("kv.host_tier_bytes: the simulated engine has no host memory for KV; set it to 0")
     workers = config.workers
@@ -246,15 +248,6 @@ def check_arguments(config: Config, arguments: Mapping[str, Any], section: str, 
         raise ConfigError(f"{key if key.startswith('kv.') else f'{section}.{key}'}: {why}")
     if role is not None:
         check_stages(arguments, role)
-
-
-def check_simulated(sim: SimConfig) -> None:
-    """Raises ConfigError where the longest sequence of a simulated engine does not fit in its blocks."""
-    capacity, longest = sim.blocks * sim.block_size, sim.max_model_len
-    if longest > capacity:
-        raise ConfigError(
-            f"sim.max_model_len: expected at most {capacity} (sim.blocks x sim.block_size), got {longest}"
-        )
 
 
 def _check_names(section: str, arguments: Mapping[str, Any], known: frozenset[str]) -> None:

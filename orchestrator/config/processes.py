@@ -21,7 +21,6 @@ class FrontendConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     max_replicas: Processes = 8
     dashboard: bool = True  # the page /dashboard, and orders under /operator/
     otlp_endpoint: Text | None = None  # http://COLLECTOR:4317: OpenTelemetry spans of requests go there
-    trace_share: Annotated[float, Meta(ge=0, le=1)] = 1.0  # of the requests whose client does not say whether to trace
     # What turns text into tokens. fastokens (`pip install fastokens`) gives the same for a small part of the CPU time.
     tokenizer_backend: Literal["huggingface", "fastokens"] = "huggingface"
     # Arguments of vLLM's OpenAI server, as `vllm serve` spells them without dashes: {tool_call_parser: hermes}
@@ -38,10 +37,8 @@ class LauncherConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     kind: Literal["local", "ray"] = "local"
     address: Text | None = None  # of the Ray cluster; default: RAY_ADDRESS, or the one that runs on this machine
     ray_auth: Literal["token", "none"] = "token"  # none: anybody who reaches the cluster can run programs on its nodes
-    cpus_per_worker: Amount = 1.0  # cores that Ray reserves for a worker
     gpus_per_rank: Amount | None = None  # default: 1 where vLLM's CUDA build is installed
-    restart_backoff_s: Seconds = 0.5  # doubles with each crash in a row
-    restart_backoff_max_s: Seconds = 30.0
+    restart_backoff_max_s: Seconds = 30.0  # the longest pause before a process is started again after a crash
     stop_timeout_s: Seconds = 10.0  # a process that was told to stop is killed after this
 
 

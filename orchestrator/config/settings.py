@@ -14,7 +14,6 @@ import msgspec
 
 from orchestrator.config.access import LimitsConfig, SecurityConfig, is_loopback
 from orchestrator.config.explain import explain, find_unserializable, kind_of
-from orchestrator.config.files import CONFIG_BYTES, read_plain_file
 from orchestrator.config.processes import FrontendConfig, LauncherConfig, LoggingConfig
 from orchestrator.config.values import (
     NAME_PATTERN,
@@ -26,7 +25,6 @@ from orchestrator.config.values import (
     Name,
     Pairing,
     Ports,
-    Positive,
     Seconds,
     Share,
     SomeWorkers,
@@ -35,6 +33,7 @@ from orchestrator.config.values import (
     find_wrong_address,
 )
 from orchestrator.config.yaml_text import NotYaml, load_yaml
+from orchestrator.process.plain_files import CONFIG_BYTES, read_plain_file
 
 
 class ConfigError(ValueError):
@@ -81,14 +80,16 @@ class WorkersConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     timeout_s: Seconds = 4.0  # a worker that is silent for this long is gone
     start_timeout_s: Seconds = 900.0
     drain_timeout_s: Seconds = 120.0  # after it the remaining requests continue on other workers
-    # A vLLM worker measures its engine's speed when it starts, in at most 3 s. `ratio.mode: auto` and placement use it
-    # until the first requests have been measured.
-    profile: bool = True
 
     @property
     def heartbeat_s(self) -> float:
         """Between two heartbeats of a worker to Redis: three may be lost."""
         return self.timeout_s / 4
+
+    @property
+    def lease_s(self) -> float:
+        """For so long a claim of a prefill holds unless it is renewed; then the job returns to the queue."""
+        return 2.5 * self.timeout_s
 
 
 class SLOClass(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -127,38 +128,18 @@ class RoutingConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     remote_prefill_min_tokens: Count | None = None
     # Where remote prefill is better and cannot be had: prefill on the decode worker, or answer 503 with `Retry-After`.
     fallback: Literal["local", "refuse"] = "local"
-    # With more tokens in the queue, `fallback` applies. Default: what is claimed within the claim timeout.
-    max_queued_prefill_tokens: Count | None = None
     # To a job that no worker claims for this long `fallback` applies. Default: 15 times slo.ttft_s, at least 15 s.
     claim_timeout_s: Seconds | None = None
-    max_waiting_per_worker: Positive = 128  # a decode engine with this many waiting requests is full
     # The engine whose first token the client gets after a remote prefill. `prefill` is sent earlier, and only where
     # decode would sample the same token.
     first_token: Literal["prefill", "decode"] = "prefill"
-    # Workers publish the contents of their prefix caches. Cached tokens then count neither as prompt length nor as
-    # work, and `kv_prefix` prefers the decode worker that has them.
-    prefix_index: bool = True
-    max_attempts: Positive = 4
     placement_timeout_s: Seconds = 60.0  # a request waits at most this long for a decode worker
-    stall_timeout_s: Seconds = 600.0  # a request without output for this long is started again on another worker
-
-
-class QueueConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    # score = arrival + weight * predicted seconds of its prefill. 0 is FCFS, large is shortest-first.
-    # A request's `priority` moves it one slo.ttft_s per step, lower numbers forward, up to ten.
-    weight: Amount = 1.0
-    max_requests: Positive = 10_000
-    lease_s: Seconds = 10.0
 
 
 class RatioConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Whether the fleet moves workers between the roles by itself. It never changes their total number."""
 
     mode: Literal["off", "auto"] = "auto"
-    interval_s: Seconds = 2.0  # between two samples of the load
-    window_s: Seconds = 60.0  # samples of this time must agree; of a shorter time where many requests arrive
-    cool_down_s: Seconds = 10.0  # no change for this long after any change, an operator's included
-    busy: Amount = 0.8  # no change while the load is below this share of the fleet's capacity
     min_prefill: Workers = 0  # 0: decode workers may prefill everything
     min_decode: SomeWorkers = 1
 
@@ -170,8 +151,12 @@ class ScaleConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     max_workers: SomeWorkers | None = None
     # The share of requests that should meet slo.ttft_s and slo.tpot_s.
     attainment: Share = 0.95
-    grow_after_s: Seconds = 60.0  # workers are added when fewer met them over this time
-    shrink_after_s: Seconds = 600.0  # one worker is removed when nearly all met them over this time
+    # Workers are added when fewer met them over this time; one is removed when nearly all did, over ten times as long.
+    grow_after_s: Seconds = 60.0
+
+    @property
+    def shrink_after_s(self) -> float:
+        return 10 * self.grow_after_s
 
 
 class KVConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -184,22 +169,13 @@ class KVConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
 
 class SimConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The simulated engine's model of time and memory."""
+    """The simulated engine's times. Its sizes are vLLM's engine arguments (`orchestrator.config.simulated`)."""
 
-    blocks: Positive = 4096
-    block_size: Positive = 16  # tokens
-    max_model_len: Positive = 32_768  # tokens
-    max_num_seqs: Positive = 256
-    max_num_batched_tokens: Positive = 2048
-    prefix_caching: bool = True
     step_base_ms: Amount = 2.0
     prefill_us_per_token: Amount = 20.0
     decode_us_per_seq: Amount = 20.0
-    kv_bytes_per_token: Positive = 131_072
-    link_gb_per_s: Factor = 10.0
+    link_gb_per_s: Factor = 10.0  # of KV of 128 KiB a token
     speed: Factor = 1.0  # 2 runs twice as fast as the times above
-    max_loras: Count = 0  # LoRA adapters in one step, at most; 0: adapters cost nothing
-    crash_token: Count | None = None  # a prompt with this token id crashes the engine that computes it, for tests
 
 
 class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -217,7 +193,6 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     workers: WorkersConfig = WorkersConfig()
     routing: RoutingConfig = RoutingConfig()
     slo: SLOConfig = SLOConfig()
-    queue: QueueConfig = QueueConfig()
     ratio: RatioConfig = RatioConfig()
     scale: ScaleConfig = ScaleConfig()
     kv: KVConfig = KVConfig()
@@ -291,9 +266,7 @@ def parse_config(tree: dict[str, Any]) -> Config:
     refuses = config.routing.fallback == "refuse" and ratio.mode == "auto"
     for key, value, lower, least in (
         ("ratio.min_prefill", ratio.min_prefill, "what routing.fallback: refuse needs", 1 if refuses else None),
-        ("ratio.window_s", ratio.window_s, "two times ratio.interval_s", 2 * ratio.interval_s),
         ("scale.max_workers", scale.max_workers, "scale.min_workers", scale.min_workers),
-        ("scale.shrink_after_s", scale.shrink_after_s, "scale.grow_after_s", scale.grow_after_s),
     ):
         if value is not None and least is not None and value < least:
             raise ConfigError(f"{key}: expected at least {lower} ({least:g}), got {value:g}")

@@ -98,8 +98,6 @@ def changes(running: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[str]
 def _check_length(old: Config, new: Config) -> None:
     """Frontends let requests in by the old limit while new workers serve them. Raises Refused."""
     was, wanted = engine_args(old, Role.DECODE).get("max_model_len"), engine_args(new, Role.DECODE).get("max_model_len")
-    if new.engine == "sim":
-        was, wanted = old.sim.max_model_len, new.sim.max_model_len
     if isinstance(wanted, int) and wanted > 0 and not (isinstance(was, int) and 0 < was <= wanted) and wanted != was:
         raise Refused(f"max_model_len: {wanted} instead of {was} would refuse requests that run; start a second fleet")
 

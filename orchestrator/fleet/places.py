@@ -6,8 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 
 from orchestrator.policy.candidate import Candidate
-from orchestrator.policy.predict.links import Link, labels_of, link_of
-from orchestrator.types import WorkerInfo
+from orchestrator.types import Link, WorkerInfo, labels_of, link_of
 
 
 class Places:

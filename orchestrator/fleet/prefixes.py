@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from orchestrator.policy.prefix_index import Hits, PrefixIndex
-from orchestrator.telemetry.metrics import Metrics
+from orchestrator.process.telemetry.metrics import Metrics
 from orchestrator.types import PrefixEvents, WorkerLoad
 from orchestrator.wire.messages import PrefixResync, PrefixSnapshot
 
@@ -32,12 +32,10 @@ class _Awaited:
 class PrefixView:
     """Times are this frontend's monotonic clock, seconds."""
 
-    def __init__(
-        self, send: Callable[[str, PrefixResync], object], enabled: bool = True, metrics: Metrics | None = None
-    ) -> None:
+    def __init__(self, send: Callable[[str, PrefixResync], object], metrics: Metrics | None = None) -> None:
         """`send(worker_id, message)` returns False if that worker is not connected."""
         self.index = PrefixIndex()
-        self._send, self._enabled, self._metrics = send, enabled, metrics or Metrics()
+        self._send, self._metrics = send, metrics or Metrics()
         self._awaited: dict[str, _Awaited] = {}
 
     def look_up(self, keys: Sequence[int]) -> Hits:
@@ -53,13 +51,11 @@ class PrefixView:
         if awaited is not None:
             if now - awaited.asked_at > RESYNC_RETRY_S:
                 self._ask(load.worker_id, now)
-        elif self._enabled and load.prefix_sequence > self.index.sequence(load.worker_id):
+        elif load.prefix_sequence > self.index.sequence(load.worker_id):
             self.index.forget(load.worker_id)
             self._ask(load.worker_id, now)
 
     def take_events(self, events: PrefixEvents, now: float) -> None:
-        if not self._enabled:
-            return
         if (awaited := self._awaited.get(events.worker_id)) is not None:
             awaited.held.append(events)
         elif not self.index.apply(events):

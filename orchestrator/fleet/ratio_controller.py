@@ -17,13 +17,20 @@ from orchestrator.fleet.view import Fleet
 from orchestrator.fleet.worker_view import WorkerView
 from orchestrator.policy.predict.predictor import Predictor
 from orchestrator.policy.ratio.decision import desired_ratio
-from orchestrator.policy.ratio.load import LoadSample, LoadSampler, Observation, offered_since, samples_in_window
+from orchestrator.policy.ratio.load import (
+    INTERVAL_S,
+    WINDOW_SAMPLES,
+    LoadSample,
+    LoadSampler,
+    Observation,
+    offered_since,
+)
 from orchestrator.policy.ratio.reuse import ReuseCounter
+from orchestrator.process.telemetry.metrics import Metrics
 from orchestrator.store.client import RedisAway
 from orchestrator.store.events import RatioHistory
 from orchestrator.store.planned import Seen
 from orchestrator.store.registry import Registry
-from orchestrator.telemetry.metrics import Metrics
 from orchestrator.types import Offered, Role, WorkerState
 
 log = logging.getLogger("pd.ratio")
@@ -45,18 +52,18 @@ class RatioController:
         predictor: Predictor,
         reuse: ReuseCounter,
         metrics: Metrics | None = None,
+        interval_s: float = INTERVAL_S,
     ) -> None:
         self._frontend_id, self._registry, self._fleet = frontend_id, registry, fleet
         self._history, self._predictor, self._reuse = history, predictor, reuse
         self._metrics = metrics or Metrics()
         self._ratio, self._slo = config.ratio, config.slo
         self._unit_size = unit_size(config) if config.ratio.mode == "auto" else 1
-        self._window_samples = samples_in_window(config.ratio)
-        self._tick_s = min(config.ratio.interval_s, LEASE_S / 3)
+        self._interval_s, self._tick_s = interval_s, min(interval_s, LEASE_S / 3)
         self._forget()
 
     def _forget(self) -> None:
-        self.window: deque[LoadSample] = deque(maxlen=self._window_samples)
+        self.window: deque[LoadSample] = deque(maxlen=WINDOW_SAMPLES)
         self._sampler = LoadSampler()
         self._counted: dict[str, Offered] | None = None
         self._offered = Offered()
@@ -80,7 +87,7 @@ class RatioController:
         moment = asyncio.get_running_loop().time()
         if moment < self._next_sample_at:
             return
-        self._next_sample_at = moment + self._ratio.interval_s - self._tick_s / 2
+        self._next_sample_at = moment + self._interval_s - self._tick_s / 2
         await self._observe(now)
         await self._decide()
 

@@ -18,7 +18,7 @@ from starlette.requests import ClientDisconnect
 
 from orchestrator.frontend.access import Access, Admission, Refusal
 from orchestrator.frontend.untrusted import objectives
-from orchestrator.telemetry.request_line import RequestLine
+from orchestrator.process.telemetry.request_line import RequestLine
 
 log = logging.getLogger("pd.frontend")
 

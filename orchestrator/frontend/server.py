@@ -59,12 +59,12 @@ from orchestrator.frontend.untrusted.connections import BoundedHttp, FrontendSer
 from orchestrator.frontend.wiring import FleetConnection, FleetConnections, unless_ended
 from orchestrator.process.command_line import CommandLine
 from orchestrator.process.parent import die_with_parent, report_exit
+from orchestrator.process.telemetry.logs import set_up as set_up_logging
+from orchestrator.process.telemetry.metric_files import recreate_missing_folder
+from orchestrator.process.telemetry.metrics import Metrics
 from orchestrator.store.client import Redis, RedisAway, connect
 from orchestrator.store.operator.log_levels import LogLevels, follow_log_level
 from orchestrator.store.servers import redis_elsewhere
-from orchestrator.telemetry.logs import set_up as set_up_logging
-from orchestrator.telemetry.metric_files import recreate_missing_folder
-from orchestrator.telemetry.metrics import Metrics
 from orchestrator.wire.addresses import address_towards, in_url
 
 log = logging.getLogger("pd.frontend")
@@ -72,6 +72,8 @@ log = logging.getLogger("pd.frontend")
 MAX_DESCRIPTORS = 65_535
 _END_S = 2.0  # from the end of the last request to the end of the process
 _LOOK_S = 0.1
+# A client that for this long does not send what it has begun, or does not read its answer, is disconnected.
+CLIENT_TIMEOUT_S = 300.0
 _YOUNG_OBJECTS = 20_000  # Python's default is 700
 
 
@@ -221,7 +223,7 @@ def http_server(app: ServerApp, config: Config, drain_s: float) -> FrontendServe
             timeout_graceful_shutdown=drain_s,  # type: ignore[arg-type]  # a fraction will do
             **uvicorn_options(config),
         ),
-        config.limits.client_timeout_s,
+        CLIENT_TIMEOUT_S,
     )
     for model in app.apps:
         model.state.server = server  # vLLM's error handlers read it

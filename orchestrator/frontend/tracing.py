@@ -13,7 +13,7 @@ from typing import Any
 from orchestrator.config.explain import missing
 from orchestrator.config.settings import Config, ConfigError
 from orchestrator.frontend.edge import Headers
-from orchestrator.telemetry.request_line import RequestLine, stages
+from orchestrator.process.telemetry.request_line import RequestLine, stages
 
 try:
     from opentelemetry import trace
@@ -31,15 +31,14 @@ _NAMES = ("traceparent", "tracestate")
 
 def configure(config: Config) -> dict[str, Any]:
     """Arguments of vLLM's server that make it export spans; none if no endpoint is set. OpenTelemetry's environment
-    variables set the sampling. By default the client's decision holds, and `frontend.trace_share` of the requests
-    without one are sampled. Raises ConfigError without OpenTelemetry."""
+    variables set the sampling. By default the client's decision holds, and all requests without one are sampled.
+    Raises ConfigError without OpenTelemetry."""
     if config.frontend.otlp_endpoint is None:
         return {}
     if importlib.util.find_spec("opentelemetry") is None:
         raise ConfigError(missing("frontend.otlp_endpoint", "OpenTelemetry", "otlp"))
     os.environ.setdefault("OTEL_SERVICE_NAME", "pd-orchestrator")
     os.environ.setdefault("OTEL_TRACES_SAMPLER", "parentbased_traceidratio")
-    os.environ.setdefault("OTEL_TRACES_SAMPLER_ARG", str(config.frontend.trace_share))
     return {"otlp_traces_endpoint": config.frontend.otlp_endpoint}
 
 

@@ -30,6 +30,7 @@ from orchestrator.frontend.pause import PauseCalls
 from orchestrator.policy.choices.ranks import RankChoice
 from orchestrator.policy.decode_choice import decode_choice
 from orchestrator.process.parent import own_identity
+from orchestrator.process.telemetry.metrics import Metrics, counts
 from orchestrator.router.codec import Codec
 from orchestrator.router.router import Router
 from orchestrator.store.client import Redis, RedisAway
@@ -40,7 +41,6 @@ from orchestrator.store.planned import rollout_status
 from orchestrator.store.queue import PrefillQueue
 from orchestrator.store.registry import Frontend, Registry
 from orchestrator.store.steering import Steering
-from orchestrator.telemetry.metrics import Metrics, counts
 from orchestrator.types import DesiredRatio, Role
 from orchestrator.wire.curve import KeyPair
 from orchestrator.wire.messages import CallReply, PrefixSnapshot, Welcome
@@ -94,11 +94,11 @@ class FleetConnection:
         self.fleet = Fleet(frontend_id, choose.static_score)
         self._keys = KeyPair.new() if config.security.mesh == "curve" else None
         self.transport = FrontendTransport(frontend_id, metrics.dropped.labels("corrupt").inc, keys=self._keys)
-        self.prefixes = PrefixView(self.transport.send, config.routing.prefix_index, metrics)
+        self.prefixes = PrefixView(self.transport.send, metrics)
         self.calls = ControlCalls(self.fleet, self.transport)
         self.adapters = AdapterView(frontend_id, AdapterStore(redis, config.namespace), self.calls)
-        jobs = PrefillQueue(redis, config.namespace, config.queue)
-        self.queue = QueueView(jobs, frontend_id, config.queue.lease_s)
+        jobs = PrefillQueue(redis, config.namespace, lease_s=config.workers.lease_s)
+        self.queue = QueueView(jobs, frontend_id, config.workers.lease_s)
         self.steering = Steering(self.registry, jobs, config.workers.heartbeat_s)
         self.rest = Rest(self.registry, self._serves, lambda: self.desired, config.cold_start_s)
         self.fleet.rest = self.rest

@@ -17,7 +17,7 @@ from orchestrator.launch.host.machine import Share
 from orchestrator.launch.host.process import ProcessSpec
 from orchestrator.launch.machines import Setup
 from orchestrator.process.own_files import make_folder
-from orchestrator.telemetry import logs
+from orchestrator.process.telemetry import logs
 from orchestrator.types import Role
 
 # What vLLM calls its local sockets; the whole path of a socket may have 107 bytes (unix(7)).

@@ -26,7 +26,7 @@ from rich.table import Table
 from rich.text import Text
 
 from orchestrator.process.own_files import make_folder, open_own
-from orchestrator.telemetry.logs import LogFormat, common_log_line, formatter, request_in
+from orchestrator.process.telemetry.logs import LogFormat, common_log_line, formatter, request_in
 
 _COLOURS = {"worker": 32, "frontend": 35, "launcher": 33}  # ANSI
 _REFRESH_PER_S = 8

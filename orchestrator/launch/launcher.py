@@ -34,10 +34,10 @@ from orchestrator.launch.host.run_folder import RunFolder, StartedProcess
 from orchestrator.launch.pools.all_models import ModelsProcesses
 from orchestrator.launch.pools.builder import ModelBuilder, locate_model
 from orchestrator.launch.pools.model_list import ModelFollower, begin_list
+from orchestrator.process.telemetry.logs import LogFormat
 from orchestrator.store.client import Redis
 from orchestrator.store.operator.log_levels import follow_log_level
 from orchestrator.store.operator.models import ModelList, ModelStore
-from orchestrator.telemetry.logs import LogFormat
 
 T = TypeVar("T")
 # One Ctrl-C can arrive twice: from the terminal, and from the program that started us.

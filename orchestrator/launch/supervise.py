@@ -21,6 +21,7 @@ from orchestrator.process.parent import EXIT_AGAIN
 
 log = logging.getLogger("pd.launcher")
 
+BACKOFF_S = 0.5  # before a process is started again after its first crash in a row
 _HEALTHY_S = 60.0  # a process that was ready for this long has its earlier crashes forgotten
 _PLACED_AT_ONCE_S = 0.5  # a shorter wait for room is not reported
 # A process that was ready, still runs, and is not in a registry that works has hung: it has this many heartbeat
@@ -67,9 +68,9 @@ class Exit(msgspec.Struct, frozen=True):
 
 
 def backoff_s(crashes: int, config: LauncherConfig) -> float:
-    """The pause after the n-th crash in a row: doubling from restart_backoff_s up to restart_backoff_max_s."""
+    """The pause after the n-th crash in a row: doubling from `BACKOFF_S` up to restart_backoff_max_s."""
     exponent = min(max(crashes, 1) - 1, 30)
-    return min(config.restart_backoff_max_s, config.restart_backoff_s * 2.0**exponent)
+    return min(config.restart_backoff_max_s, BACKOFF_S * 2.0**exponent)
 
 
 class Supervised:

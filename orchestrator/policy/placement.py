@@ -22,6 +22,7 @@ from orchestrator.types import QueueDepth
 # is better than none, and only a wait that no user bears ends it.
 CLAIM_TIMEOUT_IN_OBJECTIVES = 15.0
 MIN_CLAIM_TIMEOUT_S = 15.0
+MAX_WAITING = 128  # a decode engine with this many waiting requests is full
 RETRY_AFTER_S = 1.0  # of a rejection without a predicted time
 # The decode choice picks among the workers whose local cost exceeds the lowest by at most this factor, or by one ITL.
 TTFT_TOLERANCE = 1.1
@@ -90,16 +91,11 @@ def place(
     """
     if not candidates:
         return Reject("no_decode_worker", RETRY_AFTER_S)
-    at_once = routing.max_waiting_per_worker
-    open_ones = [c for c in candidates if c.waiting < at_once or not is_full(request, c, routing)]
+    open_ones = [c for c in candidates if c.waiting < MAX_WAITING or not is_full(request, c)]
     min_tokens = routing.remote_prefill_min_tokens
     if request.local_only is not None and min_tokens is not None:
         return _local(request, open_ones, choose, request.local_only)
-    uncached = 0  # only a limit in tokens needs it, and this code runs for every request
-    if routing.max_queued_prefill_tokens is not None:
-        cached = max(prefill.cached_tokens, max([c.cached_tokens for c in candidates]))
-        uncached = max(0, request.prompt_tokens - cached)
-    blocker = request.local_only or prefill.blocked or _queue_closed_reason(prefill, uncached, routing, predictor, slo)
+    blocker = request.local_only or prefill.blocked or _queue_closed_reason(prefill, routing, predictor, slo)
     refusal = blocker if routing.fallback == "refuse" and request.local_only is None else None
     if refusal is not None:  # decided as if a prefill worker were idle
         blocker, prefill = None, PrefillView(1, QueueDepth(0, 0, 0), prefill.cached_tokens)
@@ -127,11 +123,8 @@ def reject_all(
     """
     if not candidates:
         return Reject("no_decode_worker", RETRY_AFTER_S)
-    open_to_some = any(
-        c.waiting < routing.max_waiting_per_worker or (c.blocks_free > 0 and not _is_batch_full(c, routing))
-        for c in candidates
-    )
-    if open_to_some or _queue_closed_reason(prefill, 0, routing, predictor, slo) is None:
+    open_to_some = any(c.waiting < MAX_WAITING or (c.blocks_free > 0 and not _is_batch_full(c)) for c in candidates)
+    if open_to_some or _queue_closed_reason(prefill, routing, predictor, slo) is None:
         return None
     return Reject("decode_full", RETRY_AFTER_S)
 
@@ -143,17 +136,16 @@ def claim_timeout_s(routing: RoutingConfig, slo: SLOConfig, own_ttft_s: float | 
     return max(MIN_CLAIM_TIMEOUT_S, CLAIM_TIMEOUT_IN_OBJECTIVES * (own_ttft_s or slo.ttft_s))
 
 
-def is_full(request: RequestInfo, candidate: Candidate, routing: RoutingConfig) -> bool:
-    """Whether `routing.max_waiting_per_worker` requests wait there, and it lacks blocks or a place for this one."""
-    return candidate.waiting >= routing.max_waiting_per_worker and (
-        blocks_for(request.prompt_tokens, candidate.block_size) > candidate.blocks_free
-        or _is_batch_full(candidate, routing)
+def is_full(request: RequestInfo, candidate: Candidate) -> bool:
+    """Whether `MAX_WAITING` requests wait there, and it lacks blocks or a place for this one."""
+    return candidate.waiting >= MAX_WAITING and (
+        blocks_for(request.prompt_tokens, candidate.block_size) > candidate.blocks_free or _is_batch_full(candidate)
     )
 
 
-def _is_batch_full(candidate: Candidate, routing: RoutingConfig) -> bool:
+def _is_batch_full(candidate: Candidate) -> bool:
     """Whether its batch (`max_num_seqs`) and its waiting places are all taken."""
-    return candidate.running + candidate.waiting >= candidate.max_num_seqs + routing.max_waiting_per_worker
+    return candidate.running + candidate.waiting >= candidate.max_num_seqs + MAX_WAITING
 
 
 def uncached_tokens(request: RequestInfo, candidate: Candidate) -> int:
@@ -292,19 +284,13 @@ def _lateness(
 
 
 def _queue_closed_reason(
-    prefill: PrefillView, uncached_tokens: int, routing: RoutingConfig, predictor: Predictor, slo: SLOConfig
+    prefill: PrefillView, routing: RoutingConfig, predictor: Predictor, slo: SLOConfig
 ) -> str | None:
-    """The reason why no job can be queued now, or None.
-
-    The queue is full if a job would reach its claim deadline there, or would exceed `max_queued_prefill_tokens`.
-    """
+    """The reason why no job can be queued now, or None. The queue is full if a job would reach its claim deadline."""
     if prefill.workers_ready == 0:
         return "no_prefill_worker"
     if prefill.queue is None:
         return "queue_unavailable"
-    limit = routing.max_queued_prefill_tokens
-    if limit is not None:
-        return "queue_full" if prefill.queue.tokens + uncached_tokens > limit else None
     full = predictor.backlog_s(prefill.queue, prefill.workers_ready) > claim_timeout_s(routing, slo)
     return "queue_full" if full else None
 

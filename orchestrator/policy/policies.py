@@ -17,14 +17,14 @@ from orchestrator.policy.admission.shares import Shares
 from orchestrator.policy.candidate import Candidate, DecodeChoice, RequestInfo, blocks_for
 from orchestrator.policy.placement import ROOM_SHARE, Local, PrefillView, Reject, Remote, place, uncached_tokens
 from orchestrator.policy.predict.adapters import AdapterDemand, AdapterPlaces, priced
-from orchestrator.policy.predict.links import Link
 from orchestrator.policy.predict.pairing import pair
 from orchestrator.policy.predict.predictor import Predictor
-from orchestrator.types import QueueDepth
+from orchestrator.types import Link, QueueDepth
 
 Job = TypeVar("Job")
 # TTFT objectives by which a job that will be late goes behind the others, and at most one whose tenant asks too much.
 LATE_OBJECTIVES = 5.0
+QUEUE_WEIGHT = 1.0  # the same in the prefill queue: short prompts overtake long ones by the difference of their times
 ENGINE_WEIGHT = 30.0  # seconds behind its arrival per second of prefill; `engine_delay_s` explains why
 # How long a request beyond its tenant's share may wait, in prefill times of its whole prompt. Others wait behind what
 # is lent: more would raise their TTFT by over a fifth where an engine step computes one prompt.
@@ -72,7 +72,7 @@ class Policies:
     """The caller feeds `choose` and `predictor` with measured times and with the output lengths of ended requests."""
 
     def __init__(self, config: Config, choose: DecodeChoice, predictor: Predictor) -> None:
-        self.routing, self.slo, self._queue = config.routing, config.slo, config.queue
+        self.routing, self.slo = config.routing, config.slo
         self.choose, self.predictor, self._shares = choose, predictor, Shares(config.limits.shares)
         self.adapters = AdapterDemand()
 
@@ -210,7 +210,7 @@ class Policies:
         """Seconds between a job's arrival and its score in the prefill queue. `later_s`: as it was placed."""
         compute_s = self.predictor.prefill_s(uncached_tokens)
         later_s += self._patience_s(request)
-        return later_s + delay_s(compute_s, self._queue.weight, self.slo.ttft_s, request.priority)
+        return later_s + delay_s(compute_s, QUEUE_WEIGHT, self.slo.ttft_s, request.priority)
 
     def _patience_s(self, request: RequestInfo) -> float:
         """By how much a request's objective lets it wait longer than others: so the queue is in order of deadlines."""

@@ -8,12 +8,12 @@ import time
 
 from orchestrator.fleet.prefixes import PrefixView
 from orchestrator.policy.placement import Reject
+from orchestrator.process.telemetry.metrics import Metrics
+from orchestrator.process.telemetry.recent import Recent
 from orchestrator.router.codec import Batch, Codec
 from orchestrator.router.learning import Learning
 from orchestrator.router.request import ActiveRequest, Failure, State
 from orchestrator.router.request_log import describe, log_ended
-from orchestrator.telemetry.metrics import Metrics
-from orchestrator.telemetry.recent import Recent
 
 log = logging.getLogger("pd.router")
 

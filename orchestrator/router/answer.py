@@ -11,9 +11,9 @@ import enum
 import logging
 from typing import Any
 
+from orchestrator.process.telemetry.metrics import Metrics
 from orchestrator.router.codec import Batch, Codec
 from orchestrator.router.request import ActiveRequest, Answer, State
-from orchestrator.telemetry.metrics import Metrics
 from orchestrator.types import FinishReason
 from orchestrator.wire.messages import MessageError, Prefilled
 

@@ -13,11 +13,11 @@ from typing import Any
 from orchestrator.fleet.queue_view import QueueView
 from orchestrator.fleet.view import Fleet
 from orchestrator.policy.predict.fetch import Holder
+from orchestrator.process.telemetry.metrics import Metrics
 from orchestrator.router.quarantine import TRIAL_S
 from orchestrator.router.request import ActiveRequest, State, Submitted
-from orchestrator.telemetry.metrics import Metrics
-from orchestrator.types import KVSource, PrefillJob, engine_key
-from orchestrator.wire.messages import Abort, Fetch, Lend, Prefix, Submit
+from orchestrator.types import KVSource, PrefillJob
+from orchestrator.wire.messages import Abort, Fetch, Lend, Prefix, Submit, engine_key
 from orchestrator.wire.sockets import Sent
 from orchestrator.wire.transport import FrontendTransport
 

@@ -9,13 +9,12 @@ from __future__ import annotations
 from orchestrator.config.settings import SLOConfig
 from orchestrator.fleet.worker_view import WorkerView
 from orchestrator.policy.candidate import DecodeChoice
-from orchestrator.policy.predict.links import Link
 from orchestrator.policy.predict.predictor import Predictor
 from orchestrator.policy.ratio.reuse import ReuseCounter
+from orchestrator.process.telemetry.metrics import Metrics
+from orchestrator.process.telemetry.recent import Recent
 from orchestrator.router.request import ActiveRequest, State
-from orchestrator.telemetry.metrics import Metrics
-from orchestrator.telemetry.recent import Recent
-from orchestrator.types import Offered
+from orchestrator.types import Link, Offered
 
 
 class Learning:

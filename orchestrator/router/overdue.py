@@ -21,6 +21,7 @@ from orchestrator.types import JobState
 WITH_A_WORKER = (State.TRANSFERRING, State.LOCAL, State.DECODING)
 # A worker reports a claim within milliseconds. After this time a missing job is lost, and so is an unreported claim.
 UNHEARD_S = 1.0
+STALL_TIMEOUT_S = 600.0  # a request without output for this long is started again on another worker
 MAX_LOOKUPS = 64  # jobs looked up at a time: the ones that wait longest
 # Most of a prompt's KV has arrived when its prefill ends. If the rest takes longer than this, and longer than computing
 # the prompt again would, the link is probably cut.
@@ -60,7 +61,7 @@ class Overdue:
                 self._recovery.retry(active, "prefill_worker_lost", charge=False)
             elif active.state is State.TRANSFERRING and self._kv_is_late(active, now, resumed_at, longest):
                 self._recovery.retry(active, "kv_late")
-            elif active.state in WITH_A_WORKER and now - last_output_at > self._routing.stall_timeout_s:
+            elif active.state in WITH_A_WORKER and now - last_output_at > STALL_TIMEOUT_S:
                 self._recovery.retry(active, "stalled", avoid=active.decode_worker)
 
     async def check_queue(self, now: float) -> None:

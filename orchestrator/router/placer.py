@@ -10,10 +10,10 @@ import time
 
 from orchestrator.fleet.prefixes import PrefixView
 from orchestrator.policy.placement import RETRY_AFTER_S, Reject
+from orchestrator.process.telemetry.metrics import Metrics
 from orchestrator.router.decider import Decider
 from orchestrator.router.dispatch import Dispatch
 from orchestrator.router.request import ActiveRequest, Placed, State
-from orchestrator.telemetry.metrics import Metrics
 
 # How long a request waits before it asks again for a decode worker.
 PLACE_AGAIN_INTERVAL_S = 0.1

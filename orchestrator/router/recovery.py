@@ -13,17 +13,18 @@ import time
 from orchestrator.config.settings import RoutingConfig
 from orchestrator.fleet.view import Fleet
 from orchestrator.policy.predict.pairing import strict_label
+from orchestrator.process.telemetry.metrics import Metrics
 from orchestrator.router.active_requests import ActiveRequests
 from orchestrator.router.dispatch import Dispatch
 from orchestrator.router.placer import Placer
 from orchestrator.router.quarantine import Quarantine
 from orchestrator.router.request import ActiveRequest, Failure, State
-from orchestrator.telemetry.metrics import Metrics
 from orchestrator.types import Role
 from orchestrator.wire.messages import EngineCrashed
 
 log = logging.getLogger("pd.router")
 
+MAX_ATTEMPTS = 4  # after which a request fails
 LEAVING_S = 0.1  # pause before a worker that gave the same request back twice is asked again
 
 
@@ -46,7 +47,7 @@ class Recovery:
     ) -> None:
         """Give the current attempt up and start the next, which prefills locally (`routing.fallback`).
 
-        `avoid`: a decode worker not to use again. `charge`: the failure counts against `routing.max_attempts`; so does
+        `avoid`: a decode worker not to use again. `charge`: the failure counts against `MAX_ATTEMPTS`; so does
         that of any remote prefill where the next attempt may be remote too.
         `said`: the worker's own words, for the client should this have been the last attempt.
         """
@@ -54,7 +55,7 @@ class Recovery:
         if active.ended or not self._give_up(active, why):
             return
         active.charged += charge or remote
-        if active.charged >= self._routing.max_attempts:
+        if active.charged >= MAX_ATTEMPTS:
             last = f"; the last: {said}" if said else ""
             self._fail(active, f"{active.attempt} attempts failed: {', '.join(active.retries)}{last}")
             return
@@ -74,7 +75,7 @@ class Recovery:
 
     def diverged(self, active: ActiveRequest) -> None:
         """The engines sampled different first tokens: continue after the one that the client has, if possible on the
-        same decode worker, where the prompt is cached. `max_attempts` does not apply, since nothing failed."""
+        same decode worker, where the prompt is cached. `MAX_ATTEMPTS` does not apply, since nothing failed."""
         worker_id, placed = active.decode_worker, active.placed
         if not self._give_up(active, "first_token_mismatch"):
             return
@@ -99,7 +100,7 @@ class Recovery:
 
     def engine_crashed(self, there: str, crash: EngineCrashed) -> None:
         """Retry the requests of the worker `there`. Those that may have caused the crash go to quarantine; the attempt
-        of the others does not count against `max_attempts`."""
+        of the others does not count against `MAX_ATTEMPTS`."""
         if (view := self._fleet.workers.get(there)) is not None:
             view.disconnect(time.monotonic())  # the worker leaves, whatever its last report says
         victims = [

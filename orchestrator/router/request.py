@@ -16,7 +16,7 @@ import msgspec
 
 from orchestrator.policy.candidate import RequestInfo
 from orchestrator.policy.placement import Reject
-from orchestrator.telemetry.request_line import RequestLine
+from orchestrator.process.telemetry.request_line import RequestLine
 from orchestrator.types import KVSource, PrefillJob
 from orchestrator.wire.messages import Prefilled
 
@@ -164,7 +164,7 @@ class ActiveRequest:
     accepted_at: float
     state: State = State.PLACING
     attempt: int = 1
-    charged: int = 0  # failed attempts that count against `routing.max_attempts`
+    charged: int = 0  # failed attempts that count against `MAX_ATTEMPTS` of `recovery`
     crashes: int = 0  # engines that crashed with this request, which may have caused it
     suspect: bool = False  # it may run only as the single suspect of a worker; written by `quarantine`
     placed: Placed | None = None

@@ -7,8 +7,8 @@ import time
 
 import msgspec
 
+from orchestrator.process.telemetry.request_line import RequestLine
 from orchestrator.router.request import ActiveRequest
-from orchestrator.telemetry.request_line import RequestLine
 
 log = logging.getLogger("pd.request")
 

@@ -20,6 +20,8 @@ from orchestrator.fleet.view import Fleet
 from orchestrator.policy.candidate import DecodeChoice
 from orchestrator.policy.policies import RECALL_S
 from orchestrator.policy.predict.predictor import Predictor
+from orchestrator.process.telemetry.metrics import Metrics
+from orchestrator.process.telemetry.recent import Recent
 from orchestrator.router.active_requests import ActiveRequests
 from orchestrator.router.answer import Answers, OutputAction
 from orchestrator.router.codec import Batch, Codec
@@ -30,8 +32,6 @@ from orchestrator.router.overdue import Overdue
 from orchestrator.router.placer import Placer
 from orchestrator.router.recovery import Recovery
 from orchestrator.router.request import ActiveRequest, Failure, Overloaded, Prefilling, State
-from orchestrator.telemetry.metrics import Metrics
-from orchestrator.telemetry.recent import Recent
 from orchestrator.types import FinishReason
 from orchestrator.wire.messages import (
     Claimed,

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from orchestrator.policy.candidate import Candidate
-from orchestrator.policy.predict.links import Link, link_of
 from orchestrator.policy.predict.pairing import strict_label
 from orchestrator.simulator.settings import Settings
+from orchestrator.types import Link, link_of
 
 _LABEL = "rack"
 

@@ -10,7 +10,7 @@ from collections import deque
 import msgspec
 
 from orchestrator.policy.ratio.decision import RatioDecision, desired_ratio
-from orchestrator.policy.ratio.load import LoadSample, LoadSampler, Observation, samples_in_window
+from orchestrator.policy.ratio.load import INTERVAL_S, WINDOW_SAMPLES, LoadSample, LoadSampler, Observation
 from orchestrator.simulator.router import Router
 from orchestrator.simulator.settings import Settings
 from orchestrator.simulator.view import PoolView
@@ -25,9 +25,9 @@ class RatioControl:
         config = settings.stack.config
         self._router, self._profile, self._config = router, settings.profile, config.ratio
         self._slo = router.slo
-        self._window: deque[LoadSample] = deque(maxlen=samples_in_window(self._config))
+        self._window: deque[LoadSample] = deque(maxlen=WINDOW_SAMPLES)
         self._current = DesiredRatio(settings.prefill, settings.decode, set_at=-1e9)
-        self._next_at = self._config.interval_s
+        self._next_at = INTERVAL_S
         self._sampler = LoadSampler()
         self._plain: dict[str, tuple[float, int]] = {}  # by worker, so far: seconds of decode-only steps, their number
         self._moving: list[tuple[Worker, PoolView]] = []
@@ -37,7 +37,7 @@ class RatioControl:
         self._finish_moves(now)
         if now < self._next_at:
             return
-        self._next_at, router = now + self._config.interval_s, self._router
+        self._next_at, router = now + INTERVAL_S, self._router
         if (sample := self._sampler.sample(self._observe(now), router.predictor, router.reuse.take())) is not None:
             self._window.append(sample)
         decision = desired_ratio(list(self._window), self._current, self._config, self._slo)

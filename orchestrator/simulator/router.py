@@ -62,7 +62,7 @@ class Router:
         self.decode = PoolView(self.choose, racks)
         self.prefill = PoolView(self.choose_prefill, racks)
         # The keys of a load are of units that are long already, so each is remembered.
-        self.index = PrefixIndex(expected_step=1) if config.routing.prefix_index and unit_tokens else None
+        self.index = PrefixIndex(expected_step=1) if settings.stack.prefixes and unit_tokens else None
         self._claim_tokens = CLAIM_BATCHES * profile.max_num_batched_tokens
         self.queue: list[tuple[float, int, Job]] = []
         self.queue_tokens = self.claimed = 0

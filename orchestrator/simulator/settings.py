@@ -26,6 +26,7 @@ class Stack(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     name: str
     config: Config
     dispatch: Literal["queue", "push"] = "queue"
+    prefixes: bool = True  # the router knows which worker has a prefix cached
     adapters: bool = True  # the router knows which request is for which LoRA adapter
     bypass: str = ""  # with "push": the rule of `choices.references.BYPASSES` that keeps prompts on the decode worker
 
@@ -38,7 +39,6 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     profile: Profile
     stack: Stack
     seed: int = 0
-    report_age_s: float = 0.1  # greatest age of load reports; the mean is half of it
     racks: int = 1
     between_racks: float = 1.0  # times as long as over a worker's own link KV takes from one rack to another
     slo: SLOConfig | None = None  # objectives; default: the profile's
@@ -53,9 +53,7 @@ BLIND = "ours:blind"  # to LoRA adapters
 _VARIANTS: dict[str, dict[str, Any]] = {
     "ours": {},
     "ours:fixed": {"ratio": {"mode": "off"}},
-    "ours:fcfs": {"ratio": {"mode": "off"}, "queue": {"weight": 0.0}},
     BLIND: {},
-    "ours:reject": {"slo": {"admission": "reject"}},
 }
 # The `field:` choices that know which worker has a prefix cached.
 _PREFIX_AWARE = {"dynamo_cost", "kv_prefix", "llm_d"}
@@ -80,8 +78,9 @@ def stack(name: str, config: Config = SHIPPED) -> Stack:
     fixed = changed(config, {"ratio": {"mode": "off"}, "routing": {"decode_choice": choice}})
     if not name.startswith(FIELD):
         return Stack(name=name, config=fixed)
-    field = changed(fixed, {"routing": {"prefix_index": choice in _PREFIX_AWARE}, "slo": {"admission": "off"}})
-    return Stack(name=name, config=field, dispatch="push", bypass=_BYPASS.get(name, ""))
+    field = changed(fixed, {"slo": {"admission": "off"}})
+    prefixes, bypass = choice in _PREFIX_AWARE, _BYPASS.get(name, "")
+    return Stack(name=name, config=field, dispatch="push", prefixes=prefixes, bypass=bypass)
 
 
 def changed(config: Config, sections: dict[str, dict[str, Any]]) -> Config:

@@ -22,6 +22,7 @@ from orchestrator.simulator.view import PoolView
 from orchestrator.simulator.worker import Worker
 
 PLACE_AGAIN_S = 0.1  # between attempts to place a request that lost its worker, as in the router
+REPORT_AGE_S = 0.1  # the greatest age of load reports; the mean is half of it
 DRAIN_S = 120.0  # simulated after the last arrival; requests unfinished then count as missed
 
 
@@ -89,7 +90,7 @@ class Simulation:
         events, jobs = self._events, self.jobs
         upcoming, total = 0, len(jobs)
         end = jobs[-1].arrival.at + DRAIN_S
-        next_tick, age = 0.0, self.settings.report_age_s
+        next_tick = 0.0
         never = float("inf")
         while self.left:
             arrives = jobs[upcoming].arrival.at if upcoming < total else never
@@ -99,7 +100,7 @@ class Simulation:
                     break
                 self.now = next_tick
                 self._tick(next_tick)
-                next_tick += age
+                next_tick += REPORT_AGE_S
                 if progress is not None:
                     progress(total - self.left)
             elif arrives <= due:

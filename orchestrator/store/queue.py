@@ -15,7 +15,6 @@ from typing import Any, Literal
 
 import msgspec
 
-from orchestrator.config.settings import QueueConfig
 from orchestrator.store.claim_reply import ClaimReply, raw_bytes, read_reply
 from orchestrator.store.client import Redis, RedisAway
 from orchestrator.store.fields import whole
@@ -32,6 +31,8 @@ MAX_CLAIM_JOBS = 256
 SWEEP_LEASES = 25
 SWEEP_WAITING = 25
 SWEEP_ROUNDS = 80
+LEASE_S = 10.0  # for so long a claim holds unless it is renewed
+MAX_JOBS = 10_000  # that may wait
 MAX_DELIVERIES = 3  # a job fails when this many workers that had claimed it died
 MAX_PEEK = 1000
 
@@ -41,7 +42,7 @@ class JobTooLarge(ValueError):
 
 
 class QueueFull(Exception):
-    """As many jobs wait as `queue.max_requests` allows. Prefill locally, or answer 429."""
+    """As many jobs wait as may. Prefill locally, or answer 429."""
 
 
 class Claim(msgspec.Struct, frozen=True):
@@ -67,14 +68,16 @@ class PrefillQueue:
         self,
         redis: Redis,
         namespace: str,
-        config: QueueConfig,
         waiter_id: str = "",
+        *,
+        lease_s: float = LEASE_S,
+        max_jobs: int = MAX_JOBS,
         max_deliveries: int = MAX_DELIVERIES,
     ) -> None:
         """`waiter_id`: the worker's id. A job whose prompt is cached on a waiting worker wakes that worker first."""
         self.keys = Keys(namespace)
         self._redis = redis
-        self._config, self._max_deliveries = config, max_deliveries
+        self._lease_s, self._max_jobs, self._max_deliveries = lease_s, max_jobs, max_deliveries
         self._waiter_id = waiter_id or uuid.uuid4().hex[:12]
         self._listener: asyncio.Task[None] | None = None
         self._woken = asyncio.Event()
@@ -98,16 +101,14 @@ class PrefillQueue:
             job.tokens,
             job.uncached_tokens,
             job.delay_s,
-            self._config.max_requests,
+            self._max_jobs,
             JOB_TTL_S,
             job.reply_to,
             job.body,
             cached_text(job.cached),
         )
         if outcome == b"full":
-            raise QueueFull(
-                f"{self._config.max_requests} prefills wait already; add prefill workers or raise queue.max_requests"
-            )
+            raise QueueFull(f"{self._max_jobs} prefills wait already; add prefill workers")
 
     async def claim(
         self, worker_id: str, max_tokens: int, max_jobs: int, window: int, idle: bool, wait_s: float = 0.0
@@ -143,8 +144,7 @@ class PrefillQueue:
         return await self._read_claims(worker_id, *read_reply(packed))
 
     def _claimer(self, worker_id: str) -> tuple[object, ...]:
-        lease_s = self._config.lease_s
-        return worker_id, lease_s, JOB_TTL_S, lease_s, self._waiter_id
+        return worker_id, self._lease_s, JOB_TTL_S, self._lease_s, self._waiter_id
 
     async def _read_claims(self, worker_id: str, reply: ClaimReply, bodies: bytes) -> list[Claim]:
         claims = []
@@ -175,7 +175,7 @@ class PrefillQueue:
         """Extend leases by `lease_s` from now. Returns the ids that this worker does not hold any more."""
         if not request_ids:
             return []
-        lost = await self._call("renew", worker_id, self._config.lease_s, JOB_TTL_S, *request_ids)
+        lost = await self._call("renew", worker_id, self._lease_s, JOB_TTL_S, *request_ids)
         return [request_id.decode() for request_id in lost]
 
     async def ack(self, worker_id: str, request_id: str, attempt: int) -> bool:
@@ -215,7 +215,7 @@ class PrefillQueue:
         result = SweepResult([], [], [])
         for _ in range(SWEEP_ROUNDS):
             returned, failed, orphaned = await self._call(
-                "sweep", SWEEP_LEASES, SWEEP_WAITING, self._max_deliveries, JOB_TTL_S, self._config.lease_s
+                "sweep", SWEEP_LEASES, SWEEP_WAITING, self._max_deliveries, JOB_TTL_S, self._lease_s
             )
             result.returned.extend(map(_text, returned))
             result.failed.extend((_text(request_id), attempt, _text(to)) for request_id, attempt, to in failed)

@@ -231,6 +231,11 @@ def decode_published(data: bytes) -> Published:
     return _decode(_published, data, "published")
 
 
+def engine_key(request_id: str, attempt: int) -> str:
+    """An engine's id of one attempt. It differs per attempt, so that a retry never uses an older attempt's KV."""
+    return f"{request_id}#{attempt}"
+
+
 def pack_frames(frames: list[bytes]) -> bytes:
     """Several frames as one value, to keep an engine request in Redis."""
     return _encoder.encode([bytes(frame) for frame in frames])

@@ -51,8 +51,8 @@ class Pods:
         small_model(folder / "cache" / "model")
         self.ports = {str(port): str(self._free_port()) for port in (6379, 8000)}
         tree = read_tree(BASE / "fleet.yaml")
-        tree |= {"model": "/cache/model", "engine": "sim", "sim": {"max_model_len": 8192, "decode_us_per_seq": 20_000}}
-        tree["workers"] |= {"engine_args": {}, "ports": None}
+        tree |= {"model": "/cache/model", "engine": "sim", "sim": {"decode_us_per_seq": 20_000}}
+        tree["workers"] |= {"engine_args": {"max_model_len": 8192}, "ports": None}
         tree["frontend"]["port"] = int(self.ports["8000"])
         tree["routing"] = {"remote_prefill_min_tokens": 100}
         (folder / "fleet" / "fleet.yaml").write_text(yaml.safe_dump(tree))

@@ -16,7 +16,7 @@ from support_redis import Server
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(1200)]
 
-SECTION = "model: demo\nengine: sim\nsim: {max_model_len: 8192}\nworkers: {prefill: {replicas: 0}}\n"
+SECTION = "model: demo\nengine: sim\nworkers: {prefill: {replicas: 0}, engine_args: {max_model_len: 8192}}\n"
 
 
 class Fleet:

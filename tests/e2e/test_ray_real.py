@@ -97,7 +97,7 @@ def fleet(server: Server, cluster: FakeCluster, tmp_path_factory: pytest.TempPat
         f"launcher.address={cluster.address}",
         "launcher.gpus_per_rank=1",
         "routing.remote_prefill_min_tokens=32",
-        "routing.prefix_index=false",
+        "workers.engine_args.enable_prefix_caching=false",
         *(f"workers.engine_args.{name}={value}" for name, value in ENGINE.items()),
     ]
     fleet = RayFleet(sets, server)

@@ -83,7 +83,11 @@ def truth(aggregated):
 @pytest.fixture(scope="module")
 def fleet(model, truth):
     # No prefix index: prompts asked again shall be prefilled remotely again.
-    routing = ("routing.remote_prefill_min_tokens=32", "routing.first_token=prefill", "routing.prefix_index=false")
+    routing = (
+        "routing.remote_prefill_min_tokens=32",
+        "routing.first_token=prefill",
+        "workers.engine_args.enable_prefix_caching=false",
+    )
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_SERVER_DEV_MODE", "1")  # for /pause
         with running_fleet("demo-1p1d-cpu.yaml", *ENGINE, model, *routing) as running:

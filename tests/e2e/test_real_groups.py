@@ -38,10 +38,9 @@ ENGINE = (
     f"workers.env.PYTHONPATH={MOE_ON_CPU}",
     "workers.prefill.replicas=1",
     "workers.decode.replicas=1",
-    "workers.profile=false",
     "workers.timeout_s=4",
     "routing.remote_prefill_min_tokens=64",
-    "routing.prefix_index=false",
+    "workers.engine_args.enable_prefix_caching=false",
 )
 LENGTHS = [10, 33, 64, 100, 127, 128, 129, 200, 256, 300, 333, 480, 512, 700, 1000, 1500]
 PROMPTS = [token_prompt(length, seed=i) for i, length in enumerate(LENGTHS)]

@@ -54,7 +54,7 @@ async def test_rollout_changes_kv_settings_under_load(fleet: RunningFleet) -> No
     before = {worker["pid"] for worker in fleet.workers()}
     frontend = fleet.http.get("/metrics").text
     async with nobody_fails(fleet):
-        done = await asyncio.to_thread(rollout, fleet, CONFIG, "--set", "sim.block_size=32", "--json")
+        done = await asyncio.to_thread(rollout, fleet, CONFIG, "--set", "workers.engine_args.block_size=32", "--json")
     assert done.returncode == 0, done.stdout + done.stderr
     steps = [json.loads(line) for line in done.stdout.splitlines()]
     assert [steps[0]["event"], steps[-1]["event"]] == ["ordered", "done"]
@@ -69,7 +69,9 @@ async def test_rollout_changes_kv_settings_under_load(fleet: RunningFleet) -> No
 async def test_abort_rolls_back(fleet: RunningFleet) -> None:
     was = generations(fleet)
     async with nobody_fails(fleet):
-        rolling = asyncio.create_task(asyncio.to_thread(rollout, fleet, CONFIG, "--set", "sim.blocks=2000"))
+        rolling = asyncio.create_task(
+            asyncio.to_thread(rollout, fleet, CONFIG, "--set", "workers.engine_args.num_gpu_blocks_override=2000")
+        )
         await fleet.soon(lambda: len(set(generations(fleet))) == 2, "a worker is replaced")
         shown = await asyncio.to_thread(fleet.cli, "status")
         line = r"rollout forward: configuration \d+ to \d+, [1-4] of [34] workers run it"
@@ -123,7 +125,7 @@ async def test_other_software_is_rolled_out_and_taken_back_under_load(fleet: Run
     python = another_environment(tmp_path / "new", "sim-2")
     async with nobody_fails(fleet):
         done = await asyncio.to_thread(
-            rollout, fleet, CONFIG, "--set", f"python={python}", "--set", "sim.block_size=32"
+            rollout, fleet, CONFIG, "--set", f"python={python}", "--set", "workers.engine_args.block_size=32"
         )
     assert done.returncode == 0, done.stdout + done.stderr
     assert await versions(fleet) == {"sim-2"}
@@ -149,8 +151,8 @@ def test_fixed_keys_are_refused(fleet: RunningFleet) -> None:
     for change, why in (
         ("served_model_name=other", "clients know the model as 'demo'"),
         ("frontend.replicas=2", "frontend.replicas: a rollout cannot change it"),
-        ("sim.max_model_len=100", "max_model_len: 100 instead of 8192"),
-        ("sim.blocks=none", "sim.blocks: expected"),
+        ("workers.engine_args.max_model_len=100", "max_model_len: 100 instead of 8192"),
+        ("workers.engine_args.num_gpu_blocks_override=none", "num_gpu_blocks_override: expected"),
     ):
         refused = rollout(fleet, CONFIG, "--set", change)
         assert refused.returncode == 2 and why in refused.stderr, refused.stderr
@@ -164,7 +166,15 @@ def test_a_launcher_that_is_killed_leaves_it_to_the_next(tmp_path: Path) -> None
         first = RunningFleet("sim-2p2d.yaml", *sets)
         rolling: subprocess.Popen[str] | None = None
         try:
-            command = [sys.executable, "-m", "orchestrator.cli.main", "rollout", CONFIG, "--set", "sim.blocks=2000"]
+            command = [
+                sys.executable,
+                "-m",
+                "orchestrator.cli.main",
+                "rollout",
+                CONFIG,
+                "--set",
+                "workers.engine_args.num_gpu_blocks_override=2000",
+            ]
             command += ["--redis", server.url, "--namespace", first.namespace]
             rolling = subprocess.Popen(command, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
             first.until(lambda: 1 in generations(first), "a worker is replaced")

@@ -16,6 +16,8 @@ import psutil
 import pytest
 from support_fleet import descendants, running_fleet, token_prompt
 
+from orchestrator.config.simulated import CRASH_TOKEN
+
 POISON = 48_999
 LONGEST = 8192  # tokens that a worker takes
 
@@ -26,7 +28,8 @@ pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
 def fleet():
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_SERVER_DEV_MODE", "1")
-        sets = ("frontend.replicas=2", "routing.remote_prefill_min_tokens=100", f"sim.crash_token={POISON}")
+        patch.setenv(CRASH_TOKEN, str(POISON))
+        sets = ("frontend.replicas=2", "routing.remote_prefill_min_tokens=100")
         longer = f"frontend.server_args.max_model_len={LONGEST + 1000}"  # frontends let pass what workers refuse
         with running_fleet("sim-2p2d.yaml", *sets, longer, "logging.format=json") as running:
             yield running

@@ -8,6 +8,8 @@ import pytest
 from support_client import nobody_fails
 from support_fleet import RunningFleet, running_fleet, token_prompt
 
+from orchestrator.policy.placement import MAX_WAITING
+
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
 PROMPTS = [token_prompt(20 + 173 * i % 1800, seed=i) for i in range(40)]
@@ -17,7 +19,7 @@ PROMPTS = [token_prompt(20 + 173 * i % 1800, seed=i) for i in range(40)]
 def fleet():
     # Without prefix hits, so that prompts asked again are prefilled remotely again.
     with running_fleet(
-        "sim-2p2d.yaml", "routing.remote_prefill_min_tokens=100", "routing.prefix_index=false"
+        "sim-2p2d.yaml", "routing.remote_prefill_min_tokens=100", "workers.engine_args.enable_prefix_caching=false"
     ) as running:
         yield running
 
@@ -210,15 +212,13 @@ async def test_parallel_sampling_goes_local_and_answers_each(fleet):
 async def test_a_full_fleet_answers_429_with_retry_after_and_forgets_nobody():
     with running_fleet(
         "sim-2p2d.yaml",
-        "workers.prefill.replicas=1",
+        "workers.prefill.replicas=0",
         "workers.decode.replicas=1",
-        "routing.max_waiting_per_worker=2",
-        "routing.max_queued_prefill_tokens=0",
-        "sim.blocks=80",
-        "sim.max_model_len=1024",
+        "workers.engine_args.num_gpu_blocks_override=80",
+        "workers.engine_args.max_model_len=1024",
     ) as fleet:
-        prompts = [token_prompt(900, seed=i) for i in range(40)]
-        answers = await fleet.ask_all(prompts, concurrency=40, max_tokens=50)
+        prompts = [token_prompt(900, seed=i) for i in range(MAX_WAITING + 50)]  # one at a time fits into its memory
+        answers = await fleet.ask_all(prompts, concurrency=len(prompts), max_tokens=5)
         refused = [answer for answer in answers if answer.status == 429]
         assert refused and any(answer.ok for answer in answers)
         assert all(answer.ok or answer.status == 429 for answer in answers)
@@ -227,18 +227,18 @@ async def test_a_full_fleet_answers_429_with_retry_after_and_forgets_nobody():
         fleet.assert_no_leaks()
 
 
-async def test_the_launcher_adds_workers_while_objectives_are_missed_and_takes_them_away_when_idle():
+async def test_the_launcher_takes_workers_away_when_idle_and_adds_them_while_objectives_are_missed():
     with running_fleet(
         "sim-2p2d.yaml",
-        "workers.prefill.replicas=1",
+        "workers.prefill.replicas=2",
         "workers.decode.replicas=1",
-        "scale={min_workers: 2, max_workers: 3, grow_after_s: 2, shrink_after_s: 3}",
+        "scale={min_workers: 2, max_workers: 3, grow_after_s: 2}",
         "slo.ttft_s=0.0001",
     ) as fleet:
+        fleet.until(lambda: fleet.shape() == (1, 1), "a worker less, since nothing is late")
+        fleet.wait_for_line(r"scale: 2P1D -> 1P1D: 100\.0% of 0 requests were on time", 10)
         async with fleet.under_load(PROMPTS, concurrency=8, max_tokens=10) as answers:
             await fleet.soon(lambda: fleet.shape() == (2, 1), "a third worker")
             said = await asyncio.to_thread(fleet.wait_for_line, r"scale: 1P1D -> 2P1D: (\d+) first tokens and", 10)
             assert int(said.group(1)) >= 20
         assert [(a.status, a.error) for a in answers if not a.ok] == []
-        fleet.until(lambda: fleet.shape() == (1, 1), "two again, once nothing is late")
-        fleet.wait_for_line(r"scale: 2P1D -> 1P1D: 100\.0% of 0 requests were on time", 10)

@@ -52,9 +52,9 @@ def fleet():
     sets = (
         f"limits.max_body_bytes={MAX_BODY_BYTES}",
         "routing.remote_prefill_min_tokens=16",
-        "routing.prefix_index=false",
+        "workers.engine_args.enable_prefix_caching=false",
         # Answers are short and quick, so that those to sound requests cost little.
-        "sim.max_model_len=1024",
+        "workers.engine_args.max_model_len=1024",
         "sim.speed=20",
         f"limits.max_n={MAX_N}",
     )

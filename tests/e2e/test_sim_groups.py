@@ -23,7 +23,7 @@ SETS = (
     "workers.decode.replicas=2",
     "workers.timeout_s=2",
     "routing.remote_prefill_min_tokens=100",
-    "routing.prefix_index=false",
+    "workers.engine_args.enable_prefix_caching=false",
 )
 
 

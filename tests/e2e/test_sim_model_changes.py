@@ -26,8 +26,8 @@ PROMPTS = [token_prompt(20 + 173 * i % 1500, seed=i) for i in range(40)]
 SECTION = """\
 model: demo
 engine: sim
-workers: {prefill: {replicas: 1}, decode: {replicas: 1}}
-sim: {max_model_len: 8192, decode_us_per_seq: 10}
+workers: {prefill: {replicas: 1}, decode: {replicas: 1}, engine_args: {max_model_len: 8192}}
+sim: {decode_us_per_seq: 10}
 """
 
 

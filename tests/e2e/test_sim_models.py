@@ -145,7 +145,12 @@ async def test_models_are_scaled_each_by_itself(fleet: Models) -> None:
 async def test_a_model_is_rolled_out_by_itself_and_frontends_follow(fleet: Models) -> None:
     generations = [worker["generation"] for worker in fleet.at("large").workers()]
     config = str(ROOT / "configs" / CONFIG)
-    sets = (f"namespace={fleet.namespace}", "ratio.mode=off", *SETS[1:], "models.small.sim.blocks=2000")
+    sets = (
+        f"namespace={fleet.namespace}",
+        "ratio.mode=off",
+        *SETS[1:],
+        "models.small.workers.engine_args.num_gpu_blocks_override=2000",
+    )
     async with load_on_both(fleet, concurrency=1):
         done = await asyncio.to_thread(
             fleet.steer_one, "small", "rollout", config, *(part for item in sets for part in ("--set", item))

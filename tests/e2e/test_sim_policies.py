@@ -82,10 +82,14 @@ async def test_priority_overtakes_in_queue(refusing):
 async def test_the_ratio_follows_a_load_that_decodes_much_without_a_failed_request(size, prefill, decode, frontends):
     """Of workers, and of groups of two ranks."""
     total = prefill + decode
-    sets = [f"workers.prefill.replicas={prefill}", f"workers.decode.replicas={decode}", "sim.max_num_seqs=4"]
+    sets = [
+        f"workers.prefill.replicas={prefill}",
+        f"workers.decode.replicas={decode}",
+        "workers.engine_args.max_num_seqs=4",
+    ]
     sets += [f"workers.engine_args.data_parallel_size={size}", f"frontend.replicas={frontends}"]
-    quick = ["ratio.mode=auto", "ratio.interval_s=0.5", "ratio.window_s=3", "ratio.cool_down_s=2"]
-    quick.append("ratio.busy=0.5")  # clients that wait for answers offer no more than is served
+    # Clients that wait for answers offer no more than is served, so it must be late to be too much.
+    quick = ["ratio.mode=auto", "slo.ttft_s=0.2", "slo.tpot_s=0.01"]
     with running_fleet("sim-2p2d.yaml", BY_LENGTH, *sets, *quick) as fleet:
         prompts = [token_prompt(30 + seed, seed) for seed in range(12)]
         async with fleet.under_load(prompts, concurrency=24, max_tokens=80) as answers:

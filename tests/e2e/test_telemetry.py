@@ -85,11 +85,13 @@ def collector() -> Iterator[Collector]:
 def fleet(collector: Collector) -> Iterator[RunningFleet]:
     """It has been asked for short prompts and long ones, which no client traced."""
     sets = (f"frontend.otlp_endpoint={collector.endpoint}", "routing.remote_prefill_min_tokens=100")
-    sets = (*sets, "sim.max_num_batched_tokens=200")  # so that prompts are prefilled in chunks
-    with running_fleet("sim-2p2d.yaml", *sets, "frontend.trace_share=0") as running:
-        prompts = [token_prompt(length, seed=length) for length in (20, 40, 500, 600)]
-        asyncio.run(running.ask_all(prompts, concurrency=4))
-        yield running
+    sets = (*sets, "workers.engine_args.max_num_batched_tokens=200")  # so that prompts are prefilled in chunks
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OTEL_TRACES_SAMPLER_ARG", "0")
+        with running_fleet("sim-2p2d.yaml", *sets) as running:
+            prompts = [token_prompt(length, seed=length) for length in (20, 40, 500, 600)]
+            asyncio.run(running.ask_all(prompts, concurrency=4))
+            yield running
 
 
 @pytest.fixture

@@ -190,7 +190,7 @@ async def test_workers_of_several_ranks_hear_each_other_on_few_cores(tmp_path: P
         "workers.engine_args.block_size=32",
         "workers.engine_args.kv_cache_memory_bytes=402653184",
         "workers.engine_args.tensor_parallel_size=2",
-        "routing.prefix_index=false",
+        "workers.engine_args.enable_prefix_caching=false",
     )
     with running_fleet("demo-1p1d-cpu.yaml", *settings) as fleet:
         for _ in range(2):  # with prefix hits the second time

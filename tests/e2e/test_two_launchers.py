@@ -144,7 +144,7 @@ async def test_a_rollout_replaces_the_workers_of_both(hosts: Hosts) -> None:
     before = hosts.workers_of(hosts.first), hosts.workers_of(hosts.second)
     assert [len(workers) for workers in before] == [2, 2]
     async with hosts.nobody_fails(), hosts.one_away_at_a_time():
-        said = await asyncio.to_thread(hosts.rollout, "sim.block_size=32")
+        said = await asyncio.to_thread(hosts.rollout, "workers.engine_args.block_size=32")
     after = hosts.workers_of(hosts.first), hosts.workers_of(hosts.second)
     assert [workers.keys() for workers in after] == [workers.keys() for workers in before], said
     assert not {*before[0].values(), *before[1].values()} & {*after[0].values(), *after[1].values()}
@@ -155,7 +155,9 @@ async def test_a_rollout_replaces_the_workers_of_both(hosts: Hosts) -> None:
 
 async def test_abort_rolls_back_both_launchers(hosts: Hosts) -> None:
     async with hosts.nobody_fails(), hosts.one_away_at_a_time():
-        rolling = asyncio.create_task(asyncio.to_thread(hosts.rollout, "sim.blocks=2000", check=False))
+        rolling = asyncio.create_task(
+            asyncio.to_thread(hosts.rollout, "workers.engine_args.num_gpu_blocks_override=2000", check=False)
+        )
         await asyncio.to_thread(
             hosts.first.until,
             lambda: all(hosts.new_of(launcher, 2) for launcher in (hosts.first, hosts.second)),
@@ -186,7 +188,9 @@ async def test_a_launcher_that_dies_leaves_the_rollout_to_the_other(hosts: Hosts
     other = hosts.second if leader is hosts.first else hosts.first
     before = {*generations(other)}
     async with hosts.nobody_fails(other):
-        rolling = asyncio.create_task(asyncio.to_thread(hosts.rollout, "sim.blocks=3000"))
+        rolling = asyncio.create_task(
+            asyncio.to_thread(hosts.rollout, "workers.engine_args.num_gpu_blocks_override=3000")
+        )
         await other.soon(lambda: before != {*generations(other)}, "a worker is replaced")
         leader.process.kill()
         leader.process.wait(30)

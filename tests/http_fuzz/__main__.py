@@ -19,8 +19,8 @@ from orchestrator.config.model import resolve_model
 KEY = "operator-of-the-fuzz"
 # Answers are short, so that those to sound requests cost little; every prompt of 16 tokens or more may be remote.
 SETS = (
-    "sim.max_model_len=1024", "sim.speed=20", "limits.max_n=4", "routing.remote_prefill_min_tokens=16",
-    "routing.prefix_index=false", f"security.operator_key={KEY}", "limits.max_body_bytes=1000000",
+    "workers.engine_args.max_model_len=1024", "sim.speed=20", "limits.max_n=4", "routing.remote_prefill_min_tokens=16",
+    "workers.engine_args.enable_prefix_caching=false", f"security.operator_key={KEY}", "limits.max_body_bytes=1000000",
 )  # fmt: skip
 _ALONE_S = 15.0
 _ENDED = re.compile(r"starting it again|\[(prefill|decode)-\d+\] Traceback")

@@ -207,8 +207,8 @@ class Server:
             "namespace": f"vllm-api-{self.port}",
             "frontend": {"port": self.port, "server_args": {k: v for k, v in options.items() if k not in engine}},
             "workers": {"engine_args": engine},
-            # Every prompt: those asked again as well.
-            "routing": {"remote_prefill_min_tokens": 1, "prefix_index": False},
+            # Every prompt: of those asked again, the last token is cached nowhere.
+            "routing": {"remote_prefill_min_tokens": 1},
         }
         file = Path(self._folder.name) / "fleet.yaml"
         file.write_text(yaml.safe_dump(config))

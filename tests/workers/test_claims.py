@@ -15,7 +15,7 @@ from support_workers import Frontend, Workers, running_workers
 
 from orchestrator.launch.host.redis_server import EmbeddedRedis
 from orchestrator.policy.predict.predictor import PRIOR_S_PER_TOKEN
-from orchestrator.store.queue import MAX_DELIVERIES
+from orchestrator.store.queue import MAX_DELIVERIES, PrefillQueue
 from orchestrator.types import JobState, Role
 from orchestrator.wire.messages import Claimed, Prefilled, PrefillFailed, Rejected
 from workers.claims import claim_budget
@@ -276,13 +276,14 @@ async def test_claims_of_dead_worker_return_before_lease_end(
     redis_server: EmbeddedRedis,
 ) -> None:
     """Killed between claiming a job and telling its frontend, which waits for a claim and knows of none."""
-    async with running_workers(redis_server, queue={"lease_s": 600.0}) as workers:
+    async with running_workers(redis_server) as workers:
         dies, decode = await workers.spawn(Role.PREFILL), await workers.start(Role.DECODE)
         frontend = await workers.frontend(decode, binds_to=decode)
         request = frontend.new(PROMPT)
         dies.kill(signal.SIGSTOP)
         await frontend.enqueue(request)
-        assert [claim.job.request_id for claim in await claim_head(workers.queue, dies.id, 1000, 1)] == [request.id]
+        held = PrefillQueue(workers.redis, workers.config.namespace, lease_s=600.0)
+        assert [claim.job.request_id for claim in await claim_head(held, dies.id, 1000, 1)] == [request.id]
         other = await workers.start(Role.PREFILL)
         await frontend.meet(other.info)
         dies.kill()
@@ -431,11 +432,12 @@ async def test_a_retried_request_is_prefilled_again(workers: Workers) -> None:
 
 
 async def test_jobs_with_too_many_deliveries_fail_at_frontend(redis_server: EmbeddedRedis) -> None:
-    async with running_workers(redis_server, queue={"lease_s": 0.2}) as workers:
+    async with running_workers(redis_server) as workers:
         decode, frontend = await workers.served(Role.DECODE)
         request = frontend.new(PROMPT)
         await frontend.enqueue(request)
+        short = PrefillQueue(workers.redis, workers.config.namespace, lease_s=0.2)
         for number in range(MAX_DELIVERIES):
-            await until(lambda dies=f"dies-{number}": claim_head(frontend.queue, dies, 1000, 1), "it is claimed")
+            await until(lambda dies=f"dies-{number}": claim_head(short, dies, 1000, 1), "it is claimed")
         failed = await until(lambda: request.got(PrefillFailed))
         assert failed.why == "its claims died too often"

@@ -213,7 +213,7 @@ async def test_a_pause_clears_prefix_caches_and_frontends_know(redis_server: Emb
     async with running_workers(redis_server, **SECTIONS) as workers:
         (client, other), prefill, decode = await fleet(workers)
         prompt = [7, *range(300)]
-        keys = reusable_keys(prompt, workers.config.sim.block_size)
+        keys = reusable_keys(prompt, workers.simulated(Role.DECODE).block_size)
         await client.ask(prompt, 5)
 
         def known_blocks() -> int:

@@ -23,7 +23,7 @@ from workers.sim.engine import SimEngine
 SECTIONS: dict[str, Any] = {
     "sim": {"prefill_us_per_token": 400.0, "speed": 1.0},
     "kv": {"fetch": "auto", "transfer_timeout_s": 3.0},
-    "routing": {"remote_prefill_min_tokens": 100, "prefix_index": True},
+    "routing": {"remote_prefill_min_tokens": 100},
 }
 PROMPT = list(range(1000, 1800))  # 50 blocks
 PREFIX_TOKENS = 800

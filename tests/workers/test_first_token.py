@@ -11,6 +11,7 @@ from support_router import RouterClient
 from support_wait import until
 from support_workers import LocalWorker, Workers, expected, running_workers
 
+from orchestrator.fleet.prefixes import PrefixView
 from orchestrator.launch.host.redis_server import EmbeddedRedis
 from orchestrator.types import Role
 from workers.engine import EngineStep
@@ -21,7 +22,7 @@ from workers.sim.scheduler import SimRequest
 SECTIONS = {
     "routing": {"remote_prefill_min_tokens": 100, "first_token": "prefill"},
     "kv": {"transfer": "whole"},
-    "sim": {"kv_bytes_per_token": 2_000_000, "link_gb_per_s": 1.0},
+    "sim": {"link_gb_per_s": 0.0655},
 }
 
 
@@ -43,9 +44,17 @@ async def test_first_token_arrives_once_during_transfer(redis_server: EmbeddedRe
         assert counted("pd_first_token_mismatches") == wrong and not client.unexpected
 
 
+def know_no_caches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts asked again are prefilled remotely again."""
+    monkeypatch.setattr(PrefixView, "look_up", lambda view, keys: view.index.look_up([]))
+
+
 @pytest.mark.parametrize("first_token", ["prefill", "decode"])
-async def test_remote_usage_equals_local_usage(redis_server: EmbeddedRedis, first_token: str) -> None:
-    routing = {"first_token": first_token, "prefix_index": False}
+async def test_remote_usage_equals_local_usage(
+    redis_server: EmbeddedRedis, first_token: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    routing = {"first_token": first_token}
+    know_no_caches(monkeypatch)
 
     async def said(**more: object) -> list[tuple[int, int]]:
         async with running_workers(redis_server, **(SECTIONS | {"routing": routing | more})) as workers:
@@ -68,8 +77,8 @@ async def test_answer_waits_for_cached_token_count(
     def tell_late(*said: Any) -> None:
         asyncio.get_running_loop().call_later(0.2, tell, *said)
 
-    routing = SECTIONS["routing"] | {"prefix_index": False}
-    async with running_workers(redis_server, **(SECTIONS | {"routing": routing})) as workers:
+    know_no_caches(monkeypatch)
+    async with running_workers(redis_server, **SECTIONS) as workers:
         client, _, _ = await fleet(workers)
         monkeypatch.setattr(Prefills, "_tell_prefilled", tell_late)
         monkeypatch.setattr("orchestrator.router.router.HELD_S", 30.0)

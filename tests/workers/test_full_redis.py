@@ -19,7 +19,7 @@ from orchestrator.types import Role
 pytestmark = pytest.mark.slow
 
 BODY_BYTES, ROOM_BYTES = 64 << 10, 6 << 20
-LEASE_S, TIMEOUT_S = 2.0, 3.0
+TIMEOUT_S = 3.0
 
 
 async def fill(workers: Workers) -> int:
@@ -45,7 +45,6 @@ async def test_a_full_redis_ends_no_request_and_gets_room_again(redis_server: Em
     worker could register."""
     sections = {
         "routing": {"remote_prefill_min_tokens": 100},
-        "queue": {"lease_s": LEASE_S},
         "workers": {"timeout_s": TIMEOUT_S},
     }
     async with running_workers(redis_server, **sections) as workers:

@@ -8,15 +8,21 @@ import pytest
 from support_wait import DEADLINE_S, until
 from support_workers import running_workers
 
+from orchestrator.config.simulated import CRASH_TOKEN
 from orchestrator.launch.host.redis_server import EmbeddedRedis
 from orchestrator.types import FinishReason, Role
 from orchestrator.wire.messages import Rejected
 
 POISON = 666_666
 SECTIONS = {
-    "sim": {"speed": 2.0, "crash_token": POISON},
+    "sim": {"speed": 2.0},
     "routing": {"remote_prefill_min_tokens": 10_000},
 }
+
+
+@pytest.fixture(autouse=True)
+def poison(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(CRASH_TOKEN, str(POISON))
 
 
 @pytest.mark.parametrize("beside", [0, 10])

@@ -19,7 +19,7 @@ from orchestrator.wire.transport import WorkerTransport
 SECTIONS = {
     "sim": {"speed": 10.0},
     "workers": {"timeout_s": 2.0},
-    "routing": {"remote_prefill_min_tokens": 100, "prefix_index": True},
+    "routing": {"remote_prefill_min_tokens": 100},
 }
 PROMPT = list(range(1000, 1400))  # 25 blocks
 
@@ -147,9 +147,9 @@ async def test_a_reset_is_known_before_the_next_step(redis_server: EmbeddedRedis
         assert placed("long_prompt") == long + 1
 
 
-async def test_disabled_prefix_reports_send_nothing(redis_server: EmbeddedRedis) -> None:
-    async with running_workers(redis_server, **SECTIONS | {"routing": {"prefix_index": False}}) as workers:
-        decode, frontend = await workers.served(Role.DECODE)
+async def test_engines_without_caches_report_nothing(redis_server: EmbeddedRedis) -> None:
+    async with running_workers(redis_server, **SECTIONS) as workers:
+        decode, frontend = await workers.served(Role.DECODE, prefix_caching=False)
         client = await workers.router(decode=1)
         await client.ask(PROMPT, 4)
         await client.ask(PROMPT, 4)

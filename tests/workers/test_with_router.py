@@ -19,10 +19,9 @@ from orchestrator.types import Role
 pytestmark = pytest.mark.slow
 
 SECTIONS = {
-    "sim": {"speed": 5.0, "blocks": 2048},
-    "workers": {"timeout_s": 2.0},
+    "sim": {"speed": 5.0},
+    "workers": {"timeout_s": 2.0, "engine_args": {"num_gpu_blocks_override": 2048}},
     "routing": {"remote_prefill_min_tokens": 100, "first_token": "prefill"},
-    "queue": {"lease_s": 2.0},
 }
 
 

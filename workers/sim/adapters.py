@@ -1,20 +1,20 @@
-"""The simulated engine's LoRA adapters: as in vLLM, a step has at most `sim.max_loras` of them and waits for those that
+"""The simulated engine's LoRA adapters: as in vLLM, a step has at most `max_loras` of them and waits for those that
 are not on the device. They change no answer."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
-from orchestrator.config.settings import SimConfig
+from orchestrator.config.simulated import Simulated
 from workers.engine import AdapterUse
 
 LOAD_S = 0.1  # to load an adapter, at `sim.speed` 1
 
 
 class SimAdapters:
-    """Without `sim.max_loras`, adapters cost nothing. 0 is no adapter."""
+    """Without `max_loras`, adapters cost nothing. 0 is no adapter."""
 
-    def __init__(self, config: SimConfig) -> None:
+    def __init__(self, config: Simulated) -> None:
         self.slots, self._load_s = config.max_loras, LOAD_S / config.speed
         self.use = AdapterUse(self.slots)
         self._device: dict[int, None] = {}  # used last, last

@@ -1,6 +1,6 @@
 """The simulated engine: it behaves like vLLM's engine from outside, with modelled time and without a model.
 
-Steps take as long as `SimConfig` says, `scheduler` accounts for the blocks, `transfers` models KV transfers between
+Steps take as long as `Simulated` says, `scheduler` accounts for the blocks, `transfers` models KV transfers between
 real processes, and tokens are a pure function of the prompt. Its identity says "sim" instead of "vllm".
 """
 
@@ -12,8 +12,8 @@ import time
 import uuid
 from typing import Any
 
-from orchestrator.config.engine_args import check_simulated
-from orchestrator.config.settings import KVConfig, SimConfig
+from orchestrator.config.settings import KVConfig
+from orchestrator.config.simulated import CRASH_TOKEN, Simulated
 from orchestrator.policy.prefix_keys import prefix_keys, salt_of
 from orchestrator.types import EngineIdentity, EngineSpeed, KVEndpoint
 from orchestrator.wire.messages import PROTOCOL_VERSION, MessageError
@@ -55,7 +55,7 @@ class SimEngine:
 
     def __init__(
         self,
-        config: SimConfig,
+        config: Simulated,
         model: str,
         *,
         engine_id: str | None = None,
@@ -63,10 +63,7 @@ class SimEngine:
         kv_port: int = 0,
         kv_advertise: str = "",
         kv: KVConfig | None = None,
-        prefix_events: bool = False,
     ) -> None:
-        """Raises ConfigError if the longest sequence does not fit in the blocks."""
-        check_simulated(config)
         self._config, self._model = config, model
         self._engine_id = engine_id or f"sim-{uuid.uuid4().hex[:12]}"
         self._host, self._port, self._advertise = kv_host, kv_port, kv_advertise or kv_host
@@ -77,7 +74,7 @@ class SimEngine:
         self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._step_ms = 0.0
-        self._paused, self._prefix_events = False, prefix_events
+        self._paused = False
 
     async def start(self, group: Group = Group()) -> EngineInfo:
         """Raises OSError if the KV port is in use."""
@@ -277,11 +274,11 @@ class SimEngine:
                 self._finish(batch, began)
 
     def _crash_on_token(self, batch: list[Scheduled]) -> None:
-        """Raises EngineDead if a prompt in the batch has the token `sim.crash_token`."""
+        """Raises EngineDead if a prompt in the batch has the token `crash_token`."""
         token = self._config.crash_token
         for item in batch:
             if token is not None and not item.request.generated and token in item.request.prompt:
-                raise EngineDead(f"prompt of {item.request.key} has the token {token} (sim.crash_token)")
+                raise EngineDead(f"prompt of {item.request.key} has the token {token} ({CRASH_TOKEN})")
 
     def _duration(self, batch: list[Scheduled]) -> float:
         config = self._config
@@ -336,8 +333,7 @@ class SimEngine:
 
     def _prefix(self) -> PrefixDelta | None:
         changes = self._scheduler.cache.changes
-        delta = changes.take() if changes else None
-        return delta if self._prefix_events else None
+        return changes.take() if changes else None
 
     def _load(self) -> EngineLoad:
         scheduler = self._scheduler

@@ -14,7 +14,7 @@ from operator import attrgetter
 
 import msgspec
 
-from orchestrator.config.settings import SimConfig
+from orchestrator.config.simulated import Simulated
 from orchestrator.types import FinishReason, KVSource
 from workers.engine import InvalidEngineRequest, Phase
 from workers.load.board import Board
@@ -98,7 +98,7 @@ class Sampled(msgspec.Struct, frozen=True):
 class SimScheduler:
     """Owns the blocks. Every block is either free or counted in exactly one request of `requests`."""
 
-    def __init__(self, config: SimConfig, board: Board | None = None) -> None:
+    def __init__(self, config: Simulated, board: Board | None = None) -> None:
         """`board`: of the group whose ranks step together."""
         self.config, self.board = config, board
         self.blocks_free = config.blocks

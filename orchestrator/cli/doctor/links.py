@@ -18,8 +18,7 @@ from orchestrator.cli.handle import OpenFleet
 from orchestrator.cli.look.frontend import is_own_address
 from orchestrator.config.engine_args import environment
 from orchestrator.config.settings import parse_config
-from orchestrator.policy.predict.links import labels_of, link_of
-from orchestrator.types import WorkerInfo
+from orchestrator.types import WorkerInfo, labels_of, link_of
 from orchestrator.wire.addresses import in_url
 
 PROBE = [sys.executable, "-m", "workers.vllm_engine.kv_probe"]

@@ -28,7 +28,7 @@ log = logging.getLogger("pd.cli")
 
 _TIMEOUT_S = 2.0
 _QUIET_S = 5.0  # a frontend whose stream is silent for longer is gone
-_UNANSWERED = (OSError, http.client.HTTPException, ValueError)  # ValueError: no URL, or no JSON
+UNANSWERED = (OSError, http.client.HTTPException, ValueError)  # ValueError: no URL, or no JSON
 
 
 def client(url: str, key: str | None) -> httpx.AsyncClient:
@@ -48,8 +48,8 @@ def credentials(url: str, key: str | None) -> dict[str, Any]:
 
 async def get(handle: FleetHandle, url: str, path: str, statuses: tuple[int, ...] = (HTTPStatus.OK,)) -> Any:
     """The JSON of a frontend's answer with one of these statuses; None for any other answer, or none."""
-    with contextlib.suppress(*_UNANSWERED):
-        status, body = await asyncio.to_thread(_fetch, url, path, operator_key(handle, url))
+    with contextlib.suppress(*UNANSWERED):
+        status, body = await asyncio.to_thread(fetch, url, path, operator_key(handle, url))
         if status in statuses:
             return msgspec.json.decode(body)
         if status == HTTPStatus.UNAUTHORIZED:
@@ -57,17 +57,17 @@ async def get(handle: FleetHandle, url: str, path: str, statuses: tuple[int, ...
     return None
 
 
-def _fetch(url: str, path: str, key: str | None) -> tuple[int, bytes]:
-    """Status and body. Raises what is in `_UNANSWERED`."""
+def fetch(url: str, path: str, key: str | None, timeout_s: float = _TIMEOUT_S) -> tuple[int, bytes]:
+    """Status and body. Raises what is in `UNANSWERED`."""
     parts, given = urlsplit(url), credentials(url, key)
     connection: http.client.HTTPConnection
     if parts.scheme == "https":
         trust = ssl.create_default_context()
         trust.check_hostname = given["verify"]
         trust.verify_mode = ssl.CERT_REQUIRED if given["verify"] else ssl.CERT_NONE
-        connection = http.client.HTTPSConnection(parts.hostname or "", parts.port, timeout=_TIMEOUT_S, context=trust)
+        connection = http.client.HTTPSConnection(parts.hostname or "", parts.port, timeout=timeout_s, context=trust)
     else:
-        connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=_TIMEOUT_S)
+        connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=timeout_s)
     with contextlib.closing(connection):
         connection.request("GET", parts.path + path, headers=given["headers"])
         answer = connection.getresponse()
@@ -86,8 +86,8 @@ def operator_key(handle: FleetHandle, url: str) -> str | None:
 
 async def get_text(handle: FleetHandle, url: str, path: str) -> str | None:
     """The text of a frontend's answer with status 200; None for any other answer, or none."""
-    with contextlib.suppress(*_UNANSWERED):
-        status, body = await asyncio.to_thread(_fetch, url, path, operator_key(handle, url))
+    with contextlib.suppress(*UNANSWERED):
+        status, body = await asyncio.to_thread(fetch, url, path, operator_key(handle, url))
         return body.decode() if status == HTTPStatus.OK else None
     return None
 

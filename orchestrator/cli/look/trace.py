@@ -31,8 +31,8 @@ from orchestrator.cli.look.frontend import get, with_frontend
 from orchestrator.config.settings import Refused
 from orchestrator.launch.host.run_folder import RunFolder, held_namespaces
 from orchestrator.process.own_files import Foreign, open_own
-from orchestrator.telemetry.logs import request_in
-from orchestrator.telemetry.request_line import RequestLine, Stage, stages
+from orchestrator.process.telemetry.logs import request_in
+from orchestrator.process.telemetry.request_line import RequestLine, Stage, stages
 
 _NAMES_WIDTH = 10
 _COLOURS = {

@@ -138,7 +138,7 @@ _OFTEN = (
     "workers.engine_args workers.env workers.bind slo.ttft_s slo.tpot_s ratio.mode scale.min_workers scale.max_workers "
     "launcher.kind security.api_keys_file"
 ).split()
-_SELDOM = ("queue.", "sim.", "routing.", "kv.", "ratio.", "workers.profile", "scale.attainment", "launcher.restart")
+_SELDOM = ("sim.", "routing.", "kv.", "ratio.", "scale.attainment", "launcher.restart")
 
 
 def how_often(key: str) -> str:

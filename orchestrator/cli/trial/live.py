@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from http import HTTPStatus
 from typing import Any
 
-import httpx
 import msgspec
 
 from orchestrator.cli.handle import find_fleet
-from orchestrator.cli.look.frontend import credentials, operator_key
+from orchestrator.cli.look.frontend import UNANSWERED, fetch, operator_key
 from orchestrator.config.access import OPERATOR_KEY
 from orchestrator.simulator.profile import PROFILES, Profile, load_profile
 from orchestrator.simulator.trace import Arrival, Load
@@ -59,9 +59,7 @@ def live_profile(url: str) -> Profile:
     speed = _get(url, "/predictions").get("speed", {})
     workers = _get(url, "/fleet").get("workers", [])
     if not speed.get("prefill_s_per_token") or not workers:
-        raise LiveError(
-            f"{url}: no worker of the fleet has measured its engine; give --profile, or set workers.profile"
-        )
+        raise LiveError(f"{url}: no worker of the fleet has measured its engine; give --profile")
     base = load_profile(PROFILES / "h100-llama-8b.json")
     return msgspec.structs.replace(
         base,
@@ -78,13 +76,13 @@ def live_profile(url: str) -> Profile:
 
 
 def _get(url: str, path: str) -> dict[str, Any]:
-    key = operator_key(find_fleet(None, None, url), url)
     try:
-        answer = httpx.get(f"{url.rstrip('/')}{path}", timeout=_TIMEOUT_S, trust_env=False, **credentials(url, key))
-        if answer.status_code == httpx.codes.UNAUTHORIZED:
-            raise LiveError(f"{url}{path}: needs the operator's key; set {OPERATOR_KEY}")
-        answer.raise_for_status()
-        found: dict[str, Any] = answer.json()
-    except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
+        status, body = fetch(url, path, operator_key(find_fleet(None, None, url), url), _TIMEOUT_S)
+        told = msgspec.json.decode(body, type=dict[str, Any]) if status == HTTPStatus.OK else {}
+    except UNANSWERED as error:
         raise LiveError(f"{url}{path}: does not answer ({error}); name a frontend of a running fleet") from None
-    return found
+    if status == HTTPStatus.UNAUTHORIZED:
+        raise LiveError(f"{url}{path}: needs the operator's key; set {OPERATOR_KEY}")
+    if status != HTTPStatus.OK:
+        raise LiveError(f"{url}{path}: answers {status}; name a frontend of a running fleet")
+    return told

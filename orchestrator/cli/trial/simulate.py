@@ -44,7 +44,7 @@ def simulate_command(
         str | None, _option("--fleet", "Workers at the start, as 8P8D; default: the configuration's, else 8P8D.")
     ] = None,
     config: Annotated[Path | None, _option("--config", "A configuration file for the router.")] = None,
-    sets: Annotated[list[str] | None, _option("--set", "Override a key: queue.weight=0. Repeatable.")] = None,
+    sets: Annotated[list[str] | None, _option("--set", "Override a key: slo.admission=off. Repeatable.")] = None,
     policy: Annotated[
         list[str] | None,
         _option("--policy", "ours, ours:fixed, a decode choice, or field:NAME (another project's). Repeatable."),
@@ -61,7 +61,6 @@ def simulate_command(
         float | None, _option("--ttft", "TTFT objective, seconds; default: the file's, else the profile's.")
     ] = None,
     tpot_s: Annotated[float | None, _option("--tpot", "TPOT objective, seconds; same default.")] = None,
-    report_age_s: Annotated[float, _option("--report-age", "Age of load reports, seconds.")] = 0.1,
     kill: Annotated[
         list[str] | None, _option("--kill", "d0@30:10 kills worker d0 after 30 s, for 10 s. Repeatable.")
     ] = None,
@@ -79,7 +78,7 @@ def simulate_command(
         served = parse_configuration(config, sets)
         prefill, decode = parse_fleet(fleet or "8P8D") if fleet or config is None else _replicas(served)
         rates, search = _rates(sweep, rate, load)
-        for name, seconds in (("--ttft", ttft_s), ("--tpot", tpot_s), ("--report-age", report_age_s)):
+        for name, seconds in (("--ttft", ttft_s), ("--tpot", tpot_s)):
             if seconds is not None and seconds <= 0:
                 raise ConfigError(f"{name}: expected more than 0 seconds, got {seconds:g}")
         rack_count, between_racks = _racks(racks)
@@ -91,7 +90,6 @@ def simulate_command(
                 profile=worker,
                 stack=chosen,
                 seed=seed,
-                report_age_s=report_age_s,
                 slo=slo,
                 racks=rack_count,
                 between_racks=between_racks,

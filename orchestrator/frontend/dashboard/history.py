@@ -18,10 +18,10 @@ import msgspec
 
 from orchestrator.fleet.view import Fleet
 from orchestrator.frontend.dashboard.siblings import SLOWEST, Second, Siblings, summed
+from orchestrator.process.telemetry.metrics import Metrics, counts
+from orchestrator.process.telemetry.recent import Recent, percentiles
+from orchestrator.process.telemetry.request_line import RequestLine, stages
 from orchestrator.store.operator.worker_status import WorkerStatus
-from orchestrator.telemetry.metrics import Metrics, counts
-from orchestrator.telemetry.recent import Recent, percentiles
-from orchestrator.telemetry.request_line import RequestLine, stages
 from orchestrator.types import DesiredRatio, QueueDepth, Role, WorkerState
 
 INTERVAL_S = 1.0

@@ -22,9 +22,9 @@ from starlette.types import Receive, Scope, Send
 from orchestrator.config.settings import Refused
 from orchestrator.frontend.dashboard.history import History, described, event, samples
 from orchestrator.frontend.dashboard.siblings import Question, Siblings, ended_at, found, took_ms
+from orchestrator.process.telemetry.recent import KEPT
 from orchestrator.store.client import RedisAway
 from orchestrator.store.steering import Steering
-from orchestrator.telemetry.recent import KEPT
 from orchestrator.types import Role
 
 HERE = Path(__file__).parent

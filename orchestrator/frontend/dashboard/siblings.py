@@ -18,10 +18,10 @@ from typing import Union
 
 import msgspec
 
+from orchestrator.process.telemetry.recent import Recent
+from orchestrator.process.telemetry.request_line import RequestLine
 from orchestrator.store.client import Redis, RedisAway
 from orchestrator.store.keys import Keys
-from orchestrator.telemetry.recent import Recent
-from orchestrator.telemetry.request_line import RequestLine
 
 log = logging.getLogger("pd.frontend")
 

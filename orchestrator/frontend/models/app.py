@@ -22,6 +22,7 @@ except ImportError:  # vLLM 0.32
 from orchestrator.config.engine_args import engine_args, to_command_line
 from orchestrator.config.model import resolve_model
 from orchestrator.config.settings import Config, ConfigError
+from orchestrator.config.simulated import HONOURED, simulated
 from orchestrator.frontend import tracing
 from orchestrator.frontend.codec.detokenizer import use_backend
 from orchestrator.frontend.dashboard.routes import operator_routes, page_routes, stream_routes
@@ -47,17 +48,19 @@ class ServerParser(FlexibleArgumentParser):
 
 def server_arguments(config: Config, parser: argparse.ArgumentParser) -> list[str]:
     """Arguments for vLLM's OpenAI server parser, from the model's configuration."""
+    arguments = engine_args(config, Role.DECODE)
+    if config.engine == "sim":
+        sizes = simulated(config.sim, arguments)
+        arguments = {k: v for k, v in arguments.items() if k not in HONOURED} | {"max_model_len": sizes.max_model_len}
     options: dict[str, Any] = {
         "model": resolve_model(config.model),
         "served_model_name": config.name_served,
-        **{k: v for k, v in engine_args(config, Role.DECODE).items() if not k.startswith(_ENGINE_ONLY)},
+        **{k: v for k, v in arguments.items() if not k.startswith(_ENGINE_ONLY)},
         **tracing.configure(config),
         **config.frontend.server_args,
         # vLLM's cache assumes one engine, which has received every item that was sent before.
         "mm_processor_cache_gb": 0,
     }
-    if config.engine == "sim":
-        options.setdefault("max_model_len", config.sim.max_model_len)
     # Only argparse's list of actions shows how an option takes several values.
     spread = {action.dest for action in parser._actions if action.nargs in ("+", "*")}
     repeated = {action.dest for action in parser._actions if isinstance(action, argparse._AppendAction)}

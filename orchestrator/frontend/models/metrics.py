@@ -19,7 +19,7 @@ from prometheus_fastapi_instrumentator.middleware import PrometheusInstrumentato
 from vllm.v1.metrics import loggers
 from vllm.v1.metrics.loggers import PrometheusStatLogger
 
-from orchestrator.telemetry.metrics import MODEL
+from orchestrator.process.telemetry.metrics import MODEL
 
 _KINDS = ("_gauge_cls", "_counter_cls", "_histogram_cls")
 _PARTS = ("_spec_decoding_cls", "_kv_connector_cls", "_ec_connector_cls", "_perf_metrics_cls")

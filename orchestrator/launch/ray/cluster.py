@@ -139,8 +139,7 @@ def _bundle(config: Config, role: Role) -> dict[str, float]:
     per_rank = launcher.gpus_per_rank
     if per_rank is None:
         per_rank = 1.0 if config.engine == "vllm" and has_cuda_vllm() else 0.0
-    bundle = {"CPU": launcher.cpus_per_worker}
-    return bundle | ({"GPU": per_rank * ranks(config, role)} if per_rank else {})
+    return {"CPU": 1.0} | ({"GPU": per_rank * ranks(config, role)} if per_rank else {})
 
 
 def _find_or_make_group(name: str, bundle: dict[str, float]) -> PlacementGroup:

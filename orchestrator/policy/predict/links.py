@@ -6,23 +6,8 @@ worker's host is a label. Links of a class are taken to be alike.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-
 from orchestrator.policy.predict.estimates import MIN_FIT_SAMPLES, LineFit
-
-Link = tuple[str, ...]  # ("host", "rack"), ("rack",), () ...
-HOST = "host"
-
-
-def labels_of(host: str, given: Iterable[str]) -> dict[str, str]:
-    """A worker's labels by name, in its order. `given`: `NAME=VALUE`; one named host stands for its address, as where
-    several containers of a machine have addresses of their own."""
-    return dict(sorted(({HOST: host} | dict(label.split("=", 1) for label in given)).items()))
-
-
-def link_of(one: Mapping[str, str], other: Mapping[str, str]) -> Link:
-    """The class of the link between two workers with these labels, which are in the order of names."""
-    return tuple([name for name, value in one.items() if other.get(name) == value])
+from orchestrator.types import Link
 
 
 class Links:

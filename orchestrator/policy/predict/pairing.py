@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 
 from orchestrator.config.settings import SLOConfig
 from orchestrator.policy.candidate import Candidate, DecodeChoice, RequestInfo, blocks_for
-from orchestrator.policy.predict.links import Link
 from orchestrator.policy.predict.predictor import Predictor
+from orchestrator.types import Link
 
 NEGLIGIBLE = 0.003  # of the TTFT objective
 _STRICT = "strict:"

@@ -251,26 +251,7 @@ class Predictor:
 
     def local_ttft_s(self, candidates: Iterable[Candidate], prompt_tokens: int) -> list[float]:
         """For each candidate, the TTFT if it prefills the uncached part of a prompt after the prompts waiting there."""
-        found: list[float] = []
-        pool, prior_itl_s, fit_of, itl_of = self.prefill_line, self._prior_itl_s, self._local.get, self._itl.get
-        long_ago, fits_before, itls_before = self._stale_before
-        for candidate in candidates:
-            worker_id = candidate.worker_id
-            tokens = prompt_tokens - candidate.cached_tokens
-            pending_tokens = candidate.waiting_tokens + candidate.placed_tokens + (tokens if tokens > 0 else 0)
-            fit, smoothed = fit_of(worker_id), itl_of(worker_id)
-            if fit is None or fit.samples < MIN_FIT_SAMPLES:
-                fixed_s, s_per_token = pool
-            elif fit.renewed_at <= long_ago and fit.renewed_after <= fits_before:
-                fixed_s, s_per_token = pool
-            else:
-                fixed_s, s_per_token = fit.intercept, fit.slope
-            if smoothed is None or (smoothed.renewed_at <= long_ago and smoothed.renewed_after <= itls_before):
-                itl_s = prior_itl_s
-            else:
-                itl_s = smoothed.value
-            found.append(fixed_s + s_per_token * pending_tokens + itl_s)
-        return found
+        return self.local_s(candidates, prompt_tokens)[0]
 
     def local_s(
         self, candidates: Iterable[Candidate], prompt_tokens: int, by_sequences: bool = False

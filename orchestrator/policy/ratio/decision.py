@@ -15,9 +15,11 @@ from orchestrator.config.settings import RatioConfig, SLOConfig
 from orchestrator.policy.predict.predictor import Z_95
 from orchestrator.policy.ratio.attainment import Split, Traffic, after_moves, headroom, scale_prefill_times
 from orchestrator.policy.ratio.caches import Caches, caches_of
-from orchestrator.policy.ratio.load import MIN_WINDOWS_S, LoadSample, recent, residence_s, traffic
+from orchestrator.policy.ratio.load import MIN_WINDOWS_S, WINDOW_S, LoadSample, recent, residence_s, traffic
 from orchestrator.types import DesiredRatio
 
+COOL_DOWN_S = 10.0  # no change for this long after any change, an operator's included
+BUSY = 0.8  # nor while the load is below this share of the fleet's capacity
 MAX_SPLITS = 32  # about as many splits of a large fleet are compared, evenly spread
 # Workers go to decode already at a headroom that is larger by this factor than the one at which they go to prefill: a
 # decode worker can do all that a prefill worker does, but not the other way round.
@@ -84,8 +86,8 @@ def desired_ratio(
     `current`, `max_step` and the least numbers of `config` count units. Each has `unit_size` workers, which change
     roles together and have requests of their own: the ranks of a data-parallel group, or one worker.
 
-    The current split is kept for `config.cool_down_s` after a change, while fewer than `MIN_REQUESTS` requests arrive,
-    while its headroom is above `PREFILL_LATER / config.busy` (for a move to decode: `DECODE_EARLIER / config.busy`),
+    The current split is kept for `COOL_DOWN_S` after a change, while fewer than `MIN_REQUESTS` requests arrive,
+    while its headroom is above `PREFILL_LATER / BUSY` (for a move to decode: `DECODE_EARLIER / BUSY`),
     while the workers are nearly idle and all requests in time, and unless another split's headroom is larger by
     `GAIN` in spite of chance (`_gains`).
 
@@ -97,33 +99,33 @@ def desired_ratio(
     """
     if not window or current.prefill + current.decode < config.min_prefill + config.min_decode:
         return None
-    if abs(window[-1].at - current.set_at) < config.cool_down_s:  # the server's clock may have been set back since
+    if abs(window[-1].at - current.set_at) < COOL_DOWN_S:  # the server's clock may have been set back since
         return None
     split = Split(current.prefill * unit_size, current.decode * unit_size, unit_size)
     config = msgspec.structs.replace(
         config, min_prefill=config.min_prefill * unit_size, min_decode=config.min_decode * unit_size
     )
     asked = 0
-    for least_s in (0.0, *MIN_WINDOWS_S, config.window_s):
-        part = recent(window, config, least_s)
+    for least_s in (0.0, *MIN_WINDOWS_S, WINDOW_S):
+        part = recent(window, least_s)
         if len(part) == asked and least_s > MIN_WINDOWS_S[0]:
             continue
         asked = len(part)
-        most = max_step * unit_size if max_step else _max_move_to_prefill(part, split, config)
+        most = max_step * unit_size if max_step else _max_move_to_prefill(part, split)
         more = min(most, _agreed_move(part, split, config, slo))
         if more < 0 or (more > 0 and least_s > 0 and not _caches_filling(part)):
             return _decision(part, current, split, more, slo)
     return None
 
 
-def _max_move_to_prefill(window: Sequence[LoadSample], current: Split, config: RatioConfig) -> int:
+def _max_move_to_prefill(window: Sequence[LoadSample], current: Split) -> int:
     """How many workers may go to prefill at once: a quarter of the fleet, at least one unit.
 
     They take no new requests until those that they decode have ended. If that takes longer than a cool-down, the limit
     is a quarter of the decode workers.
     """
     arriving = traffic(window)
-    ends_soon = arriving is None or residence_s(window, arriving) < config.cool_down_s
+    ends_soon = arriving is None or residence_s(window, arriving) < COOL_DOWN_S
     quarter = (current.decode + (current.prefill if ends_soon else 0)) // 4
     return max(1, quarter // current.unit_size) * current.unit_size
 
@@ -189,7 +191,7 @@ def _best_prefill(
     if arriving is None:
         return current.prefill
     now = headroom(arriving, current.prefill, current.decode, slo)
-    if now * config.busy > DECODE_EARLIER or (now >= 1 and _is_nearly_idle(arriving, total)):
+    if now * BUSY > DECODE_EARLIER or (now >= 1 and _is_nearly_idle(arriving, total)):
         return current.prefill
     # The sequences that decode now must fit on the remaining decode workers. If all workers together are too few for
     # them, workers only go to decode.
@@ -197,7 +199,7 @@ def _best_prefill(
     most = total - max(config.min_decode, holding)
     if most < config.min_prefill:
         most = current.prefill
-    if now * config.busy > PREFILL_LATER or _decode_growing(window):
+    if now * BUSY > PREFILL_LATER or _decode_growing(window):
         most = min(most, current.prefill)
     unit = current.unit_size
     step = unit * max(1, total // unit // MAX_SPLITS)
@@ -208,7 +210,7 @@ def _best_prefill(
         (range(config.min_prefill, min(1, most + 1, current.prefill)), SURE_STANDARD_ERRORS),
         (range(current.prefill + unit, most + 1, step), SURE_STANDARD_ERRORS),
     ):
-        error = standard_errors * _relative_error(window, arriving, config)
+        error = standard_errors * _relative_error(window, arriving)
         gains |= _gains(arriving, caches, current, prefills, error, slo)
     if current.prefill > 0 and headroom(scale_prefill_times(arriving, 0.0), 0, total, slo) >= 1:
         all_decode = _traffic_after(arriving, caches, current, -current.prefill)
@@ -308,7 +310,7 @@ def _caches_filling(window: Sequence[LoadSample]) -> bool:
     )
 
 
-def _relative_error(window: Sequence[LoadSample], arriving: Traffic, config: RatioConfig) -> float:
+def _relative_error(window: Sequence[LoadSample], arriving: Traffic) -> float:
     """The relative standard error of the window's prefill work, from the spread of its prompts.
 
     It counts for less if requests stay on a decode worker for less than a cool-down: a wrong change is then soon
@@ -319,4 +321,4 @@ def _relative_error(window: Sequence[LoadSample], arriving: Traffic, config: Rat
     seconds = sum(sample.period_s for sample in window)
     spread = arriving.prefill_s2 / (arriving.prefill_s * arriving.prefill_s)
     error = math.sqrt(spread / (arriving.requests_per_s * seconds))
-    return error * min(1.0, residence_s(window, arriving) / max(config.cool_down_s, 1e-9))
+    return error * min(1.0, residence_s(window, arriving) / COOL_DOWN_S)

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 import msgspec
 
-from orchestrator.config.settings import RatioConfig
 from orchestrator.policy.predict.estimates import FIT_MEMORY, MIN_FIT_SAMPLES, LineFit, Smoothed
 from orchestrator.policy.predict.predictor import Predictor
 from orchestrator.policy.ratio.attainment import Traffic
@@ -18,6 +17,8 @@ FULL_MEMORY_SHARE = 0.8
 CONTEXT_WEIGHT = 0.3  # of an observation in the running mean of a sequence's context
 MIN_ENDED_SHARE = 0.25  # lower bound of ended requests over arrived ones, in the mean length of answers
 MIN_REQUESTS = 20  # in half a window: fewer tell too little about lengths
+INTERVAL_S = 2.0  # between two samples
+WINDOW_S, WINDOW_SAMPLES = 60.0, 30  # that must agree; fewer where many requests arrive
 # A window is the shortest one that has one of these lengths (s) and this many requests, which tell the mean of
 # exponential sizes to a tenth. A shorter window may be one burst, and needs more requests.
 MIN_WINDOWS_S, ENOUGH_REQUESTS, ENOUGH_OF_A_BURST = (10.0, 20.0, 40.0), 100, 200
@@ -120,14 +121,7 @@ def offered_since(before: dict[str, Offered], now: dict[str, Offered]) -> Offere
     return total
 
 
-def samples_in_window(config: RatioConfig) -> int:
-    """The number of load samples in the whole window."""
-    return max(2, round(config.window_s / config.interval_s))
-
-
-def recent(
-    window: Sequence[LoadSample], config: RatioConfig = RatioConfig(), least_s: float = MIN_WINDOWS_S[0]
-) -> Sequence[LoadSample]:
+def recent(window: Sequence[LoadSample], least_s: float = MIN_WINDOWS_S[0]) -> Sequence[LoadSample]:
     """The fewest latest samples, at least two, that cover `least_s` seconds and `ENOUGH_REQUESTS` requests
     (`ENOUGH_OF_A_BURST` where `least_s` is below `MIN_WINDOWS_S`).
 
@@ -135,13 +129,12 @@ def recent(
     """
     seconds, requests = 0.0, 0
     enough = ENOUGH_REQUESTS if least_s >= MIN_WINDOWS_S[0] else ENOUGH_OF_A_BURST
-    least_s = min(least_s, config.window_s)
     for start in range(len(window) - 1, -1, -1):
         seconds += window[start].period_s
         requests += window[start].offered.requests
         if seconds >= 0.95 * least_s and requests >= enough and start <= len(window) - 2:
             return window[start:]
-    return window if len(window) >= samples_in_window(config) else ()
+    return window if len(window) >= WINDOW_SAMPLES else ()
 
 
 def traffic(window: Sequence[LoadSample]) -> Traffic | None:

@@ -106,8 +106,8 @@ def test_environment_that_unpickles_is_refused(tmp_path: Path) -> None:
 
 
 def test_sequence_of_a_simulated_engine_must_fit(tmp_path: Path) -> None:
-    file = written(tmp_path, "dtype: float32", "engine: sim\nsim:\n  blocks: 10\n  max_model_len: 400\n")
-    with pytest.raises(ConfigError, match="line 9: sim.max_model_len: expected at most 160"):
+    file = written(tmp_path, "num_gpu_blocks_override: 10\n    max_model_len: 400", "engine: sim\n")
+    with pytest.raises(ConfigError, match="workers.engine_args.max_model_len: expected at most 160"):
         checked(file)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from rich.console import Console as RichConsole
-from support_redis import fresh_namespace, job, queue_config, running_server
+from support_redis import fresh_namespace, job, running_server
 
 from orchestrator.cli.config import show
 from orchestrator.cli.doctor.check import Check
@@ -41,7 +41,7 @@ def test_the_queue_names_a_request_as_its_client_did(tmp_path: Path, capsys: pyt
 
     async def wait_for_prefill(url: str) -> None:
         redis = await connect(url, 5.0)
-        await PrefillQueue(redis, namespace, queue_config()).enqueue(job(ODD, reply_to=ODD))
+        await PrefillQueue(redis, namespace).enqueue(job(ODD, reply_to=ODD))
         await redis.aclose()
 
     with running_server(tmp_path) as server:

@@ -7,6 +7,7 @@ import json
 import os
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -16,6 +17,7 @@ from support_fuzz import values
 
 from orchestrator.cli.look.views import _OFTEN, OFTEN, SELDOM, SOMETIMES, config_keys, how_often
 from orchestrator.config.engine_args import check_engine_args, group_size, unit_size
+from orchestrator.config.explain import _INSTEAD
 from orchestrator.config.models import load_models
 from orchestrator.config.settings import Config, ConfigError, load_config, parse_config
 from orchestrator.types import Role
@@ -64,8 +66,8 @@ def test_there_are_examples_for_each_topology():
         ("model: demo\nfrontend: {replicas: some}", "frontend.replicas: expected one of auto, got 'some'"),
         ("model: demo\nfrontend: {replicas: 1000000}", "frontend.replicas: expected an integer <= 1000, got 1000000"),
         ("model: demo\nnamespace: " + "a" * 65, "namespace: expected text of length <= 64, got 'aaa"),
-        ("model: demo\nqueue: {1: 2}", "queue: expected a name, as text, before each ':'"),
-        ("model: demo\nqueue: {'': 2}", "queue.: unknown key"),
+        ("model: demo\nslo: {1: 2}", "slo: expected a name, as text, before each ':'"),
+        ("model: demo\nslo: {'': 2}", "slo.: unknown key"),
         ("model: \x01", "not valid YAML: unacceptable character #x0001"),
         (
             "model: demo\nrouting: {remote_prefil_min_tokens: 3}",
@@ -78,7 +80,7 @@ def test_there_are_examples_for_each_topology():
         ),
         (
             "model: demo\nqueue: {order: slack, weight: 8}",
-            "queue.order: unknown key; there is one order: remove it, and take 1 from queue.weight where it was slack",
+            "queue: unknown key; remove it: jobs go by arrival and predicted time; claims hold 2.5 x workers.timeout_s",
         ),
         ("model: demo\nkv: {transfer: stream}", "kv.transfer: expected one of auto, chunk, layer, whole, got 'stream'"),
         ("model: demo\nengine: tpu", "engine: expected one of vllm, sim, got 'tpu'"),
@@ -137,11 +139,11 @@ def test_mistakes_are_named(tmp_path, text, line):
 
 
 def test_overrides_reach_into_sections_and_are_checked_like_the_file(tmp_path):
-    sets = ("workers.prefill.replicas=3", "workers.engine_args.dtype=float32", "queue.weight=0")
+    sets = ("workers.prefill.replicas=3", "workers.engine_args.dtype=float32", "slo.tpot_s=1")
     config = load(tmp_path, "model: demo", *sets)
     assert config.workers.prefill.replicas == 3
     assert config.workers.engine_args == {"dtype": "float32"}
-    assert config.queue.weight == 0
+    assert config.slo.tpot_s == 1
     for override in ("frontend.port=70000", "frontend", "model.a=1", "nonsense.key=1"):
         with pytest.raises(ConfigError, match=override.partition("=")[0].split(".")[0]):
             load(tmp_path, "model: demo", override)
@@ -193,13 +195,22 @@ def test_pipeline_stages_are_for_prefill_workers(tmp_path):
             check_engine_args(load(tmp_path, f"model: demo\nworkers: {{{section}}}"))
 
 
+@pytest.mark.parametrize("key", [key for key in _INSTEAD if key != "models"])
+def test_a_key_that_was_removed_has_a_line_of_its_own(key):
+    tree: dict[str, Any] = {}
+    for name in reversed(key.split(".")):
+        tree = {name: tree or 1}
+    with pytest.raises(ConfigError, match=rf"^{key}: unknown key; (remove it|use |set |it is )"):
+        parse_config({"model": "demo", **tree})
+
+
 def test_off_is_text_in_file_and_command_line(tmp_path):
     """YAML 1.1 reads it as false, and so did `ratio.mode: off` fail."""
     file = tmp_path / "config.yaml"
     file.write_text("model: demo\nratio: {mode: off}\nkv: {verify: True}\n")
-    config = load_config(file, ["slo.admission=off", "routing.prefix_index=false"])
+    config = load_config(file, ["slo.admission=off", "frontend.dashboard=false"])
     assert (config.ratio.mode, config.slo.admission, config.kv.verify) == ("off", "off", True)
-    assert config.routing.prefix_index is False
+    assert config.frontend.dashboard is False
 
 
 def test_open_mesh_needs_loopback_or_trust_network(tmp_path):

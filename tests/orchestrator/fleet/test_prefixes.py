@@ -146,14 +146,6 @@ def test_restarted_worker_begins_new_sequence(view, asked):
     assert believed(view) == {3}
 
 
-def test_disabled_view_takes_and_asks_nothing(asked):
-    view = PrefixView(lambda worker_id, message: asked.append(worker_id), enabled=False)
-    worker = Worker()
-    view.take_events(worker.change(stored=[1]), 0.0)
-    view.take_load(worker.load(), 0.0)
-    assert asked == [] and view.empty
-
-
 @pytest.mark.parametrize("seed", range(20))
 def test_index_is_right_after_any_losses(asked, seed):
     rng = random.Random(seed)

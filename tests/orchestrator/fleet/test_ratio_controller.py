@@ -15,6 +15,7 @@ from orchestrator.fleet import ratio_controller as controller
 from orchestrator.fleet.ratio_controller import RatioController, observe
 from orchestrator.fleet.view import Fleet
 from orchestrator.policy.predict.predictor import Predictor
+from orchestrator.policy.ratio import decision
 from orchestrator.policy.ratio.reuse import ReuseCounter
 from orchestrator.store.events import KEPT, RatioHistory
 from orchestrator.store.planned import Seen
@@ -117,14 +118,22 @@ def test_nothing_is_observed_without_decode_workers():
 
 # ---- deciding --------------------------------------------------------------------------------------------------
 
-QUICK = {"mode": "auto", "interval_s": 0.02, "window_s": 0.1, "cool_down_s": 0.01}
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    """Five samples are a window."""
+    monkeypatch.setattr("orchestrator.policy.ratio.load.WINDOW_SAMPLES", 5)
+    monkeypatch.setattr(controller, "WINDOW_SAMPLES", 5)
+    monkeypatch.setattr(decision, "COOL_DOWN_S", 0.01)
 
 
 @contextlib.asynccontextmanager
 async def running(registry, fleet, frontend_id="f", **ratio):
-    config = parse_config({"model": "m", "ratio": {**QUICK, **ratio}})
+    config = parse_config({"model": "m", "ratio": {"mode": "auto", **ratio}})
     learned = Predictor(0.0005), ReuseCounter()
-    ratio_controller = RatioController(frontend_id, config, registry, registry.history, fleet, *learned)
+    ratio_controller = RatioController(
+        frontend_id, config, registry, registry.history, fleet, *learned, interval_s=0.02
+    )
     task = asyncio.create_task(ratio_controller.run())
     try:
         yield ratio_controller
@@ -198,15 +207,16 @@ async def test_shift_to_prefill_keeps_min_decode(registry):
 @pytest.mark.parametrize(
     "why", ["idle", "a worker loads", "cooling down after the operator", "another leads", "nothing was set"]
 )
-async def test_ratio_is_kept_while(registry, why):
+async def test_ratio_is_kept_while(registry, why, monkeypatch):
     if why != "nothing was set":
         await set_desired(registry, 3, 1, "scale")
     state = WorkerState.STARTING if why == "a worker loads" else WorkerState.READY
-    cool_down_s = 600.0 if why == "cooling down after the operator" else 0.01
+    if why == "cooling down after the operator":
+        monkeypatch.setattr(decision, "COOL_DOWN_S", 600.0)
     if why == "another leads":
         await registry.lead("other", 600.0)
     load = contextlib.nullcontext() if why == "idle" else offering(registry, *LONG_ANSWERS)
-    async with load, running(registry, fleet_of(P, P, P, D, state=state), cool_down_s=cool_down_s) as mine:
+    async with load, running(registry, fleet_of(P, P, P, D, state=state)) as mine:
         if why == "another leads":
             await asyncio.sleep(0.3)
             assert not mine.window

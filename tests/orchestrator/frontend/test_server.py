@@ -108,7 +108,7 @@ def test_garbage_is_collected_seldom() -> None:
 
 async def test_frontend_without_launcher_takes_rolled_out_config(redis: Redis):
     own = config(max_logprobs=3)
-    fleets = msgspec.structs.replace(own, sim=msgspec.structs.replace(own.sim, block_size=32))
+    fleets = msgspec.structs.replace(own, sim=msgspec.structs.replace(own.sim, speed=32))
     rollout = Rollout(Version(4, shared(own)), Version(5, shared(fleets)))
     stored = Configuration(redis, Keys(own.namespace))
     assert await rolled_out_config(own, redis) == (own, 0)
@@ -116,5 +116,5 @@ async def test_frontend_without_launcher_takes_rolled_out_config(redis: Redis):
     assert await rolled_out_config(own, redis) == (own, 4), "it has not ended"
     await stored.change_rollout(rollout, rollout.to(Phase.DONE))
     taken, generation = await rolled_out_config(own, redis)
-    assert generation == 5 and taken.sim.block_size == 32
+    assert generation == 5 and taken.sim.speed == 32
     assert taken.frontend == own.frontend, "what is a frontend's own stays"

@@ -11,6 +11,7 @@ import pytest
 from support_wait import DEADLINE_S, until
 
 from orchestrator.config.settings import LauncherConfig
+from orchestrator.launch import supervise
 from orchestrator.launch import supervise as supervise_module
 from orchestrator.launch.host.process import (
     LocalProcess,
@@ -21,7 +22,7 @@ from orchestrator.launch.host.process import (
 from orchestrator.launch.supervise import SUCCESSORS, Exit, Stage, Supervised, backoff_s, describe
 from orchestrator.process.parent import started_ticks
 
-FAST = LauncherConfig(restart_backoff_s=0.01, restart_backoff_max_s=0.05, stop_timeout_s=1.0)
+FAST = LauncherConfig(restart_backoff_max_s=0.05, stop_timeout_s=1.0)
 
 
 @pytest.fixture(autouse=True)
@@ -65,8 +66,14 @@ class Child:
             await self.task
 
 
-def test_pauses_double_up_to_their_limit():
-    config = LauncherConfig(restart_backoff_s=0.5, restart_backoff_max_s=30)
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    monkeypatch.setattr(supervise, "BACKOFF_S", 0.01)
+
+
+def test_pauses_double_up_to_their_limit(monkeypatch):
+    monkeypatch.setattr(supervise, "BACKOFF_S", 0.5)
+    config = LauncherConfig(restart_backoff_max_s=30)
     assert [backoff_s(n, config) for n in (1, 2, 3, 4)] == [0.5, 1, 2, 4]
     assert backoff_s(50, config) == backoff_s(5000, config) == 30
 
@@ -74,7 +81,7 @@ def test_pauses_double_up_to_their_limit():
 @pytest.mark.parametrize(("longest_pause_s", "healthy_s"), [(1.5, 60.0), (300.0, 1.5)])
 async def test_crashes_are_forgotten_after_a_healthy_time(monkeypatch, longest_pause_s, healthy_s):
     monkeypatch.setattr("orchestrator.launch.supervise._HEALTHY_S", healthy_s)
-    config = LauncherConfig(restart_backoff_s=0.001, restart_backoff_max_s=longest_pause_s, stop_timeout_s=1.0)
+    config = LauncherConfig(restart_backoff_max_s=longest_pause_s, stop_timeout_s=1.0)
     child = Child("import time; print('up', flush=True); time.sleep(60)", config)
     for crashes in (1, 2, 3):
         await until(lambda n=crashes: len(child.lines) == n)
@@ -93,7 +100,7 @@ async def test_crashes_are_forgotten_after_a_healthy_time(monkeypatch, longest_p
 
 
 async def test_missing_program_waits_longest_pause():
-    slow = LauncherConfig(restart_backoff_s=0.001, restart_backoff_max_s=300.0)
+    slow = LauncherConfig(restart_backoff_max_s=300.0)
     child = Child("", slow, spec=ProcessSpec("child", ["/nowhere/bin/python", "-m", "workers.main"]))
     await until(lambda: child.process.stage is Stage.PAUSING)
     (end,) = child.exits
@@ -157,8 +164,9 @@ async def test_process_that_is_never_ready_is_restarted():
     await child.ended()
 
 
-async def test_a_stop_in_the_pause_ends_it_at_once():
-    child = Child("import sys; sys.exit(1)", LauncherConfig(restart_backoff_s=300, restart_backoff_max_s=300))
+async def test_a_stop_in_the_pause_ends_it_at_once(monkeypatch):
+    monkeypatch.setattr(supervise, "BACKOFF_S", 300.0)
+    child = Child("import sys; sys.exit(1)", LauncherConfig(restart_backoff_max_s=300))
     await until(lambda: child.process.stage is Stage.PAUSING)
     child.process.expect_exit(0)
     await child.ended()
@@ -215,7 +223,7 @@ async def test_final_exit_waits_longest_pause(tmp_path):
     report = "report_exit('worker', 'no such model', final=True)"
     code = f"from orchestrator.process.parent import report_exit; {report}; exit(2)"
     spec = ProcessSpec("child", [sys.executable, "-c", code], exit_file=tmp_path / "child.exit")
-    child = Child("", LauncherConfig(restart_backoff_s=0.01, restart_backoff_max_s=300), spec=spec)
+    child = Child("", LauncherConfig(restart_backoff_max_s=300), spec=spec)
     await until(lambda: child.process.stage is Stage.PAUSING)
     assert child.exits == [Exit(2, "no such model", was_ready=False, said=True, final=True)]
     await asyncio.sleep(0.2)  # many times the first pause

@@ -6,6 +6,7 @@ import msgspec
 import pytest
 
 from orchestrator.config.settings import RoutingConfig, SLOConfig
+from orchestrator.policy import placement
 from orchestrator.policy.candidate import Candidate, RequestInfo
 from orchestrator.policy.decode_choice import decode_choice
 from orchestrator.policy.placement import (
@@ -22,7 +23,13 @@ from orchestrator.policy.placement import (
 from orchestrator.policy.predict.predictor import Predictor
 from orchestrator.types import EngineSpeed, QueueDepth
 
-ROUTING = RoutingConfig(remote_prefill_min_tokens=256, max_queued_prefill_tokens=10_000, max_waiting_per_worker=4)
+
+@pytest.fixture(autouse=True)
+def four_may_wait(monkeypatch):
+    monkeypatch.setattr(placement, "MAX_WAITING", 4)
+
+
+ROUTING = RoutingConfig(remote_prefill_min_tokens=256)
 SHIPPED_SLO = SLOConfig(ttft_s=1.0, tpot_s=0.05)
 IDLE = PrefillView(workers_ready=1, queue=QueueDepth(requests=0, tokens=0, claimed=0))
 
@@ -57,7 +64,7 @@ def test_prefix_hit_shortens_prompt_on_its_worker_only():
     [
         (PrefillView(0, QueueDepth(0, 0, 0)), "no_prefill_worker"),
         (PrefillView(1, None), "queue_unavailable"),
-        (PrefillView(1, QueueDepth(9, 9_900, 0)), "queue_full"),
+        (PrefillView(1, QueueDepth(9, 9_900_000, 0)), "queue_full"),
     ],
 )
 def test_long_prompts_stay_local_when_they_cannot_go_remote(prefill, reason):
@@ -68,7 +75,7 @@ REFUSING = msgspec.structs.replace(ROUTING, fallback="refuse")
 AWAY = [
     (PrefillView(0, QueueDepth(0, 0, 0)), "no_prefill_worker"),
     (PrefillView(1, None), "queue_unavailable"),
-    (PrefillView(1, QueueDepth(9, 9_950, 0)), "queue_full"),
+    (PrefillView(1, QueueDepth(9, 9_950_000, 0)), "queue_full"),
     (PrefillView(1, QueueDepth(0, 0, 0), blocked="claim_timeout"), "claim_timeout"),
 ]
 
@@ -123,7 +130,7 @@ def test_no_worker_at_all_rejects():
 
 def by_cost(tokens: int, *workers: Candidate, queued: int = 0, prefill: PrefillView | None = None, itl_s: float = 0.02):
     predictor = Predictor(prior_s_per_token=0.001, prior_itl_s=itl_s)
-    routing = RoutingConfig(max_waiting_per_worker=4)
+    routing = RoutingConfig()
     view = prefill or PrefillView(1, QueueDepth(1, queued, 0))
     slo = SLOConfig(ttft_s=2.0, tpot_s=0.1)
     return place(request(tokens), workers, view, routing, decode_choice("kv_blocks"), predictor, slo)
@@ -191,8 +198,8 @@ def test_cost_without_queue_takes_least_loaded_worker():
 @pytest.mark.parametrize(("running", "waiting", "full"), [(8, 4, True), (8, 3, False), (7, 4, False), (0, 12, True)])
 def test_worker_is_full_when_batch_and_waiting_are_full(running, waiting, full):
     candidate = Candidate("a", 1000, 900, 16, running, waiting, waiting_tokens=0, max_num_seqs=8)
-    routing = RoutingConfig(max_waiting_per_worker=4)
-    assert is_full(request(100), candidate, routing) is full
+    routing = RoutingConfig()
+    assert is_full(request(100), candidate) is full
     away = PrefillView(0, None)
     assert (reject_all([candidate], away, routing, Predictor(), SLOConfig()) is not None) is full
 

@@ -126,8 +126,9 @@ async def test_token_of_other_prefill_worker_is_ignored():
     assert bench.received() == [("r", [5], LENGTH)]
 
 
-async def test_diverged_answer_continues_on_same_worker():
-    bench, decode = await transferring(routing={"max_attempts": 1})
+async def test_diverged_answer_continues_on_same_worker(monkeypatch):
+    monkeypatch.setattr("orchestrator.router.recovery.MAX_ATTEMPTS", 1)
+    bench, decode = await transferring()
     before = mismatches()
     prefilled(bench)
     bench.tokens(decode, "r", [6])

@@ -25,7 +25,7 @@ class History:
 
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
-        self.bench = Bench(max_attempts=100)
+        self.bench = Bench()
         self.bench.add_worker("d2", Role.DECODE)
         self.bench.add_worker("p1", Role.PREFILL)
         self.said: list[tuple[str, object, list[bytes]]] = []

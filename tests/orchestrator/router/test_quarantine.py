@@ -165,8 +165,9 @@ async def test_crashed_worker_gets_no_requests():
     assert bench.on("d0") == set(), "though it is still in the registry"
 
 
-async def test_crash_costs_bystanders_no_attempt():
-    bench = CrashBench(max_attempts=1)
+async def test_crash_costs_bystanders_no_attempt(monkeypatch):
+    monkeypatch.setattr("orchestrator.router.recovery.MAX_ATTEMPTS", 1)
+    bench = CrashBench()
     await all_on_one_worker(bench, "a", "b")
     await bench.crash("d0")
     for name in "ab":

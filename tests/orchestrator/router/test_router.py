@@ -9,6 +9,7 @@ from support_bench import Bench, FakeCodec, FakeRequest, counted
 from support_wait import DEADLINE_S, until
 
 from orchestrator.fleet.membership import mark_silent_quiet
+from orchestrator.policy import placement
 from orchestrator.policy.policies import LATE_OBJECTIVES
 from orchestrator.router.decider import Decider
 from orchestrator.router.recovery import LEAVING_S
@@ -286,7 +287,7 @@ async def test_a_request_that_no_worker_takes_fails_in_the_words_of_the_last():
 async def test_leaving_workers_cost_no_attempt_and_take_turns():
     bench = await Bench.asked(FakeRequest("r", prompt_tokens=10))
     asked = []
-    for attempt in range(1, 8):  # more than `routing.max_attempts`
+    for attempt in range(1, 8):  # more than `MAX_ATTEMPTS`
         asked.append(bench.bound_to())
         bench.say(asked[-1], Rejected("r", attempt, "draining", leaving=True))
         await asyncio.sleep(0 if attempt < 3 else 1.5 * LEAVING_S)
@@ -515,8 +516,9 @@ async def test_defect_in_retry_fails_request(monkeypatch):
     bench.assert_no_leaks()
 
 
-async def test_max_attempts_bounds_retries():
-    bench = await Bench.asked(FakeRequest("r", prompt_tokens=10), max_attempts=2)
+async def test_max_attempts_bounds_retries(monkeypatch):
+    monkeypatch.setattr("orchestrator.router.recovery.MAX_ATTEMPTS", 2)
+    bench = await Bench.asked(FakeRequest("r", prompt_tokens=10))
     for attempt in (1, 2):
         bench.tokens(bench.bound_to(), "r", [], attempt=attempt, finish=FinishReason.ERROR)
         await bench.settle()
@@ -545,8 +547,9 @@ async def test_wait_for_worker_times_out():
     bench.assert_no_leaks()
 
 
-async def test_no_decode_worker_refuses_with_503_and_a_full_fleet_with_429():
-    bench = Bench(max_waiting_per_worker=1)
+async def test_no_decode_worker_refuses_with_503_and_a_full_fleet_with_429(monkeypatch):
+    monkeypatch.setattr(placement, "MAX_WAITING", 1)
+    bench = Bench()
     bench.queue.depth = None
     for name in ("d0", "d1"):
         load = WorkerLoad(name, 1, 1000, 0, running=9, waiting=1, waiting_tokens=0, step_ms=1.0)
@@ -676,8 +679,9 @@ async def test_abort_reaches_queue_and_both_workers():
     bench.assert_no_leaks()
 
 
-async def test_a_request_that_stalls_is_started_elsewhere():
-    bench = await Bench.asked(FakeRequest("r", prompt_tokens=10), stall_timeout_s=0.01)
+async def test_a_request_that_stalls_is_started_elsewhere(monkeypatch):
+    monkeypatch.setattr("orchestrator.router.overdue.STALL_TIMEOUT_S", 0.01)
+    bench = await Bench.asked(FakeRequest("r", prompt_tokens=10))
     first = bench.bound_to()
     watching = asyncio.create_task(bench.router.run())
     await until(lambda: len(bench.submits()) == 2)
@@ -775,8 +779,9 @@ async def test_late_request_is_refused_or_deferred_as_configured(admission):
         assert bench.queue.jobs[0].delay_s > LATE_OBJECTIVES * 0.5
 
 
-async def test_offered_load_counts_every_request_once():
-    bench = await Bench.asked(FakeRequest("a", 300, max_new_tokens=40), claimed=True, max_waiting_per_worker=1)
+async def test_offered_load_counts_every_request_once(monkeypatch):
+    monkeypatch.setattr(placement, "MAX_WAITING", 1)
+    bench = await Bench.asked(FakeRequest("a", 300, max_new_tokens=40), claimed=True)
     bench.router.worker_lost(bench.router.requests["a"].decode_worker)  # a second attempt is no second request
     await asyncio.sleep(0)
     expected = bench.router.learning.predictor.output_tokens
@@ -794,12 +799,12 @@ async def test_offered_load_counts_every_request_once():
 
 
 async def test_length_and_priority_set_queue_score():
-    bench = Bench(slo={"ttft_s": 3.0, "admission": "off"}, queue={"weight": 8.0})
+    bench = Bench(slo={"ttft_s": 3.0, "admission": "off"})
     for request_id, prompt_tokens, priority in (("a", 1000, 0), ("b", 1000, -2), ("c", 3000, 0)):
         await bench.router.submit(FakeRequest(request_id, prompt_tokens, priority=priority))
     a, b, c = (job.delay_s for job in bench.queue.jobs)
     assert a - b == pytest.approx(6.0)
-    assert c - a == pytest.approx(8.0)
+    assert c - a == pytest.approx(1.0)
 
 
 async def test_length_and_priority_set_engine_delay():
@@ -820,8 +825,9 @@ def test_every_state_can_be_left_or_is_an_end():
     assert reached == set(State) and set(SUCCESSORS) == set(State)
 
 
-async def test_frozen_fleet_stops_deadlines():
-    bench = await Bench.asked(FakeRequest("frozen", prompt_tokens=10), stall_timeout_s=5.0, claim_timeout_s=5.0)
+async def test_frozen_fleet_stops_deadlines(monkeypatch):
+    monkeypatch.setattr("orchestrator.router.overdue.STALL_TIMEOUT_S", 5.0)
+    bench = await Bench.asked(FakeRequest("frozen", prompt_tokens=10), claim_timeout_s=5.0)
     await bench.router.submit(FakeRequest("queued"))
     bench.tokens(bench.bound_to(), "frozen", [1])
     bench.fleet.pause.note("d0", PauseState(1, "keep"))
@@ -835,8 +841,9 @@ async def test_frozen_fleet_stops_deadlines():
     assert [active.attempt for active in bench.router.requests.values()] == [2, 2]
 
 
-async def test_waiting_pause_keeps_deadlines():
-    bench = await Bench.asked(FakeRequest("r", prompt_tokens=10), stall_timeout_s=5.0)
+async def test_waiting_pause_keeps_deadlines(monkeypatch):
+    monkeypatch.setattr("orchestrator.router.overdue.STALL_TIMEOUT_S", 5.0)
+    bench = await Bench.asked(FakeRequest("r", prompt_tokens=10))
     bench.fleet.pause.note("d0", PauseState(1, "wait"))
     bench.router.check(time.monotonic() + 6)
     assert bench.router.requests["r"].attempt == 2

@@ -68,10 +68,11 @@ def test_a_fleet_without_prefill_workers_refuses_what_it_must_not_prefill_elsewh
 
 def test_what_waits_too_long_is_refused_where_it_must_not_go_local():
     load = Load("burst", [Arrival(0.0, 8000, 2) for _ in range(40)])
-    patient = {**REFUSING, "claim_timeout_s": 2.0, "max_queued_prefill_tokens": 10_000_000}
+    patient = {**REFUSING, "claim_timeout_s": 2.0}
     sim = simulate(load, prefill=1, decode=1, routing=patient, ratio={"mode": "off"}).run()
-    outcomes = Counter(job.outcome for job in sim.jobs)
-    assert outcomes["rejected"] == sim.router.reasons["reject:claim_timeout"] > 0
+    outcomes, reasons = Counter(job.outcome for job in sim.jobs), sim.router.reasons
+    assert reasons["reject:claim_timeout"] > 0
+    assert outcomes["rejected"] == reasons["reject:claim_timeout"] + reasons["reject:queue_full"]
     assert outcomes["ok"] == 40 - outcomes["rejected"] > 0
     assert_no_leaks(sim)
 
@@ -184,9 +185,7 @@ def test_cached_prefixes_are_not_computed_again():
 
 @pytest.mark.parametrize("victim", ["p0", "d0"])
 def test_a_killed_worker_loses_no_request(victim):
-    sim = simulate(
-        at_rate(synthetic("bursty", 600, seed=4), 12), "ours:fixed", routing={"max_queued_prefill_tokens": 1 << 40}
-    )
+    sim = simulate(at_rate(synthetic("bursty", 600, seed=4), 12), "ours:fixed", routing={"claim_timeout_s": 1e6})
     faults = Faults(sim)
     for at in (5.0, 20.0, 35.0):
         faults.kill(victim, at, down_s=4.0)

@@ -4,7 +4,7 @@ import re
 
 import pytest
 from support_acl import add_user, documented_rule
-from support_redis import claim_head, job, queue_config
+from support_redis import claim_head, job
 from support_steering import claim_ids, set_desired
 
 from orchestrator.store.client import RedisAway, connect
@@ -36,7 +36,7 @@ async def fleet(server):
 
 
 async def test_queue_and_registry_work_under_acl(fleet):
-    queue, registry = PrefillQueue(fleet, "mine", queue_config(), max_deliveries=1), Registry(fleet, "mine")
+    queue, registry = PrefillQueue(fleet, "mine", max_deliveries=1), Registry(fleet, "mine")
     await registry.refresh_frontend(Frontend("f1", "http://h", "1", mesh_key="k1"), 5.0)
     assert await registry.frontends_of(["k0", "k1"]) == {"k1": "f1"}
     await set_desired(registry, 1, 1, "test")
@@ -69,6 +69,6 @@ async def test_queue_and_registry_work_under_acl(fleet):
     ids=lambda command: command[0],
 )
 async def test_acl_allows_nothing_else(fleet, command):
-    await PrefillQueue(fleet, "mine", queue_config()).depth()  # the functions are there
+    await PrefillQueue(fleet, "mine").depth()  # the functions are there
     with pytest.raises(RedisAway, match="permission|NOPERM|No permissions"):
         await fleet.execute_command(*command)

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
-from support_redis import fresh_namespace, job, queue_config
+from support_redis import fresh_namespace, job
 from support_servers import TIMEOUT_S, Node, Start, free_port, nodes, watched_pair
 from support_steering import set_desired
 from support_wait import DEADLINE_S, until
@@ -40,7 +40,7 @@ class Load:
 
     def __init__(self, redis: Redis) -> None:
         self.namespace = fresh_namespace()
-        self.queue = PrefillQueue(redis, self.namespace, queue_config())
+        self.queue = PrefillQueue(redis, self.namespace)
         self.registry = Registry(redis, self.namespace)
         self.done: set[str] = set()
         self.errors = 0
@@ -224,7 +224,7 @@ async def test_waiting_worker_is_woken_after_move(cluster):
     """One worker for each job: the queue counts who has heard it, and a node counts its own listeners only."""
     primary, replica = cluster
     redis = await connect(f"redis+cluster://{replica.address},{primary.address}", TIMEOUT_S)
-    queue = PrefillQueue(redis, fresh_namespace(), queue_config(), "w")
+    queue = PrefillQueue(redis, fresh_namespace(), "w")
     waiting = asyncio.create_task(queue.wait_for_work(30.0))
     try:
 
@@ -246,7 +246,7 @@ async def test_one_address_of_a_cluster_leads_to_the_others(cluster):
     primary, replica = cluster
     redis = await connect(f"redis://{replica.address}", TIMEOUT_S)
     try:
-        assert await PrefillQueue(redis, fresh_namespace(), queue_config()).depth()
+        assert await PrefillQueue(redis, fresh_namespace()).depth()
     finally:
         await redis.aclose()
 

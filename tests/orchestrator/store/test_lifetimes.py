@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from support_redis import claim_head, fresh_namespace, job, keys_of, queue_config, worker
+from support_redis import claim_head, fresh_namespace, job, keys_of, worker
 from support_steering import claim_ids, order_drain, set_desired
 
 from orchestrator.store import keys
@@ -44,7 +44,7 @@ async def fleet_begins(redis: Redis, namespace: str) -> None:
 
 
 async def fleet_works(redis: Redis, namespace: str) -> None:
-    queue = PrefillQueue(redis, namespace, queue_config(), max_deliveries=1)
+    queue = PrefillQueue(redis, namespace, max_deliveries=1)
     affine = PrefillJob("affine", 1, 500, 100, 0.0, "f1", b"b", cached={"hand": 400})
     for waiting in (job("done"), job("dropped"), job("cancelled"), job("left", reply_to="nobody"), affine):
         await queue.enqueue(waiting)

@@ -14,7 +14,6 @@ from support_redis import (
     job,
     keys_of,
     make_old,
-    queue_config,
 )
 
 from orchestrator.policy.claims import choose_claims
@@ -30,8 +29,8 @@ async def make(redis):
     """Queues over one namespace, with its frontend there; checked for leaks if the test emptied them."""
     queues, namespace = [], fresh_namespace()
 
-    def make(max_deliveries=MAX_DELIVERIES, **changes):
-        queues.append(PrefillQueue(redis, namespace, queue_config(**changes), max_deliveries=max_deliveries))
+    def make(max_deliveries=MAX_DELIVERIES, lease_s=30.0, **changes):
+        queues.append(PrefillQueue(redis, namespace, max_deliveries=max_deliveries, lease_s=lease_s, **changes))
         return queues[-1]
 
     await redis.hset(make().keys.frontend("f1"), "pid", 1)
@@ -74,10 +73,10 @@ async def test_the_score_is_arrival_plus_the_delay(make):
 
 
 async def test_the_bound_counts_requests(make):
-    queue = make(max_requests=2)
+    queue = make(max_jobs=2)
     await queue.enqueue(job("a"))
     await queue.enqueue(job("b"))
-    with pytest.raises(QueueFull, match=r"2 prefills wait already; .*queue\.max_requests"):
+    with pytest.raises(QueueFull, match="2 prefills wait already; add prefill workers"):
         await queue.enqueue(job("c"))
     await queue.enqueue(job("b"))  # known already
     await queue.enqueue(job("b", attempt=2))  # takes its own place

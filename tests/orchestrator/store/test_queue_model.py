@@ -21,7 +21,6 @@ from support_redis import (
     expire_lease,
     fresh_namespace,
     job,
-    queue_config,
 )
 
 from orchestrator.store.client import connect
@@ -48,8 +47,8 @@ class QueueMachine(RuleBasedStateMachine):
         self.namespace = fresh_namespace()
         self.redis = self.do(connect(self.url, 5.0))
         # The place is the arrival, which the model knows as an order.
-        config = queue_config(max_requests=MAX_REQUESTS)
-        self.queue = PrefillQueue(self.redis, self.namespace, config, max_deliveries=MAX_DELIVERIES)
+        bounds: dict[str, int] = {"max_jobs": MAX_REQUESTS, "max_deliveries": MAX_DELIVERIES}
+        self.queue = PrefillQueue(self.redis, self.namespace, lease_s=30.0, **bounds)
         self.do(self.redis.hset(self.queue.keys.frontend("f1"), "pid", 1))
         self.do(self.redis.hset(self.queue.keys.worker("w2"), mapping={"role": "prefill", "state": "ready"}))
         self.jobs: dict[str, Job] = {}

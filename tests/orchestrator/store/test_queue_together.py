@@ -15,7 +15,6 @@ from support_redis import (
     expire_lease,
     fresh_namespace,
     job,
-    queue_config,
     running_server,
 )
 from support_wait import DEADLINE_S, until
@@ -36,7 +35,12 @@ async def queues(server):
 
     async def make(waiter="", max_deliveries=MAX_DELIVERIES, **changes):
         redis = await connect(server.url, 2.0)
-        made.append((PrefillQueue(redis, namespace, queue_config(**changes), waiter, max_deliveries), redis))
+        made.append(
+            (
+                PrefillQueue(redis, namespace, waiter, max_deliveries=max_deliveries, **{"lease_s": 30.0} | changes),
+                redis,
+            )
+        )
         return made[-1][0]
 
     make.redis = await connect(server.url, 5.0)
@@ -404,7 +408,7 @@ def mortal(tmp_path):
 
 async def test_a_killed_and_restarted_server(mortal):
     redis = await connect(mortal.url, 1.0)
-    queue = PrefillQueue(redis, "mortal", queue_config())
+    queue = PrefillQueue(redis, "mortal")
     await queue.enqueue(job("a"))
     await claim_head(queue, "w", ALL, 1)
     await queue.enqueue(job("b"))
@@ -455,7 +459,7 @@ async def test_killed_server_leaves_no_call_hanging(mortal):
 
     async def run(number):
         redis = await connect(mortal.url, 0.5)
-        queue = PrefillQueue(redis, namespace, queue_config())
+        queue = PrefillQueue(redis, namespace)
         turn = 0
         while not stop:
             turn += 1

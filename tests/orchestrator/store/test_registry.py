@@ -11,7 +11,7 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support_redis import claim_head, fresh_namespace, job, queue_config, running_server, worker
+from support_redis import claim_head, fresh_namespace, job, running_server, worker
 from support_steering import claim_ids, order_drain, order_role, set_desired
 from support_wait import until
 
@@ -366,7 +366,7 @@ async def test_a_key_of_the_wrong_type_is_left_out_and_replaced(registry, redis)
 async def test_keys_of_another_type_are_removed_within_a_second(registry, redis):
     """Those of the queue too. Else every call on them fails."""
     namespace = registry.keys.prefix[4:-2]
-    queue, events = PrefillQueue(redis, namespace, queue_config()), EventLog(redis, namespace)
+    queue, events = PrefillQueue(redis, namespace), EventLog(redis, namespace)
     await registry.join(worker("a"), TTL_S)
     strings = ("queued_tokens", "affine", "sweep_cursor", "version", "ratio_leader", "config", "rollout", "pruned")
     others = ("queue", "leases", "idle", "busy", "told", "dropped", "claims:a", "workers", "frontends", "launchers")

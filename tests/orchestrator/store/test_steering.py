@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support_redis import fresh_namespace, queue_config, running_server, worker
+from support_redis import fresh_namespace, running_server, worker
 from support_steering import set_desired
 
 from orchestrator.config.settings import Refused
@@ -77,7 +77,7 @@ async def test_nobody_sees_an_order_without_its_desired_ratio(tmp_path: Path):
             return answer
 
         redis.call = then_look  # type: ignore[method-assign]
-        steering = Steering(registry, PrefillQueue(redis, namespace, queue_config()), heartbeat_s=0)
+        steering = Steering(registry, PrefillQueue(redis, namespace), heartbeat_s=0)
         assert await steering.drain("d2", force=False)
         assert await steering.change_role("d1", Role.PREFILL, force=False)
         states = [state for state, before in zip(seen, [None, *seen], strict=False) if state != before]
@@ -90,7 +90,7 @@ async def test_orders_wait_for_workers_that_a_redis_without_its_data_has_not_hea
     with running_server(tmp_path) as server:
         redis, namespace = await connect(server.url, 5), fresh_namespace()
         registry = Registry(redis, namespace)
-        steering = Steering(registry, PrefillQueue(redis, namespace, queue_config()), heartbeat_s=1.5)
+        steering = Steering(registry, PrefillQueue(redis, namespace), heartbeat_s=1.5)
         ready = [worker(name, Role.DECODE) for name in ("d0", "d1")]
         await registry.join(ready[0], 60)
         await set_desired(registry, 0, 2, "test")
@@ -129,7 +129,7 @@ async def fleet(redis: Redis) -> Callable[..., Steering]:
 
     def operator(*others: Callable[[], Awaitable[Any]]) -> Steering:
         slow: Any = AfterReading(redis, *others)
-        return Steering(Registry(slow, namespace), PrefillQueue(slow, namespace, queue_config()), heartbeat_s=0)
+        return Steering(Registry(slow, namespace), PrefillQueue(slow, namespace), heartbeat_s=0)
 
     return operator
 

@@ -8,11 +8,11 @@ import pytest
 from support_sim import FAST, SimFixture, collect, expected, request_of, wire_of
 from support_wait import DEADLINE_S
 
-from orchestrator.config.settings import ConfigError, KVConfig, SimConfig
+from orchestrator.config.settings import KVConfig
+from orchestrator.config.simulated import Simulated
 from orchestrator.types import FinishReason
 from workers.engine import EngineRequest, InvalidEngineRequest, Phase
 from workers.sim.codec import SimCodec, WireRequest, WireSampling
-from workers.sim.engine import SimEngine
 from workers.sim.tokens import TokenStream
 
 PROMPT = list(range(100, 180))
@@ -27,7 +27,7 @@ async def test_generates_the_tokens_of_its_prompt(sims: SimFixture) -> None:
 
 
 async def test_steps_report_remaining_prompt_tokens(sims: SimFixture) -> None:
-    engine, _ = await sims.start(SimConfig(speed=20, max_num_batched_tokens=100))
+    engine, _ = await sims.start(Simulated(speed=20, max_num_batched_tokens=100))
     await engine.submit(request_of("a#1", list(range(350)), max_tokens=2))
     steps = [await engine.next_step() for _ in range(5)]
     assert [step.tokens_left for step in steps] == [{"a#1": 250}, {"a#1": 150}, {"a#1": 50}, {}, {}]
@@ -121,7 +121,7 @@ async def test_decode_recomputes_what_does_not_arrive_in_time(sims: SimFixture) 
 
 
 async def test_decode_waits_for_long_running_prefill(sims: SimFixture) -> None:
-    slow = SimConfig(prefill_us_per_token=10_000.0, max_num_batched_tokens=8)  # 80 tokens: ten steps of 82 ms
+    slow = Simulated(prefill_us_per_token=10_000.0, max_num_batched_tokens=8)  # 80 tokens: ten steps of 82 ms
     prefill, p_info = await sims.start(slow)
     decode, _ = await sims.start(kv=KVConfig(transfer_timeout_s=0.25))
     await prefill.submit(request_of("a#1", PROMPT, phase=Phase.PREFILL))
@@ -135,7 +135,7 @@ async def test_decode_waits_for_long_running_prefill(sims: SimFixture) -> None:
 @pytest.mark.parametrize("stage", ["unprefilled", "prefilling", "pushing"])
 async def test_abort_of_the_waiting_decode_side_frees_both(sims: SimFixture, stage: str) -> None:
     # 80 tokens of 1 MB over 1 GB/s: 80 ms in flight.
-    slow = SimConfig(kv_bytes_per_token=1_000_000, link_gb_per_s=1.0, prefill_us_per_token=500)
+    slow = Simulated(kv_bytes_per_token=1_000_000, link_gb_per_s=1.0, prefill_us_per_token=500)
     prefill, decode, source = await sims.pair(slow, slow)
     await decode.submit(request_of("a#1", PROMPT, max_tokens=3, source=source))
     if stage != "unprefilled":
@@ -149,7 +149,7 @@ async def test_abort_of_the_waiting_decode_side_frees_both(sims: SimFixture, sta
 
 
 async def test_abort_of_a_decode_that_waits_for_blocks_frees_the_prefill_side_at_once(sims: SimFixture) -> None:
-    prefill, decode, source = await sims.pair(decode=SimConfig(blocks=8, max_model_len=128))
+    prefill, decode, source = await sims.pair(decode=Simulated(blocks=8, max_model_len=128))
     await prefill.submit(request_of("a#1", PROMPT, phase=Phase.PREFILL))
     await collect(prefill, "a#1")
     await decode.submit(request_of("long#1", PROMPT, max_tokens=40))
@@ -161,7 +161,7 @@ async def test_abort_of_a_decode_that_waits_for_blocks_frees_the_prefill_side_at
 
 
 async def test_blocks_stay_reserved_while_a_write_may_land(sims: SimFixture) -> None:
-    slow = SimConfig(kv_bytes_per_token=1_000_000, link_gb_per_s=1.0)
+    slow = Simulated(kv_bytes_per_token=1_000_000, link_gb_per_s=1.0)
     prefill, decode, source = await sims.pair(slow, slow)
     await decode.submit(request_of("a#1", PROMPT, max_tokens=3, source=source))
     await sims.until(lambda load: load.waiting == 1 and load.blocks_free == slow.blocks - 5, decode)
@@ -177,7 +177,7 @@ async def test_blocks_stay_reserved_while_a_write_may_land(sims: SimFixture) -> 
 
 
 async def test_abort_of_the_prefill_side_makes_decode_recompute(sims: SimFixture) -> None:
-    prefill, decode, source = await sims.pair(SimConfig(prefill_us_per_token=2000))
+    prefill, decode, source = await sims.pair(Simulated(prefill_us_per_token=2000))
     await prefill.submit(request_of("a#1", PROMPT, phase=Phase.PREFILL))
     await decode.submit(request_of("a#1", PROMPT, max_tokens=3, source=source))
     await sims.until(lambda load: load.waiting == 1, decode)
@@ -194,7 +194,7 @@ async def test_prefill_engine_that_stops_is_noticed(sims: SimFixture) -> None:
 
 
 async def test_decode_engine_that_stops_frees_the_prefill_side(sims: SimFixture) -> None:
-    prefill, decode, source = await sims.pair(SimConfig(kv_bytes_per_token=10_000_000, link_gb_per_s=1.0))
+    prefill, decode, source = await sims.pair(Simulated(kv_bytes_per_token=10_000_000, link_gb_per_s=1.0))
     await decode.submit(request_of("a#1", PROMPT, max_tokens=3, source=source))
     await prefill.submit(request_of("a#1", PROMPT, phase=Phase.PREFILL))
     await collect(prefill, "a#1")
@@ -202,7 +202,7 @@ async def test_decode_engine_that_stops_frees_the_prefill_side(sims: SimFixture)
 
 
 async def test_fail_peer_ends_both_halves(sims: SimFixture) -> None:
-    slow = SimConfig(prefill_us_per_token=2000, max_num_batched_tokens=16)
+    slow = Simulated(prefill_us_per_token=2000, max_num_batched_tokens=16)
     prefill, p_info = await sims.start(slow)
     decode, d_info = await sims.start()
     await prefill.submit(request_of("a#1", PROMPT, phase=Phase.PREFILL))
@@ -231,7 +231,7 @@ async def test_unreachable_source_is_recomputed(sims: SimFixture) -> None:
 
 
 async def test_preempts_when_blocks_run_out_and_still_answers_all(sims: SimFixture) -> None:
-    tight = SimConfig(blocks=24, max_model_len=24 * 16, speed=20)
+    tight = Simulated(blocks=24, max_model_len=24 * 16, speed=20)
     engine, _ = await sims.start(tight)
     prompts = {f"r{i}#1": [i * 7 + j for j in range(100)] for i in range(6)}
     for key, prompt in prompts.items():
@@ -278,8 +278,3 @@ async def test_refuses_what_it_cannot_run(sims: SimFixture, frames: list[bytes],
     engine, _ = await sims.start()
     with pytest.raises(InvalidEngineRequest, match=why):
         await engine.submit(EngineRequest("a#1", Phase.DECODE, frames))
-
-
-def test_sequences_longer_than_the_memory_are_a_configuration_error() -> None:
-    with pytest.raises(ConfigError, match=r"sim\.max_model_len: expected at most 160 .*, got 32768"):
-        SimEngine(SimConfig(blocks=10), "m")

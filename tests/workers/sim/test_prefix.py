@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from support_sim import FAST, SimFixture, collect, request_of
+from support_sim import SimFixture, collect, request_of
 
-from orchestrator.config.settings import SimConfig
+from orchestrator.config.simulated import Simulated
 from orchestrator.policy.prefix_keys import prefix_keys, salt_of
 from workers.engine import EngineRequest, Phase
 from workers.sim.codec import SimCodec, WireRequest, WireSampling
-from workers.sim.engine import SimEngine
 from workers.sim.prefix import SimPrefixCache
 
 PROMPT = list(range(100, 180))  # five blocks
@@ -103,13 +102,10 @@ async def test_reset_is_reported_with_next_step(sims: SimFixture) -> None:
 
 
 async def test_disabled_cache_reports_nothing(sims: SimFixture) -> None:
-    off, _ = await sims.start(SimConfig(speed=20, prefix_caching=False))
+    off, _ = await sims.start(Simulated(speed=20, prefix_caching=False))
     for key in ("a#1", "b#1"):
         await off.submit(request_of(key, PROMPT))
         stats = (await collect(off, key)).stats
         assert stats is not None and stats.num_cached_tokens == 0
-    silent = SimEngine(FAST, "sim-model")
-    await silent.start()
-    await silent.submit(request_of("a#1", PROMPT, max_tokens=1))
-    assert (await silent.next_step()).prefix is None
-    await silent.stop()
+    await off.submit(request_of("c#1", PROMPT, max_tokens=1))
+    assert (await off.next_step()).prefix is None

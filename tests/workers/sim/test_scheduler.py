@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from orchestrator.config.settings import SimConfig
+from orchestrator.config.simulated import Simulated
 from orchestrator.types import FinishReason, KVEndpoint, KVSource
 from workers.engine import EngineLoad, InvalidEngineRequest, Phase
 from workers.sim.adapters import LOAD_S
@@ -69,7 +69,7 @@ class LevelBoard:
 
 def test_a_levelled_step_cuts_prompts_and_nothing_else() -> None:
     board = LevelBoard(grant=1000)
-    scheduler = SimScheduler(SimConfig(max_num_seqs=4, max_num_batched_tokens=1000), board)  # type: ignore[arg-type]
+    scheduler = SimScheduler(Simulated(max_num_seqs=4, max_num_batched_tokens=1000), board)  # type: ignore[arg-type]
     for key in ("a", "b"):
         scheduler.add(request_of(key, 20))
     scheduler.complete(scheduler.schedule()[0])
@@ -101,7 +101,7 @@ _action = st.one_of(
 @given(st.lists(_action, max_size=40))
 def test_blocks_are_conserved_and_everything_ends(actions: list[tuple[object, ...]]) -> None:
     scheduler = SimScheduler(
-        SimConfig(blocks=20, block_size=8, max_model_len=160, max_num_seqs=4, max_num_batched_tokens=48)
+        Simulated(blocks=20, block_size=8, max_model_len=160, max_num_seqs=4, max_num_batched_tokens=48)
     )
     tokens: dict[str, list[int]] = {}
     added: dict[str, SimRequest] = {}
@@ -151,7 +151,7 @@ def test_blocks_are_conserved_and_everything_ends(actions: list[tuple[object, ..
 
 
 def test_decodes_share_a_step_with_a_prefill_in_chunks() -> None:
-    scheduler = SimScheduler(SimConfig(max_num_batched_tokens=32))
+    scheduler = SimScheduler(Simulated(max_num_batched_tokens=32))
     tokens: dict[str, list[int]] = {}
     scheduler.add(request_of("a", 16, max_tokens=10))
     step(scheduler, tokens)
@@ -170,7 +170,7 @@ def test_a_stop_token_ends_it_only_after_min_tokens() -> None:
     appears = [i for i in range(200) if stream.token(i) == first]
     request = request_of("a", 16, max_tokens=200)
     request.stop_token_ids, request.min_tokens = frozenset({first}), appears[1]
-    scheduler = SimScheduler(SimConfig())
+    scheduler = SimScheduler(Simulated())
     scheduler.add(request)
     finish = None
     while finish is None:
@@ -180,7 +180,7 @@ def test_a_stop_token_ends_it_only_after_min_tokens() -> None:
 
 
 def test_impossible_request_is_refused() -> None:
-    scheduler = SimScheduler(SimConfig(blocks=4, max_model_len=64))
+    scheduler = SimScheduler(Simulated(blocks=4, max_model_len=64))
     for request, why in [
         (request_of("a", 64), "longest sequence is 64"),
         (request_of("a", 60, resume=10), "has 70 tokens"),
@@ -200,7 +200,7 @@ def test_tokens_depend_on_the_whole_prompt() -> None:
 
 
 def test_a_step_has_at_most_so_many_adapters_and_others_go_first():
-    scheduler, loads, order = SimScheduler(SimConfig(max_loras=2)), list[float](), list[str]()
+    scheduler, loads, order = SimScheduler(Simulated(max_loras=2)), list[float](), list[str]()
     for number, adapter in enumerate([1, 2, 3, 1, 0, 3]):
         request = request_of(f"{number}", 20, max_tokens=3)
         request.adapter = adapter

@@ -42,7 +42,6 @@ async def real_workers(server: EmbeddedRedis, model: Path) -> AsyncIterator[Work
     async with running_workers(
         server,
         workers={"engine_args": engine_args, "env": {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}, **times},
-        queue={"lease_s": 3.0},
     ) as workers:
         workers.tree |= {"model": str(model), "engine": "vllm"}
         yield workers

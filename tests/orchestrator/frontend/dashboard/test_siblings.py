@@ -21,9 +21,9 @@ from orchestrator.fleet.view import Fleet
 from orchestrator.frontend.dashboard.history import History
 from orchestrator.frontend.dashboard.routes import stream_routes
 from orchestrator.frontend.dashboard.siblings import Second, Siblings, summed
+from orchestrator.process.telemetry.recent import Recent
+from orchestrator.process.telemetry.request_line import RequestLine
 from orchestrator.store.client import Redis, connect
-from orchestrator.telemetry.recent import Recent
-from orchestrator.telemetry.request_line import RequestLine
 
 pytestmark = pytest.mark.slow  # a server of its own
 

@@ -13,7 +13,7 @@ from orchestrator.launch.registry_watch import Snapshot
 from orchestrator.store.registry import Frontend
 from orchestrator.types import DesiredRatio, Offered, Role
 
-SCALE = ScaleConfig(min_workers=2, max_workers=6, attainment=0.9, grow_after_s=10, shrink_after_s=100)
+SCALE = ScaleConfig(min_workers=2, max_workers=6, attainment=0.9, grow_after_s=10)
 NOW = 1000.0
 
 
@@ -43,7 +43,7 @@ def test_it_keeps_its_limits_and_is_off_without_them():
     late, idle = samples(200, 10, late_first=9), samples(200, 0)
     assert size(3, 3, late) is None and size(1, 1, idle) is None
     assert size(3, 2, late) == (4, 2)
-    off = ScaleConfig(attainment=0.9, grow_after_s=10, shrink_after_s=100)
+    off = ScaleConfig(attainment=0.9, grow_after_s=10)
     assert size(2, 2, late, off) is None and size(2, 2, idle, off) is None
 
 
@@ -65,7 +65,7 @@ def test_it_shrinks_by_one_after_a_long_time_far_above_the_objective():
     assert size(1, 2, samples(100, 10, late_first=1)) is None, "at the objective, not far above it"
     lately = [s if n < 97 else SizeSample(s.at, 10, 2, 0, 2) for n, s in enumerate(samples(100, 10))]
     assert size(2, 2, lately) is None
-    assert size(1, 1, samples(100, 10), ScaleConfig(min_workers=1, shrink_after_s=100)) is None
+    assert size(1, 1, samples(100, 10), ScaleConfig(min_workers=1, grow_after_s=10)) is None
 
 
 def test_size_that_was_too_small_is_avoided():

@@ -40,7 +40,7 @@ def pool_on(machines: Sleepers, heartbeat_s: float) -> FrontendPool:
         "model": "demo",
         "engine": "sim",
         "workers": {"timeout_s": 4 * heartbeat_s},
-        "launcher": {"restart_backoff_s": 0.01},
+        "launcher": {"restart_backoff_max_s": 0.01},
     }
     config = parse_config(tree)
     pool = FrontendPool(config, machines, lambda *_: None)  # type: ignore[arg-type]

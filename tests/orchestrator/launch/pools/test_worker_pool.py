@@ -22,6 +22,7 @@ from support_wait import DEADLINE_S
 from orchestrator.cli.handle import FleetHandle, open_fleet
 from orchestrator.cli.look.frontend import fleet_status
 from orchestrator.config.settings import Config, Refused, parse_config
+from orchestrator.launch import supervise
 from orchestrator.launch.decisions.reconcile import Drain, Flip, PlannedWorker
 from orchestrator.launch.host.local_machine import LocalMachine
 from orchestrator.launch.host.process import adopt_orphans, group_alive
@@ -89,6 +90,8 @@ async def running_pool(
     adopt_orphans()
     server = EmbeddedRedis()
     url = await server.start(tmp_path)
+    patch = pytest.MonkeyPatch()
+    patch.setattr(supervise, "BACKOFF_S", backoff_s)
     config = parse_config(
         {
             "model": "sim-model",
@@ -100,7 +103,7 @@ async def running_pool(
                 "prefill": {"replicas": prefill},
                 "decode": {"replicas": decode},
             },
-            "launcher": {"restart_backoff_s": backoff_s, "stop_timeout_s": 5},
+            "launcher": {"stop_timeout_s": 5},
         }
     )
     folder = RunFolder(config.namespace)
@@ -131,6 +134,7 @@ async def running_pool(
             await redis.aclose()
             await server.stop()
             folder.remove()
+            patch.undo()
     assert pool.slots == {}
     assert not [pid for pid in running.ever if started_ticks(pid) is not None or group_alive(pid)]
 

@@ -12,7 +12,7 @@ from orchestrator.policy.ratio.reuse import Reuse, ReuseCounter, curve
 from orchestrator.types import DesiredRatio, Offered
 
 RATE, PROMPT, KEY_TOKENS = 40.0, 6000, 500
-SLO, CONFIG = SLOConfig(ttft_s=1.0, tpot_s=0.05), RatioConfig(interval_s=10.0)
+SLO, CONFIG = SLOConfig(ttft_s=1.0, tpot_s=0.05), RatioConfig()
 
 
 def documents(count: int) -> Reuse:

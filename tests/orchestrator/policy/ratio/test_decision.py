@@ -5,13 +5,14 @@ import pytest
 
 from orchestrator.config.settings import RatioConfig, SLOConfig
 from orchestrator.policy.ratio import decision
+from orchestrator.policy.ratio import load as load_
 from orchestrator.policy.ratio.attainment import headroom
-from orchestrator.policy.ratio.decision import DECODE_EARLIER, PREFILL_LATER, desired_ratio
+from orchestrator.policy.ratio.decision import BUSY, DECODE_EARLIER, PREFILL_LATER, desired_ratio
 from orchestrator.policy.ratio.load import LoadSample, recent, traffic
 from orchestrator.types import DesiredRatio, Offered
 
 SLO = SLOConfig(ttft_s=1.0, tpot_s=0.05)
-CONFIG = RatioConfig(interval_s=10.0, window_s=60.0)
+CONFIG = RatioConfig()
 # 60 prompts per second of 50 ms each, with few output tokens: most of eight workers should prefill.
 SAMPLE = LoadSample(
     at=100.0,
@@ -33,6 +34,11 @@ SAMPLE = LoadSample(
     max_sequences=256.0,
 )
 EVEN = DesiredRatio(4, 4, set_at=-1000.0)
+
+
+@pytest.fixture(autouse=True)
+def samples_of_ten_seconds(monkeypatch):
+    monkeypatch.setattr(load_, "WINDOW_SAMPLES", 6)
 
 
 def offering(requests: int, prompt_tokens: int, output_tokens: int, local_tokens: int | None = None) -> LoadSample:
@@ -87,10 +93,11 @@ def test_split_follows_load_in_bounded_steps_down_to_0_prefill():
     assert decide(STORIES, STORIES, max_step=8, config=RatioConfig(min_prefill=2)).after.prefill == 2
 
 
-def test_few_workers_go_to_prefill_when_drain_is_slow():
+def test_few_workers_go_to_prefill_when_drain_is_slow(monkeypatch):
     staying = msgspec.structs.replace(offering(300, 4000, 100), sequences=150)  # for 5 s each
     assert decide(staying, staying, staying).after.prefill == 6
-    after = decide(staying, staying, staying, config=msgspec.structs.replace(CONFIG, cool_down_s=4.0)).after
+    monkeypatch.setattr(decision, "COOL_DOWN_S", 4.0)
+    after = decide(staying, staying, staying).after
     assert after.prefill == 5, "a quarter of the four that decode"
 
 
@@ -110,10 +117,11 @@ def test_hysteresis_and_cool_down(monkeypatch):
     assert decide(CODE, CODE, CODE) is None
 
 
-def test_split_stays_when_headroom_is_large():
+def test_split_stays_when_headroom_is_large(monkeypatch):
     light = offering(300, 1000, 20)
     assert decide(light, light, light) is None
-    assert decide(light, light, light, config=RatioConfig(busy=0.1)) is not None
+    monkeypatch.setattr(decision, "BUSY", 0.1)
+    assert decide(light, light, light) is not None
 
 
 def test_workers_go_to_decode_earlier_than_to_prefill():
@@ -122,7 +130,7 @@ def test_workers_go_to_decode_earlier_than_to_prefill():
     code, stories = offering(900, 1000, 20), offering(205, 50, 1000)
     for load, prefill in ((code, 4), (stories, 0)):
         arriving = traffic([load])
-        assert 1 < headroom(arriving, 4, 4, SLO) * CONFIG.busy < DECODE_EARLIER
+        assert 1 < headroom(arriving, 4, 4, SLO) * BUSY < DECODE_EARLIER
         decision = decide(load, load, load)
         assert (decision.after.prefill if decision else EVEN.prefill) == prefill
 
@@ -132,8 +140,8 @@ def test_workers_go_to_prefill_only_when_headroom_is_nearly_used():
     for requests, moved in ((1010, False), (1090, True)):
         load = offering(requests, 1000, 20)
         headroom_now = headroom(traffic([load]), 4, 4, SLO)
-        assert headroom_now > 1 and (headroom_now < PREFILL_LATER / CONFIG.busy) is moved
-        assert headroom_now < 1 / CONFIG.busy
+        assert headroom_now > 1 and (headroom_now < PREFILL_LATER / BUSY) is moved
+        assert headroom_now < 1 / BUSY
         assert (decide(load, load, load) is not None) is moved
 
 
@@ -236,18 +244,18 @@ def test_burst_moves_no_worker():
     assert decide(calm, CODE) is None
 
 
-def test_workers_go_to_decode_for_two_samples_and_to_prefill_for_ten_seconds():
-    quick = RatioConfig(interval_s=2.0, window_s=60.0)
+def test_workers_go_to_decode_for_two_samples_and_to_prefill_for_ten_seconds(monkeypatch):
+    monkeypatch.setattr(load_, "WINDOW_SAMPLES", 30)
     short = [msgspec.structs.replace(load, period_s=2.0) for load in (offering(260, 1000, 20), offering(60, 50, 1000))]
     code, stories = short
-    assert decide(stories, stories, config=quick) is None, "too few requests"
+    assert decide(stories, stories) is None, "too few requests"
     many = msgspec.structs.replace(stories, offered=offering(120, 50, 1000).offered)
-    assert decide(many, many, config=quick).after.prefill == 0
-    assert decide(code, code, config=quick) is None
-    assert decide(*[code] * 5, config=quick).after.prefill == 6
+    assert decide(many, many).after.prefill == 0
+    assert decide(code, code) is None
+    assert decide(*[code] * 5).after.prefill == 6
 
 
-def test_few_huge_prompts_count_as_chance():
+def test_few_huge_prompts_count_as_chance(monkeypatch):
     """Two loads of as many prompts with the same mean: in one, a few prompts carry most of the work; in the other all
     are equal."""
     tailed = Offered.one(90_000, 90_000, 120)
@@ -257,24 +265,25 @@ def test_few_huge_prompts_count_as_chance():
         msgspec.structs.replace(SAMPLE, period_s=1.0, offered=offered, sequences=2)  # for 13 ms each
         for offered in (tailed, offering(150, 898, 120).offered)
     )
-    second = RatioConfig(interval_s=1.0, window_s=2.0)
-    stays_for_a_cool_down = msgspec.structs.replace(second, cool_down_s=0.01)
+    monkeypatch.setattr(load_, "WINDOW_SAMPLES", 2)
     for load, moved in ((alike, True), (wild, False)):
-        assert decide(load, load, config=second).after.prefill > 4, "a wrong change would be undone in a moment"
-        assert (decide(load, load, config=stays_for_a_cool_down) is not None) == moved
+        with monkeypatch.context() as patch:
+            assert decide(load, load).after.prefill > 4, "a wrong change would be undone in a moment"
+            patch.setattr(decision, "COOL_DOWN_S", 0.01)
+            assert (decide(load, load) is not None) == moved
 
 
 def test_window_is_shortest_with_enough_requests():
     few = offering(15, 1000, 20)
-    assert list(recent([STORIES, CODE, CODE], CONFIG)) == [CODE, CODE]
-    assert recent([few] * 3, CONFIG) == (), "not enough yet"
-    assert len(recent([few] * 6, CONFIG)) == 6, "all that there is"
+    assert list(recent([STORIES, CODE, CODE])) == [CODE, CODE]
+    assert recent([few] * 3) == (), "not enough yet"
+    assert len(recent([few] * 6)) == 6, "all that there is"
 
 
 def test_shorter_windows_need_more_requests():
     some = offering(60, 1000, 20)
-    assert len(recent([some] * 6, CONFIG)) == 2, "10 s and 100 requests"
-    assert len(recent([some] * 6, CONFIG, least_s=0.0)) == 4, "200 requests, which may be one burst"
+    assert len(recent([some] * 6)) == 2, "10 s and 100 requests"
+    assert len(recent([some] * 6, least_s=0.0)) == 4, "200 requests, which may be one burst"
 
 
 def test_decision_prints_its_numbers():

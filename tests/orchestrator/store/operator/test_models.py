@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from support_redis import fresh_namespace, job, keys_of, queue_config, worker
+from support_redis import fresh_namespace, job, keys_of, worker
 from support_steering import set_desired
 
 from orchestrator.store.configuration import Rollout, Version
@@ -21,7 +21,7 @@ async def test_of_two_that_change_the_list_at_once_one_has_to_read_again(redis):
     assert await store.change(None, first) and not await store.change(None, first)
     seen = await store.read()
     assert seen == first
-    added = seen.with_model("b", ListedModel({"model": "other", "sim": {"blocks": 1.5}}, ModelState.ADDING))
+    added = seen.with_model("b", ListedModel({"model": "other", "sim": {"speed": 1.5}}, ModelState.ADDING))
     assert await store.change(seen, added) and not await store.change(seen, seen.without("a"))
     now = await store.read()
     assert now == added and now.revision == 2 and list(now.present) == ["a", "b"]
@@ -33,7 +33,7 @@ async def test_of_two_that_change_the_list_at_once_one_has_to_read_again(redis):
 
 async def test_everything_of_a_namespace_goes_once_its_last_member_has(redis):
     namespace, other = fresh_namespace(), fresh_namespace()
-    registry, queue = Registry(redis, namespace), PrefillQueue(redis, namespace, queue_config())
+    registry, queue = Registry(redis, namespace), PrefillQueue(redis, namespace)
     await registry.configuration.write(Version(0, {}))
     assert await registry.configuration.change_rollout(None, Rollout(Version(0, {}), Version(3, {})))
     await registry.refresh_frontend(Frontend("f1", "http://h", "1", mesh_key="k"), 60)

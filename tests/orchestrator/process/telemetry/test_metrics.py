@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 _TELL = """
-from orchestrator.telemetry.metrics import Metrics
+from orchestrator.process.telemetry.metrics import Metrics
 metrics = Metrics({model})
 metrics.prefix_index_blocks.set({blocks})
 metrics.requests.labels("finished").inc({ended})
@@ -37,7 +37,7 @@ def test_a_frontend_that_has_ended_leaves_its_counts_and_no_gauge(tmp_path):
 
 def test_first_failure_counts_as_increase(tmp_path):
     """`rate` and `increase` of Prometheus see none in a figure that was not there before."""
-    run("from orchestrator.telemetry.metrics import Metrics; Metrics()", tmp_path)
+    run("from orchestrator.process.telemetry.metrics import Metrics; Metrics()", tmp_path)
     told = run(_SCRAPE, tmp_path)
     for outcome in ("finished", "aborted", "failed", "rejected"):
         assert f'pd_requests_total{{outcome="{outcome}"}} 0.0' in told
@@ -46,7 +46,7 @@ def test_first_failure_counts_as_increase(tmp_path):
 
 def test_models_of_one_process_are_told_apart(tmp_path):
     code = """
-from orchestrator.telemetry.metrics import Metrics, counts
+from orchestrator.process.telemetry.metrics import Metrics, counts
 for model, count in (("small", 1), ("large", 2)):
     of_model = Metrics(model)
     of_model.requests.labels("finished").inc(count)

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from orchestrator.telemetry.stderr import stderr
+from orchestrator.process.telemetry.stderr import stderr
 
 LogFormat = Literal["text", "json"]
 

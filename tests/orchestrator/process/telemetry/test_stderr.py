@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.telemetry.stderr import LossyStderr
+from orchestrator.process.telemetry.stderr import LossyStderr
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[4]
 LOGS = (
     "import logging, sys\n"
-    "from orchestrator.telemetry.logs import set_up\n"
+    "from orchestrator.process.telemetry.logs import set_up\n"
     "set_up('w', 'text', 'INFO')\n"
     "for number in range(int(sys.argv[1])): logging.getLogger('pd.x').info('%d %s', number, 'x' * 400)\n"
     "print('served', flush=True)\n"

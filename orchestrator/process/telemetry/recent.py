@@ -10,7 +10,7 @@ from bisect import bisect_left
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 
-from orchestrator.telemetry.request_line import RequestLine
+from orchestrator.process.telemetry.request_line import RequestLine
 
 KEPT = 1000  # requests, the latest
 SLOWEST_PER_MINUTE = 20

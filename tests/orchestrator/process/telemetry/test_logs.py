@@ -11,8 +11,8 @@ import sys
 import msgspec
 import pytest
 
-from orchestrator.telemetry import logs
-from orchestrator.telemetry.request_line import RequestLine
+from orchestrator.process.telemetry import logs
+from orchestrator.process.telemetry.request_line import RequestLine
 
 LINE = RequestLine("r1", "finished", "local", "short_prompt", 9, 2, 1, "decode-0", None, 12.5)
 

@@ -3,7 +3,7 @@
 import pytest
 from prometheus_client import values
 
-from orchestrator.telemetry import metric_files
+from orchestrator.process.telemetry import metric_files
 
 
 @pytest.mark.parametrize("outlives", [True, False])
