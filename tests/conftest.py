@@ -34,13 +34,18 @@ hypothesis.settings.load_profile("busy")
 gc.disable()
 
 _ALL_VLLM = re.compile(r"^pytestmark = \[?pytest\.mark\.vllm\b", re.MULTILINE)
+_SOME_SLOW = re.compile(r"pytest\.mark\.(vllm|slow|topology)\b")
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """A file whose every test needs vLLM is not even imported where those are deselected: that alone takes 10 s."""
-    if collection_path.suffix != ".py" or "not vllm" not in config.getoption("markexpr"):
+    """A file whose every test is deselected is not even imported: with vLLM that alone takes 10 s."""
+    expression = config.getoption("markexpr")
+    if not collection_path.match("test_*.py"):
         return None
-    return True if _ALL_VLLM.search(collection_path.read_text()) else None
+    text = collection_path.read_text()
+    if "not vllm" in expression:
+        return True if _ALL_VLLM.search(text) else None
+    return True if ("vllm" in expression or "topology" in expression) and not _SOME_SLOW.search(text) else None
 
 
 def pytest_collection_finish() -> None:
