@@ -34,6 +34,27 @@ hypothesis.settings.load_profile("busy")
 gc.disable()
 
 _ALL_VLLM = re.compile(r"^pytestmark = \[?pytest\.mark\.vllm\b", re.MULTILINE)
+_LONGEST_FIRST = (
+    "vllm_engine/test_engine",
+    "e2e/test_real_fetch",
+    "e2e/test_real_fleet",
+    "vllm_engine/test_host_tier",
+    "vllm_engine/test_models",
+    "e2e/test_sim_frontends",
+    "e2e/test_package",
+    "e2e/test_gpu_benchmark",
+    "e2e/test_real_adapters",
+    "vllm_engine/test_thousand",
+    "e2e/test_chaos",
+    "e2e/test_sim_fleet",
+    "e2e/test_two_launchers",
+    "e2e/test_rollout",
+    "e2e/test_sim_models",
+    "e2e/test_sim_fuzz",
+    "e2e/test_sim_shares",
+    "e2e/test_real_groups",
+    "e2e/test_topology",
+)
 _SOME_SLOW = re.compile(r"pytest\.mark\.(vllm|slow|topology)\b")
 
 
@@ -46,6 +67,12 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     if "not vllm" in expression:
         return True if _ALL_VLLM.search(text) else None
     return True if ("vllm" in expression or "topology" in expression) and not _SOME_SLOW.search(text) else None
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """At the end of a run no process shall be left alone with one of the files that take longest."""
+    places = {name: place for place, name in enumerate(_LONGEST_FIRST)}
+    items.sort(key=lambda item: places.get(f"{item.path.parent.name}/{item.path.stem}", len(places)))
 
 
 def pytest_collection_finish() -> None:
