@@ -35,6 +35,8 @@ _CHECKOUT = Path(__file__).parents[1]
 _TESTS = str(_CHECKOUT / "tests")
 _PROGRAM = f"import sys; sys.path.append({_TESTS!r}); import support_forked as s; s.main(*sys.argv[1:])"
 _MAX_BYTES = 1 << 18
+# Not when vLLM is imported, but by the server that is made then, or by a client.
+_READ_LATER = {"SSL_CERT_FILE", "VLLM_ALLOW_RUNTIME_LORA_UPDATING", "VLLM_SERVER_DEV_MODE"}
 
 
 class _Start(msgspec.Struct):
@@ -47,7 +49,8 @@ class _Start(msgspec.Struct):
 
 def _imported_with(env: dict[str, str]) -> frozenset[tuple[str, str]]:
     """What decides, of an environment, whether modules imported in it serve another."""
-    return fork_servers._import_environment({n: v for n, v in env.items() if not n.startswith("PYTEST")})
+    later = {name for name in env if name.startswith("PYTEST")} | _READ_LATER
+    return fork_servers._import_environment({name: value for name, value in env.items() if name not in later})
 
 
 # ---- the test's side ---------------------------------------------------------------------------------------------
