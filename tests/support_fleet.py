@@ -49,7 +49,7 @@ class RunningFleet(FleetClient):
     ) -> None:
         """`config`: a file in configs/, or none. `namespace`: made up by default. `terminal`: the launcher writes to
         one, else to a pipe. `program`: `orchestrator` as it is called, in `folder`. `forked`: that of this checkout
-        need not import vLLM (`support_forked`)."""
+        need not import vLLM (`support_forked`); benchmarks, which pytest does not run, start what users start."""
         self.program, self.folder = program, folder
         self.namespace = namespace or f"test-{uuid.uuid4().hex[:8]}"
         self.log: list[str] = []
@@ -64,7 +64,7 @@ class RunningFleet(FleetClient):
         self.output, theirs = pty.openpty() if terminal else os.pipe()
         # Its own session: a test that kills the launcher's group must not end pytest.
         self.process: subprocess.Popen[bytes] | ForkedLauncher
-        if forked and program == CHECKOUT:
+        if forked and program == CHECKOUT and "PYTEST_VERSION" in os.environ:
             self.process = ForkedLauncher(up, folder, theirs)
         else:
             self.process = subprocess.Popen(
