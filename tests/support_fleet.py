@@ -26,6 +26,7 @@ from support_vllm import tiny_model
 
 from orchestrator.config.model import resolve_model
 from orchestrator.launch.host.run_folder import RunFolder
+from orchestrator.process.parent import started_ticks
 from orchestrator.telemetry.logs import request_in
 
 ROOT = Path(__file__).parents[1]
@@ -123,7 +124,7 @@ class RunningFleet(FleetClient):
         self.http.close()
         try:
             self.stop()
-            left = [pid for pid in family if Path(f"/proc/{pid}").exists()]
+            left = [pid for pid in family if started_ticks(pid) is not None]  # an orphan that has ended is init's
             assert not left, f"processes left behind: {left}; log: {self.log_file}"
         finally:
             # The runtime folder goes with the test session; the log of a failure stays.
