@@ -52,11 +52,8 @@ _LONGEST_FIRST = (
     "e2e/test_sim_models",
     "e2e/test_sim_fuzz",
     "e2e/test_sim_shares",
-    # Of two processes one has groups, the other Ray's clusters one after the other: both are at the same addresses.
+    "e2e/test_topology",  # before Ray, whose threads no engine is to be forked beside
     "e2e/test_real_groups",
-    "e2e/test_ray",
-    "e2e/test_ray_real",
-    "e2e/test_topology",
 )
 _SOME_SLOW = re.compile(r"pytest\.mark\.(vllm|slow|topology)\b")
 
