@@ -43,12 +43,12 @@ test: test-fast test-slow
 
 # More processes than two cores: half of the time of each passes in waits.
 test-fast: venv
-	$(BIN)/pytest -m "not vllm and not slow" -n 4 --dist worksteal -p no:schemathesis
+	$(BIN)/pytest -m "not vllm and not slow" -n 4 --dist worksteal
 
-# In the order of the folders, fleets first: by their number of tests, files of one long test would come last, and one
-# core idle meanwhile.
+# By file: their tests share fleets and engines. Longest first, as tests/conftest.py has them, and not by the number of
+# tests: files of one long test would come last, and one core idle meanwhile.
 test-slow: model
-	$(BIN)/pytest -m "(vllm or slow) and not topology" -n 3 --dist loadfile --no-loadscope-reorder
+	$(BIN)/pytest -m "(vllm or slow) and not topology" -n 4 --dist loadfile --no-loadscope-reorder
 
 test-vllm-api: model
 	PYTHONPATH=tests $(BIN)/python -m vllm_api --output benchmarks/results/vllm_api.txt

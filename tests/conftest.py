@@ -34,13 +34,45 @@ hypothesis.settings.load_profile("busy")
 gc.disable()
 
 _ALL_VLLM = re.compile(r"^pytestmark = \[?pytest\.mark\.vllm\b", re.MULTILINE)
+_LONGEST_FIRST = (
+    "vllm_engine/test_engine",
+    "e2e/test_real_fetch",
+    "e2e/test_real_fleet",
+    "vllm_engine/test_host_tier",
+    "vllm_engine/test_models",
+    "e2e/test_sim_frontends",
+    "e2e/test_package",
+    "e2e/test_gpu_benchmark",
+    "e2e/test_real_adapters",
+    "vllm_engine/test_thousand",
+    "e2e/test_chaos",
+    "e2e/test_sim_fleet",
+    "e2e/test_two_launchers",
+    "e2e/test_rollout",
+    "e2e/test_sim_models",
+    "e2e/test_sim_fuzz",
+    "e2e/test_sim_shares",
+    "e2e/test_topology",  # before Ray, whose threads no engine is to be forked beside
+    "e2e/test_real_groups",
+)
+_SOME_SLOW = re.compile(r"pytest\.mark\.(vllm|slow|topology)\b")
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """A file whose every test needs vLLM is not even imported where those are deselected: that alone takes 10 s."""
-    if collection_path.suffix != ".py" or "not vllm" not in config.getoption("markexpr"):
+    """A file whose every test is deselected is not even imported: with vLLM that alone takes 10 s."""
+    expression = config.getoption("markexpr")
+    if not collection_path.match("test_*.py"):
         return None
-    return True if _ALL_VLLM.search(collection_path.read_text()) else None
+    text = collection_path.read_text()
+    if "not vllm" in expression:
+        return True if _ALL_VLLM.search(text) else None
+    return True if ("vllm" in expression or "topology" in expression) and not _SOME_SLOW.search(text) else None
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """At the end of a run no process shall be left alone with one of the files that take longest."""
+    places = {name: place for place, name in enumerate(_LONGEST_FIRST)}
+    items.sort(key=lambda item: places.get(f"{item.path.parent.name}/{item.path.stem}", len(places)))
 
 
 def pytest_collection_finish() -> None:

@@ -21,10 +21,12 @@ from typing import Any
 
 import psutil
 from support_client import SETTLE_TIMEOUT_S, FleetClient, FleetFailed
+from support_forked import ForkedLauncher
 from support_vllm import tiny_model
 
 from orchestrator.config.model import resolve_model
 from orchestrator.launch.host.run_folder import RunFolder
+from orchestrator.process.parent import started_ticks
 from orchestrator.process.telemetry.logs import request_in
 
 ROOT = Path(__file__).parents[1]
@@ -44,23 +46,31 @@ class RunningFleet(FleetClient):
         program: Sequence[str] = CHECKOUT,
         folder: Path = ROOT,
         start_timeout_s: float = START_TIMEOUT_S,
+        forked: bool = True,
     ) -> None:
         """`config`: a file in configs/, or none. `namespace`: made up by default. `terminal`: the launcher writes to
-        one, else to a pipe. `program`: `orchestrator` as it is called, in `folder`."""
+        one, else to a pipe. `program`: `orchestrator` as it is called, in `folder`. `forked`: that of this checkout
+        need not import vLLM (`support_forked`); benchmarks, which pytest does not run, start what users start."""
         self.program, self.folder = program, folder
         self.namespace = namespace or f"test-{uuid.uuid4().hex[:8]}"
         self.log: list[str] = []
         self.reading = threading.Event()  # cleared: nobody reads what the launcher shows
         self.reading.set()
         arguments = [f"namespace={self.namespace}", "frontend.port=0", *sets]
-        command = [*program, "up", *([str(ROOT / "configs" / config)] if config is not None else [])]
+        up = ["up", *([str(ROOT / "configs" / config)] if config is not None else [])]
         for item in arguments:
-            command += ["--set", item]
+            up += ["--set", item]
         self.log_file = Path(tempfile.gettempdir()) / f"pd-{self.namespace}.log"
         self.process_log = RunFolder(self.namespace).log_path
         self.output, theirs = pty.openpty() if terminal else os.pipe()
         # Its own session: a test that kills the launcher's group must not end pytest.
-        self.process = subprocess.Popen(command, cwd=folder, stdout=theirs, stderr=theirs, start_new_session=True)
+        self.process: subprocess.Popen[bytes] | ForkedLauncher
+        if forked and program == CHECKOUT and "PYTEST_VERSION" in os.environ:
+            self.process = ForkedLauncher(up, folder, theirs)
+        else:
+            self.process = subprocess.Popen(
+                [*program, *up], cwd=folder, stdout=theirs, stderr=theirs, start_new_session=True
+            )
         os.close(theirs)
         threading.Thread(target=self._read, daemon=True).start()
         try:
@@ -114,7 +124,7 @@ class RunningFleet(FleetClient):
         self.http.close()
         try:
             self.stop()
-            left = [pid for pid in family if Path(f"/proc/{pid}").exists()]
+            left = [pid for pid in family if started_ticks(pid) is not None]  # an orphan that has ended is init's
             assert not left, f"processes left behind: {left}; log: {self.log_file}"
         finally:
             # The runtime folder goes with the test session; the log of a failure stays.
@@ -174,9 +184,9 @@ def with_operators_key(fleet: RunningFleet) -> RunningFleet:
 
 
 @contextlib.contextmanager
-def running_fleet(config: str, *sets: str, api_key: str = "") -> Iterator[RunningFleet]:
+def running_fleet(config: str, *sets: str, **more: Any) -> Iterator[RunningFleet]:
     """Roles stay, unless `sets` say otherwise: a test counts on the workers that it started."""
-    fleet = RunningFleet(config, "ratio.mode=off", *sets, api_key=api_key)
+    fleet = RunningFleet(config, "ratio.mode=off", *sets, **more)
     try:
         yield fleet
     finally:

@@ -90,7 +90,8 @@ async def ask(fleet: RunningFleet, number: int) -> None:
 @pytest.mark.timeout(300)
 def test_the_walk_names_every_file_that_a_remote_request_passes_and_no_other(tmp_path: Path):
     # Float32: decode samples the token that prefill has sent, so that one attempt is all there is.
-    with tracing(tmp_path) as trace, running_fleet("demo-1p1d-cpu.yaml", "workers.engine_args.dtype=float32") as fleet:
+    settings = ("workers.engine_args.dtype=float32",)
+    with tracing(tmp_path) as trace, running_fleet("demo-1p1d-cpu.yaml", *settings, forked=False) as fleet:
         trace.enter(WARM)
         asyncio.run(ask(fleet, 1))
         trace.enter(IDLE)

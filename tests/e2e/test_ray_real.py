@@ -38,7 +38,7 @@ class RayFleet:
 
     def __init__(self, sets: list[str], server: Server) -> None:
         self._sets, self._url = sets, server.url
-        self.launcher = with_operators_key(RunningFleet("demo-1p1d-cpu.yaml", *sets))
+        self.launcher = with_operators_key(RunningFleet("demo-1p1d-cpu.yaml", *sets, forked=False))  # see test_ray.py
         self.launcher.until(lambda: self.launcher.shape() == (1, 1), "1P1D")
         (prefill,), (decode,) = self.launcher.workers("prefill"), self.launcher.workers("decode")
         self.stays, self.victim = prefill["host"], decode["host"]
@@ -46,7 +46,7 @@ class RayFleet:
         self.frontend = FleetClient(url, self.launcher.namespace, key)
 
     def up_again(self) -> None:
-        again = RunningFleet("demo-1p1d-cpu.yaml", *self._sets, namespace=self.launcher.namespace)
+        again = RunningFleet("demo-1p1d-cpu.yaml", *self._sets, namespace=self.launcher.namespace, forked=False)
         self.launcher = with_operators_key(again)
 
     def where(self) -> dict[str, tuple[str, str, int]]:

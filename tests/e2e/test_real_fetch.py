@@ -17,13 +17,14 @@ from support_vllm import Driver, frames
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(900)]
 
-BLOCK_SIZE, CACHE_BYTES = 32, 201_326_592
+BLOCK_SIZE, CACHE_BYTES = 32, 134_217_728
 # The prefill worker has room for one conversation, so its cache has no history of another by the next turn.
 SETTINGS = (
     "workers.engine_args.dtype=float32",
     f"workers.engine_args.block_size={BLOCK_SIZE}",
     f"workers.engine_args.kv_cache_memory_bytes={CACHE_BYTES}",
-    "workers.prefill.engine_args.kv_cache_memory_bytes=18874368",
+    "workers.engine_args.max_model_len=2048",
+    "workers.prefill.engine_args.kv_cache_memory_bytes=9437184",
     "workers.decode.replicas=2",
     "routing.remote_prefill_min_tokens=64",
     "routing.decode_choice=round_robin",
@@ -31,7 +32,7 @@ SETTINGS = (
     "kv.verify=true",
     "kv.transfer_timeout_s=5",
 )
-CONVERSATIONS, TURNS, MAX_TOKENS, FIRST_TOKENS, MORE_TOKENS = 6, 3, 24, 2400, 120
+CONVERSATIONS, TURNS, MAX_TOKENS, FIRST_TOKENS, MORE_TOKENS = 6, 3, 24, 1200, 120
 LONGEST = FIRST_TOKENS + TURNS * (MAX_TOKENS + MORE_TOKENS)
 FIRST_SEEDS = (0, 100)  # of the prompts of a load without faults, and of one with them
 Said = list[list[list[int]]]  # tokens, by turn and conversation
@@ -49,6 +50,16 @@ async def converse(ask: Callable[[list[int]], Awaitable[list[int]]], seed: int) 
             said[-1].append(answer)
             history += answer + token_prompt(MORE_TOKENS, seed=1000 + 10 * turn + number)
     return said
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> str:
+    return small_model(tmp_path_factory.mktemp("model") / "small")
+
+
+@pytest.fixture(scope="module")
+def truths(model: str) -> list[Said]:
+    return asyncio.run(said_by_one_engine(model))
 
 
 async def said_by_one_engine(model: str) -> list[Said]:
@@ -82,9 +93,8 @@ def fetches(fleet: RunningFleet, outcome: str) -> float:
     return fleet.metric("pd_kv_fetches_total", outcome=outcome)
 
 
-async def test_fetched_history_gives_the_same_answers_and_holders_may_fail(tmp_path):
-    model = small_model(tmp_path / "small")
-    truth, other_truth = await said_by_one_engine(model)
+async def test_fetched_history_gives_the_same_answers_and_holders_may_fail(model, truths):
+    truth, other_truth = truths
     with running_fleet("demo-1p1d-cpu.yaml", *SETTINGS, f"model={model}") as fleet:
         assert await said_by(fleet, FIRST_SEEDS[0]) == truth
         fleet.until(lambda: fetches(fleet, "fetched") >= (TURNS - 1) * CONVERSATIONS / 2, "most turns are fetched")
@@ -97,9 +107,8 @@ async def test_fetched_history_gives_the_same_answers_and_holders_may_fail(tmp_p
         fleet.assert_no_leaks()
 
 
-async def test_history_in_host_memory_gives_the_same_answers_and_its_worker_may_be_killed(tmp_path):
-    model = small_model(tmp_path / "small")
-    truth, other_truth = await said_by_one_engine(model)
+async def test_history_in_host_memory_gives_the_same_answers_and_its_worker_may_be_killed(model, truths):
+    truth, other_truth = truths
     tier = ("kv.fetch=off", "workers.decode.replicas=1", f"kv.host_tier_bytes={CACHE_BYTES}", f"model={model}")
     with running_fleet("demo-1p1d-cpu.yaml", *SETTINGS, *tier) as fleet:
         assert await said_by(fleet, FIRST_SEEDS[0]) == truth

@@ -120,7 +120,6 @@ class TestDecodeGroup:
     @pytest.mark.parametrize(
         ("victim", "how"),
         [
-            ("rank 0", signal.SIGKILL),
             ("rank 1", signal.SIGKILL),
             ("engine 1", signal.SIGKILL),
             ("coordinator", signal.SIGKILL),

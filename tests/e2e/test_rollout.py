@@ -147,18 +147,6 @@ async def test_other_software_is_rolled_out_and_taken_back_under_load(fleet: Run
     fleet.assert_no_leaks()
 
 
-def test_fixed_keys_are_refused(fleet: RunningFleet) -> None:
-    for change, why in (
-        ("served_model_name=other", "clients know the model as 'demo'"),
-        ("frontend.replicas=2", "frontend.replicas: a rollout cannot change it"),
-        ("workers.engine_args.max_model_len=100", "max_model_len: 100 instead of 8192"),
-        ("workers.engine_args.num_gpu_blocks_override=none", "num_gpu_blocks_override: expected"),
-    ):
-        refused = rollout(fleet, CONFIG, "--set", change)
-        assert refused.returncode == 2 and why in refused.stderr, refused.stderr
-    assert "no rollout is under way" in rollout(fleet, "--abort").stderr
-
-
 def test_a_launcher_that_is_killed_leaves_it_to_the_next(tmp_path: Path) -> None:
     """On a Redis that outlives it. The file is the old one: what is rolled out is kept in Redis."""
     with running_server(tmp_path / "redis") as server:

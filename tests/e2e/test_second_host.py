@@ -41,6 +41,7 @@ def fleet(redis_url: str) -> Iterator[RunningFleet]:
         "workers.prefill.replicas=1",
         "workers.decode.replicas=1",
         "workers.bind=auto",
+        "workers.timeout_s=60",  # one that is stopped and cut off stays registered, however long the doctor takes
         "routing.decode_choice=round_robin",
         f"redis.url={redis_url}",
     ) as running:

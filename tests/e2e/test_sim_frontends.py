@@ -60,9 +60,9 @@ def pair() -> Iterator[RunningFleet]:
 
 def shown(fleet: RunningFleet, path: str) -> dict[str, Any]:
     """On a connection of its own, which any frontend may take; one that is stopped takes it and does not answer."""
-    for _ in range(20):
+    for _ in range(50):
         with contextlib.suppress(httpx.TimeoutException):
-            return dict(httpx.get(f"{fleet.url}{path}", timeout=5).json())
+            return dict(httpx.get(f"{fleet.url}{path}", timeout=2).json())
     raise AssertionError(f"{path}: no answer")
 
 
@@ -92,8 +92,8 @@ async def offered(fleet: RunningFleet) -> list[int]:
 
 
 @pytest.mark.slow
-async def test_thousands_of_requests_go_through_4p4d_and_two_frontends(pair: RunningFleet) -> None:
-    total, concurrency, max_tokens = 3_000, 64, 8
+async def test_a_thousand_requests_go_through_4p4d_and_two_frontends(pair: RunningFleet) -> None:
+    total, concurrency, max_tokens = 1_000, 64, 8
     pair.cli("scale", "prefill=4", "decode=4")
     pair.until(lambda: pair.shape() == (4, 4), "4P4D")
     prompts = [token_prompt(20 + 173 * i % 1800, seed=i) for i in range(40)]

@@ -74,8 +74,7 @@ async def test_every_rank_gets_requests_and_prefills(fleet: RunningFleet) -> Non
     assert "lost to imbalance" in (await asyncio.to_thread(fleet.cli, "status")).stdout
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize(("rank", "how"), [(0, signal.SIGSTOP), (1, signal.SIGKILL)])
 async def test_group_ends_with_any_rank_and_is_started_again(
     fleet: RunningFleet, rank: int, how: signal.Signals
 ) -> None:

@@ -39,7 +39,7 @@ TOPOLOGIES = {
     "PP2-PP1": (PP2, {}, "chunk"),
 }
 CORES = sorted(os.sched_getaffinity(0))[:2]
-TIMEOUT_S = 30.0  # an engine's first step may take 20 s here
+TIMEOUT_S = 120.0  # an engine's first step may take 20 s here, and twice that beside others
 COUNT = itertools.count()
 
 

@@ -172,16 +172,6 @@ async def test_abort_rolls_back_both_launchers(hosts: Hosts) -> None:
         launcher.assert_no_leaks()
 
 
-async def test_a_restart_takes_the_workers_of_both(hosts: Hosts) -> None:
-    before = hosts.workers_of(hosts.first), hosts.workers_of(hosts.second)
-    async with hosts.nobody_fails(), hosts.one_away_at_a_time():
-        said = await asyncio.to_thread(hosts.cli, "restart")
-    assert "4 workers restarted" in said
-    after = hosts.workers_of(hosts.first), hosts.workers_of(hosts.second)
-    assert [workers.keys() for workers in after] == [workers.keys() for workers in before]
-    assert not {*before[0].values(), *before[1].values()} & {*after[0].values(), *after[1].values()}
-
-
 async def test_a_launcher_that_dies_leaves_the_rollout_to_the_other(hosts: Hosts) -> None:
     """The one that orders, with its workers, whose places the other one takes; then it comes back."""
     leader = min((hosts.first, hosts.second), key=lambda launcher: identity_of(launcher.process.pid))

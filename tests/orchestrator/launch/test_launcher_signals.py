@@ -30,7 +30,8 @@ UNREAD_REQUESTS = 400  # their lines in the log are more than a pipe holds by de
 def fleet() -> Iterator[RunningFleet]:
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup starts a program
     try:
-        with running_fleet("sim-2p2d.yaml", "workers.prefill.replicas=1", "workers.decode.replicas=1") as running:
+        one_each = ("workers.prefill.replicas=1", "workers.decode.replicas=1")
+        with running_fleet("sim-2p2d.yaml", *one_each, forked=False) as running:  # a forked one does not inherit it
             yield running
     finally:
         signal.signal(signal.SIGHUP, before)

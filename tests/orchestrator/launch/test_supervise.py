@@ -172,14 +172,6 @@ async def test_a_stop_in_the_pause_ends_it_at_once(monkeypatch):
     await child.ended()
 
 
-async def test_a_program_that_cannot_be_started_is_a_crash():
-    child = Child("", spec=ProcessSpec("child", ["/nonexistent/program"]))
-    await until(lambda: child.exits)
-    assert child.exits[0].code == 127 and "/nonexistent/program" in child.exits[0].reason
-    child.process.request_stop()
-    await child.ended()
-
-
 async def test_stopping_one_that_ignores_it_kills_its_whole_group():
     code = (
         "import os, signal, time\nsignal.signal(15, signal.SIG_IGN)\nos.write(1, b'%d\\n' % os.fork())\ntime.sleep(60)"

@@ -24,11 +24,11 @@ from support_tls import make_certificate
 from support_wait import DEADLINE_S, until
 
 from orchestrator.config.values import masked
-from orchestrator.launch.host.redis_server import EmbeddedRedis, EmbeddedRedisError, server_binary
+from orchestrator.launch.host.redis_server import EmbeddedRedis, EmbeddedRedisError
 from orchestrator.process.parent import started_ticks
 from orchestrator.store.client import RedisAway, connect
 from orchestrator.store.events import DesiredChanged, Resync
-from orchestrator.store.keys import QUEUE, Keys
+from orchestrator.store.keys import QUEUE
 from orchestrator.store.registry import Registry
 
 
@@ -312,25 +312,6 @@ def test_masked():
     assert masked("unix:///run/r.sock?password=pw&db=1") == "unix:///run/r.sock?password=***&db=1"
 
 
-def accepts(path: Path) -> bool:
-    with socket.socket(socket.AF_UNIX) as client:
-        return client.connect_ex(str(path)) == 0
-
-
-async def test_unix_sockets(tmp_path):
-    path = tmp_path / "r.sock"
-    process = spawn(server_binary(), "--port", "0", "--unixsocket", str(path), "--save", "", "--dir", str(tmp_path))
-    try:
-        await until(lambda: accepts(path), "the server accepts connections")  # the file is there a moment before
-        redis = await connect(f"unix://{path}", 2.0)
-        assert await redis.set("a", 1)
-        assert await redis.call(QUEUE, "depth", "pd:{x}:") == [0, 0, 0]
-        await redis.aclose()
-    finally:
-        process.kill()
-        process.communicate()
-
-
 async def test_tls(server, tmp_path):
     """Our side of it: the embedded server is built without TLS, so a proxy that has it stands before the server."""
     certificate, key = make_certificate(tmp_path, "DNS:localhost")
@@ -403,19 +384,6 @@ async def test_subscription_survives_restart_and_reports_gap(redis, server):
     assert received == [None, b"one", None, b"two"]
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
-
-
-# ---- names -----------------------------------------------------------------------------------------------------
-
-
-def test_key_names():
-    keys = Keys("ns")
-    assert keys.queue == "pd:{ns}:queue"
-    assert keys.job("r") == "pd:{ns}:job:r"
-    assert keys.claims("w") == "pd:{ns}:claims:w"
-    assert keys.worker("w") == "pd:{ns}:worker:w"
-    assert keys.desired == "pd:{ns}:desired"
-    assert keys.events == "pd:{ns}:events"
 
 
 # ---- the embedded server ---------------------------------------------------------------------------------------

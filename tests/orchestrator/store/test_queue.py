@@ -1,4 +1,4 @@
-"""The queue's transitions, one by one, against a real server."""
+"""The queue's transitions that `test_queue_model.py` does not know, one by one, against a real server."""
 
 import random
 import time
@@ -51,13 +51,6 @@ async def ids(queue, worker="w", max_tokens=ALL, max_jobs=100):
 # ---- order and bounds ------------------------------------------------------------------------------------------
 
 
-async def test_first_come_first_served_among_equals(make):
-    queue = make()
-    for request_id, tokens in (("a", 900), ("b", 10), ("c", 500)):
-        await queue.enqueue(job(request_id, tokens))
-    assert await ids(queue) == ["a", "b", "c"]
-
-
 async def test_a_delay_moves_a_job_back_or_forward(make):
     queue = make()
     for request_id, delay_s in (("a", 900.0), ("b", 0.0), ("c", 500.0), ("urgent", -30.0)):
@@ -83,30 +76,6 @@ async def test_the_bound_counts_requests(make):
     assert await queue.depth() == QueueDepth(2, 200, 0)
     await claim_head(queue, "w", ALL, 1)
     await queue.enqueue(job("c"))
-
-
-async def test_a_claim_stops_at_the_token_budget_and_never_overtakes(make):
-    queue = make()
-    for request_id, tokens in (("a", 60), ("b", 50), ("c", 10)):
-        await queue.enqueue(job(request_id, tokens))
-    assert await ids(queue, max_tokens=100) == ["a"]  # not c, although it would fit
-    assert await ids(queue, max_tokens=60) == ["b", "c"]
-
-
-async def test_the_first_job_fits_any_budget_but_none(make):
-    queue = make()
-    await queue.enqueue(job("a", 5000))
-    assert await ids(queue, max_tokens=0) == []
-    assert await ids(queue, max_tokens=-5) == []
-    assert await ids(queue, max_jobs=0) == []
-    assert await ids(queue, max_tokens=1) == ["a"]
-
-
-async def test_a_claim_takes_at_most_max_jobs(make):
-    queue = make()
-    for number in range(7):
-        await queue.enqueue(job(f"r{number}", 1))
-    assert await ids(queue, max_jobs=3) == ["r0", "r1", "r2"]
 
 
 async def test_a_claim_carries_the_job_unchanged(make):
@@ -354,63 +323,7 @@ async def test_window_with_binary_id_drops_it(make, claimers, redis):
     assert not await redis.exists(queue.keys.job("").encode() + strange)
 
 
-# ---- attempts --------------------------------------------------------------------------------------------------
-
-
-async def test_enqueue_is_idempotent(make):
-    queue = make()
-    await queue.enqueue(job("a", 100))
-    await queue.enqueue(job("a", 100))
-    assert await queue.depth() == QueueDepth(1, 100, 0)
-    assert await ids(queue) == ["a"]
-    await queue.enqueue(job("a", 100))
-    assert await queue.depth() == QueueDepth(0, 0, 1), "a claimed job is not queued again"
-
-
-async def test_a_higher_attempt_replaces_a_waiting_one_at_its_place(make):
-    queue = make()
-    await queue.enqueue(job("a", 100))
-    await queue.enqueue(job("b", 100))
-    await queue.enqueue(job("a", 30, attempt=2))
-    assert await queue.depth() == QueueDepth(2, 130, 0)
-    first, _ = await claim_head(queue, "w", ALL, 2)
-    assert (first.job.request_id, first.job.attempt, first.job.tokens) == ("a", 2, 30)
-
-
-async def test_a_higher_attempt_replaces_a_claimed_one(make):
-    queue = make()
-    await queue.enqueue(job("a"))
-    await claim_head(queue, "old", ALL, 1)
-    await queue.enqueue(job("a", attempt=2))
-    assert await queue.depth() == QueueDepth(1, 100, 0)
-    assert await queue.renew("old", ["a"]) == ["a"]
-    assert not await queue.ack("old", "a", 1)
-    [claim] = await claim_head(queue, "new", ALL, 1)
-    assert (claim.job.attempt, claim.job.deliveries) == (2, 1)
-
-
-async def test_an_older_attempt_changes_nothing(make):
-    queue = make()
-    await queue.enqueue(job("a", 100, attempt=5))
-    await queue.enqueue(job("a", 1, attempt=4))
-    [claim] = await claim_head(queue, "w", ALL, 1)
-    assert (claim.job.attempt, claim.job.tokens) == (5, 100)
-
-
 # ---- holding and letting go ------------------------------------------------------------------------------------
-
-
-async def test_ack_forgets_the_job_for_good(make, redis):
-    queue = make()
-    await queue.enqueue(job("a"))
-    assert not await queue.ack("w", "a", 1), "not claimed yet"
-    await claim_head(queue, "w", ALL, 1)
-    assert not await queue.ack("other", "a", 1)
-    assert not await queue.ack("w", "a", 2)
-    assert await queue.ack("w", "a", 1)
-    assert not await queue.ack("w", "a", 1)
-    assert await queue.show("a") is None
-    assert await queue.depth() == QueueDepth(0, 0, 0)
 
 
 async def test_unreported_claims_are_released(make):
@@ -428,20 +341,6 @@ async def test_unreported_claims_are_released(make):
         assert await queue.ack(worker, name, 1)
 
 
-async def test_release_goes_back_to_the_old_place_and_costs_no_delivery(make):
-    queue = make()
-    for request_id in "abc":
-        await queue.enqueue(job(request_id))
-    for _ in range(5):
-        [claim] = await claim_head(queue, "w", ALL, 1)
-        assert (claim.job.request_id, claim.job.deliveries) == ("a", 1)
-        assert not await queue.release("other", "a", 1)
-        assert not await queue.release("w", "a", 9)
-        assert await queue.release("w", "a", 1)
-    assert await queue.depth() == QueueDepth(3, 300, 0)
-    assert not await queue.release("w", "a", 1)
-
-
 async def test_returned_job_keeps_its_score(make, redis):
     queue = make()
     for request_id, delay_s in (("long", 900.0), ("short", 10.0)):
@@ -455,42 +354,7 @@ async def test_returned_job_keeps_its_score(make, redis):
     assert before[0][0] == "short"
 
 
-async def test_renew_extends_leases_and_names_lost_ones(make, redis):
-    queue = make(lease_s=30.0)
-    await queue.enqueue(job("a"))
-    await queue.enqueue(job("b"))
-    await claim_head(queue, "w", ALL, 1)
-    await claim_head(queue, "other", ALL, 1)
-    await expire_lease(redis, queue, "a", "b")
-    assert await queue.renew("w", ["a", "b", "never"]) == ["b", "never"]
-    assert await queue.renew("w", []) == []
-    assert (await queue.sweep()).returned == ["b"]
-
-
-async def test_cancel_returns_job_state(make):
-    queue = make()
-    await queue.enqueue(job("a"))
-    await queue.enqueue(job("b", attempt=2))
-    assert await queue.cancel("a", 1) == "waiting"
-    assert await queue.cancel("a", 1) == "absent"
-    assert await queue.cancel("b", 1) == "absent", "a newer attempt is not this caller's"
-    await claim_head(queue, "w", ALL, 1)
-    assert await queue.cancel("b", 3) == "claimed"
-    assert await queue.renew("w", ["b"]) == ["b"]
-    assert not await queue.ack("w", "b", 2)
-    assert not await queue.release("w", "b", 2)
-    assert await queue.sweep() == SweepResult([], [], [])
-    assert await queue.depth() == QueueDepth(0, 0, 0)
-
-
 # ---- sweeping --------------------------------------------------------------------------------------------------
-
-
-async def test_a_live_lease_is_left_alone(make):
-    queue = make()
-    await queue.enqueue(job("a"))
-    await claim_head(queue, "w", ALL, 1)
-    assert await queue.sweep() == SweepResult([], [], [])
 
 
 async def test_an_expired_lease_returns_the_job_until_it_fails(make, redis):

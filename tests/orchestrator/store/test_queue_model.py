@@ -86,7 +86,7 @@ class QueueMachine(RuleBasedStateMachine):
         if expected == "queued":
             self.jobs[request_id] = Job(attempt, tokens, place, cached)
 
-    @rule(worker=WORKERS, max_tokens=st.integers(0, 1500), max_jobs=st.integers(0, 5))
+    @rule(worker=WORKERS, max_tokens=st.integers(-5, 1500), max_jobs=st.integers(0, 5))
     def claim(self, worker, max_tokens, max_jobs):
         expected, used = [], 0
         for request_id in self.waiting():

@@ -147,28 +147,12 @@ async def test_worker_is_listed_until_it_leaves(registry):
     assert await registry.workers() == {"b": b}
 
 
-async def test_a_silent_worker_is_gone(registry):
-    await registry.join(worker("a"), 0.05)
-
-    async def nobody():
-        return not await registry.workers()
-
-    await until(nobody, "a is forgotten")
-
-
 async def test_refreshing_keeps_a_worker_and_updates_it(registry, redis):
     await registry.join(worker("a"), 0.5)
     draining = worker("a", state=WorkerState.DRAINING, role=Role.DECODE)
     assert (await registry.refresh(draining, TTL_S)).orders == WorkerOrders()
     assert await redis.pttl(registry.keys.worker("a")) > 30_000
     assert await registry.workers() == {"a": draining}
-
-
-async def test_refresh_registers_again_after_data_loss(registry, redis):
-    await registry.join(worker("a"), TTL_S)
-    await redis.flushall()
-    await registry.refresh(worker("a"), TTL_S)
-    assert set(await registry.workers()) == {"a"}
 
 
 async def test_a_lost_index_heals(registry, redis):

@@ -27,6 +27,9 @@ pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="module")]
 
 TIMEOUT_S = 3.0
 COUNT = itertools.count()
+# What has nothing to do with when KV is sent, and what finds some of it sent and some not.
+in_one_mode = pytest.mark.parametrize("pair", ["auto"], indirect=True)
+in_parts = pytest.mark.parametrize("pair", ["auto", "layer"], indirect=True)
 
 
 def prompt(length: int, seed: int = 0) -> list[int]:
@@ -75,6 +78,7 @@ async def assert_no_leaks(*drivers: Driver) -> None:
         assert not driver.engine.kv_totals["pd_corrupt"]
 
 
+@in_one_mode
 async def test_steps_report_remaining_prompt_tokens(pair) -> None:
     """In chunks of 256 tokens; what is cached is not left, and a prompt of one chunk ends with its first step."""
     prefill, _ = pair
@@ -149,6 +153,7 @@ async def test_many_at_once_in_both_directions(pair, reference) -> None:
     await assert_no_leaks(first, second)
 
 
+@in_one_mode
 async def test_a_decode_aborted_while_it_waits_gives_its_blocks_back(pair) -> None:
     prefill, decode = pair
     # Prefill knows nothing of the request, so decode waits.
@@ -162,6 +167,7 @@ async def test_a_decode_aborted_while_it_waits_gives_its_blocks_back(pair) -> No
     await assert_no_leaks(prefill)
 
 
+@in_one_mode
 async def test_blocks_waiting_for_stopped_engine_are_counted(pair) -> None:
     prefill, decode = pair
     await transfer(prefill, decode, "before", frames(prompt(100)))  # they are connected
@@ -242,6 +248,7 @@ async def test_hundreds_of_requests_with_aborts_on_both_sides(pair, reference) -
     assert decode.engine.kv_totals["pd_verified"] - verified > 100
 
 
+@in_one_mode
 async def test_a_prefill_that_never_runs_ends_in_recompute_after_the_timeout(pair, reference) -> None:
     prefill, decode = pair
     body = frames(prompt(300, 5))
@@ -252,6 +259,7 @@ async def test_a_prefill_that_never_runs_ends_in_recompute_after_the_timeout(pai
     await assert_no_leaks(prefill, decode)
 
 
+@in_one_mode
 async def test_unclaimed_blocks_are_freed_after_lease(pair) -> None:
     prefill, _ = pair
     await prefill.prefill("unwanted", frames(prompt(300, 6)))
@@ -260,6 +268,7 @@ async def test_unclaimed_blocks_are_freed_after_lease(pair) -> None:
     await assert_no_leaks(prefill)
 
 
+@in_one_mode
 async def test_prefilled_blocks_are_freed_at_once_when_their_request_is_aborted(pair) -> None:
     prefill, _ = pair
     await prefill.prefill("dropped", frames(prompt(300, 6)))
@@ -270,6 +279,7 @@ async def test_prefilled_blocks_are_freed_at_once_when_their_request_is_aborted(
     assert time.monotonic() - began < TIMEOUT_S / 2
 
 
+@in_one_mode
 async def test_an_unreachable_prefill_engine_ends_in_recompute(pair, reference) -> None:
     _, decode = pair
     body = frames(prompt(200, 7))
@@ -279,6 +289,7 @@ async def test_an_unreachable_prefill_engine_ends_in_recompute(pair, reference) 
     await assert_no_leaks(decode)
 
 
+@in_one_mode
 async def test_a_silent_peer_does_not_delay_handshakes_with_others(model: Path, pair, reference) -> None:
     _, decode = pair
     fresh = await Driver.start(model, name="fresh")
@@ -295,6 +306,7 @@ async def test_a_silent_peer_does_not_delay_handshakes_with_others(model: Path, 
     await fresh.stop()
 
 
+@in_one_mode
 async def test_a_continuation_goes_on_where_the_tokens_end(pair, reference) -> None:
     prefill, decode = pair
     body = frames(prompt(120, 8), 12, min_tokens=12)
@@ -308,6 +320,7 @@ async def test_a_continuation_goes_on_where_the_tokens_end(pair, reference) -> N
     await assert_no_leaks(prefill, decode)
 
 
+@in_one_mode
 async def test_waiting_requests_follow_frontend_order(pair, reference) -> None:
     _, decode = pair
     for number in range(16):  # as many as it runs
@@ -322,6 +335,7 @@ async def test_waiting_requests_follow_frontend_order(pair, reference) -> None:
     await assert_no_leaks(decode)
 
 
+@in_one_mode
 async def test_unsupported_request_is_refused_by_name(pair) -> None:
     _, decode = pair
     with pytest.raises(InvalidEngineRequest, match="broken: undecodable"):
@@ -343,6 +357,7 @@ async def test_unsupported_request_is_refused_by_name(pair) -> None:
     await assert_no_leaks(decode)
 
 
+@in_one_mode
 async def test_outputs_decode_as_vllms_own(pair) -> None:
     from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
     from vllm.v1.serial_utils import MsgpackDecoder
@@ -358,6 +373,7 @@ def _cpu_seconds(pid: int) -> float:
     return sum(int((task / "schedstat").read_text().split()[0]) for task in Path(f"/proc/{pid}/task").iterdir()) / 1e9
 
 
+@in_one_mode
 async def test_an_idle_engine_uses_little_of_a_core(pair) -> None:
     pids = [engine_pid(driver) for driver in pair]
     seen = []
@@ -372,6 +388,7 @@ async def test_an_idle_engine_uses_little_of_a_core(pair) -> None:
     pytest.fail(f"shares of a core used while idle: {seen}")
 
 
+@in_parts
 async def test_a_killed_prefill_engine_costs_no_request_and_no_block(model: Path, pair, reference) -> None:
     _, decode = pair
     doomed = await Driver.start(model, name="doomed")
@@ -392,6 +409,7 @@ async def test_a_killed_prefill_engine_costs_no_request_and_no_block(model: Path
     await assert_no_leaks(decode)
 
 
+@in_parts
 async def test_a_killed_decode_engine_frees_the_prefill_side_at_once(model: Path, pair) -> None:
     prefill, _ = pair
     doomed = await Driver.start(model, name="doomed")
@@ -455,6 +473,7 @@ async def test_no_engine_process_outlives_its_parent(model: Path, tmp_path: Path
     await until(lambda: not any(started_ticks(pid) for pid in family), what="the end of every process")
 
 
+@in_one_mode
 async def test_engines_that_differ_still_answer(model: Path, tmp_path: Path, pair, reference) -> None:
     """KV of another block size or of another model is not taken: decode computes it without waiting."""
     first, second = pair

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import os
-import signal
 import sys
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
 from unittest.mock import AsyncMock, Mock
 
 import msgspec
@@ -32,9 +30,8 @@ from orchestrator.launch.machines import Setup
 from orchestrator.launch.pools.worker_pool import WorkerPool
 from orchestrator.launch.registry_watch import RegistryWatch, Snapshot
 from orchestrator.process.parent import started_ticks
-from orchestrator.store.client import RedisAway, connect
+from orchestrator.store.client import connect
 from orchestrator.store.fields import Launcher
-from orchestrator.store.planned import Seen
 from orchestrator.store.registry import Registry
 from orchestrator.store.steering import Steering
 from orchestrator.types import DesiredRatio, Role, WorkerState
@@ -84,9 +81,7 @@ class Pool:
 
 
 @asynccontextmanager
-async def running_pool(
-    tmp_path: Path, prefill: int, decode: int, backoff_s: float = 0.1, timeout_s: float = 4
-) -> AsyncIterator[Pool]:
+async def running_pool(tmp_path: Path, prefill: int, decode: int) -> AsyncIterator[Pool]:
     adopt_orphans()
     server = EmbeddedRedis()
     url = await server.start(tmp_path)
@@ -98,11 +93,7 @@ async def running_pool(
             "engine": "sim",
             "namespace": f"pool-{os.getpid()}",
             "redis": {"url": url, "timeout_s": 5},
-            "workers": {
-                "timeout_s": timeout_s,
-                "prefill": {"replicas": prefill},
-                "decode": {"replicas": decode},
-            },
+            "workers": {"timeout_s": 4, "prefill": {"replicas": prefill}, "decode": {"replicas": decode}},
             "launcher": {"stop_timeout_s": 5},
         }
     )
@@ -155,62 +146,6 @@ async def hand_started(running: Pool, role: Role, worker_id: str) -> AsyncIterat
             await process.wait()
 
 
-async def test_scale_flips_running_workers_before_it_starts_or_drains_any(tmp_path):
-    async with running_pool(tmp_path, 1, 2) as running:
-        before = running.pids()
-        assert running.roles() == {"worker-0": "prefill", "worker-1": "decode", "worker-2": "decode"}
-        await running.fleet.scale(2, 1)
-        await running.until_ratio(2, 1)
-        assert running.pids() == before, "the same processes"
-        assert running.roles()["worker-2"] == "prefill"
-        await running.fleet.scale(1, None)
-        await running.until_ratio(1, 1)
-        await running.fleet.scale(None, 3)
-        await running.until_ratio(1, 3)
-        assert set(before.values()) & set(running.pids().values()), "those that fitted were kept"
-
-
-async def test_a_killed_worker_comes_back_and_leaves_the_registry_at_once(tmp_path):
-    async with running_pool(tmp_path, 1, 1) as running:
-        victim = running.pids()["worker-0"]
-        os.kill(victim, signal.SIGKILL)
-        await running.until(lambda: "worker-0" not in running.roles(), "gone from the registry")
-        await running.until(lambda: running.roles() == {"worker-0": "prefill", "worker-1": "decode"}, "back")
-        assert running.pids()["worker-0"] not in (0, victim)
-
-
-async def test_a_registry_that_comes_back_empty_ends_no_worker(tmp_path):
-    """The launcher may read it before the workers have registered again, however long Redis was away."""
-    async with running_pool(tmp_path, 1, 1, timeout_s=1) as running:
-        before, reading, empty = running.pids(), running.registry.read, [True]
-
-        async def away() -> Any:
-            raise RedisAway("away")
-
-        async def empty_at_first() -> Any:
-            found = await reading()
-            return msgspec.structs.replace(found, workers={}, orders={}) if empty and empty.pop() else found
-
-        running.registry.read = away  # type: ignore[method-assign]
-        await asyncio.sleep(5)  # longer than a worker may be silent
-        running.registry.read = empty_at_first  # type: ignore[method-assign]
-        await running.until(lambda: not empty and not running.snapshot.workers, "an empty registry was read")
-        await running.until(lambda: running.snapshot.workers, "and one with the workers")
-        await running.until_ratio(1, 1)
-        assert running.pids() == before
-
-
-async def test_prefill_worker_stands_in_for_lost_decode_workers(tmp_path):
-    async with running_pool(tmp_path, 2, 2, backoff_s=3) as running:
-        for name in ("worker-2", "worker-3"):
-            os.kill(running.pids()[name], signal.SIGKILL)
-        await running.until(lambda: running.roles() == {"worker-0": "prefill", "worker-1": "decode"}, "one stands in")
-        desired = await running.registry.desired()
-        assert desired is not None and (desired.prefill, desired.decode, desired.set_by) == (2, 2, "test")
-        await running.until_ratio(2, 2)
-        assert len(running.pids()) == 4
-
-
 def test_only_a_fleet_that_has_had_decode_workers_needs_a_stand_in(tmp_path):
     config = parse_config({"model": "sim-model", "engine": "sim"})
     registry = Registry(AsyncMock(), "none")
@@ -241,31 +176,6 @@ async def test_nothing_is_done_before_all_are_back_in_a_registry_that_has_lost_t
     await pool.update(replace(there, workers=workers, read_at=now + config.workers.timeout_s))
     pool.start.assert_called_once()
     assert pool.start.call_args.args[1] == [Role.PREFILL]
-
-
-async def test_foreign_worker_stands_in_too(tmp_path):
-    """The launcher that lives runs no prefill worker; the one by hand takes the role, and gives it back."""
-    async with running_pool(tmp_path, 0, 1, backoff_s=3) as running, hand_started(running, Role.PREFILL, "by-hand"):
-        await running.until(lambda: running.roles() == {"worker-0": "decode", "by-hand": "prefill"}, "joined")
-        await running.fleet.scale(1, 1)
-        os.kill(running.pids()["worker-0"], signal.SIGKILL)
-        await running.until(lambda: running.roles() == {"by-hand": "decode"}, "it stands in")
-        await running.until(lambda: sorted(running.roles().values()) == ["decode", "prefill"], "1P1D again")
-        assert len(running.pids()) == 1
-
-
-async def test_role_and_drain_change_desired_ratio(tmp_path):
-    async with running_pool(tmp_path, 1, 2) as running:
-        before = running.pids()
-        assert await running.fleet.change_role("worker-1", Role.PREFILL, force=False)
-        await running.until_ratio(2, 1)
-        assert running.roles()["worker-1"] == "prefill" and running.pids() == before
-        assert not await running.fleet.change_role("worker-1", Role.PREFILL, force=False), "it has that role"
-        assert await running.fleet.drain("worker-0", force=False)
-        await running.until_ratio(1, 1)
-        assert set(running.pids()) == {"worker-1", "worker-2"}
-        desired = await running.registry.desired()
-        assert desired is not None and (desired.prefill, desired.decode) == (1, 1)
 
 
 async def test_last_decode_worker_is_removed_only_by_force(tmp_path):
@@ -317,46 +227,6 @@ async def test_role_and_drain_of_one_that_comes_on_top_end_no_other(tmp_path):
             await asyncio.sleep(0.1)
         assert running.pids() == before and await running.registry.desired() == desired
         await running.until_ratio(1, 2)
-
-
-async def test_two_launchers_share_a_fleet(tmp_path):
-    """Ids are used once, and what both started too many is drained again."""
-    async with running_pool(tmp_path, 1, 1) as first:
-        config, file = first.config, RunFolder(f"pool-{os.getpid()}").path / "config.yaml"
-        second = WorkerPool(
-            config,
-            first.registry,
-            LocalMachine(config),
-            lambda *line: None,
-            lambda process: None,
-            Setup(0, config, file),
-            "other",
-        )
-        watch = RegistryWatch(first.registry, second.update)
-        watching = asyncio.create_task(watch.run())
-        try:
-            await second.hold_ids()
-            many = [Role.PREFILL] * 2
-            await asyncio.gather(second.start(Seen(), many), first.pool.start(Seen(), many[:1]))
-            assert len({*first.pool.slots, *second.slots}) == 5, "each has an id of its own before it loads"
-
-            def shrunk() -> bool:
-                return {*first.pool.slots, *second.slots} == {"worker-0", "worker-1"} == set(first.roles())
-
-            await first.until(shrunk, "1P1D again")
-            await first.fleet.scale(3, None)
-            await first.until(lambda: list(first.roles().values()).count("prefill") >= 3, "three prefill workers")
-
-            def exact() -> bool:
-                slots = [*first.pool.slots, *second.slots]
-                return len(slots) == len(set(slots)) == 4 == len(first.roles())
-
-            await first.until(exact, "no more than desired")
-        finally:
-            watching.cancel()
-            await asyncio.gather(watching, return_exceptions=True)
-            await second.close()
-        assert second.slots == {} and "other" not in await first.registry.launchers()
 
 
 async def test_status_from_the_registry_alone(tmp_path):

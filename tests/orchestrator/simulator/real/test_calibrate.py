@@ -3,6 +3,7 @@
 import asyncio
 import itertools
 import time
+from types import SimpleNamespace
 
 import pytest
 from support_openai import Server
@@ -69,10 +70,11 @@ class Engine:
             running = list(self.asked)
             prompt = any(not stamps for stamps, _, _ in running)
             await asyncio.sleep(0.06 if prompt else 0.01)
+            now = time.perf_counter()
             for one in running:
                 if prompt and one[0]:
-                    self.mixed_s.append(time.perf_counter() - one[0][-1])
-                one[0].append(time.perf_counter())
+                    self.mixed_s.append(now - one[0][-1])
+                one[0].append(now)
                 if len(one[0]) == one[1]:
                     self.asked.remove(one)
                     one[2].set()
@@ -83,7 +85,7 @@ async def test_a_prompt_is_measured_beside_a_running_sequence():
     steps = asyncio.create_task(engine.run())
     first_s, step_s = await calibrate._beside(engine, [1] * 32, [2] * 32, 0.2)
     steps.cancel()
-    assert [step_s] == pytest.approx(engine.mixed_s, abs=0.001), "the gap that ended with the prompt's first token"
+    assert [step_s] == pytest.approx(engine.mixed_s), "the gap that ended with the prompt's first token"
     assert first_s >= 0.06
 
 
@@ -151,12 +153,12 @@ async def test_quick_measurements_are_repeated_and_slow_ones_are_not(monkeypatch
 
     async def measure() -> list[float]:
         calls.append(0.0)
-        await asyncio.sleep(0.001)
         return [float(len(calls))]
 
-    monkeypatch.setattr(calibrate, "PAUSE_S", 0.001)
+    monkeypatch.setattr(calibrate, "PAUSE_S", 0.0)
     monkeypatch.setattr(calibrate, "MEASURE_S", 0.1)
-    assert await calibrate._median(measure) == (len(calls) + 1) / 2 and len(calls) > 3
+    monkeypatch.setattr(calibrate, "time", SimpleNamespace(monotonic=lambda: 0.03 * len(calls)))  # 30 ms each
+    assert await calibrate._median(measure) == 2.5 and len(calls) == 4
     calls.clear()
     monkeypatch.setattr(calibrate, "MEASURE_S", 0.0)
     assert await calibrate._median(measure, 3) == 2.0 and len(calls) == 3

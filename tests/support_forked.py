@@ -1,0 +1,209 @@
+"""Launchers that are forked by a process which has imported vLLM once for a test session, instead of executed.
+
+A launcher's fork server (`orchestrator.launch.host.fork_servers`) takes 8 s of CPU time for these imports, most of what
+a fleet of simulated engines takes to start. Here it is forked beside its launcher, where the environment is that in
+which vLLM was imported; all else is as the product has it. Fleets of `e2e/test_demo.py` and `e2e/test_package.py` are
+executed.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import importlib
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+
+from orchestrator.config.settings import Config
+from orchestrator.launch.commands import to_import
+from orchestrator.launch.host import fork_servers
+from orchestrator.launch.host.process import whole_environment
+from orchestrator.process import fork_server
+from orchestrator.process.parent import kill_with
+
+_CHECKOUT = Path(__file__).parents[1]
+_TESTS = str(_CHECKOUT / "tests")
+_PROGRAM = f"import sys; sys.path.append({_TESTS!r}); import support_forked as s; s.main(*sys.argv[1:])"
+_MAX_BYTES = 1 << 18
+# Not when vLLM is imported, but by the server that is made then, or by a client.
+_READ_LATER = {"SSL_CERT_FILE", "VLLM_ALLOW_RUNTIME_LORA_UPDATING", "VLLM_SERVER_DEV_MODE"}
+
+
+class _Start(msgspec.Struct):
+    """A command line from its module on; where; with which environment."""
+
+    arguments: list[str]
+    folder: str
+    env: dict[str, str]
+
+
+def _imported_with(env: dict[str, str]) -> frozenset[tuple[str, str]]:
+    """What decides, of an environment, whether modules imported in it serve another."""
+    later = {name for name in env if name.startswith("PYTEST")} | _READ_LATER
+    return fork_servers._import_environment({name: value for name, value in env.items() if name not in later})
+
+
+# ---- the test's side ---------------------------------------------------------------------------------------------
+
+
+class ForkedLauncher:
+    """As subprocess.Popen, of which it has what tests use."""
+
+    _server: socket.socket | None = None
+
+    def __init__(self, arguments: Sequence[str], folder: Path, output: int) -> None:
+        """`arguments`: of `orchestrator`. `output`: where it writes to."""
+        self.returncode: int | None = None
+        self._told, tell = os.pipe()
+        start = _Start(list(arguments), str(folder), dict(os.environ))
+        socket.send_fds(self._serving(), [msgspec.msgpack.encode(start)], [output, tell])
+        os.close(tell)
+        self.pid = int(self._line())  # ValueError: no process could be forked
+
+    @classmethod
+    def _serving(cls) -> socket.socket:
+        if cls._server is None:
+            cls._server, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            program, env = to_import(Config(model="", engine="vllm"))[0]
+            with theirs:
+                process = subprocess.Popen(
+                    [sys.executable, "-c", _PROGRAM, str(theirs.fileno()), *program.imports],
+                    cwd=_CHECKOUT,
+                    env=whole_environment(env),
+                    stdin=subprocess.DEVNULL,
+                    stderr=subprocess.DEVNULL,
+                    pass_fds=[theirs.fileno()],
+                    start_new_session=True,
+                )
+            atexit.register(process.wait)
+            atexit.register(cls._server.close)
+        return cls._server
+
+    def _line(self) -> bytes:
+        """Empty when whoever would tell was killed."""
+        line = b""
+        while not line.endswith(b"\n") and (more := os.read(self._told, 1)):
+            line += more
+        return line
+
+    def poll(self) -> int | None:
+        if self.returncode is None and select.select([self._told], [], [], 0)[0]:
+            self.returncode = int(self._line() or 255)
+            os.close(self._told)
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        if self.returncode is None and not select.select([self._told], [], [], timeout)[0]:
+            raise subprocess.TimeoutExpired("orchestrator", timeout or 0.0)
+        code = self.poll()
+        assert code is not None
+        return code
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
+# ---- the process that forks them ---------------------------------------------------------------------------------
+
+
+def main(descriptor: str, *imports: str) -> None:
+    fork_server._show(sys.orig_argv)  # the first call finds its place, beside an environment as the kernel made it
+    imported_with = _imported_with(dict(os.environ))
+    for module in (*imports, "orchestrator.cli.main", "orchestrator.launch.launcher"):
+        importlib.import_module(module)
+    control = socket.socket(fileno=int(descriptor))
+    while True:
+        message, descriptors, _, _ = socket.recv_fds(control, _MAX_BYTES, 2)
+        if not message:
+            return  # the tests have ended
+        if os.fork() == 0:
+            control.close()
+            if (run := _watched(msgspec.msgpack.decode(message, type=_Start), *descriptors, imported_with)) is not None:
+                run()
+            return
+        for each in descriptors:
+            os.close(each)
+        with contextlib.suppress(ChildProcessError):
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+
+
+def _watched(
+    start: _Start, output: int, tell: int, imported_with: frozenset[tuple[str, str]]
+) -> Callable[[], None] | None:
+    """None here, once the launcher has ended; in it, and in its fork server, what these run."""
+    if pid := os.fork():
+        os.write(tell, b"%d\n" % pid)
+        code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        os.write(tell, b"%d\n" % code)
+        os._exit(0)
+    os.close(tell)
+    os.setsid()
+    for descriptor in (1, 2):
+        os.dup2(output, descriptor)
+    os.close(output)
+    os.chdir(start.folder)
+    os.environ.clear()
+    os.environ.update(start.env)
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    launcher = os.getpid()
+    if (forked := os.fork()) == 0:
+        ours.close()
+        kill_with(launcher)
+        return lambda: _serve_launcher(theirs)
+    theirs.close()
+    ours.set_inheritable(False)
+    sys.argv = ["orchestrator", *start.arguments]
+    fork_server._show([sys.executable, "-m", "orchestrator.cli.main", *start.arguments])
+    unused = [ours]
+
+    def popen(command: list[str], env: dict[str, str], pass_fds: list[int], **how: Any) -> Any:
+        if not unused or command[0] != sys.executable or _imported_with(env) != imported_with:
+            return subprocess.Popen(command, env=env, pass_fds=pass_fds, **how)
+        with unused.pop() as control:
+            socket.send_fds(control, [msgspec.msgpack.encode(_Start(command, "", env))], pass_fds)
+        return SimpleNamespace(kill=lambda: os.kill(forked, signal.SIGKILL), wait=lambda: os.waitpid(forked, 0))
+
+    def run() -> None:
+        from orchestrator.cli.main import main
+
+        try:
+            main()
+        finally:
+            if unused:
+                os.kill(forked, signal.SIGKILL)
+                os.waitpid(forked, 0)
+
+    fork_servers.subprocess = SimpleNamespace(Popen=popen, DEVNULL=subprocess.DEVNULL)  # type: ignore[assignment]
+    return run
+
+
+def _serve_launcher(control: socket.socket) -> None:
+    message, descriptors, _, _ = socket.recv_fds(control, _MAX_BYTES, 1)
+    if not message:
+        return  # the launcher needs none
+    control.close()
+    start = msgspec.msgpack.decode(message, type=_Start)
+    os.setsid()
+    os.environ.clear()
+    os.environ.update(start.env)
+    sys.orig_argv = start.arguments
+    place = start.arguments.index(fork_servers._SERVER)
+    fork_server.main([str(descriptors[0]), *start.arguments[place + 2 :]])
