@@ -86,7 +86,7 @@ async def running_pool(tmp_path: Path, prefill: int, decode: int) -> AsyncIterat
     server = EmbeddedRedis()
     url = await server.start(tmp_path)
     patch = pytest.MonkeyPatch()
-    patch.setattr(supervise, "BACKOFF_S", backoff_s)
+    patch.setattr(supervise, "BACKOFF_S", 0.1)
     config = parse_config(
         {
             "model": "sim-model",
