@@ -32,7 +32,7 @@ SETTINGS = (
     "kv.verify=true",
     "kv.transfer_timeout_s=5",
 )
-CONVERSATIONS, TURNS, MAX_TOKENS, FIRST_TOKENS, MORE_TOKENS = 6, 3, 24, 1200, 120
+CONVERSATIONS, TURNS, MAX_TOKENS, FIRST_TOKENS, MORE_TOKENS = 6, 3, 24, 1600, 120
 LONGEST = FIRST_TOKENS + TURNS * (MAX_TOKENS + MORE_TOKENS)
 FIRST_SEEDS = (0, 100)  # of the prompts of a load without faults, and of one with them
 Said = list[list[list[int]]]  # tokens, by turn and conversation
