@@ -209,8 +209,8 @@ class PushWorker(Connections):
             return 0.0005
         if self._outbound.awaits_device or self._outbound.is_writing:
             return 0.001
-        if self._inbound.busy:  # KV is seen late by 1% of the shortest wait, or a millisecond, at most
-            return min(0.004, max(0.001, 0.01 * (time.monotonic() - self._inbound.registered_at)))
+        if self._inbound.busy:  # a notice takes about two looks, and may come late by 1% of the shortest wait
+            return min(0.004, max(0.001, 0.005 * (time.monotonic() - self._inbound.registered_at)))
         if self._outbound.busy or self._writes:
             return 0.005  # while prefill computes: registrations come in
         return 0.25  # an unannounced message waits up to this long; this costs 0.2 % of a core
