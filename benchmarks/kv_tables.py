@@ -112,27 +112,29 @@ def _cells(row: dict[str, Any]) -> list[str]:
 
 
 def _ratios(rows: list[dict[str, Any]]) -> Iterable[str]:
-    """Tables of ours against vLLM's connectors and against the other modes, by prompt length, as far as measured."""
+    """Tables of ours against vLLM's connectors and against the other modes, by prompt length, of the turns that they
+    have in common."""
     at = {(row["variant"], row["tokens"]): row for row in rows}
     against, modes = [], []
     for tokens in dict.fromkeys(row["tokens"] for row in rows):
         ours, push, pull, chunk, layer = (
             at.get((variant, tokens)) for variant in (OURS, REFERENCE, "stock pull, repaired", "chunk", "layer")
         )
-        if ours and push:
-            cells = [str(tokens), _ms(ours), f"{ours['exposed_s'] / push['exposed_s']:.2f}"]
-            cells += [f"{ours['exposed_s'] / ours['raw_write_s']:.2f}", f"{_both(ours) / _both(push) - 1:+.1%}"]
-            against.append([*cells, f"{_both(ours) / _both(pull) - 1:+.1%}" if pull else ""])
-        if ours and chunk and layer:
-            better_s = min(chunk["exposed_s"], layer["exposed_s"])
-            cells = [str(tokens), _ms(ours), _ms(chunk), _ms(layer), f"{ours['exposed_s'] / chunk['exposed_s']:.2f}"]
-            modes.append(
-                [
-                    *cells,
-                    f"{(ours['exposed_s'] - better_s) * 1e3:+.1f}",
-                    f"{ours['prefill_s'] / chunk['prefill_s']:.3f}",
-                ]
-            )
+        if both := _same_turns(ours, push):
+            mine, other = both
+            cells = [str(tokens), _ms(mine), f"{mine['exposed_s'] / other['exposed_s']:.2f}"]
+            cells += [f"{mine['exposed_s'] / mine['raw_write_s']:.2f}", f"{_both(mine) / _both(other) - 1:+.1%}"]
+            pulled = _same_turns(ours, pull)
+            against.append([*cells, f"{_both(pulled[0]) / _both(pulled[1]) - 1:+.1%}" if pulled else ""])
+        if found := _same_turns(ours, chunk, layer):
+            mine, *others = found
+            better_s = min(other["exposed_s"] for other in others)
+            cells = [str(tokens), *map(_ms, found), f"{mine['exposed_s'] / others[0]['exposed_s']:.2f}"]
+            cells += [
+                f"{(mine['exposed_s'] - better_s) * 1e3:+.1f}",
+                f"{mine['prefill_s'] / others[0]['prefill_s']:.3f}",
+            ]
+            modes.append(cells)
     if against:
         head = [
             "tokens",
@@ -152,6 +154,18 @@ def _ratios(rows: list[dict[str, Any]]) -> Iterable[str]:
             f"{OURS} less the better of the others",
         ]
         yield table([*head, f"prefill: {OURS} / chunk"], modes)
+
+
+def _same_turns(*rows: dict[str, Any] | None) -> list[dict[str, Any]]:
+    """These rows with nothing but the turns that all of them have; empty if there is none."""
+    some = [Row(**row) for row in rows if row is not None]
+    shared = [name for name in some[0].turns if all(name in row.turns for row in some)] if some else []
+    if not shared or len(some) < len(rows):
+        return []
+    return [
+        asdict(Row.of(r.model, r.variant, r.tokens, r.bytes, r.raw_write_s, {name: r.turns[name] for name in shared}))
+        for r in some
+    ]
 
 
 def _ms(row: dict[str, Any]) -> str:
