@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import functools
 import os
 import platform
 import random
 import statistics
 import sys
 import tempfile
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +25,12 @@ HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parent), str(HERE.parent / "tests")]
 
 from kv_engines import VARIANTS, Pair, Variant, start_pair  # noqa: E402
-from kv_tables import Row, save  # noqa: E402
+from kv_tables import Row, RunTimes, Turns, save  # noqa: E402
 from support_vllm import tiny_model  # noqa: E402
 
 from orchestrator.config.model import resolve_model  # noqa: E402
+
+Note = Callable[[list[Row]], None]
 
 
 def random_prompt(tokens: int) -> list[int]:
@@ -39,68 +44,61 @@ def grouped(variants: list[Variant], at_once: int) -> list[list[Variant]]:
     return [*groups, *([variant] for variant in variants if variant.spins)]
 
 
-async def measure(model: str, path: str, args: dict[str, Any], options: argparse.Namespace) -> list[Row]:
-    """Measure all variants. Two engines of one kind differ by where their memory lies, and the machine's speed drifts,
-    so every round starts all engines again, in another order. Variants that spin have one round: they are slower by
-    more than that."""
-    runs: dict[tuple[str, int], list[tuple[float, float, float]]] = {}
+async def measure(
+    model: str, path: str, args: dict[str, Any], options: argparse.Namespace, note: Note = lambda rows: None
+) -> list[Row]:
+    """Measure all variants, print each as it ends, and give `note` all rows so far. Two engines of one kind differ by
+    where their memory lies, and the machine's speed drifts, so every round starts all engines again, in another order.
+    Variants that spin have one round: they are slower by more than that."""
+    turns: dict[tuple[str, int], Turns] = {}
+    began = time.strftime("%Y-%m-%d %H:%M:%S")
     raw: dict[int, list[float]] = {}
-    per_token = 0
+    rows: list[Row] = []
     for number in range(options.rounds):
         groups = [g for g in grouped(options.variants, options.at_once) if number == 0 or not g[0].spins]
         first = number % len(groups) if groups else 0
-        for group in groups[first:] + groups[:first]:
+        for at, group in enumerate(groups[first:] + groups[:first]):
             pairs: list[Pair] = []
             try:
                 for variant in group:
                     pairs.append(await start_pair(variant, path, args, options.cuda))
                 per_token = pairs[0].prefill.info.kv_bytes_per_token
-                for name, tokens, run in await _round(pairs, options):
-                    runs.setdefault((name, tokens), []).append(run)
+                for case, runs in (await _round(pairs, options)).items():
+                    turns.setdefault(case, {})[f"{began}, {number + 1}"] = runs
             finally:
                 for pair in pairs:
                     await pair.stop()
-            names = ", ".join(variant.name for variant in group)
-            print(f"{model}: round {number + 1} of {options.rounds} done ({names})", flush=True)
-        for tokens in options.tokens:
-            raw.setdefault(tokens, []).append(await asyncio.to_thread(_raw, tokens * per_token, options.cuda))
-    rows = []
-    for variant in options.variants:
-        for tokens in options.tokens:
-            mine = runs[variant.name, tokens]
-            columns = list(zip(*mine, strict=True))
-            medians = [statistics.median(column) for column in columns]
-            best = [min(column) for column in columns[:2]]
-            rounds = 1 if variant.spins else options.rounds
-            written_s = statistics.median(raw[tokens])
-            size = tokens * per_token
-            rows.append(Row(model, variant.name, tokens, size, *medians, *best, written_s, len(mine), rounds))
-            print(_line(rows[-1]), flush=True)
+            if at == 0:
+                for tokens in options.tokens:
+                    written_s = await asyncio.to_thread(_raw, tokens * per_token, options.cuda)
+                    raw.setdefault(tokens, []).append(written_s)
+            rows = [
+                Row.of(model, variant, tokens, tokens * per_token, statistics.median(raw[tokens]), some)
+                for (variant, tokens), some in turns.items()
+            ]
+            note(rows)
+            names = [variant.name for variant in group]
+            print(f"{model}: round {number + 1} of {options.rounds} done ({', '.join(names)})", flush=True)
+            print("\n".join(_line(row) for row in rows if row.variant in names), flush=True)
     return rows
 
 
-async def _round(pairs: list[Pair], options: argparse.Namespace) -> list[tuple[str, int, tuple[float, float, float]]]:
-    """Run every length on every pair. Returns (variant, tokens, result of `Pair.run`) of each run."""
-    found = []
+async def _round(pairs: list[Pair], options: argparse.Namespace) -> dict[tuple[str, int], list[RunTimes]]:
+    """Run every length on every pair. Returns the runs by variant and length."""
+    warm = min(2048, max(options.tokens))
     for pair in pairs:
         # Do the handshakes, and touch every KV page once, as in an engine that has served for a minute.
-        await pair.run(random_prompt(max(options.tokens)))
-        await pair.run(random_prompt(min(2048, max(options.tokens))))
+        for _ in range(-(-max(options.tokens) // warm) + 1):
+            await pair.run(random_prompt(warm))
+    found: dict[tuple[str, int], list[RunTimes]] = {}
     for tokens in options.tokens:
         times = options.short_runs if tokens <= 2048 else options.runs if tokens <= 4096 else options.long_runs
-        for pair, runs in zip(pairs, await _in_turns(pairs, tokens, times), strict=True):
-            found += [(pair.variant.name, tokens, run) for run in runs]
+        for number in range(times):
+            # In another order each time, so that drift of the machine affects all pairs equally.
+            first = number % len(pairs)
+            for pair in pairs[first:] + pairs[:first]:
+                found.setdefault((pair.variant.name, tokens), []).append(await pair.run(random_prompt(tokens)))
     return found
-
-
-async def _in_turns(pairs: list[Pair], tokens: int, times: int) -> list[list[tuple[float, float, float]]]:
-    """Each pair's runs. Every round has another order, so that drift of the machine affects all pairs equally."""
-    runs: dict[str, list[tuple[float, float, float]]] = {pair.variant.name: [] for pair in pairs}
-    for number in range(times):
-        first = number % len(pairs)
-        for pair in pairs[first:] + pairs[:first]:
-            runs[pair.variant.name].append(await pair.run(random_prompt(tokens)))
-    return list(runs.values())
 
 
 def _raw(size: int, cuda: bool) -> float:
@@ -175,8 +173,13 @@ def main() -> None:
         device = torch.cuda.get_device_name()
     with tempfile.TemporaryDirectory() as scratch:
         for name, (path, args) in models(options, Path(scratch)).items():
-            rows += asyncio.run(measure(name, path, args, options))
-            save(rows, device, options.out)  # after each model, so that a long run that is broken off has results
+            # After each variant, so that a long run that is broken off has results.
+            note = functools.partial(_save, rows, device, options.out)
+            rows = rows + asyncio.run(measure(name, path, args, options, note))
+
+
+def _save(before: list[Row], device: str, out: Path, found: list[Row]) -> None:
+    save(before + found, device, out)
 
 
 if __name__ == "__main__":

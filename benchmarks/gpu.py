@@ -1,10 +1,10 @@
 """All measurements for a machine with one GPU, in one command: `python -m benchmarks.gpu`.
 
-Two engines share the GPU. `equality`: whether their answers equal one engine's, and checksums of the KV agree. `kv`:
-the time that each transfer adds, ours in all modes and vLLM's own push and pull. `switches`: asynchronous scheduling
-and CUDA graphs, on and off. `gaps`: times between the tokens of running answers while long prompts arrive, against one
-engine with all of the GPU. Saves JSON, a table and a picture after each part. `--device cpu` runs the same with small
-sizes.
+Two engines share the GPU. `equality`: whether their answers equal one engine's, and checksums of the KV agree. `auto`:
+the time that a transfer adds, in our modes. `threads`: CPU time by thread, per request and per GB of KV. `kv`: as
+`auto`, with vLLM's own push and pull. `switches`: asynchronous scheduling and CUDA graphs, on and off. `gaps`: times
+between the tokens of running answers while long prompts arrive, against one engine with all of the GPU. Prints each
+variant and saves JSON, a table and a picture as it ends. `--device cpu` runs the same with small sizes.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import itertools
-import json
 import os
 import platform
 import random
@@ -30,19 +29,23 @@ HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parent), str(HERE.parent / "tests")]
 
 from bench_kv import measure, models, random_prompt  # noqa: E402
+from gpu_tables import save  # noqa: E402
 from kv_engines import OURS, VARIANTS, Running, running, start, start_pair  # noqa: E402
-from kv_tables import draw_exposed, rows_table, table  # noqa: E402
+from kv_tables import Row  # noqa: E402
+from kv_threads import cpu_by_thread  # noqa: E402
 from support_vllm import frames, tiny_model  # noqa: E402
 
 from workers.engine import Phase  # noqa: E402
 
-PARTS = ("equality", "kv", "switches", "gaps")
+PARTS = ("equality", "auto", "threads", "kv", "switches", "gaps")
 _SHARE = 0.4  # of the GPU's memory, for each of two engines
 _CPU_BYTES = 6 << 30
 _STREAMS, _STREAM_TOKENS, _STREAM_PROMPT = 4, 200, 64
 _WARM_TOKENS = 10  # gaps between the first tokens are left out
+_USERS, _EACH = 16, 4  # of the part `threads`
 
 Result = dict[str, Any]
+Note = Callable[[Result], None]  # takes what a part has found so far
 
 
 def problems(device: str) -> list[str]:
@@ -82,7 +85,7 @@ def problems(device: str) -> list[str]:
 # ---- equality ------------------------------------------------------------------------------------------------------
 
 
-async def equality(path: str, args: dict[str, Any], options: argparse.Namespace) -> Result:
+async def equality(path: str, args: dict[str, Any], options: argparse.Namespace, note: Note) -> Result:
     """Compare greedy answers of the pair with one engine's: all prompts at once, then two with cached prefixes."""
     longest = max(options.tokens)
     prompts = [random_prompt(random.randint(3, longest)) for _ in range(options.prompts - 2)]
@@ -131,20 +134,36 @@ async def equality(path: str, args: dict[str, Any], options: argparse.Namespace)
 # ---- transfers -----------------------------------------------------------------------------------------------------
 
 
-async def kv(path: str, args: dict[str, Any], options: argparse.Namespace) -> Result:
-    return {"rows": [asdict(row) for row in await measure(options.model, path, args, options)]}
+async def kv(path: str, args: dict[str, Any], options: argparse.Namespace, note: Note) -> Result:
+    return _rows(await measure(options.model, path, args, options, lambda rows: note(_rows(rows))))
 
 
-async def switches(path: str, args: dict[str, Any], options: argparse.Namespace) -> Result:
-    """Measure `chunk` with asynchronous scheduling and CUDA graphs on and off, which change how work is queued."""
-    rows = []
+async def auto(path: str, args: dict[str, Any], options: argparse.Namespace, note: Note) -> Result:
+    variants = [variant for variant in VARIANTS if variant.transfer in ("auto", "chunk", "layer")]
+    return await kv(path, args, argparse.Namespace(**vars(options) | {"variants": variants}), note)
+
+
+async def switches(path: str, args: dict[str, Any], options: argparse.Namespace, note: Note) -> Result:
+    """Measure with asynchronous scheduling and CUDA graphs on and off, which change how work is queued."""
+    rows: list[Row] = []
     ours = argparse.Namespace(**vars(options) | {"variants": [OURS], "rounds": 1})
     for asynchronous in (True, False):
         for eager in (False, True) if options.cuda else (True,):
             name = f"async scheduling {_on(asynchronous)}, CUDA graphs {_on(not eager)}"
             switched = args | {"async_scheduling": asynchronous, "enforce_eager": eager}
-            rows += [asdict(row) for row in await measure(name, path, switched, ours)]
-    return {"rows": rows}
+            rows += await measure(name, path, switched, ours)
+            note(_rows(rows))
+    return _rows(rows)
+
+
+def _rows(rows: list[Row]) -> Result:
+    return {"rows": [asdict(row) for row in rows]}
+
+
+async def threads(path: str, args: dict[str, Any], options: argparse.Namespace, note: Note) -> Result:
+    async with running(start_pair(OURS, path, args | {"max_num_seqs": _USERS}, options.cuda)) as pair:
+        tokens = min(2048, max(options.tokens))
+        return {"tokens": tokens, "rows": await cpu_by_thread(pair, tokens, _USERS, _EACH, random_prompt)}
 
 
 def _on(value: bool) -> str:
@@ -154,7 +173,7 @@ def _on(value: bool) -> str:
 # ---- gaps ----------------------------------------------------------------------------------------------------------
 
 
-async def gaps(path: str, args: dict[str, Any], options: argparse.Namespace) -> Result:
+async def gaps(path: str, args: dict[str, Any], options: argparse.Namespace, note: Note) -> Result:
     """Measure gaps between tokens in one engine and in the pair. Long prompts arrive at the same interval in both, half
     as fast as one engine prefills them."""
     args = args | {"max_num_seqs": 16}
@@ -170,7 +189,7 @@ async def gaps(path: str, args: dict[str, Any], options: argparse.Namespace) -> 
     async with running(start_pair(OURS, path, args, options.cuda)) as pair:
         await pair.run(random_prompt(max(options.tokens)))
         two = await _gaps_of(pair.decode, lambda key: pair.submit(key, body()), interval_s)
-    return {"interval_s": interval_s, "one engine": one, "prefill and decode": two}
+    return {"interval_s": interval_s, "streams": _STREAMS, "one engine": one, "prefill and decode": two}
 
 
 async def _gaps_of(decode: Running, send: Callable[[str], Awaitable[None]], interval_s: float) -> Result:
@@ -207,62 +226,6 @@ async def _gaps_of(decode: Running, send: Callable[[str], Awaitable[None]], inte
 def _whole(args: dict[str, Any], options: argparse.Namespace) -> dict[str, Any]:
     """The arguments of a single engine, with as much memory as the two together."""
     return args | {"gpu_memory_utilization": 2 * _SHARE} if options.cuda else args
-
-
-# ---- what is saved -------------------------------------------------------------------------------------------------
-
-
-def save(results: Result, out: Path, name: str) -> None:
-    out.mkdir(parents=True, exist_ok=True)
-    (out / f"{name}.json").write_text(json.dumps(results, indent=1) + "\n")
-    (out / f"{name}.md").write_text(markdown(results))
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, (left, right) = plt.subplots(1, 2, figsize=(14, 5))
-    if "kv" in results:
-        draw_exposed(left, results["kv"]["rows"])
-    if "gaps" in results:
-        for at, who in enumerate(("one engine", "prefill and decode")):
-            values = [results["gaps"][who][f"{key}_ms"] for key in ("p50", "p99", "max")]
-            right.bar([index + 0.4 * at for index in range(3)], values, width=0.4, label=who)
-        right.set_xticks([0.2, 1.2, 2.2], ["P50", "P99", "max"])
-        right.set(title="gaps of running answers while long prompts arrive", ylabel="ms", yscale="log")
-        right.legend()
-    figure.suptitle(results["device"])
-    figure.tight_layout()
-    figure.savefig(out / f"{name}.png", dpi=120)
-    plt.close(figure)
-
-
-def markdown(results: Result) -> str:
-    parts = ["# One GPU, two engines", f"Made by `python -m benchmarks.gpu` on {results['device']}. Milliseconds."]
-    if found := results.get("equality"):
-        others = f"; the others are for the first {min(found['equal_tokens'])} tokens or more"
-        itself = f"That engine, asked again one by one, gives {found['equal_to_itself']} of them."
-        parts += [
-            "## Equality",
-            f"{found['equal']} of {found['prompts']} greedy answers of {found['tokens']} tokens are one engine's "
-            f"({found['dtype']}){others if found['equal'] < found['prompts'] else ''}. {itself} "
-            f"{found['verified']} transfers were compared by checksum, {found['corrupt']} differed; "
-            f"{found['recomputed']} were recomputed.",
-        ]
-    for part, title in (("kv", "Transfers"), ("switches", "Asynchronous scheduling and CUDA graphs")):
-        for model in dict.fromkeys(row["model"] for row in results.get(part, {}).get("rows", ())):
-            mine = [row for row in results[part]["rows"] if row["model"] == model]
-            parts += [f"## {title}: {model}", rows_table(mine)]
-    if found := results.get("gaps"):
-        head = ["engines", "P50", "P99", "max", "gaps", "long prompts"]
-        lines = [
-            [who, *(f"{found[who][f'{key}_ms']:.1f}" for key in ("p50", "p99", "max"))]
-            + [str(found[who][key]) for key in ("gaps", "long_prompts")]
-            for who in ("one engine", "prefill and decode")
-        ]
-        about = f"{_STREAMS} answers run while a long prompt arrives every {found['interval_s']:.2f} s."
-        parts += ["## Gaps between tokens", about, table(head, lines)]
-    return "\n\n".join(parts) + "\n"
 
 
 # ---- the command ---------------------------------------------------------------------------------------------------
@@ -304,10 +267,14 @@ def main(arguments: list[str] | None = None) -> int:
             options.model = "tiny"
             path, args = str(tiny_model(Path(scratch) / "tiny")), _small(options)
         for part in options.parts:
+
+            def note(found: Result, part: str = part) -> None:
+                results[part] = found
+                save(results, options.out, name)
+
             print(f"{part} ...", flush=True)
-            run = {"equality": equality, "kv": kv, "switches": switches, "gaps": gaps}[part]
-            results[part] = asyncio.run(run(path, args, options))
-            save(results, options.out, name)
+            run = {"equality": equality, "auto": auto, "threads": threads, "kv": kv, "switches": switches, "gaps": gaps}
+            note(asyncio.run(run[part](path, args, options, note)))
     print((options.out / f"{name}.md").read_text())
     found = results.get("equality", {})
     wrong = found.get("corrupt", 0) or (found.get("dtype") == "float32" and found["equal"] < found["prompts"])

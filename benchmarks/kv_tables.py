@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import json
 import platform
+import statistics
 import sys
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-REFERENCE = "stock push, repaired"
+OURS, REFERENCE = "auto", "stock push, repaired"
+
+RunTimes = tuple[float, float, float]  # seconds: prefill, exposed, a decode step
+Turns = dict[str, list[RunTimes]]
 
 
 @dataclass(frozen=True)
 class Row:
-    """Medians of one variant and prompt length."""
+    """Medians of one variant and prompt length; `turns`: the runs of each round, by its name."""
 
     model: str
     variant: str
@@ -29,6 +33,14 @@ class Row:
     raw_write_s: float
     runs: int
     rounds: int = 1  # how many pairs of engines had these runs
+    turns: Turns = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, model: str, variant: str, tokens: int, size: int, raw_write_s: float, turns: Turns) -> Row:
+        columns = list(zip(*(run for runs in turns.values() for run in runs), strict=True))
+        middle = [statistics.median(column) for column in columns]
+        best = [min(column) for column in columns[:2]]
+        return cls(model, variant, tokens, size, *middle, *best, raw_write_s, len(columns[0]), len(turns), turns)
 
 
 def save(rows: list[Row], device: str, out: Path) -> None:
@@ -100,29 +112,64 @@ def _cells(row: dict[str, Any]) -> list[str]:
 
 
 def _ratios(rows: list[dict[str, Any]]) -> Iterable[str]:
-    """A table of `chunk` against vLLM's connectors, by prompt length."""
+    """Tables of ours against vLLM's connectors and against the other modes, by prompt length, of the turns that they
+    have in common."""
     at = {(row["variant"], row["tokens"]): row for row in rows}
-    lines = []
-    for (variant, tokens), ours in at.items():
-        theirs, pull = at.get((REFERENCE, tokens)), at.get(("stock pull, repaired", tokens))
-        if variant != "chunk" or theirs is None or pull is None:
-            continue
-        lines.append(
-            [
-                str(tokens), f"{ours['exposed_s'] * 1e3:.1f}", f"{ours['exposed_s'] / theirs['exposed_s']:.2f}",
-                f"{ours['exposed_s'] / ours['raw_write_s']:.2f}",
-                f"{_both(ours) / _both(theirs) - 1:+.1%}", f"{_both(ours) / _both(pull) - 1:+.1%}",
+    against, modes = [], []
+    for tokens in dict.fromkeys(row["tokens"] for row in rows):
+        ours, push, pull, chunk, layer = (
+            at.get((variant, tokens)) for variant in (OURS, REFERENCE, "stock pull, repaired", "chunk", "layer")
+        )
+        if both := _same_turns(ours, push):
+            mine, other = both
+            cells = [str(tokens), _ms(mine), f"{mine['exposed_s'] / other['exposed_s']:.2f}"]
+            cells += [f"{mine['exposed_s'] / mine['raw_write_s']:.2f}", f"{_both(mine) / _both(other) - 1:+.1%}"]
+            pulled = _same_turns(ours, pull)
+            against.append([*cells, f"{_both(pulled[0]) / _both(pulled[1]) - 1:+.1%}" if pulled else ""])
+        if found := _same_turns(ours, chunk, layer):
+            mine, *others = found
+            better_s = min(other["exposed_s"] for other in others)
+            cells = [str(tokens), *map(_ms, found), f"{mine['exposed_s'] / others[0]['exposed_s']:.2f}"]
+            cells += [
+                f"{(mine['exposed_s'] - better_s) * 1e3:+.1f}",
+                f"{mine['prefill_s'] / others[0]['prefill_s']:.3f}",
             ]
-        )  # fmt: skip
-    if lines:
+            modes.append(cells)
+    if against:
         head = [
             "tokens",
-            "chunk: exposed",
+            f"{OURS}: exposed",
             "/ repaired push's",
             "/ raw WRITE",
             "prefill + exposed against repaired push",
         ]
-        yield table([*head, "against repaired pull"], lines)
+        yield table([*head, "against repaired pull"], against)
+    if modes:
+        head = [
+            "tokens",
+            f"exposed: {OURS}",
+            "chunk",
+            "layer",
+            f"{OURS} / chunk",
+            f"{OURS} less the better of the others",
+        ]
+        yield table([*head, f"prefill: {OURS} / chunk"], modes)
+
+
+def _same_turns(*rows: dict[str, Any] | None) -> list[dict[str, Any]]:
+    """These rows with nothing but the turns that all of them have; empty if there is none."""
+    some = [Row(**row) for row in rows if row is not None]
+    shared = [name for name in some[0].turns if all(name in row.turns for row in some)] if some else []
+    if not shared or len(some) < len(rows):
+        return []
+    return [
+        asdict(Row.of(r.model, r.variant, r.tokens, r.bytes, r.raw_write_s, {name: r.turns[name] for name in shared}))
+        for r in some
+    ]
+
+
+def _ms(row: dict[str, Any]) -> str:
+    return f"{row['exposed_s'] * 1e3:.1f}"
 
 
 def _both(row: dict[str, Any]) -> float:
@@ -135,12 +182,23 @@ def table(header: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
+def joined(rows: Iterable[Row]) -> list[Row]:
+    """A row for each case, of the turns of all its rows."""
+    cases: dict[tuple[str, int, str], list[Row]] = {}
+    for row in rows:
+        cases.setdefault((row.model, row.tokens, row.variant), []).append(row)
+    return [
+        Row.of(model, variant, tokens, some[0].bytes, statistics.median(row.raw_write_s for row in some), turns)
+        for (model, tokens, variant), some in sorted(cases.items())
+        if (turns := {name: runs for row in some for name, runs in row.turns.items()})
+    ]
+
+
 def main() -> None:
-    """`kv_tables.py RUN.json ...`: join their rows into one result. A later run replaces rows of an earlier one."""
+    """`kv_tables.py RUN.json ...`: join their turns into one result."""
     documents = [json.loads(Path(name).read_text()) for name in sys.argv[1:]]
-    rows = {(r["model"], r["tokens"], r["variant"]): Row(**r) for document in documents for r in document["rows"]}
-    joined = sorted(rows.values(), key=lambda row: (row.model, row.tokens))
-    save(joined, documents[0]["device"], Path(__file__).parent / "results")
+    rows = joined(Row(**row) for document in documents for row in document["rows"])
+    save(rows, documents[0]["device"], Path(__file__).parent / "results")
 
 
 if __name__ == "__main__":

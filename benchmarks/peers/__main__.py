@@ -16,11 +16,10 @@ import json
 import os
 import random
 import signal
-import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -49,6 +48,8 @@ OBJECTIVES = {"ttft_s": 3.0, "tpot_s": 0.15}
 # The mixed load tries what ships: predicted times decide on remote prefill, not the demo's rule by length.
 SHIPPED = {"routing.remote_prefill_min_tokens": None} | {f"slo.{key}": value for key, value in OBJECTIVES.items()}
 
+# By system and case, the figures of each turn, its number among them; cases are text, as in a saved file.
+Runs = dict[str, dict[str, list[dict[str, float]]]]
 Note = Callable[[dict[str, Any]], None]  # takes what a part has found so far
 
 
@@ -57,18 +58,25 @@ def say(text: str) -> None:
 
 
 class Turns:
-    """Measures systems in turns. One that failed is left out of later rounds."""
+    """Measures systems in turns. One that failed is left out of later rounds. `runs`: those of earlier calls, which
+    these go on from."""
 
-    def __init__(self, systems: Sequence[System], model: Model, rounds: int, logs: Path) -> None:
+    def __init__(
+        self, systems: Sequence[System], model: Model, rounds: int, logs: Path, runs: Runs | None = None
+    ) -> None:
         self.systems, self._model, self._rounds, self._logs = list(systems), model, rounds, logs
+        self.runs: Runs = runs or {}
         self.failed: dict[str, str] = {}
+        saved = (run["turn"] for cases in self.runs.values() for runs in cases.values() for run in runs)
+        self._turn = int(max(saved, default=0))
 
     def run(self, measure: Any, note: Callable[[], None] = lambda: None) -> None:
         """Call `measure(system, serving, processes)`, a coroutine function, once for each system and round. Call
         `note()` after each, so that a long run that is broken off has results."""
         for number in range(self._rounds):
+            self._turn += 1
             # Each round begins with another system, in case the first one has an advantage.
-            shift = number % len(self.systems)
+            shift = (self._turn - 1) % len(self.systems)
             for system in self.systems[shift:] + self.systems[:shift]:
                 if system.name in self.failed:
                     continue
@@ -83,6 +91,14 @@ class Turns:
                     say(f"{system.name}: {self.failed[system.name]}")
                 note()
 
+    def keep(self, system: System, case: float, figures: dict[str, float]) -> None:
+        """From `measure`: what it has found for one case."""
+        runs = self.runs.setdefault(system.name, {}).setdefault(str(case), [])
+        runs.append({"turn": self._turn, **figures})
+
+    def found(self) -> dict[str, Any]:
+        return {"systems": self.runs, "failed": self.failed}
+
 
 async def warm_up(target: Target, prompts: Texts, tokens: int) -> None:
     """Connect, and let the engines compile and allocate. Raises MeasureError if a request is not answered."""
@@ -91,17 +107,22 @@ async def warm_up(target: Target, prompts: Texts, tokens: int) -> None:
     await asyncio.gather(*(target.complete(prompts.make(64), 8) for _ in range(8)))
 
 
-def serving(options: argparse.Namespace, model: Model, logs: Path, note: Note) -> None:
+def serving(options: argparse.Namespace, model: Model, logs: Path, note: Note, runs: Runs) -> None:
     """By system and number of users: requests/s, TTFT, TPOT, and CPU time of all processes and of the front one."""
-    found: dict[str, dict[int, list[dict[str, float]]]] = {}
+    systems = [system for system in SYSTEMS if system.name in options.systems]
+    if options.against:
+        systems.append(
+            System("before", f"this project as in {options.against.name}", partial(ours, root=options.against))
+        )
+    turns = Turns(systems, model, options.rounds, logs, runs)
 
     async def measure(system: System, there: Serving, processes: Processes) -> None:
         prompts = Texts(model.path, seed=int.from_bytes(os.urandom(4)))
         async with Target(there.url) as target:
-            await warm_up(target, prompts, PROMPT_TOKENS)
+            await warm_up(target, prompts, options.prompt_tokens)
             for users in options.users:
                 requests = max(24, options.requests_per_user * users)
-                load = steady(requests, PROMPT_TOKENS, OUTPUT_TOKENS)
+                load = steady(requests, options.prompt_tokens, OUTPUT_TOKENS)
                 before = processes.cpu_s(), processes.cpu_s(*there.front)
                 run = await closed_loop(target, load, users, prompts)
                 used = processes.cpu_s() - before[0], processes.cpu_s(*there.front) - before[1]
@@ -109,25 +130,24 @@ def serving(options: argparse.Namespace, model: Model, logs: Path, note: Note) -
                 if seen.errors:
                     reason = next(iter(seen.reasons), "no reason")
                     raise PeerError(f"{system.name}: {seen.errors} of {requests} requests failed: {reason}")
-                found.setdefault(system.name, {}).setdefault(users, []).append(
-                    {
-                        "requests_per_s": seen.requests_per_s,
-                        "ttft_p50_s": seen.ttft.p50,
-                        "ttft_p99_s": seen.ttft.p99,
-                        "tpot_p50_s": seen.tpot.p50,
-                        "itl_p99_s": seen.itl.p99,
-                        "cpu_s": used[0] / requests,
-                        "front_cpu_s": used[1] / requests,
-                    }
-                )
+                found = {
+                    "requests_per_s": seen.requests_per_s,
+                    "ttft_p50_s": seen.ttft.p50,
+                    "ttft_p99_s": seen.ttft.p99,
+                    "tpot_p50_s": seen.tpot.p50,
+                    "itl_p99_s": seen.itl.p99,
+                    "cpu_s": used[0] / requests,
+                    "front_cpu_s": used[1] / requests,
+                }
+                turns.keep(system, users, found)
 
-    turns = Turns([s for s in SYSTEMS if s.name in options.systems], model, options.rounds, logs)
-    turns.run(measure, lambda: note({"rounds": options.rounds, "systems": _medians(found), "failed": turns.failed}))
+    turns.run(measure, lambda: note(turns.found()))
 
 
-def mixed(options: argparse.Namespace, model: Model, logs: Path, note: Note) -> None:
+def mixed(options: argparse.Namespace, model: Model, logs: Path, note: Note, runs: Runs) -> None:
     """By system and rate: ITL of the chats, TTFT of both, and goodput."""
-    found: dict[str, dict[float, list[dict[str, float]]]] = {}
+    system = System(OURS, "this project, one prefill and one decode worker", partial(ours, more=SHIPPED))
+    turns = Turns([system, AGGREGATED], model, options.rounds, logs, runs)
 
     async def measure(system: System, there: Serving, processes: Processes) -> None:
         prompts = Texts(model.path, seed=int.from_bytes(os.urandom(4)))
@@ -135,16 +155,9 @@ def mixed(options: argparse.Namespace, model: Model, logs: Path, note: Note) -> 
             await warm_up(target, prompts, DOCUMENT[0])
             for rate in options.rates:
                 run = await open_loop(target, chats_and_documents(rate, options.seconds), prompts)
-                found.setdefault(system.name, {}).setdefault(rate, []).append(_of_mixed(run))
+                turns.keep(system, rate, _of_mixed(run))
 
-    system = System(OURS, "this project, one prefill and one decode worker", partial(ours, more=SHIPPED))
-    turns = Turns([system, AGGREGATED], model, options.rounds, logs)
-    turns.run(
-        measure,
-        lambda: note(
-            {"rounds": options.rounds, "objectives": OBJECTIVES, "systems": _medians(found), "failed": turns.failed}
-        ),
-    )
+    turns.run(measure, lambda: note({"objectives": OBJECTIVES} | turns.found()))
 
 
 def chats_and_documents(rate: float, seconds: float) -> Load:
@@ -173,10 +186,10 @@ def _of_mixed(run: Run) -> dict[str, float]:
     }
 
 
-def frontend(options: argparse.Namespace, model: Model, logs: Path, note: Note) -> None:
+def frontend(options: argparse.Namespace, model: Model, logs: Path, note: Note, runs: Runs) -> None:
     """By system and prompt length: CPU seconds of the frontend process for a streamed answer of 64 tokens, and
     requests/s."""
-    found: dict[str, dict[int, list[dict[str, float]]]] = {}
+    turns = Turns(FRONTENDS, model, options.rounds, logs, runs)
 
     async def measure(system: System, there: Serving, processes: Processes) -> None:
         prompts = Texts(model.path, seed=int.from_bytes(os.urandom(4)))
@@ -189,22 +202,10 @@ def frontend(options: argparse.Namespace, model: Model, logs: Path, note: Note) 
                 used = processes.cpu_s(*there.front) - before
                 if failed := [sent.error for sent in run.sent if sent.error]:
                     raise PeerError(f"{system.name}: {len(failed)} requests failed: {failed[0]}")
-                found.setdefault(system.name, {}).setdefault(tokens, []).append(
-                    {"cpu_s": used / options.frontend_requests, "requests_per_s": len(run.sent) / run.span_s}
-                )
+                cpu_s, rate = used / options.frontend_requests, len(run.sent) / run.span_s
+                turns.keep(system, tokens, {"cpu_s": cpu_s, "requests_per_s": rate})
 
-    turns = Turns(FRONTENDS, model, options.rounds, logs)
-    turns.run(measure, lambda: note({"rounds": options.rounds, "systems": _medians(found), "failed": turns.failed}))
-
-
-def _medians(found: Mapping[str, Mapping[float, Sequence[Mapping[str, float]]]]) -> dict[str, Any]:
-    """By system and case: the median of each figure over its runs."""
-    return {
-        name: {
-            case: {key: statistics.median(run[key] for run in runs) for key in runs[0]} for case, runs in cases.items()
-        }
-        for name, cases in found.items()
-    }
+    turns.run(measure, lambda: note(turns.found()))
 
 
 PARTS = {"serving": serving, "mixed": mixed, "frontend": frontend}
@@ -216,7 +217,10 @@ def main() -> None:
     parser.add_argument("--parts", nargs="+", choices=list(PARTS), default=list(PARTS))
     parser.add_argument("--systems", nargs="+", choices=names, default=names, help="of the serving part")
     parser.add_argument("--rounds", type=int, default=3, help="turns of each system; figures are medians over them")
+    parser.add_argument("--go-on", action="store_true", help="add turns to those that are saved")
     parser.add_argument("--users", nargs="+", type=int, default=list(USERS), help="of the serving part")
+    parser.add_argument("--prompt-tokens", type=int, default=PROMPT_TOKENS, help="of the serving part")
+    parser.add_argument("--against", type=Path, help="a checkout of this project to compare with, in the serving part")
     parser.add_argument("--requests-per-user", type=int, default=6, help="of the serving part, at least 24 in all")
     parser.add_argument("--rates", nargs="+", type=float, default=[0.5, 1.0, 1.5], help="requests/s, of the mixed part")
     parser.add_argument("--seconds", type=float, default=30.0, help="of each run of the mixed part")
@@ -239,7 +243,8 @@ def main() -> None:
                 write(everything | {part: found}, options.out)
                 everything[part] = found
 
-            PARTS[part](options, models[part], logs, note)
+            saved = everything.get(part, {}).get("systems", {}) if options.go_on else {}
+            PARTS[part](options, models[part], logs, note, saved)
     say(f"wrote {options.out / 'peers.md'}")
 
 

@@ -88,8 +88,8 @@ def _router(processes: Processes, name: str, command: list[str]) -> Serving:
     return Serving(url, (name, ""))
 
 
-def ours(processes: Processes, model: Model, more: Mapping[str, Any] = {}) -> Serving:
-    """The demo's fleet; `more` are configuration keys and values beside the demo's."""
+def ours(processes: Processes, model: Model, more: Mapping[str, Any] = {}, root: Path = ROOT) -> Serving:
+    """The demo's fleet; `more` are configuration keys and values beside the demo's, `root` the checkout that runs."""
     port = next(free_ports(HOST))
     args = {f"workers.engine_args.{key}": value for key, value in model.engine_args.items()}
     settings = {
@@ -99,10 +99,11 @@ def ours(processes: Processes, model: Model, more: Mapping[str, Any] = {}) -> Se
         **args,
         **more,
     }
-    command = [sys.executable, "-m", "orchestrator.cli.main", "up", str(ROOT / "configs" / "demo-1p1d-cpu.yaml")]
+    command = [sys.executable, "-m", "orchestrator.cli.main", "up", str(root / "configs" / "demo-1p1d-cpu.yaml")]
     for key, value in {"model": model.path, **settings}.items():
         command += ["--set", f"{key}={value if isinstance(value, str) else json.dumps(value)}"]
-    processes.start("orchestrator", command, {"PYTHONPATH": str(ROOT)})
+    # Safe: the folder that this was started in is no place to import from.
+    processes.start("orchestrator", command, {"PYTHONPATH": str(root), "PYTHONSAFEPATH": "1"})
     url = f"http://{HOST}:{port}"
     processes.wait(f"{url}/ready")
     return Serving(url, ("orchestrator", "orchestrator.frontend"))

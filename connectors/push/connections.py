@@ -33,6 +33,7 @@ logger = init_logger("vllm.pd.push")
 
 _HANDSHAKES_AT_ONCE = 8
 _UNDELIVERED_MAX = 4096  # messages kept per engine while its handshake runs
+MEET_MOST = 64  # engines; a transfer connects with any more
 
 Event = Callable[[float], Iterable[Any]]
 Record = Callable[[PushStats], None]
@@ -214,8 +215,8 @@ class Connections(NixlPushConnectorWorker):
 
     def _meet(self, peer: wire.Endpoint, here: wire.Endpoint | None, now: float) -> Iterable[Any]:
         """Connects ahead. The peer is told to do so too where it has `here`: it may not look for a worker whose role
-        has changed."""
-        if peer.engine_id in self._endpoints:
+        has changed. However many send `Meet`, they fill no more than this with connections that may never be used."""
+        if peer.engine_id in self._endpoints or len(self._endpoints) >= MEET_MOST:
             return []
         return [do.Connect(peer), *([do.Tell(peer.engine_id, wire.Meet(here))] if here is not None else [])]
 

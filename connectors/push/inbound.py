@@ -41,6 +41,7 @@ class Inbound:
         self._dead_s = dead_s  # an engine gets no requests for this long after its death was declared
         self._silent_s = silent_s
         self._waiting: dict[str, Waiting] = {}
+        self.registered_at = 0.0  # the latest of them
         self._peers: dict[str, tuple[str, ...]] = {}  # engine -> agent names, once connected
         self._dead: dict[str, float] = {}  # engine -> until when it is left alone
         self._connections = PeerConnections()
@@ -71,6 +72,7 @@ class Inbound:
         waiting = Waiting(order=order, source=source, deadline=now + self._timeout_s)
         waiting.resend_s = self._resend_s
         self._waiting[order.request] = waiting
+        self.registered_at = now
         return self._open(waiting, now)
 
     def release_unused(self, order: Unregister, source: Endpoint, now: float) -> list[Action]:

@@ -76,28 +76,45 @@ def test_a_peer_that_cannot_run_is_left_out_and_the_others_take_turns(tmp_path):
     assert turns.failed == {"peer": "peer: pip cannot install it"}
 
 
+def test_a_later_call_goes_on_from_the_turns_that_are_saved(tmp_path):
+    saved = {"ours": {"8": [{"turn": 1, "cpu_s": 0.1}, {"turn": 2, "cpu_s": 0.2}]}}
+    system = System("ours", "", lambda processes, model: Serving("http://127.0.0.1:9", ("ours", "")))
+    turns = peers.Turns([system], Model("m"), rounds=1, logs=tmp_path, runs=saved)
+
+    async def measure(system, serving, processes):
+        turns.keep(system, 8, {"cpu_s": 0.3})
+
+    turns.run(measure)
+    assert turns.found()["systems"]["ours"]["8"][2] == {"turn": 3, "cpu_s": 0.3}
+
+
 @pytest.mark.slow
 def test_tables_have_ratios_and_name_missing_systems(tmp_path):
     pytest.importorskip("matplotlib")
     half = {key: value * 2 for key, value in FIGURES.items()} | {"requests_per_s": 5.0}
-    serving = {"systems": {"orchestrator": {8: FIGURES}, "smg": {8: half}}, "failed": {"one vLLM": "it ended"}}
+    turns = [{"turn": turn, **FIGURES} for turn in (1, 2)]
+    again = [{"turn": 1, **half}, {"turn": 2, **half, "requests_per_s": 4.0}]
+    systems = {"orchestrator": {8: turns}, "smg": {8: again}, "two aggregated": {8: again[:1]}}
+    serving = {"systems": systems, "failed": {"one vLLM": "it ended"}}
     write({"versions": {"smg": "1"}, "serving": serving}, tmp_path)
     text = (tmp_path / "peers.md").read_text()
-    assert "| smg | 8 | 5.0 | 40.0 | 80.0 | 20.0 | 100 | 2.00 | 0.50 | 0.50 |" in text
+    of_turns = "2.25 (2.00 to 2.50) | 0.50 (0.50 to 0.50) | 0.50 (0.50 to 0.50)"
+    assert f"| smg | 8 | 2 | 4.5 | 40.0 | 80.0 | 20.0 | 100 | {of_turns} |" in text
+    assert "| two aggregated | 8 | 1 | 5.0 | 40.0 | 80.0 | 20.0 | 100 | 2.00* | 0.50* | 0.50* |" in text
     assert "- one vLLM: not measured. it ended" in text
-    assert json.loads((tmp_path / "peers.json").read_text())["serving"]["systems"]["orchestrator"]["8"] == FIGURES
+    assert json.loads((tmp_path / "peers.json").read_text())["serving"]["systems"]["orchestrator"]["8"] == turns
     assert (tmp_path / "peers.png").stat().st_size > 1000
 
 
 @pytest.mark.slow
 def test_frontends_are_compared_with_the_same_tokenizer(tmp_path):
     costs = {"orchestrator": 0.002, "dynamo": 0.001, "orchestrator, fastokens": 0.001, "dynamo, fastokens": 0.0008}
-    systems = {name: {32: {"cpu_s": cost, "requests_per_s": 100.0}} for name, cost in costs.items()}
+    systems = {name: {32: [{"turn": 1, "cpu_s": cost, "requests_per_s": 100.0}]} for name, cost in costs.items()}
     write({"versions": {}, "frontend": {"systems": systems, "failed": {}}}, tmp_path)
     text = (tmp_path / "peers.md").read_text()
-    assert "| orchestrator, fastokens | 32 | 1.00 | 100.0 |  |" in text
-    assert "| dynamo | 32 | 1.00 | 100.0 | 2.00 |" in text
-    assert "| dynamo, fastokens | 32 | 0.80 | 100.0 | 1.25 |" in text
+    assert "| orchestrator, fastokens | 32 | 1 | 1.00 | 100.0 |  |" in text
+    assert "| dynamo | 32 | 1 | 1.00 | 100.0 | 2.00* |" in text
+    assert "| dynamo, fastokens | 32 | 1 | 0.80 | 100.0 | 1.25* |" in text
 
 
 def test_one_in_four_of_the_mixed_load_is_a_document():
@@ -117,11 +134,12 @@ def test_the_mixed_load_tells_chats_from_documents_and_names_what_was_not_answer
         return Run("u", "l", [*sent, Sent(0.0, None, "answered 503")], 2.0, 0.1)
 
     systems = {
-        name: {0.5: peers._of_mixed(run(gap))} for name, gap in (("orchestrator", 0.02), ("two aggregated", 0.08))
+        name: {0.5: [{"turn": 1, **peers._of_mixed(run(gap))}]}
+        for name, gap in (("orchestrator", 0.02), ("two aggregated", 0.08))
     }
-    assert systems["orchestrator"][0.5]["chat_itl_p99_s"] == 0.02  # documents' gaps are not among them
-    mixed = {"rounds": 1, "objectives": peers.OBJECTIVES, "systems": systems, "failed": {}}
+    assert systems["orchestrator"][0.5][0]["chat_itl_p99_s"] == 0.02  # documents' gaps are not among them
+    mixed = {"objectives": peers.OBJECTIVES, "systems": systems, "failed": {}}
     write({"versions": {}, "mixed": mixed}, tmp_path)
     text = (tmp_path / "peers.md").read_text()
-    assert "| orchestrator | 0.5 | 20.0 | 20.0 | 0.10 | 0.10 | 1 | 0.50 |  |  |" in text
-    assert "| two aggregated | 0.5 | 80.0 | 80.0 | 0.10 | 0.10 | 1 | 0.50 | 0.25 | 1.00 |" in text
+    assert "| orchestrator | 0.5 | 1 | 20.0 | 20.0 | 0.10 | 0.10 | 1 | 0.50 |  |  |" in text
+    assert "| two aggregated | 0.5 | 1 | 80.0 | 80.0 | 0.10 | 0.10 | 1 | 0.50 | 0.25* | 1.00* |" in text

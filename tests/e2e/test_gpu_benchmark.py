@@ -34,9 +34,18 @@ def test_every_part_runs_on_a_cpu(tmp_path: Path) -> None:
     done = run("--device", "cpu", *arguments, "--out", str(tmp_path))
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     found = json.loads((tmp_path / "gpu-on-cpu.json").read_text())
+    assert done.stdout.count("round 1 of 1 done (") == 3 + 1 + 2  # each variant of auto, kv and switches, as it ends
     assert found["equality"]["equal"] == found["equality"]["prompts"] == 6
     assert found["equality"]["verified"] > 0 and not found["equality"]["corrupt"] + found["equality"]["recomputed"]
     assert {row["variant"] for row in found["kv"]["rows"]} == {"stock push, repaired"}
+    assert {row["variant"] for row in found["auto"]["rows"]} == {"auto", "chunk", "layer"}
+    assert {row["state"] for row in found["threads"]["rows"]} == {
+        "at rest",
+        "1 wait for KV",
+        "16 wait for KV",
+        "16 users",
+    }
+    assert all(row["ms_per_gb"] > 0 for row in found["threads"]["rows"] if row["state"] == "16 users")
     assert {row["variant"] for row in found["switches"]["rows"]} == {"auto"} and len(found["switches"]["rows"]) == 4
     for engines in ("one engine", "prefill and decode"):
         assert 0 < found["gaps"][engines]["p50_ms"] <= found["gaps"][engines]["p99_ms"]

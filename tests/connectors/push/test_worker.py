@@ -282,6 +282,35 @@ def test_an_engine_that_is_told_of_another_connects_with_it(push: Any) -> None:
     assert worker.nixl_wrapper.told() == [], "the answer to a meeting is the connection"
 
 
+def test_decode_looks_less_often_the_longer_it_waits(push: Any, monkeypatch: Any) -> None:
+    """Each look costs CPU time of the model; one that comes 1% of the wait late does not matter."""
+    worker, source = push.FakeWorker(0, 1), wire.Endpoint("P2", "host", 1, 1)
+    worker.know("P2", 1, [0])
+    worker.step(reserved=[Reserved(order("old", 7), source)])
+    began = worker._inbound.registered_at
+
+    def looks_at(later_s: float) -> float:
+        with monkeypatch.context() as context:
+            context.setattr("connectors.push.worker.time.monotonic", lambda: began + later_s)
+            return float(worker._poll_s())
+
+    assert [looks_at(later_s) for later_s in (0.0, 0.2, 0.4, 60.0)] == pytest.approx([0.001, 0.001, 0.002, 0.004])
+    worker.step(reserved=[Reserved(order("new", 8), source)])
+    assert worker._poll_s() < 0.002
+
+
+def test_however_many_ask_to_meet_a_transfer_connects_beyond_the_bound(push: Any) -> None:
+    from connectors.push.connections import MEET_MOST
+
+    worker = push.FakeWorker(0, 1)
+    worker.handshakes = [None] * (MEET_MOST + 1)
+    strangers = [wire.Endpoint(f"S{number}", "host", 1, 1) for number in range(2 * MEET_MOST)]
+    worker.hear("S0/0", *(wire.Meet(peer) for peer in strangers))
+    assert len(worker.handshakes) == 1 and len(worker._endpoints) == MEET_MOST
+    worker.step(reserved=[Reserved(order("s", 7, 8), strangers[-1])])
+    assert worker.handshakes == [] and strangers[-1].engine_id in worker._endpoints
+
+
 def test_a_write_is_looked_after_each_millisecond_also_while_prefill_computes(push: Any) -> None:
     """Without a progress thread NIXL moves on only when it is asked."""
     worker = push.FakeWorker(0, 1)
