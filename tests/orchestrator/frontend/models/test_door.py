@@ -109,6 +109,13 @@ async def test_a_request_goes_whole_to_the_app_of_its_model(model: str, app: str
     assert "x" * 100 in answer["body"]
 
 
+async def test_a_model_goes_before_an_adapter_of_the_same_name() -> None:
+    behind = Behind()
+    behind.apps["a"].state.openai_serving_models.lora_requests["b"] = None
+    assert (await behind.ask("POST", "/v1/completions", json={"model": "b"})).json()["app"] == "b"
+    assert (await behind.ask("POST", "/models/a/v1/completions", json={"model": "b"})).json()["app"] == "org/a"
+
+
 async def test_a_form_names_its_model() -> None:
     said = {"files": {"file": b"\0\1"}, "data": {"model": "b"}}
     assert (await Behind().ask("POST", "/v1/audio", **said)).json()["app"] == "b"
