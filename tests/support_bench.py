@@ -42,6 +42,7 @@ class FakeRequest:
     priority: int = 0
     keys: list[int] = field(default_factory=list)
     own: Objectives = Objectives()
+    adapter: int = 0
 
 
 @dataclass
@@ -68,6 +69,7 @@ class FakeCodec:
             tpot_slo_s=request.own.tpot_s,
             slo_class=request.own.name,
             tenant=request.own.tenant,
+            adapter=request.adapter,
         )
         keys = request.keys if block_size else []
         whole, with_kv = [request.id.encode()], [b"less"]

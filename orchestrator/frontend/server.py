@@ -30,7 +30,7 @@ import msgspec
 import uvicorn
 import uvloop
 from fastapi import FastAPI
-from prometheus_client.registry import Collector
+from prometheus_client.registry import Collector, CollectorRegistry
 from vllm.config import VllmConfig
 from vllm.envs import enable_envs_cache
 from vllm.v1.metrics.loggers import PrometheusStatLogger
@@ -49,6 +49,7 @@ from orchestrator.frontend.models.app import build_model_app, build_vllm_config
 from orchestrator.frontend.models.door import ModelDoor, ModelPaths
 from orchestrator.frontend.models.metrics import (
     ModelsCollector,
+    OnlyModels,
     keep_vllm_metrics,
     share_http_metrics,
     shared_stat_logger,
@@ -123,17 +124,18 @@ async def build_server_app(models: list[Prepared]) -> ServerApp:
     os.environ.pop(API_KEY, None)  # vLLM's own middleware would accept this key only, and check few paths
     root_path = shared.frontend.server_args.get("root_path") or ""
     access = Access(secured(shared.security, shared.frontend.host), shared.limits, root_path)
-    registry = get_prometheus_registry()
+    registry, shown = get_prometheus_registry(), CollectorRegistry()
     apps: dict[str, FastAPI] = {}
     collectors: dict[str, Collector] = {}
     stat_logger = shared_stat_logger() if several else PrometheusStatLogger
     with keep_vllm_metrics() if several else contextlib.nullcontext():
         for each in models:
             apps[each.name] = await build_model_app(
-                each.args, each.vllm_config, each.config, each.connection, registry, stat_logger
+                each.args, each.vllm_config, each.config, each.connection, shown, stat_logger
             )
             collectors[each.name] = fleet_collector(each.connection)
     registry.register(ModelsCollector(collectors) if several else collectors[""])
+    shown.register(OnlyModels(registry, (name for each in models for name in (each.name, each.config.name_served))))
     served: Any = ModelDoor(apps, root_path) if several else apps[""]
     if several:
         share_http_metrics(list(apps.values()))

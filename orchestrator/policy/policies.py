@@ -16,7 +16,7 @@ from orchestrator.policy.admission.admit import MAX_RETRY_S, MIN_RETRY_S, admit,
 from orchestrator.policy.admission.shares import Shares
 from orchestrator.policy.candidate import Candidate, DecodeChoice, RequestInfo, blocks_for
 from orchestrator.policy.placement import ROOM_SHARE, Local, PrefillView, Reject, Remote, place, uncached_tokens
-from orchestrator.policy.predict.adapters import AdapterDemand, AdapterPlaces, priced
+from orchestrator.policy.predict.adapters import LOADS_AT_PREFILL, AdapterDemand, AdapterPlaces, priced
 from orchestrator.policy.predict.pairing import pair
 from orchestrator.policy.predict.predictor import Predictor
 from orchestrator.types import Link, QueueDepth
@@ -106,6 +106,15 @@ class Policies:
             return candidates
         load_s, rest_s = predictor.adapter_load_s, predictor.rest_s
         return priced(candidates, adapter, places, load_s, rest_s, s_per_token, self.adapters)
+
+    def at_prefill(self, adapter: int, places: AdapterPlaces) -> tuple[dict[str, int], int]:
+        """What the prefill workers save, in prompt tokens, that a job names as having its adapter; and what it spends
+        there if none has."""
+        load_tokens = self.predictor.adapter_load_tokens if adapter else 0
+        if not load_tokens:
+            return {}, 0
+        holders = places.holders(adapter)
+        return ({}, LOADS_AT_PREFILL * load_tokens) if holders is None else (dict.fromkeys(holders, load_tokens), 0)
 
     def _shared(
         self,

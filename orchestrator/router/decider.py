@@ -159,8 +159,7 @@ class Decider:
         loads and prefix hits. None if the domain has no decode worker."""
         parsed, near = active.parsed, active.prefill_worker or ""
         hits = self._prefixes.look_up(parsed.prefix_keys)
-        if (adapter := parsed.info.adapter) and active.prefill_worker is not None:
-            self._fleet.note_adapter(active.prefill_worker, adapter, time.monotonic())
+        adapter = parsed.info.adapter
         seen = self._fleet.candidates(active.avoid, hits, domain, adapter, near).decode
         candidates, links = self._priced(adapter, seen), self._fleet.places.links(near, seen)
         return self._policies.pair(parsed.info, candidates, links, time.monotonic())
@@ -216,13 +215,7 @@ class Decider:
         return self._policies.priced(adapter, candidates, self._fleet.adapters.places[Role.DECODE])
 
     def _adapter_at_prefill(self, adapter: int) -> tuple[dict[str, int], int]:
-        """What the prefill workers save, in prompt tokens, that a job names as having its adapter; and what it spends
-        there if none has."""
-        if not adapter:
-            return {}, 0
-        tokens = self._predictor.adapter_load_tokens
-        saved = self._fleet.adapters.places[Role.PREFILL].saved(adapter, tokens)
-        return saved or {}, tokens if saved is None else 0
+        return self._policies.at_prefill(adapter, self._fleet.adapters.places[Role.PREFILL])
 
     def _prefill_pool(self, cached_tokens: int = 0, blocked: str | None = None, adapter_tokens: int = 0) -> PrefillView:
         ready, depth = self._fleet.ready(Role.PREFILL), self._queue.depth

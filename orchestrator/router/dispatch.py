@@ -67,6 +67,8 @@ class Dispatch:
                 view.connected = False
             return False
         self._fleet.note_adapter(worker_id, parsed.info.adapter, now, submit.sequence)
+        if active.prefill_worker is not None:
+            self._fleet.note_adapter(active.prefill_worker, parsed.info.adapter, now)
         active.move(to)
         active.decode = Submitted(
             worker_id,

@@ -197,11 +197,9 @@ class Router:
         return self.policies.priced(job.adapter, self.decode.candidates(hits, job.adapter, near), self.decode.adapters)
 
     def _find_adapter(self, job: Job) -> int:
-        """Look up which prefill workers have the job's adapter; what it saves there. Returns what no worker saves."""
-        tokens = self.predictor.adapter_load_tokens if job.adapter else 0
-        saved = self.prefill.adapters.saved(job.adapter, tokens)
-        job.adapter_at = saved or {}
-        return tokens if saved is None else 0
+        """Look up which prefill workers have the job's adapter, and what that saves. Returns what no worker saves."""
+        job.adapter_at, absent = self.policies.at_prefill(job.adapter, self.prefill.adapters)
+        return absent
 
     def _prefill_hit(self, hits: dict[str, int]) -> int:
         """Cached tokens on the prefill worker with most of them."""

@@ -97,6 +97,7 @@ async def test_a_model_is_added_used_and_removed_under_load_of_another(fleet: Ch
         assert [(a.status, a.error) for a in used if not a.ok] == []
         assert await asyncio.to_thread(fleet.keys_of, "third")
         fleet.at("third").assert_no_leaks()
+        assert 'model_name="third"' in fleet.http.get("/metrics").text
         assert fleet.processes_of("third")
         its_memory = fleet.shared_memory() - before
         async with third.under_load(PROMPTS, 1, max_tokens=16) as last:
@@ -110,6 +111,7 @@ async def test_a_model_is_added_used_and_removed_under_load_of_another(fleet: Ch
     assert {answer.status for answer in last if not answer.ok} == {404}, "no request of it is lost"
     unknown = fleet.http.post("/v1/completions", json={"model": "third", "prompt": "x", "max_tokens": 1})
     assert unknown.status_code == 404 and unknown.json()["error"]["type"] == "NotFoundError"
+    assert 'model_name="third"' not in fleet.http.get("/metrics").text
     assert fleet.listed().keys() == {"small", "large"} == set(RunFolder(fleet.namespace).models())
     assert await asyncio.to_thread(fleet.keys_of, "third") == []
     assert fleet.processes_of("third") == []

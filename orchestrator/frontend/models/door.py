@@ -11,6 +11,7 @@ import html
 import re
 from collections.abc import Mapping, MutableMapping
 from http import HTTPStatus
+from itertools import chain
 from typing import Any
 
 import msgspec
@@ -90,8 +91,15 @@ class ModelDoor:
         if name is None and scope["path"].removeprefix(self._root_path) not in _OF_ANY:
             await self._refuse(scope, receive, send)
             return
-        app = next((app for app in self._apps.values() if name is not None and _serves(app, name)), self._first)
+        app = self._first if name is None else self._app_of(name)
         await app(scope, replay_body(body, receive), send)
+
+    def _app_of(self, name: str) -> FastAPI:
+        """That of the model of this name, else the first with such an adapter, else the first, which knows no such."""
+        lists = [(app, app.state.openai_serving_models) for app in self._apps.values()]
+        of_model = (app for app, models in lists if models.is_base_model(name))
+        of_adapter = (app for app, models in lists if name in models.lora_requests)
+        return next(chain(of_model, of_adapter), self._first)
 
     async def _show(self, scope: Scope, receive: Receive, send: Send) -> None:
         path = scope["path"].removeprefix(self._root_path).rstrip("/")
@@ -152,12 +160,6 @@ class ModelDoor:
             await send({"type": "lifespan.startup.complete"})
             await receive()
         await send({"type": "lifespan.shutdown.complete"})
-
-
-def _serves(app: FastAPI, name: str) -> bool:
-    """Whether the app has this model, or an adapter of it."""
-    models = app.state.openai_serving_models
-    return bool(models.is_base_model(name)) or name in models.lora_requests
 
 
 async def _ask(app: FastAPI, scope: Scope) -> tuple[int, msgspec.Raw]:

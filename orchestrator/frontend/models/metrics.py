@@ -7,11 +7,11 @@ vllm/v1/metrics/loggers.py, 0.32.0.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from fastapi import FastAPI
-from prometheus_client import REGISTRY
+from prometheus_client import REGISTRY, CollectorRegistry
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 from prometheus_fastapi_instrumentator import metrics as http_metrics
@@ -39,6 +39,22 @@ class ModelsCollector(Collector):
                 named = (sample._replace(labels={MODEL: model, **sample.labels}) for sample in family.samples)
                 kept.samples.extend(named)
         yield from merged.values()
+
+
+class OnlyModels(Collector):
+    """What a registry has, without other models. Frontends share their files with those before them, whose models may
+    have been removed since, or renamed."""
+
+    def __init__(self, registry: CollectorRegistry, names: Iterable[str]) -> None:
+        self._registry, self._names = registry, frozenset(names)
+
+    def collect(self) -> Iterator[Metric]:
+        for family in self._registry.collect():
+            family.samples = [sample for sample in family.samples if self._is_shown(sample.labels.get(MODEL))]
+            yield family
+
+    def _is_shown(self, model: str | None) -> bool:
+        return model is None or model in self._names
 
 
 @contextlib.contextmanager

@@ -13,6 +13,7 @@ import msgspec
 from orchestrator.config.models import fleet_namespace, load_models, model_config
 from orchestrator.config.settings import Config, ConfigError, load_config
 from orchestrator.config.shared import differences, merged
+from orchestrator.process.parent import has_ended
 from orchestrator.store.client import Redis
 from orchestrator.store.operator.models import ModelStore
 from orchestrator.store.registry import Registry
@@ -53,10 +54,12 @@ async def rolled_out_config(config: Config, redis: Redis) -> tuple[Config, int]:
 
 async def as_listed(models: list[Served], shared: Mapping[str, Any], redis: Redis) -> list[Served]:
     """The models of a frontend that no launcher starts: those of its file that the fleet still has, and those that were
-    added since. `shared`: what its file says of all. Raises ConfigError, RedisAway."""
+    added since; those of its file while no launcher runs. `shared`: what its file says of all. Raises ConfigError,
+    RedisAway."""
     ours = {model.name: model.config for model in models}
-    listed = await ModelStore(redis, fleet_namespace(ours)).read()
-    if listed is None:
+    store = ModelStore(redis, fleet_namespace(ours))
+    listed = await store.read()
+    if listed is None or not await store.is_followed(listed, has_ended):
         return models
     found: dict[str, Config] = {}
     for name, model in listed.present.items():

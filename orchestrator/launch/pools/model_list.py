@@ -14,15 +14,14 @@ from typing import Any
 
 import msgspec
 
-from orchestrator.config.models import SECTION, namespace_of
+from orchestrator.config.models import SECTION
 from orchestrator.config.settings import ConfigError
 from orchestrator.launch.fleet_processes import FleetProcesses
 from orchestrator.launch.pools.all_models import ModelsProcesses
 from orchestrator.process.parent import has_ended
 from orchestrator.store.client import Redis, RedisAway
 from orchestrator.store.operator.models import ListedModel, ModelList, ModelState, ModelStore
-from orchestrator.store.planned import decided, of_launchers
-from orchestrator.store.registry import Registry
+from orchestrator.store.planned import decided
 
 log = logging.getLogger("pd.launcher")
 
@@ -36,21 +35,13 @@ async def begin_list(redis: Redis, fleet: str, tree: Mapping[str, Any]) -> Model
 
     async def decide() -> ModelList | None:
         listed = await store.read()
-        if listed is not None and await _is_run(redis, fleet, listed):
+        if listed is not None and await store.is_followed(listed, has_ended):
             return listed
         revision = 1 + (listed.revision if listed is not None else 0)
         ours = ModelList(revision, {name: ListedModel(section) for name, section in tree[SECTION].items()})
         return ours if await store.change(listed, ours) else None
 
     return await decided(decide)
-
-
-async def _is_run(redis: Redis, fleet: str, listed: ModelList) -> bool:
-    for name in listed.models:
-        launchers = of_launchers(await Registry(redis, namespace_of(fleet, name)).launchers())
-        if any(not has_ended(launcher) for launcher in launchers):
-            return True
-    return False
 
 
 class ModelFollower:

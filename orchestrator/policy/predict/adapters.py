@@ -18,6 +18,7 @@ PRIOR_LOAD_S = 0.1  # of an adapter, until a worker has measured one; chosen, no
 DEMAND_MEMORY = 1000.0  # requests with adapters after which the weight of one has decayed to 1/e
 MAX_KNOWN = 4096  # adapters whose demand is known
 DEAREST_LOAD = 3.0  # loads that one costs at a worker whose adapters are all asked for far more often
+LOADS_AT_PREFILL = 2  # that one costs where no prefill worker has it: it displaces another, and decode has it anyway
 MAX_HOLDERS = 8  # workers that a job names as having its adapter
 FEW = 4  # workers of a large fleet that are considered for having an adapter, and as many for a free slot
 
@@ -109,23 +110,23 @@ class AdapterPlaces:
         """A few of the workers that have it, and of those that could load it at once: others each time."""
         return self._few(self._having.get(adapter, {})) + self._few(self._free)
 
-    def _few(self, names: Mapping[str, None]) -> list[str]:
-        if len(names) <= FEW:
+    def _few(self, names: Mapping[str, None], few: int = FEW) -> list[str]:
+        if len(names) <= few:
             return list(names)
         self._turn += 1
-        first = self._turn % (len(names) - FEW + 1)
-        return list(islice(names, first, first + FEW))
+        first = self._turn % (len(names) - few + 1)
+        return list(islice(names, first, first + few))
 
-    def saved(self, adapter: int, tokens: int) -> dict[str, int] | None:
-        """What the workers save that a job is to name, `tokens` each: those with least to compute. None: no worker has
-        the adapter. Where most of many have it, none need be preferred."""
+    def holders(self, adapter: int) -> list[str] | None:
+        """The workers that a job is to name as having its adapter: of some of them, those with least to compute. None:
+        no worker has it. Where most of many have it, none need be preferred."""
         having = self._having.get(adapter)
-        if having is None or not tokens:
+        if having is None:
             return None
         if len(having) > max(MAX_HOLDERS, len(self._there) // 2):
-            return {}
-        first = sorted(having, key=lambda worker_id: self._there[worker_id][2])
-        return dict.fromkeys(first[:MAX_HOLDERS], tokens)
+            return []
+        some = self._few(having, 2 * MAX_HOLDERS)
+        return sorted(some, key=lambda worker_id: self._there[worker_id][2])[:MAX_HOLDERS]
 
     def spent_s(self, worker_id: str, adapter: int, load_s: float, rest_s: float, demand: AdapterDemand) -> float:
         """`adapter_s` at this worker. One that tells nothing, as of a release before, is no better than a free one."""

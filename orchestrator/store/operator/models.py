@@ -8,12 +8,16 @@ own keys are in that model's namespace.
 from __future__ import annotations
 
 import enum
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
 
+from orchestrator.config.models import namespace_of
 from orchestrator.store.client import Redis
 from orchestrator.store.keys import KEPT_S, REGISTRY, Keys
+from orchestrator.store.planned import of_launchers
+from orchestrator.store.registry import Registry
 
 
 class ModelState(str, enum.Enum):
@@ -53,7 +57,7 @@ class ModelStore:
 
     def __init__(self, redis: Redis, fleet: str) -> None:
         """`fleet`: the namespace of the whole."""
-        self._redis, self._keys = redis, Keys(fleet)
+        self._redis, self._fleet, self._keys = redis, fleet, Keys(fleet)
 
     async def read(self) -> ModelList | None:
         """The list, which is kept for `KEPT_S` more; None if there is none, or another release wrote it."""
@@ -63,6 +67,15 @@ class ModelStore:
             return msgspec.json.decode(found, type=ModelList) if found else None
         except msgspec.DecodeError:
             return None
+
+    async def is_followed(self, listed: ModelList, has_ended: Callable[[str], bool]) -> bool:
+        """Whether a launcher runs the fleet of this list, which outlives it. `has_ended`: whether a launcher is known
+        to have, which may still be registered."""
+        for name in listed.models:
+            launchers = of_launchers(await Registry(self._redis, namespace_of(self._fleet, name)).launchers())
+            if any(not has_ended(launcher) for launcher in launchers):
+                return True
+        return False
 
     async def change(self, seen: ModelList | None, wanted: ModelList) -> bool:
         """Replace the list `seen` by `wanted`. False if another process has changed it meanwhile."""

@@ -27,9 +27,9 @@ def spent_s(fleet: Fleet, name: str, adapter: int) -> float:
     return fleet.adapters.places[Role.DECODE].spent_s(name, adapter, LOAD_S, REST_S, AdapterDemand())
 
 
-def saved(fleet: Fleet, adapter: int) -> dict[str, int] | None:
+def holders(fleet: Fleet, adapter: int) -> list[str] | None:
     fleet.apply_changes()
-    return fleet.adapters.places[Role.PREFILL].saved(adapter, 100)
+    return fleet.adapters.places[Role.PREFILL].holders(adapter)
 
 
 def test_what_was_sent_counts_until_a_report_has_seen_it():
@@ -53,29 +53,29 @@ def test_what_a_prefill_worker_claims_is_expected_there_for_a_time():
     fleet = fleet_of(with_slots("p", Role.PREFILL, 2), with_slots("d"))
     for name in ("p", "d"):
         fleet.take_load(load(name, 1, {}), now=1.0)
-    assert saved(fleet, 7) is None
+    assert holders(fleet, 7) is None
     fleet.note_adapter("p", 7, 1.0)
-    assert saved(fleet, 7) == {"p": 100}
+    assert holders(fleet, 7) == ["p"]
     fleet.take_load(load("p", 2, {}), now=1.1)  # not in its engine yet
-    assert saved(fleet, 7) == {"p": 100}
+    assert holders(fleet, 7) == ["p"]
     fleet.take_load(load("p", 3, {7: 1}), now=1.2)
     fleet.take_load(load("p", 4, {8: 1}), now=1.3)
-    assert saved(fleet, 7) is None and saved(fleet, 8) == {"p": 100}
+    assert holders(fleet, 7) is None and holders(fleet, 8) == ["p"]
     fleet.note_adapter("p", 7, 1.3)  # and it lost its claim, or went elsewhere
     fleet.take_load(load("p", 5, {8: 1}), now=1.4 + EXPECTED_S)
-    assert saved(fleet, 7) is None
+    assert holders(fleet, 7) is None
 
 
 def test_a_worker_that_is_gone_quiet_or_new_or_of_another_role_has_nothing():
     fleet = fleet_of(with_slots("p", Role.PREFILL))
     fleet.take_load(load("p", 1, {7: 0}), now=1.0)
-    assert saved(fleet, 7) == {"p": 100}
+    assert holders(fleet, 7) == ["p"]
     fleet.workers["p"].mark_quiet()
-    assert saved(fleet, 7) is None
+    assert holders(fleet, 7) is None
     fleet.workers["p"].mark_quiet(False)
-    assert saved(fleet, 7) == {"p": 100}
+    assert holders(fleet, 7) == ["p"]
     fleet.upsert(msgspec.structs.replace(fleet.workers["p"].info, role=Role.DECODE), 1.0)
-    assert saved(fleet, 7) is None and spent_s(fleet, "p", 7) == 0.0 < spent_s(fleet, "p", 8)
+    assert holders(fleet, 7) is None and spent_s(fleet, "p", 7) == 0.0 < spent_s(fleet, "p", 8)
     fleet.remove("p")
     assert spent_s(fleet, "p", 8) == 0.0 and not fleet.adapters._sent
 

@@ -665,6 +665,20 @@ async def test_unsent_request_is_not_counted_as_load():
     assert bench.fleet.workers["d1"].candidate.waiting == 3
 
 
+@pytest.mark.parametrize("unreachable", [(), ("d0", "d1")])
+async def test_an_adapter_is_expected_only_where_its_request_was_sent(unreachable):
+    bench = Bench()
+    for view in bench.fleet.workers.values():
+        view.info = msgspec.structs.replace(view.info, adapter_slots=1)
+        bench.fleet.take_load(load_of(view.info.id), time.monotonic())
+    await bench.router.submit(FakeRequest("r", adapter=7))
+    bench.transport.unreachable = set(unreachable)
+    bench.claim("r")
+    bench.fleet.apply_changes()
+    found = [bench.fleet.adapters.places[role].holders(7) for role in (Role.PREFILL, Role.DECODE)]
+    assert found == ([None, None] if unreachable else [["p0"], [bench.bound_to()]])
+
+
 async def test_abort_reaches_queue_and_both_workers():
     bench = await Bench.asked(FakeRequest("queued"))
     await bench.router.submit(FakeRequest("bound"))

@@ -27,7 +27,7 @@ from orchestrator.config.access import LimitsConfig, SecurityConfig
 from orchestrator.frontend.access import Access
 from orchestrator.frontend.edge import EdgeMiddleware
 from orchestrator.frontend.models.door import ModelDoor, ModelPaths, model_asked_for
-from orchestrator.frontend.models.metrics import ModelsCollector
+from orchestrator.frontend.models.metrics import ModelsCollector, OnlyModels
 
 pytestmark = pytest.mark.vllm
 
@@ -107,6 +107,13 @@ async def test_a_request_goes_whole_to_the_app_of_its_model(model: str, app: str
     answer = (await Behind().ask("POST", "/v1/completions", json={"prompt": "x" * 100, "model": model})).json()
     assert answer["app"] == app and answer["path"] == "/v1/completions"
     assert "x" * 100 in answer["body"]
+
+
+async def test_a_model_goes_before_an_adapter_of_the_same_name() -> None:
+    behind = Behind()
+    behind.apps["a"].state.openai_serving_models.lora_requests["b"] = None
+    assert (await behind.ask("POST", "/v1/completions", json={"model": "b"})).json()["app"] == "b"
+    assert (await behind.ask("POST", "/models/a/v1/completions", json={"model": "b"})).json()["app"] == "org/a"
 
 
 async def test_a_form_names_its_model() -> None:
@@ -207,3 +214,13 @@ def test_a_family_has_the_samples_of_all_models() -> None:
     assert told.count("# TYPE pd_worker_up gauge") == 1
     for model, value in (("a", "1.0"), ("b", "2.0")):
         assert f'pd_worker_up{{model_name="{model}",worker="worker-0"}} {value}' in told
+
+
+def test_what_a_removed_model_has_counted_is_not_shown() -> None:
+    registry, shown = CollectorRegistry(), CollectorRegistry()
+    registry.register(ModelsCollector({"a": Of(1), "gone": Of(2)}))
+    Gauge("other", "has no model", registry=registry)
+    shown.register(OnlyModels(registry, ["a", "org/a"]))
+    told = generate_latest(shown).decode()
+    assert 'model_name="gone"' in generate_latest(registry).decode()
+    assert "gone" not in told and 'pd_worker_up{model_name="a",worker="worker-0"} 1.0' in told and "other 0.0" in told

@@ -10,6 +10,7 @@ from orchestrator.policy.placement import Local, PrefillView, Remote
 from orchestrator.policy.policies import Policies
 from orchestrator.policy.predict.adapters import (
     FEW,
+    MAX_HOLDERS,
     MAX_KNOWN,
     AdapterDemand,
     AdapterPlaces,
@@ -146,13 +147,20 @@ def test_prefill_workers_claim_what_they_have_the_adapter_of_and_leave_it_to_oth
     assert choose_claims([WindowJob("first", 0.0, 100, 0.0), later], 100, False, 1e-4) == ["later"]
 
 
-def test_a_job_names_the_holders_with_least_to_compute():
-    places = pool([Worker(f"p{n}", {7: 0}, 100 - n) for n in range(20)] + [Worker(f"other{n}", {}) for n in range(30)])
-    assert places.saved(7, 1000) == dict.fromkeys((f"p{n}" for n in range(19, 11, -1)), 1000)
-    assert places.saved(8, 1000) is None
+def test_a_job_names_holders_with_least_to_compute():
+    places = pool([Worker(f"p{n}", {7: 0}, 100 - n) for n in range(16)] + [Worker(f"other{n}", {}) for n in range(30)])
+    assert places.holders(7) == [f"p{n}" for n in range(15, 7, -1)]
+    assert places.holders(8) is None
     for n in range(30):
         places.remove(f"other{n}")
-    assert places.saved(7, 1000) == {}  # nearly every worker has it
+    assert places.holders(7) == []  # nearly every worker has it
+
+
+def test_of_many_holders_a_job_names_the_best_of_a_few_and_in_time_of_all():
+    places = pool([Worker(f"p{n}", {7: 0}, n) for n in range(500)] + [Worker(f"other{n}", {}) for n in range(501)])
+    named = [places.holders(7) or [] for _ in range(500)]
+    assert all(len(names) == MAX_HOLDERS and names == sorted(names, key=lambda name: int(name[1:])) for names in named)
+    assert {name for names in named for name in names} >= {f"p{n}" for n in range(500 - MAX_HOLDERS)}
 
 
 def test_of_many_workers_a_few_are_considered_that_have_it_or_a_free_slot_and_in_time_all():
@@ -172,3 +180,11 @@ def test_of_many_workers_a_few_are_considered_that_have_it_or_a_free_slot_and_in
     for worker_id in list(places._there):
         places.remove(worker_id)
     assert not places._having and not places._free
+
+
+def test_where_no_prefill_worker_has_an_adapter_it_costs_two_loads():
+    made, absent, there = policies(), pool([Worker("p", {9: 0})]), pool([Worker("p", {7: 0}), Worker("q", {})])
+    load_tokens = made.predictor.adapter_load_tokens
+    assert made.at_prefill(7, absent) == ({}, 2 * load_tokens)
+    assert made.at_prefill(7, there) == ({"p": load_tokens}, 0)
+    assert made.at_prefill(0, absent) == ({}, 0)

@@ -209,8 +209,7 @@ async def _follow(fleet: OpenFleet, whole: str, name: str, patience_s: float, sh
             if added and model.state is ModelState.SERVING:
                 return None
         if time.monotonic() - changed_at > patience_s:
-            held = f": these frontends serve it, start them again: {', '.join(last.by_hand)}" if last.by_hand else ""
-            raise Refused(f"{name}: is still {last.state}, and nothing has changed for {patience_s:g} s{held}")
+            raise Refused(f"{name}: is still {last.state}, and nothing has changed for {patience_s:g} s")
         await asyncio.sleep(_LOOK_EVERY_S)
 
 
@@ -279,6 +278,8 @@ def _shower(as_json: bool) -> Show:
             return
         workers = f"{seen.prefill}P{seen.decode}D ready, {seen.frontends} frontends serve it"
         what = {"gone": "removed", "serving": f"added: {workers}"}.get(seen.state, f"{seen.state}: {workers}")
+        if seen.by_hand and seen.state == "removing":
+            what += f"; start again those that no launcher runs: {', '.join(seen.by_hand)}"
         OUT.print(f"{seen.name}: {what}{f' ({seen.why})' if seen.why else ''}", highlight=False, soft_wrap=True)
 
     return show

@@ -1,0 +1,1 @@
+"""Commands about what a fleet serves: its models, and their LoRA adapters."""

@@ -1,0 +1,98 @@
+"""`orchestrator lora`: list the LoRA adapters that a model's fleet serves, add one while it runs, remove one.
+
+A frontend does it for all frontends and workers, as its `/v1/load_lora_adapter` does.
+"""
+
+from __future__ import annotations
+
+from http import HTTPStatus
+from typing import Annotated, Any
+
+import typer
+from rich.table import Table
+
+from orchestrator.cli.handle import (
+    OUT,
+    JsonOption,
+    NamespaceOption,
+    RedisOption,
+    UrlOption,
+    find_fleet,
+    print_json,
+)
+from orchestrator.cli.look.frontend import credentials, operator_key, with_frontend
+from orchestrator.config.access import OPERATOR_KEY
+from orchestrator.config.settings import Refused
+
+_TIMEOUT_S = 300.0  # in which every worker loads the adapter, or its repository's download ends
+app = typer.Typer()
+lora_app = typer.Typer(help="List the LoRA adapters that the fleet serves; add one while it runs, or remove one.")
+app.add_typer(lora_app, name="lora")
+NameArgument = Annotated[str, typer.Argument(help="What clients name as `model`.")]
+
+
+@lora_app.command("list")
+def list_command(
+    namespace: NamespaceOption = None, redis: RedisOption = None, url: UrlOption = None, as_json: JsonOption = False
+) -> None:
+    """Show the adapters, those of the configuration included."""
+    cards = _asked(namespace, redis, url, "GET", "/v1/models")["data"]
+    adapters = [{"name": it["id"], "path": it["root"], "parent": it["parent"]} for it in cards if it.get("parent")]
+    if as_json:
+        print_json({"adapters": adapters})
+        return
+    table = Table("name", "of", "path", box=None, pad_edge=False, header_style="bold")
+    for it in adapters:
+        table.add_row(it["name"], it["parent"], it["path"])
+    OUT.print(table)
+
+
+@lora_app.command("add")
+def add_command(
+    name: NameArgument,
+    path: Annotated[str, typer.Argument(help="Its folder, as every worker reads it, or its repository.")],
+    replace: Annotated[bool, typer.Option("--replace", help="Take the place of the adapter of this name.")] = False,
+    namespace: NamespaceOption = None,
+    redis: RedisOption = None,
+    url: UrlOption = None,
+) -> None:
+    """Load an adapter on all workers, then let all frontends serve it."""
+    body = {"lora_name": name, "lora_path": path, "load_inplace": replace}
+    _asked(namespace, redis, url, "POST", "/v1/load_lora_adapter", body)
+    typer.echo(f"{name}: added")
+
+
+@lora_app.command("remove")
+def remove_command(
+    name: NameArgument, namespace: NamespaceOption = None, redis: RedisOption = None, url: UrlOption = None
+) -> None:
+    """Let no frontend serve an adapter any more."""
+    _asked(namespace, redis, url, "POST", "/v1/unload_lora_adapter", {"lora_name": name})
+    typer.echo(f"{name}: removed")
+
+
+def _asked(
+    namespace: str | None, redis: str | None, url: str | None, method: str, path: str, body: object = None
+) -> Any:
+    """The JSON of a frontend's answer, or its text. Raises Refused."""
+    import httpx
+
+    handle = with_frontend(find_fleet(namespace, redis, url))
+    at = handle.url or ""
+    given = credentials(at, operator_key(handle, at))
+    try:
+        answer = httpx.request(method, at + path, json=body, timeout=_TIMEOUT_S, trust_env=False, **given)
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        raise Refused(f"{at}: {error or type(error).__name__}") from None
+    said = answer.json() if answer.headers.get("content-type", "").startswith("application/json") else answer.text
+    if answer.status_code == HTTPStatus.OK:
+        return said
+    if answer.status_code in (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN):
+        raise Refused(f"{at} wants the operator's key: set {OPERATOR_KEY}")
+    why = said["error"]["message"] if isinstance(said, dict) and "error" in said else str(said)
+    if answer.status_code == HTTPStatus.NOT_FOUND and "Not Found" in why:
+        raise Refused(
+            f"{at}: takes no adapters while it runs: start the fleet with VLLM_ALLOW_RUNTIME_LORA_UPDATING=1, and "
+            "workers.engine_args.enable_lora"
+        )
+    raise Refused(f"{at}: {why}")
