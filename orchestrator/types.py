@@ -4,7 +4,6 @@ behaviour beyond derived values; no I/O, no clock, no vLLM."""
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable, Mapping
 
 import msgspec
 from msgspec.structs import astuple
@@ -146,20 +145,6 @@ class WorkerInfo(msgspec.Struct, frozen=True):
     def can_be(self, role: Role) -> bool:
         """Whether it may take this role. An engine of several pipeline stages only prefills."""
         return role is Role.PREFILL or self.kv.pp_size == 1
-
-
-Link = tuple[str, ...]  # its class: ("host", "rack"), ("rack",), () ...
-HOST = "host"
-
-
-def labels_of(host: str, given: Iterable[str]) -> dict[str, str]:
-    """A worker's labels by name, in its order, of `NAME=VALUE`; one named host stands for its address."""
-    return dict(sorted(({HOST: host} | dict(label.split("=", 1) for label in given)).items()))
-
-
-def link_of(one: Mapping[str, str], other: Mapping[str, str]) -> Link:
-    """The class of the link between two workers with these labels, which are in the order of names."""
-    return tuple([name for name, value in one.items() if other.get(name) == value])
 
 
 class KVCounters(msgspec.Struct, frozen=True):

@@ -15,15 +15,15 @@ from typing import Any
 
 import msgspec
 
+from orchestrator.config.labels import labels_of, strict_label
 from orchestrator.config.settings import Config
-from orchestrator.policy.predict.pairing import strict_label
 from orchestrator.process.parent import EXIT_AGAIN, own_identity
 from orchestrator.store.client import Redis, RedisAway
 from orchestrator.store.fields import Departed, Heartbeat
 from orchestrator.store.operator.log_levels import LogLevels, follow_log_level
 from orchestrator.store.queue import PrefillQueue
 from orchestrator.store.registry import IncompatibleWorker, Registry
-from orchestrator.types import Role, WorkerInfo, labels_of
+from orchestrator.types import Role, WorkerInfo
 from orchestrator.wire.addresses import Listening
 from orchestrator.wire.curve import KeyPair
 from orchestrator.wire.ticks import ticks

@@ -20,6 +20,7 @@ import msgspec
 from msgspec.structs import replace
 
 from orchestrator.config.engine_args import check_arguments, engine_args
+from orchestrator.config.labels import HOST, strict_label
 from orchestrator.config.settings import (
     Config,
     ConfigError,
@@ -31,10 +32,9 @@ from orchestrator.config.settings import (
 )
 from orchestrator.config.shared import merged
 from orchestrator.config.simulated import simulated
-from orchestrator.policy.predict.pairing import strict_label
 from orchestrator.store.configuration import Version
 from orchestrator.store.servers import redis_elsewhere
-from orchestrator.types import HOST, Role
+from orchestrator.types import Role
 from orchestrator.wire.addresses import Listening, address_towards, is_local, is_unspecified, resolve
 
 

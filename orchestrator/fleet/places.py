@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping
 
+from orchestrator.config.labels import Link, labels_of, link_of
 from orchestrator.policy.candidate import Candidate
-from orchestrator.types import Link, WorkerInfo, labels_of, link_of
+from orchestrator.types import WorkerInfo
 
 
 class Places:

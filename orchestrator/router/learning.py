@@ -6,6 +6,7 @@ Reads requests and decides nothing. Times are seconds of the router's monotonic 
 
 from __future__ import annotations
 
+from orchestrator.config.labels import Link
 from orchestrator.config.settings import SLOConfig
 from orchestrator.fleet.worker_view import WorkerView
 from orchestrator.policy.candidate import DecodeChoice
@@ -14,7 +15,7 @@ from orchestrator.policy.ratio.reuse import ReuseCounter
 from orchestrator.process.telemetry.metrics import Metrics
 from orchestrator.process.telemetry.recent import Recent
 from orchestrator.router.request import ActiveRequest, State
-from orchestrator.types import Link, Offered
+from orchestrator.types import Offered
 
 
 class Learning:

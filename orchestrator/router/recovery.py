@@ -10,9 +10,9 @@ import asyncio
 import logging
 import time
 
+from orchestrator.config.labels import strict_label
 from orchestrator.config.settings import RoutingConfig
 from orchestrator.fleet.view import Fleet
-from orchestrator.policy.predict.pairing import strict_label
 from orchestrator.process.telemetry.metrics import Metrics
 from orchestrator.router.active_requests import ActiveRequests
 from orchestrator.router.dispatch import Dispatch

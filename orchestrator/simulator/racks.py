@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+from orchestrator.config.labels import Link, link_of, strict_label
 from orchestrator.policy.candidate import Candidate
-from orchestrator.policy.predict.pairing import strict_label
 from orchestrator.simulator.settings import Settings
-from orchestrator.types import Link, link_of
 
 _LABEL = "rack"
 

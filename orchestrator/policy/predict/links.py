@@ -6,8 +6,8 @@ worker's host is a label. Links of a class are taken to be alike.
 
 from __future__ import annotations
 
+from orchestrator.config.labels import Link
 from orchestrator.policy.predict.estimates import MIN_FIT_SAMPLES, LineFit
-from orchestrator.types import Link
 
 
 class Links:

@@ -7,19 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from orchestrator.config.labels import Link
 from orchestrator.config.settings import SLOConfig
 from orchestrator.policy.candidate import Candidate, DecodeChoice, RequestInfo, blocks_for
 from orchestrator.policy.predict.predictor import Predictor
-from orchestrator.types import Link
 
 NEGLIGIBLE = 0.003  # of the TTFT objective
-_STRICT = "strict:"
-
-
-def strict_label(pairing: str) -> str:
-    """The label whose value must be the same at both ends of a link; empty where any link may be used. `pairing`:
-    routing.pairing."""
-    return pairing.removeprefix(_STRICT) if pairing.startswith(_STRICT) else ""
 
 
 def pair(

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from orchestrator.config.labels import labels_of, link_of
 from orchestrator.policy.predict.estimates import MIN_FIT_SAMPLES, STALE_DECISIONS, STALE_S
 from orchestrator.policy.predict.links import Links
-from orchestrator.types import labels_of, link_of
 
 NEAR, FAR = ("rack",), ()
 
