@@ -15,8 +15,8 @@ from typing import Any
 
 import msgspec
 
-from orchestrator.config.labels import labels_of, strict_label
 from orchestrator.config.settings import Config
+from orchestrator.config.values import labels_of, strict_label
 from orchestrator.process.parent import EXIT_AGAIN, own_identity
 from orchestrator.store.client import Redis, RedisAway
 from orchestrator.store.fields import Departed, Heartbeat

@@ -20,7 +20,6 @@ import msgspec
 from msgspec.structs import replace
 
 from orchestrator.config.engine_args import check_arguments, engine_args
-from orchestrator.config.labels import HOST, strict_label
 from orchestrator.config.settings import (
     Config,
     ConfigError,
@@ -32,6 +31,7 @@ from orchestrator.config.settings import (
 )
 from orchestrator.config.shared import merged
 from orchestrator.config.simulated import simulated
+from orchestrator.config.values import HOST, strict_label
 from orchestrator.store.configuration import Version
 from orchestrator.store.servers import redis_elsewhere
 from orchestrator.types import Role

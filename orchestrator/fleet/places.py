@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping
 
-from orchestrator.config.labels import Link, labels_of, link_of
+from orchestrator.config.values import Link, labels_of, link_of
 from orchestrator.policy.candidate import Candidate
 from orchestrator.types import WorkerInfo
 

@@ -11,8 +11,8 @@ from typing import TypeVar
 
 import msgspec
 
-from orchestrator.config.labels import Link
 from orchestrator.config.settings import Config, SLOConfig
+from orchestrator.config.values import Link
 from orchestrator.policy.admission.admit import MAX_RETRY_S, MIN_RETRY_S, admit, predicted_ttft_s
 from orchestrator.policy.admission.shares import Shares
 from orchestrator.policy.candidate import Candidate, DecodeChoice, RequestInfo, blocks_for

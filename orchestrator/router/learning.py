@@ -6,8 +6,8 @@ Reads requests and decides nothing. Times are seconds of the router's monotonic 
 
 from __future__ import annotations
 
-from orchestrator.config.labels import Link
 from orchestrator.config.settings import SLOConfig
+from orchestrator.config.values import Link
 from orchestrator.fleet.worker_view import WorkerView
 from orchestrator.policy.candidate import DecodeChoice
 from orchestrator.policy.predict.predictor import Predictor

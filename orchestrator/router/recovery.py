@@ -10,8 +10,8 @@ import asyncio
 import logging
 import time
 
-from orchestrator.config.labels import strict_label
 from orchestrator.config.settings import RoutingConfig
+from orchestrator.config.values import strict_label
 from orchestrator.fleet.view import Fleet
 from orchestrator.process.telemetry.metrics import Metrics
 from orchestrator.router.active_requests import ActiveRequests

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from orchestrator.config.labels import Link, link_of, strict_label
+from orchestrator.config.values import Link, link_of, strict_label
 from orchestrator.policy.candidate import Candidate
 from orchestrator.simulator.settings import Settings
 

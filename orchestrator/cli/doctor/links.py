@@ -17,8 +17,8 @@ from orchestrator.cli.doctor.check import Check
 from orchestrator.cli.handle import OpenFleet
 from orchestrator.cli.look.frontend import is_own_address
 from orchestrator.config.engine_args import environment
-from orchestrator.config.labels import labels_of, link_of
 from orchestrator.config.settings import parse_config
+from orchestrator.config.values import labels_of, link_of
 from orchestrator.types import WorkerInfo
 from orchestrator.wire.addresses import in_url
 

@@ -6,7 +6,7 @@ worker's host is a label. Links of a class are taken to be alike.
 
 from __future__ import annotations
 
-from orchestrator.config.labels import Link
+from orchestrator.config.values import Link
 from orchestrator.policy.predict.estimates import MIN_FIT_SAMPLES, LineFit
 
 

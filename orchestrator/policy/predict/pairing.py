@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from orchestrator.config.labels import Link
 from orchestrator.config.settings import SLOConfig
+from orchestrator.config.values import Link
 from orchestrator.policy.candidate import Candidate, DecodeChoice, RequestInfo, blocks_for
 from orchestrator.policy.predict.predictor import Predictor
 
