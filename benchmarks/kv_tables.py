@@ -183,15 +183,16 @@ def table(header: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
 
 
 def joined(rows: Iterable[Row]) -> list[Row]:
-    """A row for each case, of the turns of all its rows."""
+    """A row for each case, of the turns of all its rows; where none has kept its turns, the last one as it is."""
     cases: dict[tuple[str, int, str], list[Row]] = {}
     for row in rows:
         cases.setdefault((row.model, row.tokens, row.variant), []).append(row)
-    return [
-        Row.of(model, variant, tokens, some[0].bytes, statistics.median(row.raw_write_s for row in some), turns)
-        for (model, tokens, variant), some in sorted(cases.items())
-        if (turns := {name: runs for row in some for name, runs in row.turns.items()})
-    ]
+    found = []
+    for (model, tokens, variant), some in sorted(cases.items()):
+        turns = {name: runs for row in some for name, runs in row.turns.items()}
+        raw_write_s = statistics.median(row.raw_write_s for row in some)
+        found.append(Row.of(model, variant, tokens, some[0].bytes, raw_write_s, turns) if turns else some[-1])
+    return found
 
 
 def main() -> None:

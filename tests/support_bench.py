@@ -177,10 +177,10 @@ class Bench:
         self.fleet.workers[worker_id].mark_quiet()
         self.router.worker_quiet(worker_id)
 
-    def claim(self, request_id, attempt=1, worker="p0"):
+    def claim(self, request_id, attempt=1, worker="p0", cached_tokens=None):
         source = KVSource(KVEndpoint(f"{worker}-engine", "127.0.0.1", 1), f"{request_id}#{attempt}")
         domain = view.info.domain if (view := self.fleet.workers.get(worker)) else "0"
-        self.say(worker, Claimed(request_id, attempt, source, 0.01, domain))
+        self.say(worker, Claimed(request_id, attempt, source, 0.01, domain, cached_tokens))
 
     def tokens(self, worker_id, request_id, tokens, attempt=1, finish=None):
         payload = msgspec.msgpack.encode([[request_id, tokens, finish]])

@@ -179,7 +179,7 @@ def _watched(
             return subprocess.Popen(command, env=env, pass_fds=pass_fds, **how)
         with unused.pop() as control:
             socket.send_fds(control, [msgspec.msgpack.encode(_Start(command, "", env))], pass_fds)
-        return SimpleNamespace(kill=lambda: os.kill(forked, signal.SIGKILL), wait=lambda: os.waitpid(forked, 0))
+        return SimpleNamespace(kill=lambda: _kill(forked), wait=lambda: _reap(forked))
 
     def run() -> None:
         from orchestrator.cli.main import main
@@ -188,11 +188,21 @@ def _watched(
             main()
         finally:
             if unused:
-                os.kill(forked, signal.SIGKILL)
-                os.waitpid(forked, 0)
+                _kill(forked)
+                _reap(forked)
 
     fork_servers.subprocess = SimpleNamespace(Popen=popen, DEVNULL=subprocess.DEVNULL)  # type: ignore[assignment]
     return run
+
+
+def _kill(pid: int) -> None:
+    with contextlib.suppress(ProcessLookupError):  # it has ended by itself
+        os.kill(pid, signal.SIGKILL)
+
+
+def _reap(pid: int) -> None:
+    with contextlib.suppress(ChildProcessError):
+        os.waitpid(pid, 0)
 
 
 def _serve_launcher(control: socket.socket) -> None:

@@ -173,12 +173,12 @@ class Agent:
         )
 
     def _fetches(self, info: WorkerInfo) -> bool:
-        """Whether this worker fetches prefixes; the log says why it does not although the configuration asks for it."""
+        """Whether this worker fetches prefixes; the log says why it does not although the configuration permits it."""
         wanted = self._config.kv.fetch == "auto"
         if wanted and not info.lends:
-            log.warning(
+            log.info(
                 "kv.fetch: auto does nothing here: prefixes are not cached, or KV of this model or of an engine with "
-                "pipeline stages goes as whole prompts only; set kv.fetch: off"
+                "pipeline stages goes as whole prompts only"
             )
         return wanted and info.lends
 

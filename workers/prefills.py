@@ -194,7 +194,8 @@ class Prefills:
             return  # aborted meanwhile
         attempt.since = time.monotonic()
         if asks:
-            if (prefix := await self.fetches.answered(attempt.key)) is not None:
+            prefix = await self.fetches.answered(attempt.key)
+            if prefix is not None and self._attempts.holds(attempt):
                 await self.fetches.fetch(prefix, frames)
             if not self._attempts.holds(attempt):
                 return

@@ -262,7 +262,9 @@ class PushScheduler(NixlPushConnectorScheduler):
     def lend(self, key: str, hashes: Sequence[BlockHash], tokens: int) -> None:
         """Send the first `tokens` of a prompt, whose blocks have these hashes, from this cache to the engine that
         registers for `key`. It hears `Gone` where they are not all cached. The next step, which this call causes, tells
-        the worker half."""
+        the worker half. Asked again for a key that is lent, it does nothing."""
+        if key in self._held:
+            return
         whole_blocks = self.by_position and len(hashes) * self.block_size == tokens
         firsts = self._first_kept(tokens)
         if pinned := self.lending.pin(key, hashes, firsts) if whole_blocks else ():

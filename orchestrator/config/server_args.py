@@ -21,6 +21,7 @@ _REFUSED = {
     "model_tag": "use the key model",
     "config": "write its content into frontend.server_args",
     "api_key": "use security.api_keys, which protect every path, or security.api_keys_file",
+    "served_model_name": "use the key served_model_name",
     "host": "use frontend.host",
     "port": "use frontend.port",
     "uds": "frontends listen on frontend.host and frontend.port; put a proxy before them",

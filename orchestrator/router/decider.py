@@ -165,12 +165,14 @@ class Decider:
         return self._policies.pair(parsed.info, candidates, links, time.monotonic())
 
     def holder(self, active: ActiveRequest, asker: str, cached_tokens: int) -> Holder | None:
-        """The worker from whose cache `asker`, which has `cached_tokens` of the prompt itself, fetches its beginning.
-        None: it computes all."""
+        """The worker from whose cache `asker` fetches the beginning of the prompt; None: it computes all.
+        `cached_tokens`: what it has of it itself, if it is not among the few workers that a job names."""
         to = self._fleet.workers.get(asker)
         if not self._fetches or to is None or not to.info.lends:
             return None
-        holders = self._holders(active, self._prefixes.look_up(active.parsed.prefix_keys), to, cached_tokens)
+        hits = self._prefixes.look_up(active.parsed.prefix_keys)
+        cached_tokens = max(cached_tokens, hits.blocks(asker) * self._fleet.block_size)
+        holders = self._holders(active, hits, to, cached_tokens)
         # The fastest link that was measured: a worker that has sent no KV lately has none.
         loads = (view.load for view in self._fleet.workers.values() if view.load is not None)
         link_bytes_per_s = max((load.kv.link_bytes_per_s for load in loads), default=0.0) or PRIOR_BYTES_PER_S
@@ -183,7 +185,7 @@ class Decider:
         """Of the workers with most of the prompt, those from which another one, or `to`, which has `cached_tokens` of
         it itself, could fetch it."""
         # A prompt with media is not fetched; of one that may crash engines only the request itself may be on trial.
-        if not self._fetches or active.parsed.frames_with_kv is not None or active.crashes:
+        if not self._fetches or active.parsed.has_media or active.crashes:
             return []
         held, places, asker = hits.longest_hits(MAX_HOLDERS), self._fleet.places, to.info.id if to is not None else None
         views = [

@@ -45,6 +45,7 @@ class Dispatch:
         compute_tokens = max(1, context_tokens - cached_tokens) if source is None else 0
         delay_s = active.placed.delay_s if active.placed is not None else 0.0
         now = time.monotonic()
+        prefix = self._prefix(engine_key(active.id, active.attempt), holder)
         submit = Submit(
             request_id=active.id,
             attempt=active.attempt,
@@ -56,7 +57,7 @@ class Dispatch:
             trial_s=TRIAL_S if active.crashes else 0.0,
             suspect=active.suspect,
             behind_s=delay_s - (now - active.accepted_at),
-            prefix=self._lent(active, engine_key(active.id, active.attempt), holder),
+            prefix=prefix,
         )
         frames = parsed.frames if source is None else parsed.frames_with_kv or parsed.frames
         sent = self._transport.send(worker_id, submit, frames)
@@ -66,6 +67,8 @@ class Dispatch:
             if sent is Sent.UNREACHABLE:  # else this request alone cannot be sent there, or not now
                 view.connected = False
             return False
+        if prefix is not None and holder is not None:  # where it cannot be told, the wait for what it lends is bounded
+            self._lend(active, holder.worker_id, prefix)
         self._fleet.note_adapter(worker_id, parsed.info.adapter, now, submit.sequence)
         if active.prefill_worker is not None:
             self._fleet.note_adapter(active.prefill_worker, parsed.info.adapter, now)
@@ -85,16 +88,19 @@ class Dispatch:
         """Answer a prefill worker that asks what of the prompt it can fetch, and tell the holder to lend it."""
         assert active.prefill is not None
         key = active.prefill.source.key
-        self._transport.send(asker, Fetch(key, self._lent(active, key, holder)))
+        prefix = self._prefix(key, holder)
+        if prefix is not None and holder is not None and not self._lend(active, holder.worker_id, prefix):
+            prefix = None
+        self._transport.send(asker, Fetch(key, prefix))
 
-    def _lent(self, active: ActiveRequest, key: str, holder: Holder | None) -> Prefix | None:
-        """What the attempt of this engine key fetches; None if the holder cannot be told to lend it."""
+    def _prefix(self, key: str, holder: Holder | None) -> Prefix | None:
+        """What the attempt of this engine key fetches."""
         view = self._fleet.workers.get(holder.worker_id) if holder is not None else None
-        if view is None or holder is None:
-            return None
-        prefix = Prefix(KVSource(view.info.kv, f"{key}~"), holder.tokens)
-        lend = Lend(prefix.source.key, prefix.tokens)
-        return prefix if self._transport.send(holder.worker_id, lend, active.parsed.frames) else None
+        return Prefix(KVSource(view.info.kv, f"{key}~"), holder.tokens) if view is not None and holder else None
+
+    def _lend(self, active: ActiveRequest, holder_id: str, prefix: Prefix) -> bool:
+        """Tell a worker to lend it. False if it could not be told."""
+        return bool(self._transport.send(holder_id, Lend(prefix.source.key, prefix.tokens), active.parsed.frames))
 
     def withdraw(self, active: ActiveRequest) -> None:
         """Tell the attempt's workers to abort it, and remove its job from the queue."""

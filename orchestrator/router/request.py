@@ -80,6 +80,7 @@ class ParsedRequest(msgspec.Struct, frozen=True):
     resumable: bool  # another worker can continue it after tokens were sent
     early_token: bool  # the client streams, and both engines sample the same first token
     prefix_keys: list[int]  # of the prompt's blocks; empty where the prompt shares no prefix
+    has_media: bool = False  # images, video or sound
     frames_with_kv: list[bytes] | None = None  # for a decode worker that gets the prompt's KV, if it needs less
     received_at: float = 0.0  # at the frontend, unix seconds; 0 if unknown
     on_request_ended: Callable[[RequestLine], None] | None = None  # called with the log line when the request has ended

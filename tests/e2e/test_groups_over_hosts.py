@@ -29,7 +29,7 @@ SETS = (
     "workers.timeout_s=2",
     "security.trust_network=true",
     "routing.remote_prefill_min_tokens=100",
-    "routing.prefix_index=false",
+    "workers.engine_args.enable_prefix_caching=false",
 )
 
 

@@ -170,7 +170,7 @@ async def test_nobody_asks_for_the_prefix_of_a_prompt_with_media(
 
         def with_media(codec: SimRouterCodec, *arguments: Any) -> Any:
             parsed = read(codec, *arguments)
-            return msgspec.structs.replace(parsed, frames_with_kv=parsed.frames)
+            return msgspec.structs.replace(parsed, has_media=True)
 
         monkeypatch.setattr(SimRouterCodec, "read", with_media)
         await client.ask(turn(0), 4)

@@ -36,7 +36,10 @@ def list_command(
     namespace: NamespaceOption = None, redis: RedisOption = None, url: UrlOption = None, as_json: JsonOption = False
 ) -> None:
     """Show the adapters, those of the configuration included."""
-    cards = _asked(namespace, redis, url, "GET", "/v1/models")["data"]
+    listed = _asked(namespace, redis, url, "GET", "/v1/models")
+    cards = listed.get("data") if isinstance(listed, dict) else None
+    if not isinstance(cards, list):
+        raise Refused("/v1/models: lists no models; name a frontend of a running fleet by --url")
     adapters = [{"name": it["id"], "path": it["root"], "parent": it["parent"]} for it in cards if it.get("parent")]
     if as_json:
         print_json({"adapters": adapters})
@@ -84,7 +87,10 @@ def _asked(
         answer = httpx.request(method, at + path, json=body, timeout=_TIMEOUT_S, trust_env=False, **given)
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         raise Refused(f"{at}: {error or type(error).__name__}") from None
-    said = answer.json() if answer.headers.get("content-type", "").startswith("application/json") else answer.text
+    try:
+        said = answer.json()
+    except ValueError:
+        said = answer.text
     if answer.status_code == HTTPStatus.OK:
         return said
     if answer.status_code in (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN):

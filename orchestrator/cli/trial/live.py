@@ -76,6 +76,7 @@ def live_profile(url: str) -> Profile:
 
 
 def _get(url: str, path: str) -> dict[str, Any]:
+    url = url.rstrip("/")
     try:
         status, body = fetch(url, path, operator_key(find_fleet(None, None, url), url), _TIMEOUT_S)
         told = msgspec.json.decode(body, type=dict[str, Any]) if status == HTTPStatus.OK else {}

@@ -80,6 +80,7 @@ class VllmCodec:
         return ParsedRequest(
             info,
             frames=self._encode(request),
+            has_media=bool(request.mm_features),
             # A worker without pixels gives the request back once it needs them, and another one must continue it.
             frames_with_kv=(
                 self._encode(without_pixels(request, self._media))

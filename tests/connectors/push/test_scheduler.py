@@ -272,6 +272,8 @@ def test_a_cached_prefix_is_lent_and_given_back_once_it_is_sent() -> None:
     assert computed.closed and computed.earlier and len(computed.blocks[0]) == 4
     assert finished.ok and finished.held
     assert pool.get_num_free_blocks() == free - 4 and lends.has_pending_push_work()
+    lends.lend("k", hashes, 64)
+    assert len(lends._next.started) == 1 and pool.get_num_free_blocks() == free - 4, "it is lent already"
     lends._next = type(lends._next)()
     assert lends.has_pending_push_work(), "the engine goes on until the blocks are back"
     output = SimpleNamespace(finished_recving=None, finished_sending={"k", "x"}, kv_connector_worker_meta=None)

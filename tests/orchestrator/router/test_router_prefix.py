@@ -1,11 +1,14 @@
 """What the prefix index changes in a request's life: where it is prefilled, who decodes it, and what it counts as."""
 
+import asyncio
+
 from support_bench import Bench, FakeRequest, counted
 from support_wait import until
 
 from orchestrator.policy.decode_choice import KVBlocks
 from orchestrator.types import Role, WorkerLoad
-from orchestrator.wire.messages import Prefilled, Rejected
+from orchestrator.wire.messages import Fetch, Lend, Prefilled, Rejected
+from orchestrator.wire.sockets import Sent
 
 KEYS = list(range(1, 63))  # of a prompt of 1000 tokens, in blocks of 16
 
@@ -138,3 +141,40 @@ async def test_shared_prefixes_are_counted_for_ratio():
     taken = bench.router.learning.reuse.take()
     assert (taken.prompts, taken.tokens) == (2, 2000)
     assert sum(taken.saved) == 512, "of the 640 tokens that both have two samples"
+
+
+def bench_that_lends(held):
+    """All workers lend and fetch, and have been heard."""
+    bench = bench_with(held)
+    for name in ("p0", "p1", "d0", "d1"):
+        bench.add_worker(name, Role.PREFILL if name[0] == "p" else Role.DECODE, lends=True)
+        load = WorkerLoad(name, 1, 1000, 1000, running=0, waiting=0, waiting_tokens=0, step_ms=1.0)
+        bench.fleet.take_load(load, 0.0)
+    return bench
+
+
+async def test_a_prefill_worker_fetches_what_another_has_and_not_what_it_has_itself():
+    bench = bench_that_lends({"p0": 60})
+    for name in ("lacks", "has"):
+        await bench.router.submit(FakeRequest(name, keys=KEYS))
+    bench.claim("lacks", worker="p1", cached_tokens=0)
+    ((holder, lend),) = bench.transport.of(Lend)
+    ((asker, fetch),) = bench.transport.of(Fetch)
+    assert (holder, asker) == ("p0", "p1") and lend.tokens == fetch.prefix.tokens == 960
+    bench.prefixes.index.stored("p1", KEYS[:60])  # the other job named it not yet
+    bench.claim("has", worker="p1", cached_tokens=0)
+    assert bench.transport.of(Fetch)[1][1].prefix is None and len(bench.transport.of(Lend)) == 1
+
+
+async def test_nothing_is_lent_for_a_request_that_could_not_be_sent():
+    bench = bench_that_lends({"p0": 60})
+    bench.transport.refuses["d0"] = bench.transport.refuses["d1"] = Sent.NOT_READ
+    bench.fleet.remove("p1")
+    submitting = asyncio.create_task(bench.router.submit(FakeRequest("r", keys=KEYS, local_only="n")))
+    await until(lambda: "r" in bench.router.requests and len(bench.router.requests["r"].avoid) == 2)
+    assert not bench.submits() and not bench.transport.of(Lend)
+    bench.transport.refuses.clear()
+    await submitting
+    ((_, submit),) = bench.submits()
+    ((holder, lend),) = bench.transport.of(Lend)
+    assert holder == "p0" and lend.key == submit.prefix.source.key
