@@ -1,6 +1,6 @@
 # make up         install once, then serve the demo model on this machine's CPU until Ctrl-C
 # make check      before every commit: lint (ruff, mypy), audit (of the locks) and test-fast (no vLLM, not slow)
-# make test       the whole suite but for test-topology, which starts engines of several ranks; format: let ruff fix it
+# make test       the whole suite but for test-topology, which starts engines of several ranks or hosts; format: let ruff fix it
 # make test-vllm-api  vLLM's own server tests, against a fleet and against a plain server; fuzz: hostile HTTP requests
 # make docs       the documents as a site, in build/site; a link that leads nowhere fails
 # make bench-kv   KV transfer figures; bench-policy: policy and queue figures; bench-peers: beside the field;
@@ -57,7 +57,8 @@ fuzz: model
 	PYTHONPATH=tests $(BIN)/python -m http_fuzz --output benchmarks/results/fuzz.json
 
 test-topology: venv
-	$(BIN)/pytest -m topology tests/e2e/test_topology.py tests/e2e/test_real_groups.py tests/e2e/test_ray.py tests/e2e/test_ray_real.py
+	$(BIN)/pytest -m topology tests/e2e/test_topology.py tests/e2e/test_real_groups.py tests/e2e/test_ray.py tests/e2e/test_ray_real.py \
+	  tests/e2e/test_second_host.py tests/e2e/test_groups_over_hosts.py tests/workers/unit/test_two_hosts.py
 
 lint: venv
 	$(BIN)/ruff check .

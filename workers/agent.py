@@ -212,7 +212,7 @@ class Agent:
             "heartbeat": self._heartbeat(),
             "frontends": self._check_frontends(),
             "orders": self._follow_orders(),
-            "ranks": self._link.watch(lambda: self._moves.drained, self._ended.set),
+            "ranks": self._link.watch(lambda: self.life.state is LifecycleState.LEAVING, self._ended.set),
             "log level": follow_log_level([self._log_levels], self.worker_id, logging.getLogger("pd")),
         }
 
@@ -226,7 +226,7 @@ class Agent:
         self._exit_code = EXIT_ENGINE_DEAD
         if isinstance(error, EngineDead):
             log.error("leaving: %s", error)
-            if not self._link.broken:  # what another rank has died of is none of the requests here
+            if task.get_name() != "ranks":  # what another rank has died of is none of the requests here
                 self._serving.engine_crashed(str(error))
         else:
             log.error("leaving: %s ended unexpectedly", task.get_name(), exc_info=error)

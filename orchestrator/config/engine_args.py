@@ -116,7 +116,8 @@ def _check_groups(config: Config) -> None:
             size = group_size(config, role)
         if size > 1 and config.launcher.kind != "local":
             raise ConfigError(
-                f"{name}: a group's ranks run on one host so far; use launcher.kind: local, or set this to 1"
+                f"{name}: a launcher starts all ranks of a group on its own host; use launcher.kind: local, or set "
+                "this to 1"
             )
 
 

@@ -10,6 +10,7 @@ import msgspec
 
 from orchestrator.config.engine_args import check_engine_args, engine_args
 from orchestrator.config.settings import Config, Refused, parse_config
+from orchestrator.config.simulated import simulated
 from orchestrator.types import Role
 
 # Whose values are the running fleet's: one host's, or what clients and processes that stay rely on.
@@ -97,9 +98,14 @@ def changes(running: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[str]
 
 def _check_length(old: Config, new: Config) -> None:
     """Frontends let requests in by the old limit while new workers serve them. Raises Refused."""
-    was, wanted = engine_args(old, Role.DECODE).get("max_model_len"), engine_args(new, Role.DECODE).get("max_model_len")
+    was, wanted = _length(old), _length(new)
     if isinstance(wanted, int) and wanted > 0 and not (isinstance(was, int) and 0 < was <= wanted) and wanted != was:
         raise Refused(f"max_model_len: {wanted} instead of {was} would refuse requests that run; start a second fleet")
+
+
+def _length(config: Config) -> Any:
+    arguments = engine_args(config, Role.DECODE)
+    return simulated(config.sim, arguments).max_model_len if config.engine == "sim" else arguments.get("max_model_len")
 
 
 _UNKNOWN = object()

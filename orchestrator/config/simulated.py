@@ -12,9 +12,8 @@ from orchestrator.config.explain import explain
 from orchestrator.config.settings import ConfigError, SimConfig
 from orchestrator.config.values import Count, Positive
 
-CRASH_TOKEN = (
-    "PD_SIM_CRASH_TOKEN"  # variable, for tests: a prompt with this token id crashes the engine that computes it
-)
+# A variable, for tests: a prompt with this token id crashes the engine that computes it.
+CRASH_TOKEN = "PD_SIM_CRASH_TOKEN"
 _OF_VLLM = {"blocks": "num_gpu_blocks_override", "prefix_caching": "enable_prefix_caching"}
 
 
@@ -38,9 +37,11 @@ HONOURED = frozenset(Simulated.__struct_encode_fields__) - _OURS  # of vLLM's en
 
 def simulated(sim: SimConfig, arguments: Mapping[str, Any]) -> Simulated:
     """Raises ConfigError, also where the longest sequence does not fit in the blocks."""
-    known: dict[str, Any] = {name: value for name, value in arguments.items() if name in HONOURED}
+    known: dict[str, Any] = {name: value for name, value in arguments.items() if name in HONOURED and value is not None}
     known |= msgspec.to_builtins(sim)
     if (token := os.environ.get(CRASH_TOKEN)) is not None:
+        if not token.isdecimal():
+            raise ConfigError(f"{CRASH_TOKEN}: expected the id of a token, got {token!r}")
         known["crash_token"] = int(token)
     try:
         found = msgspec.convert(known, Simulated)

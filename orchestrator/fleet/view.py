@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Container, Mapping
 from typing import NamedTuple, TypeVar
 
 from msgspec.structs import replace
@@ -116,13 +116,14 @@ class Fleet:
         """
         self.apply_changes()
         usable, block_size = self._decode or self._quiet, self.block_size
+        mixed = bool(domain) and (len(self._domains) > 1 or domain not in self._domains)
         at_decode: dict[str, int] = {}
         at_prefill: dict[str, int] = {}
         if hits:
-            decode_blocks, prefill_blocks = hits.longest_hits_by_kind(MAX_HIT_WORKERS, usable, self._prefill)
+            within = _Within(usable, self.workers, domain) if mixed else usable
+            decode_blocks, prefill_blocks = hits.longest_hits_by_kind(MAX_HIT_WORKERS, within, self._prefill)
             at_decode = {worker_id: blocks * block_size for worker_id, blocks in decode_blocks.items()}
             at_prefill = {worker_id: blocks * block_size for worker_id, blocks in prefill_blocks.items()}
-        mixed = bool(domain) and (len(self._domains) > 1 or domain not in self._domains)
         if self._shortlist is not None and not avoid and len(usable) >= SHORTLIST_FROM:
             some = dict.fromkeys(self.adapters.places[Role.DECODE].some(adapter), 0) if adapter else {}
             places = (*self.places.names(near), domain) if mixed else self.places.names(near)
@@ -214,6 +215,16 @@ class Fleet:
                 else:
                     self._shortlist.remove(worker_id)
         self._changed.clear()
+
+
+class _Within:
+    """Those of the usable workers that are of this domain."""
+
+    def __init__(self, usable: Container[str], views: Mapping[str, WorkerView], domain: str) -> None:
+        self._usable, self._views, self._domain = usable, views, domain
+
+    def __contains__(self, worker_id: object) -> bool:
+        return worker_id in self._usable and self._views[str(worker_id)].info.domain == self._domain
 
 
 def _set_or_drop(ordered: dict[str, T], worker_id: str, value: T | None) -> None:

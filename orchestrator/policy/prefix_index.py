@@ -7,7 +7,7 @@ bounded.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Container, Iterable, Sequence
 from itertools import islice
 
 from orchestrator.policy.expected_prefixes import ExpectedPrefixes
@@ -68,7 +68,7 @@ class Hits:
         return found
 
     def longest_hits_by_kind(
-        self, max_workers: int, one: Collection[str], other: Collection[str]
+        self, max_workers: int, one: Container[str], other: Collection[str]
     ) -> tuple[dict[str, int], dict[str, int]]:
         """`longest_hits` for each of two kinds of workers, in one walk over all holders."""
         ones: dict[str, int] = {}

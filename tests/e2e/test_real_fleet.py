@@ -82,12 +82,7 @@ def truth(aggregated):
 
 @pytest.fixture(scope="module")
 def fleet(model, truth):
-    # No prefix index: prompts asked again shall be prefilled remotely again.
-    routing = (
-        "routing.remote_prefill_min_tokens=32",
-        "routing.first_token=prefill",
-        "workers.engine_args.enable_prefix_caching=false",
-    )
+    routing = ("routing.remote_prefill_min_tokens=32", "routing.first_token=prefill")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_SERVER_DEV_MODE", "1")  # for /pause
         with running_fleet("demo-1p1d-cpu.yaml", *ENGINE, model, *routing) as running:
@@ -138,7 +133,7 @@ async def test_first_tokens_come_from_prefill_once_and_are_those_of_one_engine(f
 async def test_usage_equals_that_of_one_engine(fleet: RunningFleet, aggregated):
     remote = fleet.metric("pd_placements_total", decision="remote")
     usage = prompt_usage(fleet)
-    assert fleet.metric("pd_placements_total", decision="remote") == remote + 8
+    assert fleet.metric("pd_placements_total", decision="remote") == remote + 4, "decode has those that are asked again"
     assert usage[0]["prompt_tokens_details"]["created_cache_tokens"] > 200
     assert usage[::2] == aggregated[2][::2]  # asked for the first time
     # Of hits the decode engine knows nothing: it counts them as created when it answers before the prefill worker has

@@ -69,7 +69,8 @@ class SimEngine:
         self._host, self._port, self._advertise = kv_host, kv_port, kv_advertise or kv_host
         self._codec, self._scheduler = SimCodec(), SimScheduler(config)
         self._transfers = SimTransfers(self._scheduler, kv or KVConfig(), self._engine_id, self._wake_up)
-        self._lockstep, self._board = Lockstep(Group(), self._wake_up), Board.here()
+        self._lockstep = Lockstep(Group(), self._wake_up)
+        self._board: Board | None = None
         self._steps: asyncio.Queue[EngineStep] = asyncio.Queue()
         self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None

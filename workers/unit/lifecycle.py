@@ -177,11 +177,6 @@ class Moves:
         if orders.role is not None and orders.sequence <= self._done and self._leads:
             await self._clear_orders(self._done)
 
-    @property
-    def drained(self) -> bool:
-        """Whether it leaves, and has no request left."""
-        return self.settled == _FOR_GOOD
-
     def _flip(self, role: Role, sequence: int) -> None:
         """Take the role once every attempt has ended. An order to keep the present role also cancels a change that is
         under way. A role that the engine cannot take is refused."""

@@ -12,8 +12,10 @@ import asyncio
 import contextlib
 import hmac
 import logging
+import os
 import secrets
 import socket
+import time
 from collections.abc import Callable
 from typing import Union
 
@@ -82,6 +84,13 @@ class _Peer:
         if not self.writer.is_closing():
             self.writer.write(_encode(message) + b"\n")
 
+    def close(self) -> None:
+        """The other end notices at once, also where an engine that was forked from here has the socket too."""
+        descriptor: int = self.writer.get_extra_info("socket").fileno()
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as same:
+            same.shutdown(socket.SHUT_RDWR)
+        self.writer.close()
+
 
 class GroupLink:
     """`start` the engine, then `watch` for as long as it serves. A worker that is alone meets nobody."""
@@ -94,7 +103,7 @@ class GroupLink:
         self._config, self._redis, self._at, self._generation = config, redis, at, generation
         self._registry = Registry(redis, config.namespace)
         self._token = secrets.token_hex(16)
-        self._silence_s = _SILENT_TIMEOUTS * config.workers.timeout_s
+        self._silence_s = max(_SILENT_TIMEOUTS * config.workers.timeout_s, _SILENT_TIMEOUTS * _BEAT_S)
         self._peers: dict[str, _Peer] = {}  # the first rank has all others, they have it
         self._complete, self._outdated = asyncio.Event(), False
         self._met = self._judges = False
@@ -108,8 +117,10 @@ class GroupLink:
     async def start(self, engine: Engine, limit_s: float, stopped: asyncio.Event) -> EngineInfo | None:
         """Wait for all ranks, and start the engine. None if `stopped` was set meanwhile. Raises ConfigError,
         EngineStartFailed, OSError."""
-        group = await self._meet(limit_s, stopped)
-        return await started(engine, limit_s, stopped, group, self._broken) if group is not None else None
+        until = time.monotonic() + limit_s
+        if (group := await self._meet(limit_s, stopped)) is None:
+            return None
+        return await started(engine, until - time.monotonic(), stopped, group, self._broken)
 
     async def _meet(self, limit_s: float, stopped: asyncio.Event) -> Group | None:
         """Ranks of one host share a board."""
@@ -162,7 +173,12 @@ class GroupLink:
             raise ConfigError(why)
         one_host = len(hosts) == 1
         where = _ONE_HOST if one_host else place.host
-        self._held, engines_port = hold_port(where, None if one_host else self._at.ports)
+        try:
+            self._held, engines_port = hold_port(where, None if one_host else self._at.ports)
+        except OSError as error:
+            why = f"the first rank cannot listen at {where} ({error}): see its workers.advertise and workers.ports"
+            self._send_all(Refused(why))
+            raise EngineStartFailed(why) from error
         met = Met(where, engines_port, one_host)
         self._met = True
         self._send_all(met)
@@ -173,7 +189,7 @@ class GroupLink:
         with contextlib.closing(writer), contextlib.suppress(OSError, TimeoutError, ValueError):
             async with asyncio.timeout(_ANSWER_S):
                 come = _decode(await reader.readline())
-            if not isinstance(come, Come) or not hmac.compare_digest(come.token, self._token):
+            if not isinstance(come, Come) or not hmac.compare_digest(come.token.encode(), self._token.encode()):
                 return
             peer = _Peer(writer, come.host)
             if (come.ranks, come.generation) != (self.ranks, self._generation) or come.worker_id not in self.ranks[1:]:
@@ -189,7 +205,7 @@ class GroupLink:
                 self._break(f"{come.worker_id} has started again")
             else:
                 if (before := self._peers.get(come.worker_id)) is not None:
-                    before.writer.close()
+                    before.close()
                 self._peers[come.worker_id] = peer
                 if len(self._peers) == len(self.ranks) - 1:
                     self._complete.set()
@@ -219,7 +235,7 @@ class GroupLink:
             async with asyncio.timeout(_ANSWER_S):
                 reader, writer = await asyncio.open_connection(place.host, place.port)
         except (OSError, TimeoutError) as error:
-            return f"{in_url(place.host)}:{place.port} is not reached ({error or 'no answer'}); see workers.ports"
+            return f"{in_url(place.host)}:{place.port} is not reached ({str(error) or 'no answer'}); see workers.ports"
         peer = self._peers[first] = _Peer(writer)
         peer.send(Come(place.token, self._id, self.ranks, self._generation, self._at.reached_at))
         with contextlib.suppress(OSError, TimeoutError, ValueError):
@@ -241,23 +257,20 @@ class GroupLink:
             return await reader.readline()
 
     def _missing(self) -> str:
+        if self._id != self.ranks[0]:  # it knows of the first one only
+            return "the other ranks are"
         absent = [name for name in self.ranks if name != self._id and name not in self._peers]
         return f"{', '.join(absent)} {'is' if len(absent) == 1 else 'are'}"
 
-    @property
-    def broken(self) -> bool:
-        """Whether another rank has gone."""
-        return self._broken.done()
-
     # ---- staying together --------------------------------------------------------------------------------------
 
-    async def watch(self, drained: Callable[[], bool], end: Callable[[], None]) -> None:
-        """Run until a rank has gone. Raises EngineDead then; calls `end` and goes on where this one has drained, as the
-        others have that leave in order. Whichever way it ends, the others notice."""
+    async def watch(self, leaving: Callable[[], bool], end: Callable[[], None]) -> None:
+        """Run until a rank has gone. Raises EngineDead then; calls `end` and goes on where this one is leaving, as the
+        others are in order. Whichever way it ends, the others notice."""
         self._judges = True
         try:
             why = await self._broken
-            if not drained():
+            if not leaving():
                 raise EngineDead(f"cannot go on: {why}")
             end()
             await asyncio.Event().wait()
@@ -269,10 +282,12 @@ class GroupLink:
         with contextlib.suppress(OSError, ValueError):
             while await reader.readline():
                 peer.missed = 0
-        peer.writer.close()
+        peer.close()
+        if self._peers.get(name) is not peer:
+            return  # it has connected again
         if self._met:
             self._break(f"{name} has ended")
-        elif self._peers.get(name) is peer:
+        else:
             del self._peers[name]
             self._complete.clear()
 
@@ -289,7 +304,7 @@ class GroupLink:
         if not self._broken.done():
             self._broken.set_result(why)
         for peer in self._peers.values():
-            peer.writer.close()
+            peer.close()
 
     def _send_all(self, message: Met | Refused | Beat) -> None:
         for peer in self._peers.values():
@@ -301,7 +316,7 @@ class GroupLink:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         for peer in self._peers.values():
-            peer.writer.close()
+            peer.close()
         if self._server is not None:
             self._server.close()
         if self._held is not None:

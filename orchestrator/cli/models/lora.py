@@ -86,7 +86,7 @@ def _asked(
     try:
         answer = httpx.request(method, at + path, json=body, timeout=_TIMEOUT_S, trust_env=False, **given)
     except (httpx.HTTPError, httpx.InvalidURL) as error:
-        raise Refused(f"{at}: {error or type(error).__name__}") from None
+        raise Refused(f"{at}: {str(error) or type(error).__name__}") from None
     try:
         said = answer.json()
     except ValueError:

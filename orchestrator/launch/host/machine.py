@@ -301,12 +301,12 @@ def _limits(config: Config) -> Iterator[tuple[int, str]]:
     mend = "lower kv.host_tier_bytes, or replicas" if host_tier else "lower replicas or data_parallel_size"
     yield most, f"{holds}; {mend}"
     if (ports := port_range(config)) is not None:
-        per_worker = _WORKER_PORTS + any(group_size(config, role) > 1 for role in Role)  # where ranks meet
-        most = len(ports) // per_worker
+        groups = sum(pool(config, role).replicas for role in Role if group_size(config, role) > 1)
+        most = max(0, len(ports) - groups) // _WORKER_PORTS  # the ranks of a group meet at one
         yield (
             most,
             f"workers.ports: {config.workers.ports} are {len(ports)} ports, enough for {most} workers of "
-            f"{per_worker} each; name more, or lower replicas or data_parallel_size",
+            f"{_WORKER_PORTS} each; name more, or lower replicas or data_parallel_size",
         )
 
 

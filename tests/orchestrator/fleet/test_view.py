@@ -7,6 +7,7 @@ from support_info import worker_info as worker
 from orchestrator.fleet.view import Fleet
 from orchestrator.policy.candidate import RequestInfo
 from orchestrator.policy.decode_choice import decode_choice
+from orchestrator.policy.prefix_index import PrefixIndex
 from orchestrator.types import KVEndpoint, Role, WorkerInfo, WorkerLoad, WorkerState
 
 
@@ -218,6 +219,12 @@ def test_a_large_fleet_offers_the_best_workers_of_a_domain():
     assert {c.worker_id for c in fleet.candidates(domain="0:r7").decode} == {"d7", "d57", "d107", "d157"}
     assert fleet.candidates(domain="1").decode == []
     assert len(fleet.candidates().decode) < 20
+    index = PrefixIndex()
+    for i in range(150):  # many elsewhere have more of it
+        index.stored(f"d{i}", [1, 2, 3] if i % 50 else [1])
+    index.stored("d7", [1, 2])
+    best = {c.worker_id: c.cached_tokens for c in fleet.candidates(hits=index.look_up([1, 2, 3]), domain="0:r0").decode}
+    assert best["d0"] == best["d50"] == best["d100"] == 16
 
 
 def test_a_large_fleet_offers_the_best_workers_near_a_prefill_worker():

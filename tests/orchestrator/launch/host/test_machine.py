@@ -272,7 +272,7 @@ def test_a_group_needs_a_port_more():
     shares = MachineShares(parse_config({"model": "demo", "engine": "sim", "workers": workers}))
     for rank in ("decode-0", "decode-0.1"):
         shares.take(rank, Role.DECODE)
-    with pytest.raises(ConfigError, match=r"20000-20009 are 10 ports, enough for 2 workers of 4 each"):
+    with pytest.raises(ConfigError, match=r"20000-20009 are 10 ports, enough for 2 workers of 3 each"):
         shares.take("decode-1", Role.DECODE)
 
 
