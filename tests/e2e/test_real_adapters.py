@@ -1,8 +1,14 @@
 """LoRA adapters behind several frontends, on real engines: answers are those of a plain engine with the adapter."""
 
 import asyncio
+import contextlib
+import itertools
+import json
 import os
 import signal
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -118,8 +124,7 @@ def test_adapters_of_several_frontends_answer_as_one_engine_does(tmp_path: Path)
             assert missing.status_code == 404 and "worker" in missing.text and listed(second) == {"x", "y"}
 
             # A frontend that starts again knows them, and numbers the next one as no other.
-            pids = [pid for pid in descendants(fleet.process.pid) if "frontend.server" in " ".join(_command(pid))]
-            os.kill(pids[0], signal.SIGKILL)
+            os.kill(frontend_pids(fleet)[0], signal.SIGKILL)
             first, second = frontends.both()
             assert listed(first) == listed(second) == {"x", "y"}
             for client in (first, second):
@@ -138,6 +143,96 @@ def test_adapters_of_several_frontends_answer_as_one_engine_does(tmp_path: Path)
                 gone = client.post("/v1/completions", json={"model": "x", "prompt": "a", "max_tokens": 1})
                 assert gone.status_code == 404
             assert answers("y") == [truth[1]] * 2
+            fleet.assert_no_leaks()
+
+
+def frontend_pids(fleet: RunningFleet) -> list[int]:
+    return [pid for pid in descendants(fleet.process.pid) if "frontend.server" in " ".join(_command(pid))]
+
+
+class Load:
+    """Asks for adapters over and over, each time by a new connection, and compares each answer."""
+
+    def __init__(self, url: str, truth: dict[str, list[list[int]]]) -> None:
+        self._url, self._truth, self._over = url, truth, threading.Event()
+        self.answered, self.lost = 0, 0
+        self.wrong: list[object] = []
+
+    @contextlib.contextmanager
+    def running(self, threads: int) -> Iterator[None]:
+        with ThreadPoolExecutor(threads) as pool:
+            asking = [pool.submit(self._ask, number) for number in range(threads)]
+            try:
+                yield
+            finally:
+                self._over.set()
+                for one in asking:
+                    one.result()
+
+    def _ask(self, first: int) -> None:
+        for turn in itertools.count(first):
+            if self._over.is_set():
+                return
+            name, at = list(self._truth)[turn % len(self._truth)], turn // 2 % 2
+            try:
+                with httpx.Client(base_url=self._url, timeout=120) as client:
+                    tokens = said(client, name, (SHORT, LONG)[at])
+            except httpx.TransportError:
+                self.lost += 1  # its frontend was killed
+                continue
+            except AssertionError as error:
+                self.wrong.append((name, str(error)))
+                continue
+            self.answered += 1
+            if tokens != self._truth[name][at]:
+                self.wrong.append((name, at, tokens))
+
+
+def test_four_adapters_under_load_while_one_comes_and_goes_and_processes_are_killed(tmp_path: Path) -> None:
+    model = small_model(tmp_path / "model")
+    paths = {name: lora_adapter(Path(model), tmp_path / name, seed) for seed, name in enumerate("xyzw", 1)}
+    truth = dict(zip(paths, asyncio.run(plain(model, list(paths.values()))), strict=True))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_ALLOW_RUNTIME_LORA_UPDATING", "1")
+        with running_fleet("demo-1p1d-cpu.yaml", f"model={model}", *SETS) as fleet:
+            frontends = Frontends(fleet)
+            for name in "xyz":
+                fleet.cli("lora", "add", name, str(paths[name]))
+            shown = json.loads(fleet.cli("lora", "list", "--json").stdout)["adapters"]
+            assert {one["name"]: one["path"] for one in shown} == {name: str(paths[name]) for name in "xyz"}
+            refused = fleet.cli("lora", "add", "x", str(paths["w"]), check=False)
+            assert refused.returncode == 2 and "load_inplace" in refused.stderr
+
+            def comes_and_goes() -> None:
+                for which in (0, 1):
+                    client = frontends.both()[which]  # a look for both closes those to a frontend that has ended
+                    assert load(client, "w", paths["w"]).status_code == 200
+                    for other in frontends.both():
+                        assert [said(other, "w", prompt) for prompt in (SHORT, LONG)] == truth["w"]
+                    unloaded = frontends.both()[which].post("/v1/unload_lora_adapter", json={"lora_name": "w"})
+                    assert unloaded.status_code == 200, unloaded.text
+                    for other in frontends.both():
+                        assert listed(other) == {"x", "y", "z"}
+                        gone = other.post("/v1/completions", json={"model": "w", "prompt": "a", "max_tokens": 1})
+                        assert gone.status_code == 404
+
+            asked = Load(fleet.url, {name: truth[name] for name in "xyz"})
+            with asked.running(threads=3):
+                comes_and_goes()
+                os.kill(frontend_pids(fleet)[0], signal.SIGKILL)
+                comes_and_goes()
+                for role in ("prefill", "decode"):
+                    (killed,) = fleet.workers(role)
+                    os.kill(killed["pid"], signal.SIGKILL)
+                    fleet.until(
+                        lambda role=role, killed=killed: [w for w in fleet.workers(role) if w["pid"] != killed["pid"]],
+                        f"another {role} worker takes its place",
+                        timeout_s=START_TIMEOUT_S,
+                    )
+                    comes_and_goes()
+            assert asked.wrong == [] and asked.answered > 30
+            fleet.cli("lora", "remove", "z")
+            assert [listed(client) for client in frontends.both()] == [{"x", "y"}] * 2
             fleet.assert_no_leaks()
 
 
