@@ -97,7 +97,10 @@ class HandWorker:
     def exit_code(self) -> int:
         return self.process.wait(DEADLINE_S)
 
-    def stop(self) -> None:
-        if self.process.poll() is None:
-            self.process.terminate()
-            self.exit_code()
+    def stop(self, *others: HandWorker) -> None:
+        """With the others of its group, for which it waits when it leaves."""
+        for worker in (self, *others):
+            if worker.process.poll() is None:
+                worker.process.terminate()
+        for worker in (self, *others):
+            worker.exit_code()

@@ -56,8 +56,7 @@ def group(fleet: RunningFleet, second_host: list[str]) -> Iterator[list[HandWork
     hosts: list[list[str]] = [[], second_host]
     ranks = [HandWorker(fleet, name, host, "--ranks", ",".join(RANKS)) for name, host in zip(RANKS, hosts, strict=True)]
     yield ranks
-    for rank in ranks:
-        rank.stop()
+    ranks[0].stop(*ranks[1:])
 
 
 def there(fleet: RunningFleet) -> dict[str, str]:
