@@ -166,9 +166,10 @@ async def killed_under_load(fleet: RunningFleet, truth: list[list[int]], victim:
 
 
 def test_group_over_two_hosts_prefills_and_comes_back(
-    model: str, truth: list[list[int]], tmp_path_factory: pytest.TempPathFactory
+    model: str, truth: list[list[int]], tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A rank here and one in a network namespace, started by hand; KV goes from both to a decode engine here."""
+    monkeypatch.setenv("PYTHONPATH", str(MOE_ON_CPU))  # of those started by hand; workers.env is the launcher's
     sets = [*ENGINE, model, *grouped("prefill", 2), *grouped("decode", 1), "workers.prefill.replicas=0"]
     sets += ["workers.bind=auto", "security.trust_network=true"]
     with running_second_host() as there, redis_between(tmp_path_factory.mktemp("redis")) as url:
