@@ -60,15 +60,17 @@ def redis_between(folder: Path) -> Iterator[str]:
     command = [server_binary(), *(part for key, value in options.items() for part in (f"--{key}", str(value)))]
     server = subprocess.Popen(command, stdout=subprocess.DEVNULL)
     deadline = time.monotonic() + 15
-    while True:
-        with contextlib.suppress(OSError):
-            socket.create_connection((HERE, port), 1).close()
-            break
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-    yield f"redis://:a-secret@{HERE}:{port}"
-    server.terminate()
-    server.wait(15)
+    try:
+        while True:
+            with contextlib.suppress(OSError):
+                socket.create_connection((HERE, port), 1).close()
+                break
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        yield f"redis://:a-secret@{HERE}:{port}"
+    finally:
+        server.terminate()
+        server.wait(15)
 
 
 class HandWorker:
