@@ -260,15 +260,20 @@ class Engine(Protocol):
 
 
 async def started(
-    engine: Engine, limit_s: float, stopped: asyncio.Event, group: Group, broken: asyncio.Future[str]
+    engine: Engine,
+    limit_s: float,
+    stopped: asyncio.Event,
+    group: Group,
+    broken: asyncio.Future[str],
+    waited_s: float = 0.0,
 ) -> EngineInfo | None:
     """Start an engine. None if `stopped` was set meanwhile. `broken`: done once another rank of its group has gone.
-    Raises EngineStartFailed, ConfigError."""
+    `waited_s`: how much of `limit_s` has passed before. Raises EngineStartFailed, ConfigError."""
     starting = asyncio.create_task(engine.start(group), name="engine-start")
     stop = asyncio.create_task(stopped.wait())
     try:
         ends: set[asyncio.Future[Any]] = {starting, stop, broken}
-        await asyncio.wait(ends, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait(ends, timeout=max(0.0, limit_s - waited_s), return_when=asyncio.FIRST_COMPLETED)
         if starting.done():
             return starting.result()
     except EngineDead as error:

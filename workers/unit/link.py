@@ -35,8 +35,8 @@ log = logging.getLogger("pd.worker")
 _BEAT_S = 1.0
 _ANSWER_S = 5.0  # for a connection, and its first message
 _TOLD_S = 5.0  # for so long Redis keeps where to meet; it is told again at each beat
-# A connection without a beat for so many times workers.timeout_s has no rank at its other end: a host that is frozen,
-# or that no packet reaches. A rank that has ended is noticed at once.
+# A connection without a beat for so many times workers.timeout_s, or beats, has no rank at its other end: its host is
+# frozen, or no packet reaches it. A rank that has ended is noticed at once.
 _SILENT_TIMEOUTS = 4.0
 _ONE_HOST = "127.0.0.1"
 
@@ -103,7 +103,7 @@ class GroupLink:
         self._config, self._redis, self._at, self._generation = config, redis, at, generation
         self._registry = Registry(redis, config.namespace)
         self._token = secrets.token_hex(16)
-        self._silence_s = max(_SILENT_TIMEOUTS * config.workers.timeout_s, _SILENT_TIMEOUTS * _BEAT_S)
+        self._silence_s = _SILENT_TIMEOUTS * max(config.workers.timeout_s, _BEAT_S)
         self._peers: dict[str, _Peer] = {}  # the first rank has all others, they have it
         self._complete, self._outdated = asyncio.Event(), False
         self._met = self._judges = False
@@ -117,10 +117,10 @@ class GroupLink:
     async def start(self, engine: Engine, limit_s: float, stopped: asyncio.Event) -> EngineInfo | None:
         """Wait for all ranks, and start the engine. None if `stopped` was set meanwhile. Raises ConfigError,
         EngineStartFailed, OSError."""
-        until = time.monotonic() + limit_s
+        began = time.monotonic()
         if (group := await self._meet(limit_s, stopped)) is None:
             return None
-        return await started(engine, until - time.monotonic(), stopped, group, self._broken)
+        return await started(engine, limit_s, stopped, group, self._broken, time.monotonic() - began)
 
     async def _meet(self, limit_s: float, stopped: asyncio.Event) -> Group | None:
         """Ranks of one host share a board."""
