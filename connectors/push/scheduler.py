@@ -270,7 +270,7 @@ class PushScheduler(NixlPushConnectorScheduler):
         if pinned := self.lending.pin(key, hashes, firsts) if whole_blocks else ():
             blocks = tuple((NO_BLOCK,) * first + ids for first, ids in zip(firsts, pinned, strict=True))
             self._held.add(key)
-            self._next.started.append(Started(key, len(hashes), tokens))
+            self._next.started.append(Started(key, len(hashes), tokens, lent=True))
             self._next.computed.append(Computed(key, 0, 0, blocks, closed=True, lent=True))
         self._next.finished.append(Finished(key, ok=bool(pinned), held=bool(pinned)))
 

@@ -1,9 +1,9 @@
 """Keeps the fleet view and the connections up to date: by registry events, load reports and broken connections.
 
 While Redis is away, workers stay known as long as they report. A worker is lost when it has left the registry and is
-silent, when its connection stays broken, or when it is silent for long. Long before that it counts as quiet: it may be
-slow, so it is kept, but other workers are used instead. Time in which this process itself did not run does not count as
-silence.
+silent or its connection breaks, when its connection stays broken, or when it is silent for long. Long before that it
+counts as quiet: it may be slow, so it is kept, but other workers are used instead. Time in which this process itself
+did not run does not count as silence.
 """
 
 from __future__ import annotations
@@ -124,8 +124,10 @@ class Membership:
             for worker_id in self._fleet.silent(now, self._silence_s, RECONNECT_S):
                 self._remove_worker(worker_id, "it fell silent or its connection stayed broken")
             for worker_id in self._unregistered & self._fleet.workers.keys():
+                view = self._fleet.workers[worker_id]
                 # Redis may have lost its data: keep the workers that still report.
-                if now - self._fleet.workers[worker_id].last_heard_at > 2 * TICK_S + self._heartbeat_slack():
+                silent = now - view.last_heard_at > 2 * TICK_S + self._heartbeat_slack()
+                if silent or view.disconnected_at is not None:
                     self._remove_worker(worker_id, "it left the registry")
 
     async def _receive_reports(self) -> None:
