@@ -13,16 +13,24 @@ takes cores from the ranks that compute, from the agents, and from the other eng
 Later pipeline stages have buffers for the output of the stage before. On a CPU vLLM makes them when it warms up. It
 skips that if nothing is compiled, and the first step fails.
 
+Where nothing is to be compiled (`enforce_eager`), nothing is. vLLM compiles its sampling and log-probabilities even so,
+which takes a forked engine two seconds at its start.
+
+An engine process ends without collecting garbage. vLLM collects three times, with all objects that were frozen before
+the process was forked: it copies the memory that it shares, for a second, and then ends.
+
 The connector hears of preemptions before the step that gives their blocks away touches the device. vLLM's second model
 runner tells it after zeroing and copying of blocks are queued, so that a WRITE which ends in between would count.
 """
 
 from __future__ import annotations
 
+import gc
 import time
 from datetime import timedelta
 from typing import Any
 
+import torch
 from torch.distributed import distributed_c10d
 from torch.distributed.constants import default_pg_timeout
 from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
@@ -76,6 +84,31 @@ def patch_cpu_engines() -> None:
         _spare_generators()
         _make_stage_buffers()
         _sleep_between_messages()
+        _end_without_collecting()
+
+
+def compiles(config: Any) -> bool:
+    """Whether an engine of this configuration of vLLM compiles anything. On other platforms than CPUs vLLM's choice
+    holds."""
+    return not (current_platform.is_cpu() and config.model_config.enforce_eager)
+
+
+def compile_as_told(config: Any) -> None:
+    """Where nothing is compiled batches are sampled in up to twice the time, a hundredth to a tenth of a step."""
+    if not compiles(config):
+        torch.compiler.set_stance("force_eager")
+
+
+def _end_without_collecting() -> None:
+    from vllm.v1.engine.core import EngineCoreProc
+
+    shutdown = EngineCoreProc.shutdown
+
+    def end(engine: Any) -> None:
+        gc.unfreeze, gc.collect = (lambda: None), (lambda generation=2: 0)
+        shutdown(engine)
+
+    EngineCoreProc.shutdown = end
 
 
 def _sleep_between_messages() -> None:

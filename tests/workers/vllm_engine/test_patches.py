@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import types
 from typing import Any
 
@@ -9,6 +10,44 @@ import numpy as np
 import pytest
 
 pytestmark = pytest.mark.vllm
+
+
+def test_what_is_not_compiled_gives_the_same_log_probabilities_and_greedy_tokens() -> None:
+    """By vLLM's own sampler, in its two ways: ranks and values are equal to the last bit."""
+    import torch
+    from vllm.v1.sample.sampler import Sampler
+
+    from workers.vllm_engine.patches import compile_as_told
+
+    logits = torch.randn(5, 1000, generator=torch.Generator().manual_seed(3))
+    eager = types.SimpleNamespace(model_config=types.SimpleNamespace(enforce_eager=True))
+
+    def sampled() -> list[torch.Tensor]:
+        sampler = Sampler()
+        tokens = sampler.greedy_sample(logits)
+        logprobs = sampler.gather_logprobs(sampler.compute_logprobs(logits), 4, tokens)
+        return [tokens, *(part for part in logprobs if part is not None)]
+
+    was_compiled = sampled()
+    with torch.compiler.set_stance("default"):  # given back afterwards
+        compile_as_told(eager)
+        assert all(torch.equal(one, other) for one, other in zip(was_compiled, sampled(), strict=True))
+
+
+def test_an_engine_ends_without_a_collection(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.v1.engine.core import EngineCoreProc
+
+    from workers.vllm_engine import patches
+
+    done: list[str] = []
+    for name in ("collect", "unfreeze"):
+        monkeypatch.setattr(gc, name, lambda *_, name=name: done.append(name))  # given back afterwards
+    monkeypatch.setattr(
+        EngineCoreProc, "shutdown", lambda engine: (gc.unfreeze(), gc.collect(), done.append("shut down"))
+    )
+    patches._end_without_collecting()
+    EngineCoreProc.shutdown(None)
+    assert done == ["shut down"]
 
 
 def test_second_model_runner_tells_of_preemptions_before_it_touches_the_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
