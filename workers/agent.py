@@ -23,10 +23,10 @@ from orchestrator.store.fields import Departed, Heartbeat
 from orchestrator.store.operator.log_levels import LogLevels, follow_log_level
 from orchestrator.store.queue import PrefillQueue
 from orchestrator.store.registry import IncompatibleWorker, Registry
+from orchestrator.ticks import left_s, ticks
 from orchestrator.types import Role, WorkerInfo
 from orchestrator.wire.addresses import Listening
 from orchestrator.wire.curve import KeyPair
-from orchestrator.wire.ticks import ticks
 from orchestrator.wire.transport import WorkerTransport
 from workers.attempts import Attempts
 from workers.claims import ClaimLoop
@@ -294,7 +294,7 @@ class Agent:
             except RedisAway as error:
                 self._note_redis(error)
             try:
-                async with asyncio.timeout(self._config.workers.heartbeat_s):
+                async with asyncio.timeout(left_s(self._config.workers.heartbeat_s)):
                     await self._beat_now.wait()
             except TimeoutError:
                 continue

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from orchestrator.fleet.control_calls import ControlCalls
 from orchestrator.store.client import RedisAway
 from orchestrator.store.operator.adapters import Adapter, AdapterList, AdapterStore
+from orchestrator.ticks import left_s
 from orchestrator.wire.adapters import adapter_number
 
 log = logging.getLogger("pd.frontend")
@@ -74,7 +75,7 @@ class AdapterView:
                 log.debug("the list of adapters was not read: %s", error)
             self.asked.set()
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(POLL_S):
+                async with asyncio.timeout(left_s(POLL_S)):
                     await self._changed.wait()
 
     async def begin(self) -> None:

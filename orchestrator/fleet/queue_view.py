@@ -17,6 +17,7 @@ import msgspec
 
 from orchestrator.store.client import RedisAway
 from orchestrator.store.queue import JobTooLarge, PrefillQueue, QueueFull
+from orchestrator.ticks import left_s
 from orchestrator.types import JobState, PrefillJob, QueueDepth
 
 log = logging.getLogger("pd.queue")
@@ -101,7 +102,7 @@ class QueueView:
             if not given_up and self._patience_s() == 0:
                 given_up = True
                 on_away()
-            await asyncio.sleep(POLL_S)
+            await asyncio.sleep(left_s(POLL_S))
 
     def _patience_s(self) -> float | None:
         """How much longer to wait before the queue is given up, seconds; None while it is reachable."""

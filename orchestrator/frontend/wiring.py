@@ -41,6 +41,7 @@ from orchestrator.store.planned import rollout_status
 from orchestrator.store.queue import PrefillQueue
 from orchestrator.store.registry import Frontend, Registry
 from orchestrator.store.steering import Steering
+from orchestrator.ticks import left_s, ticks
 from orchestrator.types import DesiredRatio, Role
 from orchestrator.wire.curve import KeyPair
 from orchestrator.wire.messages import CallReply, PrefixSnapshot, Welcome
@@ -218,13 +219,12 @@ class FleetConnection:
     async def _heartbeat(self) -> None:
         while True:
             await self._send_heartbeat()
-            await asyncio.sleep(HEARTBEAT_S)
+            await asyncio.sleep(left_s(HEARTBEAT_S))
 
     async def _log_retries(self, log: EventLog) -> None:
         """Record retries as events, at most once a second: a worker that dies with a thousand requests is one event."""
         noted: Counter[str] = Counter()
-        while True:
-            await asyncio.sleep(HEARTBEAT_S)
+        async for _ in ticks(HEARTBEAT_S):
             counted = counts(self._metrics.retries, "why")
             for why, count in (counted - noted).items():
                 with contextlib.suppress(RedisAway):

@@ -16,6 +16,7 @@ from orchestrator.store.client import RedisAway
 from orchestrator.store.configuration import Rollout
 from orchestrator.store.planned import Reading
 from orchestrator.store.registry import Frontend, Registry
+from orchestrator.ticks import left_s
 from orchestrator.types import WorkerState
 
 _SETTLE_S = 0.1  # changes come in bursts
@@ -59,7 +60,7 @@ class RegistryWatch:
             while True:
                 await self.read()
                 with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(_READ_EVERY_S):
+                    async with asyncio.timeout(left_s(_READ_EVERY_S)):
                         await self._changed.wait()
                     await asyncio.sleep(_SETTLE_S)
                 self._changed.clear()

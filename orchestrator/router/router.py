@@ -7,7 +7,6 @@ transitions. The router reads engine requests and outputs through `Codec` only.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import time
 from collections.abc import Iterable
@@ -32,6 +31,7 @@ from orchestrator.router.overdue import Overdue
 from orchestrator.router.placer import Placer
 from orchestrator.router.recovery import Recovery
 from orchestrator.router.request import ActiveRequest, Failure, Overloaded, Prefilling, State
+from orchestrator.ticks import ticks
 from orchestrator.types import FinishReason
 from orchestrator.wire.messages import (
     Claimed,
@@ -114,8 +114,7 @@ class Router:
 
     async def run(self) -> None:
         """Enforce the deadlines of all states. Runs until cancelled."""
-        while True:
-            await asyncio.sleep(CHECK_S)
+        async for _ in ticks(CHECK_S):
             self.check(time.monotonic())
             await self.check_queue(time.monotonic())
 

@@ -37,6 +37,7 @@ from orchestrator.store.fields import (
 )
 from orchestrator.store.keys import REGISTRY, Keys
 from orchestrator.store.planned import Holder, Reading, Seen, in_role_of_unit, plan
+from orchestrator.ticks import ticks
 from orchestrator.types import ALWAYS_EQUAL, DesiredRatio, EngineIdentity, Role, WorkerInfo
 
 log = logging.getLogger("pd.registry")
@@ -301,8 +302,7 @@ class Registry:
             await asyncio.gather(pruner, return_exceptions=True)
 
     async def _prune(self) -> None:
-        while True:
-            await asyncio.sleep(PRUNE_S)
+        async for _ in ticks(PRUNE_S):
             try:
                 await self._call("prune")
             except RedisAway as error:

@@ -25,6 +25,7 @@ from orchestrator.process.control_group import find_memory
 from orchestrator.process.own_files import Foreign, make_folder, open_own
 from orchestrator.process.parent import kill_with
 from orchestrator.store.client import Redis, RedisAway, connect
+from orchestrator.ticks import left_s
 
 log = logging.getLogger("pd.launcher")
 
@@ -172,7 +173,7 @@ class RedisServer:
         another server it returns at once."""
         crashes = 0
         while self._own is not None:
-            await asyncio.sleep(_CHECK_EVERY_S)
+            await asyncio.sleep(left_s(_CHECK_EVERY_S))
             if self._own.reachable:
                 continue
             crashes += 1

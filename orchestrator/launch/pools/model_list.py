@@ -22,6 +22,7 @@ from orchestrator.process.parent import has_ended
 from orchestrator.store.client import Redis, RedisAway
 from orchestrator.store.operator.models import ListedModel, ModelList, ModelState, ModelStore
 from orchestrator.store.planned import decided
+from orchestrator.ticks import left_s
 
 log = logging.getLogger("pd.launcher")
 
@@ -71,7 +72,7 @@ class ModelFollower:
                     await self._follow()
                 except RedisAway as error:
                     log.debug("the list of models: %s", error)
-                await asyncio.sleep(_EVERY_S)
+                await asyncio.sleep(left_s(_EVERY_S))
         finally:
             for task in self._doing.values():
                 task.cancel()

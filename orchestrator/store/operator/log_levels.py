@@ -8,6 +8,7 @@ from collections.abc import Iterable
 
 from orchestrator.store.client import Redis, RedisAway
 from orchestrator.store.keys import LEVELS_S, Keys
+from orchestrator.ticks import left_s
 
 ALL = "*"
 _EVERY_S = 2.0
@@ -48,4 +49,4 @@ async def follow_log_level(levels: Iterable[LogLevels], process: str, logger: lo
             logger.setLevel(configured if level is None else level)
         except (RedisAway, ValueError):  # ValueError: a level that this Python does not know
             pass
-        await asyncio.sleep(_EVERY_S)
+        await asyncio.sleep(left_s(_EVERY_S))
