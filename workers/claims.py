@@ -14,6 +14,7 @@ from collections.abc import Callable
 from orchestrator.config.settings import Config
 from orchestrator.policy.claims import AFFINITY_WINDOW, choose_claims, claim_budget, claims_as_idle
 from orchestrator.policy.predict.predictor import PRIOR_S_PER_TOKEN
+from orchestrator.process.ticks import left_s
 from orchestrator.store.client import RedisAway
 from orchestrator.store.queue import Claim, PrefillQueue
 from orchestrator.types import WorkerInfo
@@ -84,7 +85,7 @@ class ClaimLoop:
         while True:
             budget, jobs = self._budget(), self._info.max_num_seqs - self._attempts.prefill_count
             if not self._active() or budget <= 0 or jobs <= 0:
-                await self._wait_for_room(MEMORY_WAIT_S if self._active() else WAIT_S)
+                await self._wait_for_room(MEMORY_WAIT_S if self._active() else left_s(WAIT_S))
                 continue
             self._claiming = True
             try:
@@ -104,7 +105,7 @@ class ClaimLoop:
             if self._left:
                 await self._queue.wait_for_work(LEFT_WAIT_S, "left")
             elif self._queue.waits or not claims:
-                await self._queue.wait_for_work(WAIT_S, "idle" if self._idle else "busy")
+                await self._queue.wait_for_work(left_s(WAIT_S), "idle" if self._idle else "busy")
 
     async def _claim(self, budget: int, jobs: int) -> tuple[list[Claim], bool]:
         """The new claims, and whether jobs were seen and all of them left in the queue. Raises RedisAway."""

@@ -16,11 +16,11 @@ from collections.abc import Callable
 
 from orchestrator.fleet.prefixes import PrefixView
 from orchestrator.fleet.view import Fleet
+from orchestrator.process.ticks import left_s, ticks
 from orchestrator.store.client import RedisAway
 from orchestrator.store.registry import Registry
 from orchestrator.types import WorkerInfo, WorkerLoad
 from orchestrator.wire.sockets import AddressError
-from orchestrator.wire.ticks import ticks
 from orchestrator.wire.transport import FrontendTransport
 
 log = logging.getLogger("pd.membership")
@@ -100,7 +100,7 @@ class Membership:
         self.synced.set()
         while True:
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(RESYNC_S):
+                async with asyncio.timeout(left_s(RESYNC_S)):
                     await self._registry_changed.wait()
             self._registry_changed.clear()
             began = time.monotonic()
