@@ -2,6 +2,7 @@
 
 import pytest
 from prometheus_client import values
+from prometheus_client.mmap_dict import MmapedDict
 
 from orchestrator.process.telemetry import metric_files
 
@@ -10,7 +11,7 @@ from orchestrator.process.telemetry import metric_files
 def test_metric_survives_removed_folder(tmp_path, monkeypatch, outlives):
     folder = tmp_path / "run" / "metrics-1"
     monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(folder))
-    monkeypatch.setattr(values, "MmapedDict", values.MmapedDict)  # as it was, afterwards
+    monkeypatch.setattr(values, "MmapedDict", MmapedDict)  # whatever tests before this one have left
     value_class = values.MultiProcessValue(lambda: "7")
     if not outlives:
         with pytest.raises(FileNotFoundError):
