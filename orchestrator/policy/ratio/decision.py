@@ -15,10 +15,11 @@ from orchestrator.config.settings import RatioConfig, SLOConfig
 from orchestrator.policy.predict.predictor import Z_95
 from orchestrator.policy.ratio.attainment import Split, Traffic, after_moves, headroom, scale_prefill_times
 from orchestrator.policy.ratio.caches import Caches, caches_of
-from orchestrator.policy.ratio.load import MIN_WINDOWS_S, WINDOW_S, LoadSample, recent, residence_s, traffic
+from orchestrator.policy.ratio.load import INTERVAL_S, MIN_WINDOWS_S, WINDOW_S, LoadSample, recent, residence_s, traffic
 from orchestrator.types import DesiredRatio
 
 COOL_DOWN_S = 10.0  # no change for this long after any change, an operator's included
+QUICK_S = 2 * INTERVAL_S  # the same where requests end between two samples: a change is made, and undone, at once
 BUSY = 0.8  # nor while the load is below this share of the fleet's capacity
 MAX_SPLITS = 32  # about as many splits of a large fleet are compared, evenly spread
 # Workers go to decode already at a headroom that is larger by this factor than the one at which they go to prefill: a
@@ -86,21 +87,20 @@ def desired_ratio(
     `current`, `max_step` and the least numbers of `config` count units. Each has `unit_size` workers, which change
     roles together and have requests of their own: the ranks of a data-parallel group, or one worker.
 
-    The current split is kept for `COOL_DOWN_S` after a change, while fewer than `MIN_REQUESTS` requests arrive,
+    The current split is kept for `COOL_DOWN_S` (`QUICK_S`) after a change, while fewer than `MIN_REQUESTS` requests arrive,
     while its headroom is above `PREFILL_LATER / BUSY` (for a move to decode: `DECODE_EARLIER / BUSY`),
     while the workers are nearly idle and all requests in time, and unless another split's headroom is larger by
     `GAIN` in spite of chance (`_gains`).
 
     The latest samples are evaluated first, then longer windows, whose larger number of requests shows a smaller gain.
     The whole window and both halves must call for a change in the same direction, so that a burst moves nobody. A move
-    to decode needs two samples, a move to prefill ten seconds of them, because a decode worker can do both. For the
-    same reason any number of workers goes to decode at once, and at most `max_step` (default: `_max_move_to_prefill`)
-    to prefill.
+    to decode needs two samples, a move to prefill ten seconds of them unless requests end between two samples, because
+    a decode worker can do both. For the same reason any number of workers goes to decode at once, and at most
+    `max_step` (default: `_max_move_to_prefill`) to prefill.
     """
     if not window or current.prefill + current.decode < config.min_prefill + config.min_decode:
         return None
-    if abs(window[-1].at - current.set_at) < COOL_DOWN_S:  # the server's clock may have been set back since
-        return None
+    since_s = abs(window[-1].at - current.set_at)  # the server's clock may have been set back since
     split = Split(current.prefill * unit_size, current.decode * unit_size, unit_size)
     config = msgspec.structs.replace(
         config, min_prefill=config.min_prefill * unit_size, min_decode=config.min_decode * unit_size
@@ -111,9 +111,12 @@ def desired_ratio(
         if len(part) == asked and least_s > MIN_WINDOWS_S[0]:
             continue
         asked = len(part)
+        quick = _stay_s(part) < INTERVAL_S
+        if since_s < (QUICK_S if quick else COOL_DOWN_S):
+            continue
         most = max_step * unit_size if max_step else _max_move_to_prefill(part, split)
         more = min(most, _agreed_move(part, split, config, slo))
-        if more < 0 or (more > 0 and least_s > 0 and not _caches_filling(part)):
+        if more < 0 or (more > 0 and (least_s > 0 or quick) and not _caches_filling(part)):
             return _decision(part, current, split, more, slo)
     return None
 
@@ -124,10 +127,15 @@ def _max_move_to_prefill(window: Sequence[LoadSample], current: Split) -> int:
     They take no new requests until those that they decode have ended. If that takes longer than a cool-down, the limit
     is a quarter of the decode workers.
     """
-    arriving = traffic(window)
-    ends_soon = arriving is None or residence_s(window, arriving) < COOL_DOWN_S
+    ends_soon = _stay_s(window) < COOL_DOWN_S
     quarter = (current.decode + (current.prefill if ends_soon else 0)) // 4
     return max(1, quarter // current.unit_size) * current.unit_size
+
+
+def _stay_s(window: Sequence[LoadSample]) -> float:
+    """Mean seconds that a request stays on a decode worker; as long as a cool-down if there are too few to tell."""
+    arriving = traffic(window)
+    return residence_s(window, arriving) if arriving is not None else COOL_DOWN_S
 
 
 def _why(before: float, after: float) -> str:

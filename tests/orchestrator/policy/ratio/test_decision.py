@@ -109,7 +109,11 @@ def test_prefill_workers_come_back():
 def test_hysteresis_and_cool_down(monkeypatch):
     after = decide(CODE, CODE, CODE, max_step=8).after
     assert decide(CODE, CODE, CODE, current=msgspec.structs.replace(after, set_at=-1000.0)) is None
-    assert decide(CODE, CODE, CODE, current=DesiredRatio(4, 4, set_at=95.0)) is None
+    assert decide(CODE, CODE, CODE, current=DesiredRatio(4, 4, set_at=97.0)) is None
+    assert decide(CODE, CODE, CODE, current=DesiredRatio(4, 4, set_at=95.0)) is not None, "requests end within 2 s"
+    staying = msgspec.structs.replace(offering(300, 4000, 100), sequences=150)  # for 5 s each
+    assert decide(staying, staying, staying, current=DesiredRatio(4, 4, set_at=95.0)) is None
+    assert decide(staying, staying, staying, current=DesiredRatio(4, 4, set_at=85.0)) is not None
     ahead = DesiredRatio(4, 4, set_at=3700.0)  # by a clock that was set back by an hour since
     assert decide(CODE, CODE, CODE, current=ahead) is not None
     assert decide() is None
@@ -244,15 +248,17 @@ def test_burst_moves_no_worker():
     assert decide(calm, CODE) is None
 
 
-def test_workers_go_to_decode_for_two_samples_and_to_prefill_for_ten_seconds(monkeypatch):
+def test_workers_go_to_decode_for_two_samples_and_to_prefill_for_ten_seconds_or_where_requests_end_at_once(monkeypatch):
     monkeypatch.setattr(load_, "WINDOW_SAMPLES", 30)
     short = [msgspec.structs.replace(load, period_s=2.0) for load in (offering(260, 1000, 20), offering(60, 50, 1000))]
     code, stories = short
     assert decide(stories, stories) is None, "too few requests"
     many = msgspec.structs.replace(stories, offered=offering(120, 50, 1000).offered)
     assert decide(many, many).after.prefill == 0
-    assert decide(code, code) is None
-    assert decide(*[code] * 5).after.prefill == 6
+    assert decide(code, code).after.prefill == 6
+    staying = msgspec.structs.replace(code, sequences=300)  # for 2.3 s each
+    assert decide(staying, staying) is None
+    assert decide(*[staying] * 5).after.prefill == 6
 
 
 def test_few_huge_prompts_count_as_chance(monkeypatch):
