@@ -87,10 +87,10 @@ def desired_ratio(
     `current`, `max_step` and the least numbers of `config` count units. Each has `unit_size` workers, which change
     roles together and have requests of their own: the ranks of a data-parallel group, or one worker.
 
-    The current split is kept for `COOL_DOWN_S` (`QUICK_S`) after a change, while fewer than `MIN_REQUESTS` requests arrive,
-    while its headroom is above `PREFILL_LATER / BUSY` (for a move to decode: `DECODE_EARLIER / BUSY`),
-    while the workers are nearly idle and all requests in time, and unless another split's headroom is larger by
-    `GAIN` in spite of chance (`_gains`).
+    The current split is kept for `COOL_DOWN_S` (`QUICK_S`) after a change, while fewer than `MIN_REQUESTS` requests
+    arrive, while its headroom is above `PREFILL_LATER / BUSY` (for a move to decode: `DECODE_EARLIER / BUSY`), while
+    the workers are nearly idle and all requests in time, and unless another split's headroom is larger by `GAIN` in
+    spite of chance (`_gains`).
 
     The latest samples are evaluated first, then longer windows, whose larger number of requests shows a smaller gain.
     The whole window and both halves must call for a change in the same direction, so that a burst moves nobody. A move
