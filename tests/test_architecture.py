@@ -72,17 +72,21 @@ def test_missing_and_unused_files_are_reported():
     assert differences(text, calls) == ["no request passes it: orchestrator/router/gone.py"]
 
 
-async def ask(fleet: RunningFleet, number: int) -> None:
-    """One streamed request whose prompt is cached nowhere and long enough to be prefilled remotely."""
-    before = len(fleet.request_lines())
-    async with fleet.client() as client:
-        answer = await fleet.ask(
-            client, f"{number}. " + "word " * 600, max_tokens=8, return_token_ids=None
-        )  # which is plain
-    assert answer.ok, answer
-    line = fleet.until(lambda: fleet.request_lines()[before:], "its pd.request line")[0]
-    assert (line["outcome"], line["decision"], line["attempts"]) == ("finished", "remote", 1), line
-    fleet.assert_no_leaks()
+async def ask(fleet: RunningFleet, name: str) -> None:
+    """A streamed request whose prompt is cached nowhere and long enough to be prefilled remotely. On a busy machine a
+    traced worker may be silent for so long that the request goes elsewhere; then it is asked again."""
+    lines: list[dict[str, object]] = []
+    for number in range(5):
+        before = len(fleet.request_lines())
+        prompt = f"{name} {number}. " + "word " * 600
+        async with fleet.client() as client:
+            answer = await fleet.ask(client, prompt, max_tokens=8, return_token_ids=None)  # which is plain
+        assert answer.ok, answer
+        lines += fleet.until(lambda before=before: fleet.request_lines()[before:], "its pd.request line")[:1]
+        fleet.assert_no_leaks()
+        if (lines[-1]["outcome"], lines[-1]["decision"], lines[-1]["attempts"]) == ("finished", "remote", 1):
+            return
+    pytest.fail(f"no request was prefilled remotely at once: {lines}")
 
 
 @pytest.mark.vllm
@@ -93,11 +97,11 @@ def test_the_walk_names_every_file_that_a_remote_request_passes_and_no_other(tmp
     settings = ("workers.engine_args.dtype=float32",)
     with tracing(tmp_path) as trace, running_fleet("demo-1p1d-cpu.yaml", *settings, forked=False) as fleet:
         trace.enter(WARM)
-        asyncio.run(ask(fleet, 1))
+        asyncio.run(ask(fleet, "warm"))
         trace.enter(IDLE)
         time.sleep(IDLE_S)
         fleet.assert_no_leaks()  # what it asks for after each request is not the request's either
         trace.enter(ASKED)
-        asyncio.run(ask(fleet, 2))
+        asyncio.run(ask(fleet, "asked"))
         trace.enter(AFTER)
     assert differences(walk(), trace.calls()) == []
