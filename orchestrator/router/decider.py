@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import msgspec
 
@@ -20,7 +20,13 @@ from orchestrator.fleet.worker_view import WorkerView
 from orchestrator.policy.candidate import Candidate, DecodeChoice, RequestInfo
 from orchestrator.policy.placement import RETRY_AFTER_S, Local, PrefillView, Reject, reject_all
 from orchestrator.policy.policies import Policies, Waiting
-from orchestrator.policy.predict.fetch import MAX_HOLDERS, PRIOR_BYTES_PER_S, Holder, choose_holder
+from orchestrator.policy.predict.fetch import (
+    MAX_HOLDERS,
+    PRIOR_BYTES_PER_S,
+    Holder,
+    choose_holder,
+    load_s_per_token,
+)
 from orchestrator.policy.prefix_index import Hits
 from orchestrator.router.learning import Learning
 from orchestrator.router.request import ActiveRequest, Placed
@@ -200,6 +206,13 @@ class Decider:
                 requests=view.candidate.running + view.candidate.waiting,
                 step_s=view.load.step_ms / 1e3,
                 link_extra_s=self._predictor.links.extra_s(link, max(0, tokens - cached_tokens)),
+                host_tokens=self._host_tokens(view, active.parsed.prefix_keys, tokens),
+                load_s_per_token=load_s_per_token(
+                    view.info.kv_bytes_per_token,
+                    view.load.kv.host_loaded_bytes,
+                    view.load.kv.host_load_s,
+                    view.info.kv.tp_size,
+                ),
             )
             for view, tokens, link in views
             if view.load is not None
@@ -209,6 +222,11 @@ class Decider:
             and not view.quiet
             and (to is None or view.info.domain == to.info.domain)
         ]
+
+    def _host_tokens(self, view: WorkerView, keys: Sequence[int], tokens: int) -> int:
+        """Of the prompt's first `tokens` that a worker holds, those that only its host tier has."""
+        on_device = self._prefixes.index.blocks_on_device(view.info.id, keys, tokens // self._fleet.block_size)
+        return tokens - on_device * self._fleet.block_size
 
     def _priced(self, adapter: int, candidates: list[Candidate]) -> list[Candidate]:
         if not adapter:
