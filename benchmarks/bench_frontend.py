@@ -3,7 +3,8 @@
 It measures CPU time rather than latency, since other load on the machine affects that less. It starts its own fleet
 (1P1D, simulated, fast), sends rounds of requests, alternating the cases, and prints the median over rounds. With
 `--against` a second fleet runs the code of another checkout and takes turns with the first. It may be the same checkout
-if `--set` changes the first fleet. Prompts are token ids, or with `--text` words that the frontend tokenizes.
+if `--set` or `--config` changes the first fleet. Prompts are token ids, or with `--text` words that the frontend
+tokenizes. Requests ask for the model `demo`.
 
     python benchmarks/bench_frontend.py [--rounds 5] [--requests 200] [--tokens 64] [--against ../other-checkout]
 """
@@ -33,6 +34,7 @@ sys.path[:0] = [str(ROOT)]
 from benchmarks.peers.texts import Texts  # noqa: E402
 from orchestrator.config.model import resolve_model  # noqa: E402
 
+CONFIG = Path("configs/sim-2p2d.yaml")  # of a checkout
 START_TIMEOUT_S = 120
 SHORT, LONG = 32, 1024  # prompt tokens of a local and of a remote prefill
 NUMBERS = itertools.count()
@@ -49,8 +51,8 @@ class Fleet:
     events: dict[str, list[float]] = field(default_factory=dict)
 
 
-def start_fleet(checkout: Path, speed: float, chosen: list[str]) -> Fleet:
-    command = [sys.executable, "-m", "orchestrator.cli.main", "up", str(checkout / "configs" / "sim-2p2d.yaml")]
+def start_fleet(checkout: Path, config: Path, speed: float, chosen: list[str]) -> Fleet:
+    command = [sys.executable, "-m", "orchestrator.cli.main", "up", str(checkout / config)]
     namespace = f"bench-frontend-{os.getpid()}-{next(NUMBERS)}"
     settings = {
         "namespace": namespace,
@@ -89,8 +91,9 @@ def start_fleet(checkout: Path, speed: float, chosen: list[str]) -> Fleet:
 def find_frontend(namespace: str) -> int:
     for folder in Path("/proc").glob("[0-9]*"):
         try:
-            command = (folder / "cmdline").read_bytes().split(b"\0")
-            if b"orchestrator.frontend.server" in command and any(namespace.encode() in part for part in command):
+            # The command of a process that was forked is one string.
+            command = (folder / "cmdline").read_bytes().decode(errors="replace")
+            if " orchestrator.frontend.server" in command.replace("\0", " ") and namespace in command:
                 return int(folder.name)
         except OSError:
             continue
@@ -174,6 +177,7 @@ def main() -> None:
     parser.add_argument("--against", type=Path, help="another checkout, whose fleet takes turns with this one's")
     parser.add_argument("--text", action="store_true", help="prompts are words, not token ids")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="of the fleet of this checkout")
+    parser.add_argument("--config", type=Path, default=CONFIG, help="of the fleet of this checkout")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     words = Texts(resolve_model("demo"), seed=int.from_bytes(os.urandom(4)))
@@ -185,8 +189,9 @@ def main() -> None:
     ]
     fleets = []
     try:
-        for checkout in [ROOT, *([options.against.resolve()] if options.against else [])]:
-            fleets.append(start_fleet(checkout, options.speed, [] if fleets else options.set))
+        fleets.append(start_fleet(ROOT, options.config.absolute(), options.speed, options.set))
+        if options.against:
+            fleets.append(start_fleet(options.against.resolve(), CONFIG, options.speed, []))
         measure(fleets, cases, options)
     finally:
         for fleet in fleets:

@@ -8,6 +8,7 @@ the end of prefill compute, less one decode step. Prints a table, saves JSON and
 from __future__ import annotations
 
 import argparse
+import ast
 import asyncio
 import functools
 import os
@@ -69,9 +70,10 @@ async def measure(
                 for pair in pairs:
                     await pair.stop()
             if at == 0:
-                for tokens in options.tokens:
-                    written_s = await asyncio.to_thread(_raw, tokens * per_token, options.cuda)
-                    raw.setdefault(tokens, []).append(written_s)
+                sizes = {tokens: tokens * per_token for tokens in options.tokens}
+                written_s = await asyncio.to_thread(_raw, list(sizes.values()), options.cuda)
+                for tokens, size in sizes.items():
+                    raw.setdefault(tokens, []).append(written_s[size])
             rows = [
                 Row.of(model, variant, tokens, tokens * per_token, statistics.median(raw[tokens]), some)
                 for (variant, tokens), some in turns.items()
@@ -101,19 +103,19 @@ async def _round(pairs: list[Pair], options: argparse.Namespace) -> dict[tuple[s
     return found
 
 
-def _raw(size: int, cuda: bool) -> float:
-    """Seconds of a raw WRITE. It runs in a process of its own, since it pins itself and keeps NIXL's threads."""
+def _raw(sizes: list[int], cuda: bool) -> dict[int, float]:
+    """Seconds of a raw WRITE by its size in bytes. A process of its own pins itself, and keeps NIXL's threads."""
     import subprocess
 
     cores = sorted(os.sched_getaffinity(0))
-    call = f"raw_write_s([{size}], device={'cuda:0' if cuda else 'cpu'!r}, cores={(cores[0], cores[-1])})[{size}]"
+    call = f"raw_write_s({sizes}, device={'cuda:0' if cuda else 'cpu'!r}, cores={(cores[0], cores[-1])})"
     code = f"import sys; sys.path.insert(0, {str(HERE)!r})\nfrom kv_raw import raw_write_s\n"
     code += f"if __name__ == '__main__':\n    print('seconds', {call})\n"
     with tempfile.NamedTemporaryFile("w", suffix=".py") as script:
         script.write(code)
         script.flush()
         done = subprocess.run([sys.executable, script.name], capture_output=True, text=True, timeout=120, check=True)
-    return float(done.stdout.rpartition("seconds")[2])
+    return dict(ast.literal_eval(done.stdout.rpartition("seconds")[2].strip()))
 
 
 def _line(row: Row) -> str:

@@ -122,7 +122,8 @@ def bench_decision(results: dict[str, Any]) -> None:
             role = Role.DECODE if name[0] == "d" else Role.PREFILL
             kv = KVEndpoint(name, "h", 1)
             state = WorkerState.READY
-            fleet.upsert(WorkerInfo(name, role, state, "h", 1, "a", "b", identity, kv, 24_800, 256, 8192, 1, 0.0), 0.0)
+            joins = WorkerInfo(name, role, state, "h", 1, "a", "b", identity, kv, 24_800, 256, 8192, 1, 0.0, lends=True)
+            fleet.upsert(joins, 0.0)
             fleet.workers[name].connected = True
             fleet.take_load(load_of_worker(name, 1), 0.0)
         prefixes = PrefixView(lambda worker_id, message: True)

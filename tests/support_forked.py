@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import gc
 import importlib
 import os
 import select
@@ -126,8 +127,11 @@ class ForkedLauncher:
 def main(descriptor: str, *imports: str) -> None:
     fork_server._show(sys.orig_argv)  # the first call finds its place, beside an environment as the kernel made it
     imported_with = _imported_with(dict(os.environ))
+    gc.disable()
     for module in (*imports, "orchestrator.cli.main", "orchestrator.launch.launcher"):
         importlib.import_module(module)
+    gc.freeze()  # as in the product's fork server: no collection touches the memory that is shared
+    gc.enable()
     control = socket.socket(fileno=int(descriptor))
     while True:
         message, descriptors, _, _ = socket.recv_fds(control, _MAX_BYTES, 2)

@@ -15,7 +15,8 @@ from connectors.push import actions as do
 from connectors.push.actions import Connect, Finish, Send
 from connectors.push.inbound import Inbound
 from connectors.push.outbound import Outbound
-from connectors.push.wire import Computing, Endpoint, Gone, Hello, Landed, Message, Register, Unregister
+from connectors.push.records import Pings, Pongs
+from connectors.push.wire import Computing, Endpoint, Gone, Hello, Landed, Message, Ping, Pong, Register, Unregister
 
 TIMEOUT_S = 10.0
 MAX_DELAY_S = 5.0  # a link that is whole loses what is older, and a WRITE over it takes no longer
@@ -153,6 +154,7 @@ class PrefillRank(Rank):
         super().__init__(world, engine, index)
         self.end = self.outbound = Outbound(lease_s=TIMEOUT_S, expect_s=TIMEOUT_S)
         self.outbound.regions = REGIONS
+        self.pongs = Pongs()
         self.writes: dict[int, Write] = {}
 
     def peers(self, engine: str) -> list[str]:
@@ -166,6 +168,8 @@ class PrefillRank(Rank):
             match action:
                 case Connect(peer=peer):
                     self.connect(peer.engine_id)
+                case do.Renew(engine=engine):
+                    self.lose(engine)
                 case do.Tell():
                     if isinstance(action.message, Gone):
                         flying = {write.order.request for write in self.writes.values()}
@@ -182,6 +186,7 @@ class PrefillRank(Rank):
                     raise AssertionError(action)
 
     def on_connected(self, engine: str) -> None:
+        self.pongs.made(engine)
         self.run(self.outbound.connected(engine, self.world.chunkwise, tuple(self.peers(engine)), self.world.now))
 
     def _post(self, post: do.Post) -> None:
@@ -226,6 +231,7 @@ class DecodeRank(Rank):
     def __init__(self, world: World, engine: DecodeEngine, index: int) -> None:
         super().__init__(world, engine, index)
         self.end = self.inbound = Inbound(timeout_s=TIMEOUT_S)
+        self.pings = Pings()
 
     def peers(self, engine: str) -> list[str]:
         return [f"{engine}/{index}" for index in self.world.prefill_ranks_of(self.index)]
@@ -235,6 +241,8 @@ class DecodeRank(Rank):
             match action:
                 case Connect(peer=peer):
                     self.connect(peer.engine_id)
+                case do.Renew(engine=engine):
+                    self.lose(engine)
                 case Send(engine=engine, peer=peer, message=message):
                     if engine in self.connecting:
                         self.run(self.inbound.unsent(peer, message, self.world.now))
@@ -504,6 +512,10 @@ class World:
                 rank.run(rank.end.landed(message.request, sender.agent, self.now))
             case Hello():
                 rank.run(rank.end.hello(sender.agent, message.epoch, self.now))
+            case Ping():
+                rank.run(rank.pongs.answer(message, sender.agent))
+            case Pong():
+                rank.pings.answered(sender.agent)
             case Computing():
                 rank.run(rank.end.computing(message.request, sender.agent, self.now))
             case Gone():
@@ -542,6 +554,8 @@ class World:
         for rank in self.living():
             if rank.engine.name != stopped:
                 rank.run(rank.end.tick(self.now))
+                if isinstance(rank, DecodeRank):
+                    rank.run(rank.pings.due(rank.inbound.awaited(self.now), self.now))
                 rank.mend()
                 rank.forget_dead()
         for engine in self.engines():

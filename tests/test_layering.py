@@ -21,7 +21,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "orchestrator.config": ("types", "process", "connectors.unsupported"),
     "orchestrator.wire": ("types",),
     "orchestrator.policy": ("types", "config"),
-    "orchestrator.store": ("types", "config"),
+    "orchestrator.store": ("types", "process", "config"),
     "orchestrator.fleet": ("types", "process", "config", "wire", "policy", "store"),
     "orchestrator.router": ("types", "process", "config", "wire", "policy", "fleet"),
     "orchestrator.frontend": ("types", "process", "config", "wire", "policy", "store", "fleet", "router"),

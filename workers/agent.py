@@ -18,6 +18,7 @@ import msgspec
 from orchestrator.config.settings import Config
 from orchestrator.config.values import labels_of, strict_label
 from orchestrator.process.parent import EXIT_AGAIN, own_identity
+from orchestrator.process.ticks import left_s, ticks
 from orchestrator.store.client import Redis, RedisAway
 from orchestrator.store.fields import Departed, Heartbeat
 from orchestrator.store.operator.log_levels import LogLevels, follow_log_level
@@ -26,7 +27,6 @@ from orchestrator.store.registry import IncompatibleWorker, Registry
 from orchestrator.types import Role, WorkerInfo
 from orchestrator.wire.addresses import Listening
 from orchestrator.wire.curve import KeyPair
-from orchestrator.wire.ticks import ticks
 from orchestrator.wire.transport import WorkerTransport
 from workers.attempts import Attempts
 from workers.claims import ClaimLoop
@@ -294,7 +294,7 @@ class Agent:
             except RedisAway as error:
                 self._note_redis(error)
             try:
-                async with asyncio.timeout(self._config.workers.heartbeat_s):
+                async with asyncio.timeout(left_s(self._config.workers.heartbeat_s)):
                     await self._beat_now.wait()
             except TimeoutError:
                 continue

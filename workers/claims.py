@@ -12,8 +12,9 @@ import random
 from collections.abc import Callable
 
 from orchestrator.config.settings import Config
-from orchestrator.policy.claims import AFFINITY_WINDOW, choose_claims, claim_budget
+from orchestrator.policy.claims import AFFINITY_WINDOW, choose_claims, claim_budget, claims_as_idle
 from orchestrator.policy.predict.predictor import PRIOR_S_PER_TOKEN
+from orchestrator.process.ticks import left_s
 from orchestrator.store.client import RedisAway
 from orchestrator.store.queue import Claim, PrefillQueue
 from orchestrator.types import WorkerInfo
@@ -65,21 +66,26 @@ class ClaimLoop:
 
     # ---- claiming ----------------------------------------------------------------------------------------------
 
+    @property
+    def _free_tokens(self) -> int:
+        return self._load.engine.blocks_free * self._info.identity.block_size
+
+    @property
+    def _idle(self) -> bool:
+        held, claimed, batch = len(self._attempts), self._attempts.claimed_tokens, self._info.max_num_batched_tokens
+        return claims_as_idle(held, claimed, batch, self._free_tokens, self._info.lockstep)
+
     def _budget(self) -> int:
         """Prompt tokens that may be claimed now."""
-        return claim_budget(
-            self._info.max_num_batched_tokens,
-            self._attempts.claimed_tokens,
-            len(self._attempts),
-            self._load.engine.blocks_free * self._info.identity.block_size,
-        )
+        batch, claimed = self._info.max_num_batched_tokens, self._attempts.claimed_tokens
+        return claim_budget(batch, claimed, self._idle, self._free_tokens)
 
     async def _claim_forever(self) -> None:
         claim_lost = False
         while True:
             budget, jobs = self._budget(), self._info.max_num_seqs - self._attempts.prefill_count
             if not self._active() or budget <= 0 or jobs <= 0:
-                await self._wait_for_room(MEMORY_WAIT_S if self._active() else WAIT_S)
+                await self._wait_for_room(MEMORY_WAIT_S if self._active() else left_s(WAIT_S))
                 continue
             self._claiming = True
             try:
@@ -99,11 +105,11 @@ class ClaimLoop:
             if self._left:
                 await self._queue.wait_for_work(LEFT_WAIT_S, "left")
             elif self._queue.waits or not claims:
-                await self._queue.wait_for_work(WAIT_S, "busy" if len(self._attempts) else "idle")
+                await self._queue.wait_for_work(left_s(WAIT_S), "idle" if self._idle else "busy")
 
     async def _claim(self, budget: int, jobs: int) -> tuple[list[Claim], bool]:
         """The new claims, and whether jobs were seen and all of them left in the queue. Raises RedisAway."""
-        idle = len(self._attempts) == 0
+        idle = self._idle
         claims, window = await self._queue.claim(self._info.id, budget, jobs, AFFINITY_WINDOW, idle, WAIT_S)
         if not window:
             # Jobs that do not fit, or are left to idle workers, look like an empty queue. Asking again at once would

@@ -27,7 +27,7 @@ from typing import Any
 from benchmarks.peers.environments import PEERS, PeerError
 from benchmarks.peers.processes import Processes, running
 from benchmarks.peers.report import write
-from benchmarks.peers.systems import AGGREGATED, FRONTENDS, OURS, SYSTEMS, Model, Serving, System, ours
+from benchmarks.peers.systems import FRONTENDS, MIXED, OBJECTIVES, SYSTEMS, Model, Serving, System, ours
 from benchmarks.peers.texts import Texts
 from orchestrator.config.model import resolve_model
 from orchestrator.simulator.real.client import MeasureError, Target
@@ -44,9 +44,6 @@ TINY |= {"num_attention_heads": 4, "num_key_value_heads": 2}
 PROMPT_TOKENS, OUTPUT_TOKENS, USERS = 512, 64, (1, 8, 32)
 # Prompt and output tokens of the mixed load.
 CHAT, DOCUMENT = (48, 160), (1800, 8)
-OBJECTIVES = {"ttft_s": 3.0, "tpot_s": 0.15}
-# The mixed load tries what ships: predicted times decide on remote prefill, not the demo's rule by length.
-SHIPPED = {"routing.remote_prefill_min_tokens": None} | {f"slo.{key}": value for key, value in OBJECTIVES.items()}
 
 # By system and case, the figures of each turn, its number among them; cases are text, as in a saved file.
 Runs = dict[str, dict[str, list[dict[str, float]]]]
@@ -146,8 +143,7 @@ def serving(options: argparse.Namespace, model: Model, logs: Path, note: Note, r
 
 def mixed(options: argparse.Namespace, model: Model, logs: Path, note: Note, runs: Runs) -> None:
     """By system and rate: ITL of the chats, TTFT of both, and goodput."""
-    system = System(OURS, "this project, one prefill and one decode worker", partial(ours, more=SHIPPED))
-    turns = Turns([system, AGGREGATED], model, options.rounds, logs, runs)
+    turns = Turns([each for each in MIXED if each.name in options.systems], model, options.rounds, logs, runs)
 
     async def measure(system: System, there: Serving, processes: Processes) -> None:
         prompts = Texts(model.path, seed=int.from_bytes(os.urandom(4)))
@@ -213,9 +209,9 @@ PARTS = {"serving": serving, "mixed": mixed, "frontend": frontend}
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    names = [system.name for system in SYSTEMS]
+    names = list(dict.fromkeys(system.name for system in SYSTEMS + MIXED))
     parser.add_argument("--parts", nargs="+", choices=list(PARTS), default=list(PARTS))
-    parser.add_argument("--systems", nargs="+", choices=names, default=names, help="of the serving part")
+    parser.add_argument("--systems", nargs="+", choices=names, default=names, help="of the first two parts")
     parser.add_argument("--rounds", type=int, default=3, help="turns of each system; figures are medians over them")
     parser.add_argument("--go-on", action="store_true", help="add turns to those that are saved")
     parser.add_argument("--users", nargs="+", type=int, default=list(USERS), help="of the serving part")

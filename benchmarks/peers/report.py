@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.headline import ONCE, ratios, shown
-from benchmarks.peers.systems import FRONTENDS, OURS, SYSTEMS, System
+from benchmarks.peers.systems import FRONTENDS, MIXED, OURS, SYSTEMS, System
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 
@@ -61,7 +61,7 @@ def _mixed(found: Mapping[str, Any]) -> list[str]:
         row += [f"{f['chat_ttft_p99_s']:.2f}", f"{f['document_ttft_p99_s']:.2f}"]
         row += [f"{f['errors']:g}", f"{f['goodput']:.2f}"]
         rows.append(row + _beside(found, name, rate, ("chat_itl_p99_s", "goodput")))
-    return [*lines, *_table(head, rows), "", *_descriptions(found), ""]
+    return [*lines, *_table(head, rows), "", *_descriptions(found, MIXED), ""]
 
 
 def _frontend(found: Mapping[str, Any]) -> list[str]:

@@ -154,6 +154,19 @@ SYSTEMS = [
 ]
 
 
+# ---- chats among documents ---------------------------------------------------------------------------------------
+
+# What ships is tried: predicted times decide on remote prefill, not the demo's rule by length.
+OBJECTIVES = {"ttft_s": 3.0, "tpot_s": 0.15}
+_SHIPPED = {"routing.remote_prefill_min_tokens": None} | {f"slo.{key}": value for key, value in OBJECTIVES.items()}
+_ALL_REMOTE = _SHIPPED | {"routing.remote_prefill_min_tokens": 1}
+MIXED = [
+    System(OURS, "this project, one prefill and one decode worker", partial(ours, more=_SHIPPED)),
+    System("all remote", "the same with every prompt prefilled remotely", partial(ours, more=_ALL_REMOTE)),
+    AGGREGATED,
+]
+
+
 # ---- frontends alone, over simulated engines ---------------------------------------------------------------------
 
 

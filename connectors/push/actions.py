@@ -21,6 +21,14 @@ class Connect:
 
 
 @dataclass(frozen=True)
+class Renew:
+    """Drop the connection to `engine`, which is dead for reason `why`, and make another one."""
+
+    engine: str
+    why: str
+
+
+@dataclass(frozen=True)
 class Send:
     """Send to one peer (an agent name) of `engine`."""
 

@@ -9,12 +9,11 @@ import functools
 import os
 import queue
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import zmq
-from vllm.distributed.kv_transfer.kv_connector.v1.nixl.push_worker import NixlPushConnectorWorker
 from vllm.logger import init_logger
 
 from connectors import handshake, sockets
@@ -24,6 +23,7 @@ from connectors.push import verify, wire, writer
 from connectors.push.inbound import Inbound
 from connectors.push.metadata import PushOptions, PushStats
 from connectors.push.outbound import Outbound
+from connectors.push.records import Pings, Pongs
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -32,14 +32,12 @@ if TYPE_CHECKING:
 logger = init_logger("vllm.pd.push")
 
 _HANDSHAKES_AT_ONCE = 8
+_FIRST_MESSAGES_S = 1.0
 _UNDELIVERED_MAX = 4096  # messages kept per engine while its handshake runs
 MEET_MOST = 64  # engines; a transfer connects with any more
 
-Event = Callable[[float], Iterable[Any]]
-Record = Callable[[PushStats], None]
 
-
-class Connections(NixlPushConnectorWorker):
+class Connections(verify.Verifying):
     """vLLM's push worker with our connections in place of its own."""
 
     # Part of vLLM's compatibility hash: peers of another protocol are refused at the handshake.
@@ -55,30 +53,31 @@ class Connections(NixlPushConnectorWorker):
         self._inbound = Inbound(timeout_s=self.options.timeout_s)
         hello = wire.Hello(0, engine_id, list(sockets.listening() - listened))
         self._outbound = Outbound(lease_s=self.options.lease_s, expect_s=self.options.lease_s, hello=hello)
-        self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
-        self._records: queue.SimpleQueue[Record] = queue.SimpleQueue()
+        self._events: queue.SimpleQueue[verify.Event] = queue.SimpleQueue()
+        self._records: queue.SimpleQueue[verify.Record] = queue.SimpleQueue()
         self._connecting: set[str] = set()
         self._unwritable: dict[str, str] = {}  # connected for messages only, and why
         self._to_forget: set[str] = set()
         self._endpoints: dict[str, wire.Endpoint] = {}  # of engines that are connected, or being so
         self._lost: set[str] = set()  # connected anew as soon as no WRITE uses the old connection
         self._undelivered: dict[str, list[tuple[str | None, wire.Message]]] = {}
+        self._pings, self._pongs = Pings(), Pongs()
+        self._connected_at = 0.0  # the last time
         self._looked_at = time.monotonic()  # messages read next may have arrived since then
         self._shipments = verify.Shipments() if self.options.verify else None
-        self._signing: set[str] = set()  # decode requests whose KV is here, while its checksum is computed
-        self._checks: list[tuple[verify.Checksum, Callable[[int], None]]] = []
+        self._signing, self._checks = set(), []
         self._peer_addresses = sockets.PeerAddresses()
         self._handshake_initiation_executor.shutdown(wait=False)
         self._handshake_initiation_executor: ThreadPoolExecutor = ThreadPoolExecutor(
             _HANDSHAKES_AT_ONCE, "pd-kv-handshake"
         )
 
-    def _submit(self, event: Event) -> None:
+    def _submit(self, event: verify.Event) -> None:
         """From any thread: have the writer thread run `event`."""
         self._events.put(event)
         self._push_writer_wake.set()
 
-    def _run(self, event: Event) -> None:
+    def _run(self, event: verify.Event) -> None:
         """On the writer thread: report the event, and carry out the actions that follow. One failing stops no other."""
         try:
             actions = list(event(time.monotonic()))
@@ -101,6 +100,8 @@ class Connections(NixlPushConnectorWorker):
         match action:
             case do.Connect(peer=peer):
                 self._connect(peer)
+            case do.Renew(engine=engine, why=why):
+                self._lose(engine, why)
             case do.Send(engine=engine, peer=peer, message=message):
                 self._send(engine, peer, message)
             case do.Tell(engine=engine, message=message, peer=peer):
@@ -168,6 +169,11 @@ class Connections(NixlPushConnectorWorker):
                 return self._inbound.hello(agent, epoch, now)
             case wire.Meet(sender=sender):
                 return self._meet(sender, None, now)
+            case wire.Ping():
+                return self._pongs.answer(message, agent)
+            case wire.Pong():
+                self._pings.answered(agent)
+                return ()
             case wire.Computing(request=request):
                 return self._inbound.computing(request, agent, now)
             case wire.Landed(request=request, digest=digest):
@@ -179,39 +185,13 @@ class Connections(NixlPushConnectorWorker):
             case wire.Gone(request=request, why=why, failed_epoch=failed_epoch):
                 return self._inbound.gone(request, agent, why, now, failed_epoch)
 
-    # ---- checksums ---------------------------------------------------------------------------------------------
-
-    def _check(self, blocks: list[list[int]], then: Callable[[int], None]) -> None:
-        self._checks.append((verify.Checksum(self, blocks), then))
-
-    def _sign(self, tell: do.Tell, shipments: verify.Shipments, rest: list[Any]) -> None:
-        """Says `Landed` with the checksum of what was shipped, and then does `rest`, which may give the blocks back."""
-        request = tell.message.request
-        blocks = shipments.take(request)
-        if not isinstance(tell.message, wire.Landed):
-            self._carry_out_all([tell, *rest])
-            return
-
-        def tell_signed(digest: int) -> None:
-            self._signing.remove(request)
-            self._carry_out_all([do.Tell(tell.engine, wire.Landed(request, digest), tell.peer), *rest])
-
-        self._check(blocks, tell_signed)
-        self._signing.add(request)
-
-    def _on_checksum(
-        self, request: str, agent: str, expected: int, blocks: list[list[int]], found: int, now: float
-    ) -> Iterable[Any]:
-        if self._inbound.blocks_of(request) != blocks:
-            return ()  # it was given up, and its blocks may belong to other requests by now
-        if found == expected:
-            self._records.put(lambda s: s.record(PushStats.VERIFIED))
-            return self._inbound.landed(request, agent, now)
-        logger.error("KV of %s is corrupt", request)
-        self._records.put(lambda s: s.record(PushStats.CORRUPT))
-        return self._inbound.gone(request, agent, "the KV that came differs from what was sent", now)
-
     # ---- connections -------------------------------------------------------------------------------------------
+
+    @property
+    def _is_connecting(self) -> bool:
+        """Whether a connection is being made, or was made just now: UCX has its first messages until both ends have
+        looked a few times."""
+        return bool(self._connecting) or time.monotonic() < self._connected_at + _FIRST_MESSAGES_S
 
     def _meet(self, peer: wire.Endpoint, here: wire.Endpoint | None, now: float) -> Iterable[Any]:
         """Connects ahead. The peer is told to do so too where it has `here`: it may not look for a worker whose role
@@ -273,6 +253,8 @@ class Connections(NixlPushConnectorWorker):
 
     def _on_connected(self, engine: str, now: float) -> Iterable[Any]:
         self._connecting.discard(engine)
+        self._connected_at = now
+        self._pongs.made(engine)
         agents = self._agents(engine)
         # After `Hello`: decode then knows this connection when it cuts one on which a WRITE has failed, and cuts once.
         undelivered = [do.Tell(engine, message, agent) for agent, message in self._undelivered.pop(engine, [])]
@@ -335,6 +317,7 @@ class Connections(NixlPushConnectorWorker):
         super()._cleanup_remote_engine(engine_id, log_eviction=log_eviction)
         self._unwritable.pop(engine_id, None)
         self._endpoints.pop(engine_id, None)
+        self._pongs.forget(engine_id)
         self._inbound.forget(engine_id)
         self._outbound.forget(engine_id)
         self._peer_addresses.forget(engine_id, awaited=self._inbound.engines())

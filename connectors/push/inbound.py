@@ -12,7 +12,7 @@ from typing import Union
 import msgspec
 
 from connectors.push.actions import Connect, Cut, Finish, Send
-from connectors.push.records import PeerConnections, Waiting
+from connectors.push.records import Awaited, PeerConnections, Waiting
 from connectors.push.states import INBOX, INBOX_ENDS, Inbox, InboxEvent
 from connectors.push.wire import Endpoint, Message, Register, Unregister
 
@@ -53,6 +53,15 @@ class Inbound:
     def engines(self) -> set[str]:
         """The prefill engines that requests here wait for."""
         return {waiting.source.engine_id for waiting in self._waiting.values()}
+
+    def awaited(self, now: float) -> set[Awaited]:
+        """Whose answers are awaited, of the engines that are connected and not declared dead."""
+        return {
+            Awaited(engine, peer, waiting.order.decode.engine_id)
+            for waiting in self._waiting.values()
+            if (engine := waiting.source.engine_id) in self._peers and not self._is_dead(engine, now)
+            for peer in waiting.unanswered
+        }
 
     @property
     def withdrawing_blocks(self) -> int:
@@ -265,11 +274,8 @@ class Inbound:
     def _ask_for_kv(self, waiting: Waiting, peers: set[str], now: float) -> list[Action]:
         waiting.resend_at = now + self._timeout_s / _REPEATS
         waiting.registered.update(peers)
-        valid_s, replace = max(0.0, waiting.deadline - now), msgspec.structs.replace
-        return [
-            Send(waiting.source.engine_id, peer, replace(waiting.order, valid_s=valid_s, epoch=self._connections[peer]))
-            for peer in sorted(peers)
-        ]
+        order = msgspec.structs.replace(waiting.order, valid_s=max(0.0, waiting.deadline - now))
+        return [Send(waiting.source.engine_id, peer, self._connections.name_in(order, peer)) for peer in sorted(peers)]
 
     def _ask_to_stop(self, waiting: Waiting, now: float) -> list[Action]:
         waiting.resend_at = now + waiting.resend_s
@@ -302,8 +308,7 @@ class Inbound:
 
     def _is_settled(self, waiting: Waiting, peer: str, now: float) -> bool:
         """Whether nothing of `peer`, which posts no more WRITEs for it, can land any more."""
-        is_cut = self._connections.is_cut(peer, waiting.failed.get(peer, 0))
-        return is_cut or waiting.silent
+        return waiting.silent or waiting.failed.get(peer, 0) <= self._connections.last_cut(peer)
 
     def _answer(self, request: str, peer: str, now: float, *, refused: bool, why: str) -> list[Action]:
         waiting = self._waiting.get(request)

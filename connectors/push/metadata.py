@@ -57,11 +57,12 @@ class PushOptions:
 
 @dataclass(frozen=True)
 class Started:
-    """A prefill was scheduled for the first time."""
+    """A prefill was scheduled for the first time. `lent`: there is none, it is a prefix from the cache."""
 
     key: str
     total_blocks: int
     prompt_tokens: int
+    lent: bool = False
 
 
 @dataclass(frozen=True)

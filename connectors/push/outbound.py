@@ -10,16 +10,17 @@ from __future__ import annotations
 
 from typing import Any, Union
 
-from connectors.push.actions import Chunk, Connect, Ended, Post, Release, Tell
+from connectors.push.actions import Chunk, Connect, Ended, Post, Release, Renew, Tell
 from connectors.push.records import EndedStream, EndedStreams, Links, PushStream
 from connectors.push.states import STREAM, STREAM_ENDS, Stream, StreamEvent
 from connectors.push.wire import Computing, Gone, Hello, Landed, Message, Register, Unregister
 
 _RENEW_AGAIN_S = 1.0  # while no answer comes
 _RUN_OUT = "decode has given up by now"
+_LENT_S = 5.0  # for a prefix that is lent: who asked for it has given up by then (`policy/predict/fetch.py`)
 _HURRY_S = 5.0  # a WRITE that lasts longer after its stream was given up may never end
 
-Action = Union[Connect, Post, Tell, Release, Ended]
+Action = Union[Connect, Renew, Post, Tell, Release, Ended]
 
 
 class Outbound:
@@ -60,14 +61,15 @@ class Outbound:
 
     # ---- from the scheduler ------------------------------------------------------------------------------------
 
-    def start(self, key: str, total_blocks: int, prompt_tokens: int, now: float) -> list[Action]:
-        """The prefill was scheduled for the first time."""
+    def start(self, key: str, total_blocks: int, prompt_tokens: int, now: float, lent: bool = False) -> list[Action]:
+        """The prefill was scheduled for the first time. `lent`: there is none, it is a prefix from the cache."""
         stream = self._streams.get(key)
         if stream is None:
             ended = self._ended.pop(key, None)
             state = ended.state if ended else Stream.COMPUTING  # withdrawn before it began
             stream = self._streams[key] = PushStream(key, state, why=ended.why if ended else "")
         stream.total_blocks, stream.prompt_tokens, stream.computing = total_blocks, prompt_tokens, True
+        stream.lease_s = min(self._lease_s, _LENT_S) if lent else self._lease_s
         actions = self._apply(stream, StreamEvent.START, now, "")
         return actions + self._check(stream, now)
 
@@ -176,11 +178,7 @@ class Outbound:
         return [Tell(engine, hello), *(action for stream in self._to(engine) for action in self._pump(stream, now))]
 
     def unreachable(self, engine: str, why: str, now: float) -> list[Action]:
-        self._links.pop(engine, None)
-        actions: list[Action] = []
-        for stream in self._to(engine):
-            actions += self._apply(stream, StreamEvent.GIVE_UP, now, f"decode engine {engine} is unreachable: {why}")
-        return actions
+        return self._give_up_all(engine, f"decode engine {engine} is unreachable: {why}", now)
 
     def writes_to(self, engine: str) -> bool:
         return any(stream.inflight for stream in self._to(engine))
@@ -192,8 +190,7 @@ class Outbound:
     def posted(self, key: str, handle: Any, now: float) -> None:
         stream = self._streams[key]
         stream.inflight[handle] = stream.epoch
-        if stream.first_post_at is None:
-            stream.first_post_at = now
+        stream.first_post_at = now if stream.first_post_at is None else stream.first_post_at
 
     def written(self, key: str, handle: Any, ok: bool, now: float) -> list[Action]:
         """A WRITE has ended and its handle is released."""
@@ -216,11 +213,7 @@ class Outbound:
         `Gone` still waits until the WRITEs in flight have ended, in case the engine lives after all: it may be cut off
         from here only, and they land once it is not. Meanwhile they hold no blocks.
         """
-        self._links.pop(engine, None)
-        actions: list[Action] = []
-        for stream in self._to(engine):
-            actions += self._apply(stream, StreamEvent.GIVE_UP, now, f"decode engine {engine} is dead")
-        return actions
+        return self._give_up_all(engine, f"decode engine {engine} is dead", now)
 
     def tick(self, now: float) -> list[Action]:
         """Enforces leases and deadlines. Call it at least every second while `busy`."""
@@ -228,7 +221,7 @@ class Outbound:
         for stream in list(self._streams.values()):
             if stream.deadline is not None and now >= stream.deadline:
                 leased = stream.state is Stream.LEASED  # a draining stream stays as it is
-                why = f"decode did not register within {self._lease_s:g} s" if leased else "the prefill never came"
+                why = f"decode did not register within {stream.lease_s:g} s" if leased else "the prefill never came"
                 stream.deadline = None
                 actions += self._apply(stream, StreamEvent.GIVE_UP, now, why)
             if stream.has_expired(now):
@@ -243,6 +236,11 @@ class Outbound:
     def _to(self, engine: str) -> list[PushStream]:
         return [s for s in self._streams.values() if s.order is not None and s.order.decode.engine_id == engine]
 
+    def _give_up_all(self, engine: str, why: str, now: float) -> list[Action]:
+        self._links.pop(engine, None)
+        given_up = [self._apply(stream, StreamEvent.GIVE_UP, now, why) for stream in self._to(engine)]
+        return [action for actions in given_up for action in actions]
+
     def _renew(self, stream: PushStream, now: float) -> list[Action]:
         if self._stepped_at <= stream.registered_at:
             return []  # no step since then: the engine may hang, so the registration is not renewed
@@ -254,9 +252,14 @@ class Outbound:
         return [] if order.decode.engine_id in self._links else [Connect(order.decode)]
 
     def _check_link(self, stream: PushStream, order: Register, peer: str) -> list[Action]:
-        """Ask again for a registration that names another connection than the present one."""
+        """Ask again for a registration that names another connection than the present one. If decode has cut that one,
+        another is made, for which it registers again."""
         link = self._links.get(order.decode.engine_id)
-        if stream.note_registration(order, peer, link) or link is None:
+        names_it = stream.note_registration(order, peer, link)
+        if link is not None and link.epoch <= order.cut:
+            del self._links[order.decode.engine_id]
+            return [Renew(order.decode.engine_id, "decode has cut it")]
+        if names_it or link is None:
             return self._connect(order)
         return [Tell(order.decode.engine_id, link.hello, peer)]
 
@@ -276,10 +279,8 @@ class Outbound:
         if stream.state is Stream.DRAINING:
             return [] if stream.inflight else self._apply(stream, StreamEvent.DRAINED, now, "")
         order = stream.order
-        if stream.state not in (Stream.STREAMING, Stream.FLUSHING) or order is None:
-            return []
-        link = self._links.get(order.decode.engine_id)
-        if link is None:
+        link = self._links.get(order.decode.engine_id) if order is not None else None
+        if stream.state not in (Stream.STREAMING, Stream.FLUSHING) or order is None or link is None:
             return []
         if stream.pending and (link.chunkwise or stream.state is Stream.FLUSHING):
             if not stream.may_write(link):
@@ -308,7 +309,7 @@ class Outbound:
             return []
         stream.state = after
         stream.why = stream.why or why
-        stream.deadline = now + self._lease_s if after is Stream.LEASED else None
+        stream.deadline = now + stream.lease_s if after is Stream.LEASED else None
         if after is Stream.DRAINING:
             stream.pending.clear()
             stream.deadline = now + _HURRY_S

@@ -1,6 +1,7 @@
-"""What both ends know of a transfer: a request's state, how much of it was shipped, the connections that it uses.
+"""What both ends know of a transfer: a request's state, how much of it was shipped, the connections that it uses, and
+whether the other end answers over them.
 
-`outbound.py` and `inbound.py` move requests from state to state. Nothing is decided here.
+`outbound.py` and `inbound.py` move requests from state to state.
 """
 
 from __future__ import annotations
@@ -9,17 +10,19 @@ import itertools
 from collections import Counter, OrderedDict, deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
-from connectors.push.actions import Chunk, Ended
+from connectors.push.actions import Chunk, Ended, Renew, Send, Tell
 from connectors.push.states import Inbox, Stream
-from connectors.push.wire import Endpoint, Hello, Register
+from connectors.push.wire import Endpoint, Hello, Ping, Pong, Register
 
 _RENEW_AFTER = 1 / 3  # of a registration's time
 _REMEMBERED = 2048
 _REMEMBERED_PEERS = 4096
+_PING_EVERY_S = 0.5
+_SILENT = 4  # pings in a row without an answer
 
 
 @dataclass(frozen=True)
@@ -57,6 +60,7 @@ class PushStream:
     key: str
     state: Stream
     deadline: float | None = None  # of the state
+    lease_s: float = 0.0  # its blocks are kept so long for a decode engine that has not registered
     valid_until: float | None = None  # of the registration
     registered_at: float = 0.0
     renew_at: float = 0.0  # then decode gets `Computing`, and registers again
@@ -221,9 +225,74 @@ class PeerConnections:
     def of(self, peers: Iterable[str]) -> frozenset[tuple[str, int]]:
         return frozenset((peer, self._last[peer]) for peer in peers if peer in self._last)
 
+    def name_in(self, order: Register, peer: str) -> Register:
+        """The registration as it goes to `peer`."""
+        return msgspec.structs.replace(order, epoch=self[peer], cut=self.last_cut(peer))
+
     def were_cut(self, epochs: Iterable[tuple[str, int]]) -> None:
         self._cut |= {peer: epoch for peer, epoch in epochs if peer in self._last}
 
-    def is_cut(self, peer: str, epoch: int) -> bool:
-        """Whether nothing that `peer` has sent over this connection and earlier ones can land any more."""
-        return epoch <= self._cut.get(peer, 0)
+    def last_cut(self, peer: str) -> int:
+        """Nothing that `peer` has sent over this connection and earlier ones can land any more."""
+        return self._cut.get(peer, 0)
+
+
+class Awaited(NamedTuple):
+    """A peer (an agent name) of `engine` that the engine `here` waits for."""
+
+    engine: str
+    peer: str
+    here: str
+
+
+class Pings:
+    """Signs of life that decode asks for while it waits. A message over a connection that has just broken is lost, and
+    only the next one raises an error. Should none ever do, the end that is not heard makes its connection anew."""
+
+    def __init__(self) -> None:
+        self._next_at = 0.0
+        self._unanswered: dict[str, int] = {}  # by peer that was awaited the last time
+
+    def due(self, awaited: Iterable[Awaited], now: float) -> list[Send | Renew]:
+        """What to do for those that are awaited now. Call it more often than it sends: to who is still awaited."""
+        if now < self._next_at:
+            return []
+        self._next_at = now + _PING_EVERY_S
+        before, self._unanswered = self._unanswered, {}
+        actions: list[Send | Renew] = []
+        for engine, peer, here in sorted(set(awaited)):
+            if (count := before.get(peer)) is not None:
+                actions.append(Send(engine, peer, Ping(here, count)))
+                # Then after twice as many: a handshake with an engine that is stopped takes seconds.
+                if count >= _SILENT and count.bit_count() == 1:
+                    actions.append(Renew(engine, f"no answer to {count} pings"))
+            self._unanswered[peer] = 0 if count is None else count + 1
+        return actions
+
+    def answered(self, peer: str) -> None:
+        if peer in self._unanswered:
+            self._unanswered[peer] = 0
+
+
+class Pongs:
+    """Prefill's answers."""
+
+    def __init__(self) -> None:
+        self._sent: dict[str, dict[str, int]] = {}  # by decode engine and peer, over the present connection
+
+    def made(self, engine: str) -> None:
+        """It is connected anew."""
+        self._sent[engine] = {}
+
+    def forget(self, engine: str) -> None:
+        self._sent.pop(engine, None)
+
+    def answer(self, ping: Ping, peer: str) -> list[Tell | Renew]:
+        """Nothing without a connection: the registration that decode repeats makes one."""
+        if (sent := self._sent.get(ping.engine)) is None:
+            return []
+        count = sent.get(peer, 0)
+        if min(count, ping.unanswered) >= _SILENT:
+            return [Renew(ping.engine, f"the last {count} answers did not arrive")]
+        sent[peer] = count + 1 if ping.unanswered else 1
+        return [Tell(ping.engine, Pong(), peer)]

@@ -271,7 +271,7 @@ class PushScheduler(NixlPushConnectorScheduler):
             self._next.finished.append(Finished(key, ok=False, held=False))
             return
         blocks = tuple((NO_BLOCK,) * first + ids for first, ids in zip(firsts, pinned, strict=True))
-        lent = Started(key, len(hashes), tokens), Computed(key, 0, 0, blocks, closed=True, lent=True)
+        lent = Started(key, len(hashes), tokens, lent=True), Computed(key, 0, 0, blocks, closed=True, lent=True)
         if not self.lending.send_later(key, lent):
             self._send_lent(*lent)
 

@@ -6,21 +6,29 @@ own, so that neither the engine nor the writer waits for a copy.
 
 from __future__ import annotations
 
+import queue
 import zlib
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import numpy as np
 import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.base_worker import _SHARED_REGION_GROUP_ID
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.push_worker import NixlPushConnectorWorker
+from vllm.logger import init_logger
 from vllm.v1.kv_cache_interface import MambaSpec
 
+from connectors.push import actions as do
 from connectors.push import wire
 from connectors.push.actions import NO_BLOCK, Post
+from connectors.push.inbound import Inbound
+from connectors.push.metadata import PushStats
 from connectors.push.writer import kernel_blocks, pairs_of, same_layout
 
-if TYPE_CHECKING:
-    from vllm.distributed.kv_transfer.kv_connector.v1.nixl.push_worker import NixlPushConnectorWorker
+logger = init_logger("vllm.pd.push")
+
+Event = Callable[[float], Iterable[Any]]
+Record = Callable[[PushStats], None]
 
 
 class Shipments:
@@ -105,3 +113,56 @@ def _parts(worker: Any, blocks: Sequence[Sequence[int]]) -> Iterable[torch.Tenso
                 rows = kernel_blocks(ids, ratio)
             all_rows = memory.as_strided(((len(memory) - start - length) // stride + 1, length), (stride, 1), start)
             yield all_rows[torch.as_tensor(rows, device=cache.device)]
+
+
+class Verifying(NixlPushConnectorWorker):
+    """What a worker does for it: `Landed` carries a checksum, and counts once decode has compared it. The writer thread
+    waits for none."""
+
+    _inbound: Inbound
+    _records: queue.SimpleQueue[Record]
+    _shipments: Shipments | None  # None: nothing is verified
+    _signing: set[str]  # decode requests whose KV is here, while its checksum is computed
+    _checks: list[tuple[Checksum, Callable[[int], None]]]
+
+    def _run(self, event: Event) -> None:
+        raise NotImplementedError
+
+    def _carry_out_all(self, actions: list[Any]) -> None:
+        raise NotImplementedError
+
+    def _check(self, blocks: list[list[int]], then: Callable[[int], None]) -> None:
+        self._checks.append((Checksum(self, blocks), then))
+
+    def _sign(self, tell: do.Tell, shipments: Shipments, rest: list[Any]) -> None:
+        """Says `Landed` with the checksum of what was shipped, and then does `rest`, which may give the blocks back."""
+        request = tell.message.request
+        blocks = shipments.take(request)
+        if not isinstance(tell.message, wire.Landed):
+            self._carry_out_all([tell, *rest])
+            return
+
+        def tell_signed(digest: int) -> None:
+            self._signing.remove(request)
+            self._carry_out_all([do.Tell(tell.engine, wire.Landed(request, digest), tell.peer), *rest])
+
+        self._check(blocks, tell_signed)
+        self._signing.add(request)
+
+    def _on_checksum(
+        self, request: str, agent: str, expected: int, blocks: list[list[int]], found: int, now: float
+    ) -> Iterable[Any]:
+        if self._inbound.blocks_of(request) != blocks:
+            return ()  # it was given up, and its blocks may belong to other requests by now
+        if found == expected:
+            self._records.put(lambda s: s.record(PushStats.VERIFIED))
+            return self._inbound.landed(request, agent, now)
+        logger.error("KV of %s is corrupt", request)
+        self._records.put(lambda s: s.record(PushStats.CORRUPT))
+        return self._inbound.gone(request, agent, "the KV that came differs from what was sent", now)
+
+    def _finish_checks(self) -> None:
+        for check in [check for check in self._checks if check[0].ready]:
+            self._checks.remove(check)  # each by itself: if one raises, the others' blocks are given back all the same
+            checksum, then = check
+            then(checksum.value)

@@ -10,7 +10,7 @@ from typing import Union
 import msgspec
 
 # Raise it with any change below: peers of another version are refused at the handshake and at each message.
-VERSION = 9
+VERSION = 10
 PREFIX = b"PDKV%d:" % VERSION
 
 
@@ -44,7 +44,7 @@ class Register(msgspec.Struct, tag="reg", frozen=True):
     `blocks` are the decode engine's logical block ids per KV cache group, without those that its prefix cache holds.
     No WRITE may be posted later than `valid_s` seconds after this was received; decode sends it again in answer to
     `Computing`, which renews it. No WRITE may use another connection than that of `epoch`: decode may have closed an
-    older one and given the blocks to other requests.
+    older one and given the blocks to other requests. Those up to `cut` it has closed, so the peer makes a new one.
     """
 
     stream: str  # the request's id in the prefill engine
@@ -52,8 +52,9 @@ class Register(msgspec.Struct, tag="reg", frozen=True):
     decode: Endpoint
     blocks: list[list[int]]
     prompt_tokens: int
-    valid_s: float = 0.0  # this and the next are set when it is sent
+    valid_s: float = 0.0  # this and what follows are set when it is sent
     epoch: int = 0  # of the prefill worker's last `Hello`
+    cut: int = 0
 
     @property
     def receiver(self) -> tuple[str, str]:
@@ -95,6 +96,26 @@ class Meet(msgspec.Struct, tag="meet", frozen=True):
         return ""  # it belongs to no request
 
 
+class Ping(msgspec.Struct, tag="ping", frozen=True):
+    """Decode to prefill, while it waits for KV: answer with `Pong`. Sending it shows a connection that has broken since
+    the last message. `engine`: that of decode. `unanswered`: earlier ones in a row without an answer."""
+
+    engine: str
+    unanswered: int = 0
+
+    @property
+    def request(self) -> str:
+        return ""  # it belongs to no request
+
+
+class Pong(msgspec.Struct, tag="pong", frozen=True):
+    """Prefill to decode: the answer to a `Ping`."""
+
+    @property
+    def request(self) -> str:
+        return ""  # it belongs to no request
+
+
 class Computing(msgspec.Struct, tag="computing", frozen=True):
     """Prefill to decode: this prefill is still running. Decode answers with the `Register` again."""
 
@@ -120,7 +141,7 @@ class Gone(msgspec.Struct, tag="gone", frozen=True):
     failed_epoch: int = 0
 
 
-Message = Union[Register, Unregister, Hello, Meet, Computing, Landed, Gone]
+Message = Union[Register, Unregister, Hello, Meet, Ping, Pong, Computing, Landed, Gone]
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(Message)

@@ -88,7 +88,8 @@ class PushWorker(Connections):
     def _begin(self, metadata: PushMetadata) -> None:
         """Announce started prefills, before anything of them: `start_load_kv` may come after the forward pass."""
         for it in metadata.started:
-            self._submit(functools.partial(self._outbound.start, it.key, it.total_blocks, it.prompt_tokens))
+            start = functools.partial(self._outbound.start, it.key, it.total_blocks, it.prompt_tokens, lent=it.lent)
+            self._submit(start)
         metadata.started.clear()
 
     def _ship_earlier(self, metadata: PushMetadata) -> None:
@@ -185,6 +186,7 @@ class PushWorker(Connections):
                         self._stepped = False
                         self._run(self._outbound.stepped)
                     self._run(self._inbound.tick)
+                    self._run(lambda now: self._pings.due(self._inbound.awaited(now), now))
                     self.reports.withdrawing_blocks = self._inbound.withdrawing_blocks
                     self._run(self._outbound.tick)
                     self._reconnect_lost()
@@ -211,7 +213,7 @@ class PushWorker(Connections):
             return 0.001
         if self._inbound.busy:  # a notice takes about two looks, and may come late by 1% of the shortest wait
             return min(0.004, max(0.001, 0.005 * (time.monotonic() - self._inbound.registered_at)))
-        if self._outbound.busy or self._writes:
+        if self._outbound.busy or self._writes or self._is_connecting:
             return 0.005  # while prefill computes: registrations come in
         return 0.25  # an unannounced message waits up to this long; this costs 0.2 % of a core
 
@@ -331,12 +333,6 @@ class PushWorker(Connections):
                 self._records.put(lambda s: s.record_failed_transfer())
             # Behind a preemption that came in first: what it has read since may be another request's.
             self._submit(functools.partial(self._outbound.written, stream, number, ok))
-
-    def _finish_checks(self) -> None:
-        for check in [check for check in self._checks if check[0].ready]:
-            self._checks.remove(check)  # each by itself: if one raises, the others' blocks are given back all the same
-            checksum, then = check
-            then(checksum.value)
 
     def shutdown(self) -> None:
         self._push_writer_stop.set()

@@ -82,6 +82,13 @@ def pair_blocks(
     return mine, theirs
 
 
+def upwards(mine: Sequence[int], theirs: Sequence[int]) -> tuple[list[int], list[int]]:
+    """The same pairs by local block. NIXL copies neighbours as one where both ids go up, and vLLM's pool hands the
+    blocks of an ended request out again from the last one."""
+    pairs = sorted(zip(mine, theirs, strict=True))
+    return [own for own, _ in pairs], [other for _, other in pairs]
+
+
 def descriptors(blocks: np.ndarray, region_blocks: Sequence[int], regions: Sequence[int] | None) -> np.ndarray:
     """NIXL descriptor indices: region-major, one descriptor per kernel block and region (base_worker.py)."""
     offsets = np.cumsum([0, *region_blocks[:-1]], dtype=np.int64)
@@ -103,7 +110,7 @@ def post_chunks(worker: NixlPushConnectorWorker, post: Post, record: Callable[[A
     for some, chunks in _by_regions(post.chunks):
         for group, reserved in enumerate(post.order.blocks):
             pairs = pair_blocks(chunks, post.total_blocks, reserved, group)
-            mine, theirs = (kernel_blocks(ids, ratio) for ids in pairs)
+            mine, theirs = (kernel_blocks(ids, ratio) for ids in upwards(*pairs))
             if not mine.size:
                 continue
             if theirs.min() < 0 or theirs.max() >= min(theirs_total):

@@ -16,7 +16,7 @@ from orchestrator.cli.handle import OUT, JsonOption, NamespaceOption, SetOption,
 from orchestrator.cli.look.views import config_keys, how_often, keys_view, plain
 from orchestrator.config.access import SECRETS
 from orchestrator.config.engine_args import check_engine_args
-from orchestrator.config.models import load_models
+from orchestrator.config.models import SECTION, load_model, load_models, tree_of
 from orchestrator.config.settings import Config, ConfigError, Refused, load_config, read_tree
 from orchestrator.config.values import masked
 from orchestrator.config.yaml_text import line_of
@@ -69,9 +69,12 @@ def show(
     """Show every value in effect and where it comes from."""
     origins: dict[str, str] = {}
     if file is not None:
-        config = load_config(file, set_)
-        origins = {key: str(file) for key in given_keys(read_tree(file))}
-        origins |= {override.partition("=")[0]: "--set" for override in set_ or []}
+        config = load_model(file, set_, namespace)
+        tree = read_tree(file)
+        model = namespace or next(iter(tree.get(SECTION, [""])))
+        origins = {key: str(file) for key in given_keys(tree_of(tree, model))}
+        prefix = f"{SECTION}.{model}."
+        origins |= {override.partition("=")[0].removeprefix(prefix): "--set" for override in set_ or []}
     else:
         if set_:
             raise Refused(f"--set {set_[0]}: changes what a file says; name the file")

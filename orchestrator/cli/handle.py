@@ -40,6 +40,9 @@ NamespaceOption = Annotated[
         show_default=False,
     ),
 ]
+ModelOption = Annotated[
+    str | None, typer.Option("--model", help="Which model of the file, if it has several.", show_default=False)
+]
 WholeFleetOption = Annotated[
     str | None,
     typer.Option("--namespace", help="The fleet's namespace; default: the fleet on this machine.", show_default=False),

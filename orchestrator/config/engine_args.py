@@ -101,23 +101,25 @@ def unit_size(config: Config) -> int:
     if prefill != decode:
         raise ConfigError(
             f"workers.prefill.engine_args.{_GROUP}: {prefill}, and {decode} for decode: ratio.mode auto changes roles "
-            "of groups, which takes groups of one size; set it once, in workers.engine_args, or ratio.mode to off"
+            "of groups, and so does a node of a Ray cluster that is lost, which takes groups of one size; set it once, "
+            "in workers.engine_args, or ratio.mode to off and launcher.kind to local"
         )
     return decode
 
 
 def _check_groups(config: Config) -> None:
     """Raises ConfigError for a data-parallel group that this fleet cannot have."""
-    if config.ratio.mode == "auto":
+    if config.ratio.mode == "auto" or config.launcher.kind == "ray":
         unit_size(config)
     for role in Role:
         name, size = f"workers.{role.value}.engine_args.{_GROUP}: {engine_args(config, role).get(_GROUP)}", 1
         if pool(config, role).replicas:
             size = group_size(config, role)
-        if size > 1 and config.launcher.kind != "local":
+        if size > 1 and config.launcher.kind == "ray" and not config.security.trust_network:
             raise ConfigError(
-                f"{name}: a launcher starts all ranks of a group on its own host; use launcher.kind: local, or set "
-                "this to 1"
+                f"{name}: on a Ray cluster a group's ranks may be on several nodes, and whoever reaches vLLM's ports "
+                "between them can run programs there; set security.trust_network: true where nobody else is on that "
+                "network, or this to 1"
             )
 
 

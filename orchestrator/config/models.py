@@ -33,6 +33,17 @@ def load_models(
     return parse_models(overridden(read_tree(path), overrides or []), check)
 
 
+def load_model(path: Path, overrides: list[str] | None = None, name: str | None = None) -> Config:
+    """The configuration of one model of a file, which needs no name if it is the only one. Raises ConfigError."""
+    models = load_models(path, overrides)
+    if name is None and len(models) == 1:
+        return next(iter(models.values()))
+    if not name or name not in models:
+        which = f"has {', '.join(models)}: name one with --model" if "" not in models else "has one: leave --model out"
+        raise ConfigError(f"{SECTION}: {path} {which}")
+    return models[name]
+
+
 def parse_models(tree: dict[str, Any], check: Check = lambda config: None) -> dict[str, Config]:
     """Like `load_models`, in the order of the file."""
     if SECTION not in tree:

@@ -12,6 +12,7 @@ import logging
 from collections.abc import Callable
 
 from orchestrator.fleet.control_calls import ControlCalls
+from orchestrator.process.ticks import left_s
 from orchestrator.store.client import RedisAway
 from orchestrator.store.operator.adapters import Adapter, AdapterList, AdapterStore
 from orchestrator.wire.adapters import adapter_number
@@ -74,7 +75,7 @@ class AdapterView:
                 log.debug("the list of adapters was not read: %s", error)
             self.asked.set()
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(POLL_S):
+                async with asyncio.timeout(left_s(POLL_S)):
                     await self._changed.wait()
 
     async def begin(self) -> None:

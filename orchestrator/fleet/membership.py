@@ -1,9 +1,9 @@
 """Keeps the fleet view and the connections up to date: by registry events, load reports and broken connections.
 
 While Redis is away, workers stay known as long as they report. A worker is lost when it has left the registry and is
-silent, when its connection stays broken, or when it is silent for long. Long before that it counts as quiet: it may be
-slow, so it is kept, but other workers are used instead. Time in which this process itself did not run does not count as
-silence.
+silent or its connection breaks, when its connection stays broken, or when it is silent for long. Long before that it
+counts as quiet: it may be slow, so it is kept, but other workers are used instead. Time in which this process itself
+did not run does not count as silence.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from collections.abc import Callable
 
 from orchestrator.fleet.prefixes import PrefixView
 from orchestrator.fleet.view import Fleet
+from orchestrator.process.ticks import left_s, ticks
 from orchestrator.store.client import RedisAway
 from orchestrator.store.registry import Registry
 from orchestrator.types import WorkerInfo, WorkerLoad
 from orchestrator.wire.sockets import AddressError
-from orchestrator.wire.ticks import ticks
 from orchestrator.wire.transport import FrontendTransport
 
 log = logging.getLogger("pd.membership")
@@ -100,7 +100,7 @@ class Membership:
         self.synced.set()
         while True:
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(RESYNC_S):
+                async with asyncio.timeout(left_s(RESYNC_S)):
                     await self._registry_changed.wait()
             self._registry_changed.clear()
             began = time.monotonic()
@@ -124,8 +124,10 @@ class Membership:
             for worker_id in self._fleet.silent(now, self._silence_s, RECONNECT_S):
                 self._remove_worker(worker_id, "it fell silent or its connection stayed broken")
             for worker_id in self._unregistered & self._fleet.workers.keys():
+                view = self._fleet.workers[worker_id]
                 # Redis may have lost its data: keep the workers that still report.
-                if now - self._fleet.workers[worker_id].last_heard_at > 2 * TICK_S + self._heartbeat_slack():
+                silent = now - view.last_heard_at > 2 * TICK_S + self._heartbeat_slack()
+                if silent or view.disconnected_at is not None:
                     self._remove_worker(worker_id, "it left the registry")
 
     async def _receive_reports(self) -> None:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
+from orchestrator.process.ticks import left_s
 from orchestrator.store.client import RedisAway
 from orchestrator.store.queue import JobTooLarge, PrefillQueue, QueueFull
 from orchestrator.types import JobState, PrefillJob, QueueDepth
@@ -101,7 +102,7 @@ class QueueView:
             if not given_up and self._patience_s() == 0:
                 given_up = True
                 on_away()
-            await asyncio.sleep(POLL_S)
+            await asyncio.sleep(left_s(POLL_S))
 
     def _patience_s(self) -> float | None:
         """How much longer to wait before the queue is given up, seconds; None while it is reachable."""

@@ -6,7 +6,6 @@ decide when it becomes idle (`launch/decisions/idle.py`).
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import logging
 import time
@@ -14,6 +13,7 @@ from collections.abc import Callable
 
 from msgspec.structs import replace
 
+from orchestrator.process.ticks import ticks
 from orchestrator.store.client import RedisAway
 from orchestrator.store.planned import Seen
 from orchestrator.store.registry import Registry
@@ -65,8 +65,7 @@ class Rest:
 
     async def run(self) -> None:
         """Runs until cancelled."""
-        while True:
-            await asyncio.sleep(_LOOK_EVERY_S)
+        async for _ in ticks(_LOOK_EVERY_S):
             desired = self._desired()
             if desired is not None and desired.set_by == WAKE and desired.set_at != self._woken[0]:
                 self._woken = desired.set_at, time.monotonic()

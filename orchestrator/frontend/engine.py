@@ -34,6 +34,7 @@ from orchestrator.frontend.codec import detokenizer
 from orchestrator.frontend.codec.vllm_codec import join
 from orchestrator.frontend.plain import streaming
 from orchestrator.frontend.wiring import FleetConnection
+from orchestrator.process.ticks import left_s
 from orchestrator.router.codec import Batch
 from orchestrator.router.request import Failure, Overloaded, State
 from orchestrator.wire.control import METHODS, REFUSED
@@ -129,7 +130,7 @@ class FleetCore:
         batches, found = self._router.batches, list[Batch]()
         if batches.empty():  # else a timer for each of thousands would cost too much
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(STATS_INTERVAL_S):
+                async with asyncio.timeout(left_s(STATS_INTERVAL_S)):
                     found.append(await batches.get())
         while not batches.empty():
             found.append(batches.get_nowait())

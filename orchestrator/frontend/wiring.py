@@ -31,6 +31,7 @@ from orchestrator.policy.choices.ranks import RankChoice
 from orchestrator.policy.decode_choice import decode_choice
 from orchestrator.process.parent import own_identity
 from orchestrator.process.telemetry.metrics import Metrics, counts
+from orchestrator.process.ticks import left_s, ticks
 from orchestrator.router.codec import Codec
 from orchestrator.router.router import Router
 from orchestrator.store.client import Redis, RedisAway
@@ -218,13 +219,12 @@ class FleetConnection:
     async def _heartbeat(self) -> None:
         while True:
             await self._send_heartbeat()
-            await asyncio.sleep(HEARTBEAT_S)
+            await asyncio.sleep(left_s(HEARTBEAT_S))
 
     async def _log_retries(self, log: EventLog) -> None:
         """Record retries as events, at most once a second: a worker that dies with a thousand requests is one event."""
         noted: Counter[str] = Counter()
-        while True:
-            await asyncio.sleep(HEARTBEAT_S)
+        async for _ in ticks(HEARTBEAT_S):
             counted = counts(self._metrics.retries, "why")
             for why, count in (counted - noted).items():
                 with contextlib.suppress(RedisAway):

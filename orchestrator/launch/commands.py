@@ -24,7 +24,8 @@ from orchestrator.types import Role
 _SOCKET_NAME_BYTES, _SOCKET_PATH_BYTES = 37, 107
 
 _WORKER, _FRONTEND = "workers.main", "orchestrator.frontend.server"
-_HEAVY = ["orchestrator.frontend.models.app", "workers.vllm_engine.engine"]
+# Modules that take long to import. Those of workers come first, since engines take longer to start than frontends.
+_OF_ENGINES, _OF_FRONTENDS = ["workers.vllm_engine.engine"], ["orchestrator.frontend.models.app"]
 
 # VLLM_LOGGING_LEVEL=INFO shows vLLM's many informative lines.
 _QUIET = {"VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "WARNING")}
@@ -45,10 +46,12 @@ def resolve(config: Config, model: str, redis_url: str, port: int) -> Config:
     )
 
 
-def _program(config: Config, module: str, arguments: Sequence[str] = (), *imports: str) -> Forkable:
+def _program(config: Config, module: str, arguments: Sequence[str] = ()) -> Forkable:
     """Another environment's Python imports nothing from the folder that we were started in, which may hold our code."""
     python = (sys.executable,) if config.python is None else (config.python, "-P")
-    return Forkable(python, module, tuple(arguments), imports)
+    of_engines = _OF_ENGINES if config.engine == "vllm" else []
+    imports = (*of_engines, *_OF_FRONTENDS)  # one list, so that one process forks all
+    return Forkable(python, module, tuple(arguments), imports, len(of_engines if module == _WORKER else imports))
 
 
 def _environment(config: Config, name: str) -> dict[str, str]:
@@ -72,7 +75,7 @@ def worker_spec(setup: Setup, role: Role, worker_id: str, share: Share, ranks: S
         **share.env,
         **environment(config, role),
     }
-    program = _program(config, _WORKER, arguments, *_imports(config))
+    program = _program(config, _WORKER, arguments)
     return _spec(worker_id, program, env, folder, forked=config.engine == "vllm")
 
 
@@ -92,20 +95,15 @@ def frontend_spec(setup: Setup, name: str, index: int) -> ProcessSpec:
         metrics = folder / f"metrics-{os.getpid()}"
         make_folder(metrics)
         env["PROMETHEUS_MULTIPROC_DIR"] = str(metrics)
-    return _spec(name, _program(config, _FRONTEND, arguments, *_imports(config)), env, folder)
+    return _spec(name, _program(config, _FRONTEND, arguments), env, folder)
 
 
 def _spec(name: str, program: Forkable, env: dict[str, str], folder: Path, forked: bool = True) -> ProcessSpec:
     return ProcessSpec(name, program.command, env, folder / f"{name}.exit", program if forked else None)
 
 
-def _imports(config: Config) -> list[str]:
-    """Modules that take long to import. Of those of an engine frontends need the most, so that one list serves all."""
-    return _HEAVY if config.engine == "vllm" else _HEAVY[:1]
-
-
 def to_import(config: Config) -> list[tuple[Forkable, dict[str, str]]]:
     """Programs with the imports that the fleet's processes begin with, and what is in their environment then."""
     ours = _environment(config, "")
     of_workers = [{**ours, **environment(config, role)} for role in Role] if config.engine == "vllm" else []
-    return [(_program(config, "", (), *_imports(config)), env) for env in (ours, *of_workers)]
+    return [(_program(config, _FRONTEND), env) for env in (ours, *of_workers)]

@@ -28,6 +28,7 @@ from orchestrator.launch.registry_watch import RegistryWatch, Snapshot
 from orchestrator.launch.rollout import RolloutRunner, cannot_start
 from orchestrator.launch.supervise import Stage, Supervised, describe
 from orchestrator.process.parent import has_ended, local_pid
+from orchestrator.process.ticks import ticks
 from orchestrator.store.planned import BY_HAND, Seen, decided, of_launchers
 from orchestrator.store.registry import Registry
 from orchestrator.types import IDLE, DesiredRatio, Role
@@ -223,8 +224,7 @@ class FleetProcesses:
             self._pool.supervise(worker_id, role)
 
     async def _refresh_machines(self) -> None:
-        while True:
-            await asyncio.sleep(_MACHINES_EVERY_S)
+        async for _ in ticks(_MACHINES_EVERY_S):
             await self._machines.refresh()
 
     async def remove_dead_entries(self) -> None:

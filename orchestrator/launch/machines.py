@@ -16,7 +16,7 @@ from orchestrator.types import Role
 FRONTEND = "frontend-"  # a frontend's name begins so; workers may not be called so
 OnLine = Callable[[str, str], None]  # the name of a process, and a line of its output
 _FRONTEND = re.compile(rf"{FRONTEND}(\d+)(?:@(.+))?")
-_WORKER = re.compile(r"worker-\d+")  # as `free_id` of store/lua/registry/members.lua makes them
+_WORKER = re.compile(r"(worker-\d+)(\.\d+)?")  # as `free_id` of store/lua/registry/members.lua makes them; a rank
 
 
 def frontend_named(name: str) -> tuple[int, str] | None:
@@ -25,9 +25,10 @@ def frontend_named(name: str) -> tuple[int, str] | None:
     return (int(found[1]), found[2] or "") if found else None
 
 
-def is_worker_of_launcher(name: str) -> bool:
-    """Whether a launcher's worker may be called so."""
-    return _WORKER.fullmatch(name) is not None
+def unit_named(name: str) -> str | None:
+    """The unit that a launcher's worker of this name is of; None where none is called so."""
+    found = _WORKER.fullmatch(name)
+    return found[1] if found else None
 
 
 def ranks_of(unit: str, size: int) -> list[str]:

@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable
 
 import msgspec
 
+from orchestrator.process.ticks import left_s
 from orchestrator.store.client import RedisAway
 from orchestrator.store.configuration import Rollout
 from orchestrator.store.planned import Reading
@@ -59,7 +60,7 @@ class RegistryWatch:
             while True:
                 await self.read()
                 with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(_READ_EVERY_S):
+                    async with asyncio.timeout(left_s(_READ_EVERY_S)):
                         await self._changed.wait()
                     await asyncio.sleep(_SETTLE_S)
                 self._changed.clear()

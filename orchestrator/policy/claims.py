@@ -15,17 +15,26 @@ CLAIM_BATCHES = 2  # engine batches (max_num_batched_tokens) of prompt tokens th
 AFFINITY_WINDOW = 32  # jobs at the queue's head among which it looks for one whose prefix it has cached
 
 
-def claim_budget(max_num_batched_tokens: int, claimed_tokens: int, held: int, free_tokens: int) -> int:
+def claims_as_idle(
+    held: int, claimed_tokens: int, max_num_batched_tokens: int, free_tokens: int, lockstep: bool
+) -> bool:
+    """Whether a worker that has claimed `held` jobs, and has yet to compute `claimed_tokens`, claims as an idle one.
+
+    A rank in `lockstep` with others does while its next step would not be full. That takes as long as the others' step
+    anyway, and a rank that first had to be done with what it has before it may claim a large job would wait meanwhile.
+    """
+    return held == 0 or (lockstep and claimed_tokens < max_num_batched_tokens <= free_tokens - claimed_tokens)
+
+
+def claim_budget(max_num_batched_tokens: int, claimed_tokens: int, idle: bool, free_tokens: int) -> int:
     """Prompt tokens that a worker may claim now; none if 0 or less.
 
-    The worker has claimed `held` jobs and has yet to compute `claimed_tokens` of them. A busy worker claims what fits
-    into `CLAIM_BATCHES` batches and into its free KV memory. An idle worker may claim one job of any size, so its
-    budget is at least 1.
+    It has yet to compute `claimed_tokens`. A busy worker claims what fits into `CLAIM_BATCHES` batches and into its
+    free KV memory. An idle worker may claim one job of any size, so its budget is at least 1.
     """
     by_batches = CLAIM_BATCHES * max_num_batched_tokens - claimed_tokens
-    if held == 0:
-        return max(1, min(by_batches, free_tokens))
-    return min(by_batches, free_tokens - claimed_tokens)
+    room = min(by_batches, free_tokens - claimed_tokens)
+    return max(1, room) if idle else room
 
 
 def fair_share_tokens(waiting_tokens: int, idle_others: int) -> int | None:

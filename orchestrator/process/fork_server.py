@@ -2,8 +2,9 @@
 
 vLLM's modules take 15 s of CPU time to load, and half of a process's memory. Forked processes start at once, and share
 that memory. The launcher sends an `Order` over the socket FD, with the descriptor of the new process's output, and gets
-a `Reply`. A new process is the launcher's child, since its parent here ends at once and the launcher adopts orphans.
-This process ends with the launcher, whose end of the socket closes then.
+a `Reply` as soon as the modules that the new process needs are imported. A new process is the launcher's child, since
+its parent here ends at once and the launcher adopts orphans. This process ends with the launcher, whose end of the
+socket closes then.
 
 As in Python's own fork server (multiprocessing.forkserver), no thread may run when it forks, other than of libraries
 that know what a fork is.
@@ -16,10 +17,11 @@ import gc
 import importlib
 import os
 import runpy
+import select
 import socket
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import msgspec
 
@@ -33,12 +35,14 @@ _POLL_S = 0.001
 
 
 class Order(msgspec.Struct, frozen=True):
-    """Run a module as `python -m` does, with this environment. `parent`: whose child it shall be."""
+    """Run a module as `python -m` does, with this environment. `parent`: whose child it shall be. `needs`: how many of
+    the server's modules are imported first."""
 
     module: str
     arguments: list[str]
     env: dict[str, str]
     parent: int
+    needs: int
 
 
 class Reply(msgspec.Struct, frozen=True):
@@ -53,26 +57,28 @@ def main(arguments: list[str]) -> None:
     control.set_inheritable(False)
     _show(sys.orig_argv)  # the first call finds its place, beside an environment as the kernel made it
     before = dict(os.environ)
-    gc.disable()  # a million objects are made, hardly one of them garbage
-    for module in arguments[1:]:
-        importlib.import_module(module)
-    gc.freeze()  # so that no collection touches, and so copies, the memory that is shared
-    gc.enable()
-    by_imports = {name: value for name, value in os.environ.items() if before.get(name) != value}
-    order = _serve(control, _sources())
+    order = _serve(control, arguments[1:])
     if order is not None:  # in a new process
+        by_imports = {name: value for name, value in os.environ.items() if before.get(name) != value}
         _become(order, before, by_imports)
         runpy.run_module(order.module, run_name="__main__", alter_sys=True)
 
 
-def _serve(control: socket.socket, sources: Mapping[str, int]) -> Order | None:
-    """Returns None when the launcher has ended, and, in each new process, what that is to run."""
+def _serve(control: socket.socket, modules: Sequence[str]) -> Order | None:
+    """Returns None when the launcher has ended, and, in each new process, what that is to run. What is asked goes
+    before modules that it does not need."""
+    imported, sources = 0, dict[str, int]()
     while True:
+        if imported < len(modules) and not select.select([control], [], [], 0)[0]:
+            sources, imported = _import(modules[imported]), imported + 1
+            continue
         message, descriptors, _, _ = socket.recv_fds(control, MAX_MESSAGE_BYTES, 1)
         if not message:
             return None
         order = msgspec.msgpack.decode(message, type=Order)
         (output,) = descriptors
+        while imported < order.needs:
+            sources, imported = _import(modules[imported]), imported + 1
         if changed := next((file for file, mtime_ns in sources.items() if _mtime_ns(file) != mtime_ns), ""):
             reply = Reply(changed=changed)
         elif pid := _fork_twice(order, output):
@@ -84,8 +90,12 @@ def _serve(control: socket.socket, sources: Mapping[str, int]) -> Order | None:
         control.send(msgspec.msgpack.encode(reply))
 
 
-def _sources() -> dict[str, int]:
-    """The files of the imported modules, with the times of their last changes."""
+def _import(module: str) -> dict[str, int]:
+    """The files of all imported modules, with the times of their last changes."""
+    gc.disable()  # a million objects are made, hardly one of them garbage
+    importlib.import_module(module)
+    gc.freeze()  # so that no collection touches, and so copies, the memory that is shared
+    gc.enable()
     files = (getattr(module, "__file__", None) for module in list(sys.modules.values()))
     return {file: _mtime_ns(file) for file in files if file}
 

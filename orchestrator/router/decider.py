@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import msgspec
 
@@ -30,7 +30,7 @@ from orchestrator.policy.predict.fetch import (
 from orchestrator.policy.prefix_index import Hits
 from orchestrator.router.learning import Learning
 from orchestrator.router.request import ActiveRequest, Placed
-from orchestrator.types import PrefillJob, Role
+from orchestrator.types import PrefillJob, Role, WorkerLoad
 from orchestrator.wire.messages import pack_frames
 
 # Why an attempt that may be refused is not queued (again). After any other failure it is placed as if it were new.
@@ -112,7 +112,7 @@ class Decider:
             )
         backlog_s = self._predictor.backlog_s(pool.queue, pool.workers_ready) if pool.queue is not None else 0.0
         cached = dict(cached_at_prefill) | {PrefillJob.ADAPTER + name: tokens for name, tokens in saved.items()}
-        if lent_tokens := max([holder.tokens for holder in self._holders(active, hits)], default=0):
+        if lent_tokens := next((tokens for _, _, tokens in self._lenders(active, hits)), 0):
             cached[PrefillJob.LENT] = lent_tokens
         job = self._job(active, uncached_tokens, cached, placement.later_s)
         return Placed(
@@ -178,50 +178,40 @@ class Decider:
             return None
         hits = self._prefixes.look_up(active.parsed.prefix_keys)
         cached_tokens = max(cached_tokens, hits.blocks(asker) * self._fleet.block_size)
-        holders = self._holders(active, hits, to, cached_tokens)
+        links, places = self._predictor.links, self._fleet.places
+        holders = [
+            Holder(
+                worker_id=view.info.id,
+                tokens=tokens,
+                requests=view.candidate.running + view.candidate.waiting,
+                step_s=load.step_ms / 1e3,
+                link_extra_s=links.extra_s(places.link(view.info.id, asker), max(0, tokens - cached_tokens)),
+                host_tokens=self._host_tokens(view, active.parsed.prefix_keys, tokens),
+                load_s_per_token=load_s_per_token(
+                    view.info.kv_bytes_per_token, load.kv.host_loaded_bytes, load.kv.host_load_s, view.info.kv.tp_size
+                ),
+            )
+            for view, load, tokens in self._lenders(active, hits)
+            if view is not to and view.info.domain == to.info.domain
+        ]
         # The fastest link that was measured: a worker that has sent no KV lately has none.
         loads = (view.load for view in self._fleet.workers.values() if view.load is not None)
         link_bytes_per_s = max((load.kv.link_bytes_per_s for load in loads), default=0.0) or PRIOR_BYTES_PER_S
         link_s_per_token = to.info.kv_bytes_per_token / link_bytes_per_s
         return choose_holder(holders, cached_tokens, self._predictor.s_per_token, link_s_per_token)
 
-    def _holders(
-        self, active: ActiveRequest, hits: Hits, to: WorkerView | None = None, cached_tokens: int = 0
-    ) -> list[Holder]:
-        """Of the workers with most of the prompt, those from which another one, or `to`, which has `cached_tokens` of
-        it itself, could fetch it."""
+    def _lenders(self, active: ActiveRequest, hits: Hits) -> Iterator[tuple[WorkerView, WorkerLoad, int]]:
+        """Of the workers with most of the prompt those from which another one could fetch it, and how many tokens of
+        it each has, the most first."""
         # A prompt with media is not fetched; of one that may crash engines only the request itself may be on trial.
         if not self._fetches or active.parsed.has_media or active.crashes:
-            return []
-        held, places, asker = hits.longest_hits(MAX_HOLDERS), self._fleet.places, to.info.id if to is not None else None
-        views = [
-            (self._fleet.workers[name], blocks * self._fleet.block_size, places.link(name, asker))
-            for name, blocks in held.items()
-            if name in self._fleet.workers
-        ]
-        return [
-            Holder(
-                worker_id=view.info.id,
-                tokens=tokens,
-                requests=view.candidate.running + view.candidate.waiting,
-                step_s=view.load.step_ms / 1e3,
-                link_extra_s=self._predictor.links.extra_s(link, max(0, tokens - cached_tokens)),
-                host_tokens=self._host_tokens(view, active.parsed.prefix_keys, tokens),
-                load_s_per_token=load_s_per_token(
-                    view.info.kv_bytes_per_token,
-                    view.load.kv.host_loaded_bytes,
-                    view.load.kv.host_load_s,
-                    view.info.kv.tp_size,
-                ),
-            )
-            for view, tokens, link in views
-            if view.load is not None
-            and view.info.lends
-            and view is not to
-            and view.usable_as is not None
-            and not view.quiet
-            and (to is None or view.info.domain == to.info.domain)
-        ]
+            return
+        for name, blocks in hits.longest_hits(MAX_HOLDERS).items():
+            view = self._fleet.workers.get(name)
+            if view is None or view.load is None or not view.info.lends:
+                continue
+            if view.usable_as is not None and not view.quiet:
+                yield view, view.load, blocks * self._fleet.block_size
 
     def _host_tokens(self, view: WorkerView, keys: Sequence[int], tokens: int) -> int:
         """Of the prompt's first `tokens` that a worker holds, those that only its host tier has."""

@@ -7,7 +7,6 @@ transitions. The router reads engine requests and outputs through `Codec` only.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import time
 from collections.abc import Iterable
@@ -22,6 +21,7 @@ from orchestrator.policy.policies import RECALL_S
 from orchestrator.policy.predict.predictor import Predictor
 from orchestrator.process.telemetry.metrics import Metrics
 from orchestrator.process.telemetry.recent import Recent
+from orchestrator.process.ticks import ticks
 from orchestrator.router.active_requests import ActiveRequests
 from orchestrator.router.answer import Answers, OutputAction
 from orchestrator.router.codec import Batch, Codec
@@ -114,8 +114,7 @@ class Router:
 
     async def run(self) -> None:
         """Enforce the deadlines of all states. Runs until cancelled."""
-        while True:
-            await asyncio.sleep(CHECK_S)
+        async for _ in ticks(CHECK_S):
             self.check(time.monotonic())
             await self.check_queue(time.monotonic())
 

@@ -150,4 +150,4 @@ def tokens_to_claim(worker: Worker) -> int:
     """Prompt tokens that a prefill worker may claim now."""
     free_tokens = (worker.kv.free + worker.uncomputed_blocks()) * worker.profile.block_size
     held = len(worker.waiting) + len(worker.prefilling) + len(worker.fetching)
-    return claim_budget(worker.profile.max_num_batched_tokens, worker.pending_tokens, held, free_tokens)
+    return claim_budget(worker.profile.max_num_batched_tokens, worker.pending_tokens, held == 0, free_tokens)

@@ -14,6 +14,7 @@ from typing import Any
 
 import msgspec
 
+from orchestrator.process.ticks import ticks
 from orchestrator.store.client import Redis, RedisAway
 from orchestrator.store.configuration import Configuration
 from orchestrator.store.events import DesiredChanged, RegistryEvent, Resync, decode_change
@@ -301,8 +302,7 @@ class Registry:
             await asyncio.gather(pruner, return_exceptions=True)
 
     async def _prune(self) -> None:
-        while True:
-            await asyncio.sleep(PRUNE_S)
+        async for _ in ticks(PRUNE_S):
             try:
                 await self._call("prune")
             except RedisAway as error:

@@ -1,8 +1,8 @@
 """Data-parallel, expert-parallel groups of vLLM engines on a CPU, with a tiny model of random experts.
 
 Two ranks hold half of the experts each and step together. Whatever the sizes of the groups that prefill and decode,
-greedy tokens are those of one engine; a rank that dies ends its group, and no client notices. Slow:
-`make test-topology` runs it.
+greedy tokens are those of one engine, and of vLLM's own server with two such ranks; a rank that dies ends its group,
+and no client notices. Slow: `make test-topology` runs it. PD_GROUP_REQUESTS=300 asks so many requests of each fleet.
 """
 
 from __future__ import annotations
@@ -16,35 +16,20 @@ from pathlib import Path
 
 import psutil
 import pytest
-from support_fleet import (
-    DEMO_VOCABULARY,
-    START_TIMEOUT_S,
-    RunningFleet,
-    running_fleet,
-    token_prompt,
-    with_demo_tokenizer,
-)
-from support_models import special_model
+from support_client import FleetClient
+from support_experts import EXPERTS, MOE_ON_CPU, experts
+from support_fleet import START_TIMEOUT_S, RunningFleet, running_fleet, token_prompt
+from support_plain_vllm import plain_vllm
 from support_second_host import HERE, THERE, HandWorker, redis_between, running_second_host
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.topology, pytest.mark.timeout(900)]
 
-MOE_ON_CPU = Path(__file__).parents[1] / "moe_on_cpu"
-ENGINE = (
-    "workers.engine_args.dtype=float32",
-    "workers.engine_args.block_size=32",
-    "workers.engine_args.max_model_len=2048",
-    "workers.engine_args.kv_cache_memory_bytes=67108864",
-    f"workers.env.PYTHONPATH={MOE_ON_CPU}",
-    "workers.prefill.replicas=1",
-    "workers.decode.replicas=1",
-    "workers.timeout_s=4",
-    "routing.remote_prefill_min_tokens=64",
-    "workers.engine_args.enable_prefix_caching=false",
-)
+ENGINE = (*EXPERTS, "workers.prefill.replicas=1", "workers.decode.replicas=1")
+MODES = ("keep", "wait", "abort")  # of a pause
 LENGTHS = [10, 33, 64, 100, 127, 128, 129, 200, 256, 300, 333, 480, 512, 700, 1000, 1500]
-PROMPTS = [token_prompt(length, seed=i) for i, length in enumerate(LENGTHS)]
-MAX_TOKENS = 16
+REQUESTS = int(os.environ.get("PD_GROUP_REQUESTS", len(LENGTHS)))
+PROMPTS = [token_prompt(LENGTHS[i % len(LENGTHS)], seed=i) for i in range(REQUESTS)]
+MAX_TOKENS, LONG = 16, 200  # of answers; none of the long ones ends before a pause comes
 IDLE_CORES = 0.02
 
 
@@ -53,10 +38,16 @@ def grouped(role: str, size: int) -> Sequence[str]:
     return [f"{arguments}.data_parallel_size={size}", f"{arguments}.enable_expert_parallel=true"]
 
 
+@pytest.fixture(scope="module", autouse=True)
+def orders_of_vllms_server() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_SERVER_DEV_MODE", "1")  # for /pause
+        yield
+
+
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    folder = special_model(tmp_path_factory.mktemp("model") / "experts", "experts", DEMO_VOCABULARY)
-    return f"model={with_demo_tokenizer(folder)}"
+    return experts(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +57,7 @@ def truth(model: str) -> list[list[int]]:
         return whole(fleet)
 
 
-def whole(fleet: RunningFleet) -> list[list[int]]:
+def whole(fleet: FleetClient) -> list[list[int]]:
     answers = asyncio.run(fleet.ask_all(PROMPTS, concurrency=8, max_tokens=MAX_TOKENS))
     assert [answer.error for answer in answers if not answer.ok] == []
     return [answer.tokens for answer in answers]
@@ -76,6 +67,25 @@ def engines(fleet: RunningFleet) -> list[psutil.Process]:
     """The processes of engine cores and coordinators."""
     agents = (psutil.Process(worker["pid"]) for worker in fleet.workers())
     return [child for agent in agents for child in agent.children()]
+
+
+def test_greedy_tokens_are_those_of_vllms_own_server(model: str, truth: list[list[int]], tmp_path: Path) -> None:
+    """Its load balancer shares the requests among as many ranks with as many experts each."""
+    arguments = "--data-parallel-size 2 --enable-expert-parallel --enforce-eager --dtype float32 --block-size 32"
+    arguments += " --max-model-len 2048 --kv-cache-memory-bytes 67108864 --no-enable-prefix-caching"
+    more = {"PYTHONPATH": str(MOE_ON_CPU), "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
+    with plain_vllm(model.removeprefix("model="), tmp_path / "log", *arguments.split(), **more) as server:
+        assert whole(server) == truth
+
+
+def most_cores(fleet: RunningFleet) -> float:
+    """Of all engines the largest share of a core that one uses, over five seconds."""
+    watched = engines(fleet)
+    before = {process.pid: sum(process.cpu_times()[:2]) for process in watched}
+    began = time.monotonic()
+    time.sleep(5)  # a share of a core shows only over a time
+    after = {process.pid: sum(process.cpu_times()[:2]) for process in watched}
+    return max(after[pid] - before[pid] for pid in after) / (time.monotonic() - began)
 
 
 @pytest.mark.parametrize(("prefill", "decode"), [(2, 1), (2, 2)])
@@ -107,15 +117,28 @@ class TestDecodeGroup:
         """A wave has ended when the last request has: no rank takes dummy steps."""
         fleet.assert_no_leaks()
 
-        def cores() -> dict[int, float]:
-            watched = engines(fleet)
-            before = {process.pid: sum(process.cpu_times()[:2]) for process in watched}
-            began = time.monotonic()
-            time.sleep(5)  # a share of a core shows only over a time
-            after = {process.pid: sum(process.cpu_times()[:2]) for process in watched}
-            return {pid: (after[pid] - before[pid]) / (time.monotonic() - began) for pid in after}
+        fleet.until(lambda: most_cores(fleet) < 2 * IDLE_CORES, "engines that have no requests use no core")
 
-        fleet.until(lambda: max(cores().values()) < 2 * IDLE_CORES, "engines that have no requests use no core")
+    @pytest.mark.parametrize("mode", MODES)
+    async def test_paused_group_takes_no_steps_and_answers_as_before(
+        self, fleet: RunningFleet, truth: list[list[int]], mode: str
+    ) -> None:
+        """Both ranks pause, and neither waits for the other's step."""
+        async with fleet.client() as client:
+            running = [asyncio.create_task(fleet.ask(client, prompt, LONG)) for prompt in PROMPTS[:8]]
+            await fleet.soon(lambda: all(w["running"] for w in fleet.workers("decode")), "each rank decodes")
+            assert (await client.post("/pause", params={"mode": mode})).json() == {"status": "paused"}
+            held = asyncio.create_task(fleet.ask(client, PROMPTS[9], MAX_TOKENS))
+            assert [task.done() for task in running] == [mode != "keep"] * len(running)
+            await fleet.soon(lambda: most_cores(fleet) < 2 * IDLE_CORES, "no rank takes steps")
+            assert not held.done() and (await client.get("/is_paused")).json() == {"is_paused": True}
+            assert (await client.post("/resume")).json() == {"status": "resumed"}
+            assert (await held).tokens == truth[9]
+            for answer, right in zip(await asyncio.gather(*running), truth, strict=False):
+                assert answer.ok, answer.error
+                assert len(answer.tokens) == LONG or mode == "abort"
+                assert answer.tokens[:MAX_TOKENS] == right[: len(answer.tokens)]
+        fleet.assert_no_leaks()
 
     @pytest.mark.parametrize(
         ("victim", "how"),

@@ -13,8 +13,10 @@ BY_LENGTH = "routing.remote_prefill_min_tokens=256"  # else decode workers would
 
 @pytest.fixture(scope="module")
 def refusing():
-    """A fleet without prefill workers, slow ones if it gets any, that must not prefill long prompts elsewhere."""
+    """A fleet without prefill workers, that must not prefill long prompts elsewhere. If it gets a worker, that is slow
+    and claims one long prompt at a time: two of its batches."""
     sets = ["workers.prefill.replicas=0", "workers.decode.replicas=1", "sim.prefill_us_per_token=500"]
+    sets += ["workers.engine_args.max_num_batched_tokens=512"]
     with running_fleet("sim-2p2d.yaml", BY_LENGTH, "routing.fallback=refuse", "ratio.mode=off", *sets) as fleet:
         yield fleet
 
@@ -58,23 +60,32 @@ async def test_a_prompt_that_waits_when_the_last_prefill_worker_leaves_is_refuse
 async def test_priority_overtakes_in_queue(refusing):
     refusing.cli("scale", "prefill=1", "decode=1")
     refusing.until(lambda: refusing.shape() == (1, 1), "1P1D")
-    ended: list[str] = []
+    queued = functools.partial(refusing.metric, "pd_placements_total", decision="remote")
+    asked, before = dict[str, str](), queued()  # asked: the name of each, by id
 
     async def ask(client, name, seed, priority):
         answer = await refusing.ask(client, token_prompt(1000, seed), max_tokens=1, priority=priority)
-        ended.append(name)
         assert answer.ok, answer.error
+        asked[answer.request_id] = name
 
     async with refusing.client() as client, asyncio.TaskGroup() as asking:
-        for seed in range(100, 114):  # not what was asked for before: that may be cached
-            asking.create_task(ask(client, "normal", seed, 0))
-        await refusing.soon(lambda: refusing.fleet()["queue"]["requests"] >= 7, "a queue")
-        asking.create_task(ask(client, "unimportant", 120, 5))
-        await refusing.soon(lambda: refusing.fleet()["queue"]["requests"] >= 5, "still a queue")
-        for seed in range(130, 132):
-            asking.create_task(ask(client, "important", seed, -5))
-    assert ended[-1] == "unimportant"
-    assert "important" not in ended[-4:], ended
+        sent = 0
+        # Other prompts than those asked for before, which may be cached.
+        for name, priority, seeds in [("normal", 0, 14), ("unimportant", 5, 1), ("important", -5, 2)]:
+            for seed in range(100 + sent, 100 + sent + seeds):
+                asking.create_task(ask(client, name, seed, priority))
+            sent += seeds
+            await refusing.soon(lambda: queued() == before + sent, f"all {name} ones in the queue")  # noqa: B023
+
+    def ended():
+        return [line for line in refusing.request_lines() if line["id"] in asked]
+
+    refusing.until(lambda: len(ended()) == len(asked), "their log lines")
+    # Claimed one at a time, and at once sent to decode: the order of claims, by one clock.
+    at_ms = sorted((line["arrived_at"] * 1e3 + line["frontend_ms"] + line["sent_ms"], line["id"]) for line in ended())
+    claimed = [asked[request_id] for _, request_id in at_ms]
+    assert claimed[-1] == "unimportant", claimed
+    assert "important" not in claimed[-4:], claimed
     refusing.assert_no_leaks()
 
 

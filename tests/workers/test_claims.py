@@ -18,7 +18,7 @@ from orchestrator.policy.predict.predictor import PRIOR_S_PER_TOKEN
 from orchestrator.store.queue import MAX_DELIVERIES, PrefillQueue
 from orchestrator.types import JobState, Role
 from orchestrator.wire.messages import Claimed, Prefilled, PrefillFailed, Rejected
-from workers.claims import claim_budget
+from workers.claims import claim_budget, claims_as_idle
 
 PROMPT = list(range(100, 400))
 
@@ -137,7 +137,21 @@ async def test_jobs_cached_on_draining_worker_are_claimed(workers: Workers) -> N
     ],
 )
 def test_claim_budget(claimed: int, held: int, free: int, expected: int) -> None:
-    assert claim_budget(2048, claimed, held, free) == expected
+    assert claim_budget(2048, claimed, held == 0, free) == expected
+
+
+@pytest.mark.parametrize(
+    ("held", "claimed", "free", "lockstep", "expected"),
+    [
+        (0, 0, 0, False, True),
+        (1, 100, 10_000, False, False),
+        (1, 100, 10_000, True, True),  # its next step is not full
+        (1, 2048, 10_000, True, False),
+        (1, 100, 2100, True, False),  # memory for no batch more
+    ],
+)
+def test_claims_as_idle(held: int, claimed: int, free: int, lockstep: bool, expected: bool) -> None:
+    assert claims_as_idle(held, claimed, 2048, free, lockstep) is expected
 
 
 async def test_a_job_longer_than_the_budget_is_prefilled_alone(redis_server: EmbeddedRedis) -> None:

@@ -13,6 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 
+from orchestrator.process.ticks import left_s
 from orchestrator.types import PauseState, PrefixEvents, WorkerLoad
 from orchestrator.wire.messages import PrefixSnapshot
 from workers.attempts import Attempts
@@ -209,7 +210,7 @@ class LoadReporter:
         while True:
             steps = self.steps
             try:
-                async with asyncio.timeout(IDLE_REPORT_S if self.settled else UNREPORTED_S):
+                async with asyncio.timeout(left_s(IDLE_REPORT_S) if self.settled else UNREPORTED_S):
                     await self.dirty.wait()
                 self.dirty.clear()
                 await asyncio.sleep(UNREPORTED_S)  # one question for several changes

@@ -92,7 +92,6 @@ class Lockstep:
             if not met.done():
                 raise EngineDead("another rank of its group has ended")
             go: Go = met.result()
-            self.running = self._stepping = go.more
             return go.duration_s
         finally:
             ended.cancel()
@@ -133,6 +132,8 @@ class Lockstep:
         self._wake()
 
     def _go(self, go: Go) -> None:
+        # Now, not when `meet` goes on: a Wake may have come with it.
+        self.running = self._stepping = go.more
         if self._met is not None and not self._met.done():
             self._met.set_result(go)
 

@@ -95,7 +95,7 @@ class SimTransfers:
             self._carry_out(self._outbound.abort(key, False, "the prefix is not cached", now))
             return
         blocks = self._scheduler.blocks_for(tokens)
-        self._carry_out(self._outbound.start(key, blocks, tokens, now))
+        self._carry_out(self._outbound.start(key, blocks, tokens, now, lent=True))
         self._carry_out(self._outbound.finish(key, now))
         self._carry_out(self._outbound.computed(key, [do.Chunk(0, (tuple(range(blocks)),))], 0, True, now))
 

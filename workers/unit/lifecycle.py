@@ -235,10 +235,12 @@ class Moves:
             self._end()
 
     async def _wait_for_others(self, deadline: float) -> None:
-        """Until the other ranks of the unit have drained too: they go on as long as all take steps."""
+        """Until the other ranks of the unit have drained too, or have given back what is left: they go on as long as
+        all take steps, and heard of the order up to a heartbeat later."""
         self._all_settled.clear()
         self.settled = _FOR_GOOD
         self._announce()
+        deadline += 2 * self._config.heartbeat_s
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout_at(asyncio.get_running_loop().time() + deadline - time.monotonic()):
                 await self._all_settled.wait()

@@ -22,11 +22,11 @@ from typing import Union
 import msgspec
 
 from orchestrator.config.settings import Config, ConfigError
+from orchestrator.process.ticks import ticks
 from orchestrator.store.client import Redis, RedisAway
 from orchestrator.store.fields import Rendezvous
 from orchestrator.store.registry import Registry
 from orchestrator.wire.addresses import Listening, hold_port, in_url
-from orchestrator.wire.ticks import ticks
 from workers.engine import Engine, EngineDead, EngineInfo, EngineStartFailed, Group, started
 from workers.load.board import announce, withdraw
 

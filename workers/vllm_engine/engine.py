@@ -36,6 +36,7 @@ from workers.vllm_engine.codec.outputs import correct, kv_counters, take_plugin_
 from workers.vllm_engine.codec.requests import RequestCodec
 from workers.vllm_engine.identity import identity_of
 from workers.vllm_engine.launch import build_config, start_client
+from workers.vllm_engine.patches import compiles
 from workers.vllm_engine.ranks import RankWatch, coordinators
 from workers.vllm_engine.speed import measure_speed, warm_up
 
@@ -137,7 +138,7 @@ class VllmEngine:
             self._adapters.allow(lora.max_cpu_loras or lora.max_loras, lora.max_loras)
         generates = "generate" in tasks
         if self._warm and generates:
-            await warm_up(self, model.get_vocab_size(), config.scheduler_config.max_num_seqs)
+            await warm_up(self, model.get_vocab_size(), config.scheduler_config.max_num_seqs, compiles(config))
         speed = await self._measure(config) if self._profile and generates else EngineSpeed()
         return EngineInfo(
             identity=identity_of(self._model, config, facts["attention_backend"]),

@@ -1,7 +1,7 @@
 """Fixes of defects of vLLM 0.32.0 and PyTorch, for the processes of an engine, its ranks included.
 
-One gloo device serves all process groups of a single rank. Each device polls a hundred times a second, and vLLM makes a
-dozen such groups per engine. They communicate with nobody, and cost an idle engine 1.3% of a core.
+A process group of one rank has no threads: with nobody to talk to, its collectives are copies. A gloo device looks for
+messages a hundred times a second, vLLM makes a dozen such groups per engine, and PyTorch a device for each.
 
 Seeded requests do not sample before their prompt is complete. On a CPU a step with chunked prefills samples for them
 too, discards the token and rewinds the request's generator. CPU generators cannot be rewound, and the engine ends ("CPU
@@ -13,47 +13,53 @@ takes cores from the ranks that compute, from the agents, and from the other eng
 Later pipeline stages have buffers for the output of the stage before. On a CPU vLLM makes them when it warms up. It
 skips that if nothing is compiled, and the first step fails.
 
+Where nothing is to be compiled (`enforce_eager`), nothing is. vLLM compiles its sampling and log-probabilities even so,
+which takes a forked engine two seconds at its start.
+
+An engine process ends without collecting garbage. vLLM collects three times, with all objects that were frozen before
+the process was forked: it copies the memory that it shares, for a second, and then ends.
+
 The connector hears of preemptions before the step that gives their blocks away touches the device. vLLM's second model
 runner tells it after zeroing and copying of blocks are queued, so that a WRITE which ends in between would count.
 """
 
 from __future__ import annotations
 
+import gc
 import time
 from datetime import timedelta
 from typing import Any
 
+import torch
+from torch._C._distributed_c10d import FakeProcessGroup
 from torch.distributed import distributed_c10d
-from torch.distributed.constants import default_pg_timeout
 from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 from vllm.platforms import current_platform
 
-_Gloo: Any = getattr(distributed_c10d, "ProcessGroupGloo", object)
-_device: Any = None
+_ALONE = "alone"  # the backend of a group of one rank
 _AWAKE_S = 1.0  # so long after a message, a rank checks for the next one ...
 _LOOK_AGAIN_MS = 1  # ... this often, since ZMQ may drop a notice that closely follows another
 
 
-class SharedDeviceGloo(_Gloo):
-    """PyTorch's class, with the arguments that vLLM and `new_group` give. Groups of several ranks keep a device of
-    their own."""
+def spare_groups_of_one() -> None:
+    """Groups of one rank that are made from now on, and asked for with gloo, get a backend without threads. Does
+    nothing if PyTorch has no gloo."""
+    if not distributed_c10d.is_gloo_available():
+        return
+    new_group = distributed_c10d._new_process_group_helper
+    devices = distributed_c10d.Backend.backend_capability[distributed_c10d.Backend.GLOO]
+    distributed_c10d.Backend.register_backend(_ALONE, _alone, devices=list(devices))
 
-    def __init__(self, store: Any, rank: int, size: int, timeout: timedelta = default_pg_timeout) -> None:
-        global _device
-        if size > 1:
-            super().__init__(store, rank, size, timeout=timeout)
-            return
-        if _device is None:
-            _device = _Gloo.create_device(hostname="127.0.0.1")
-        options = _Gloo._Options()
-        options._devices, options._threads, options._timeout = [_device], 1, timeout
-        super().__init__(store, rank, size, options)
+    def new(size: int, rank: int, ranks: list[int], backend: Any, *args: Any, **kwargs: Any) -> Any:
+        wanted = _ALONE if size == 1 and str(backend) == distributed_c10d.Backend.GLOO else backend
+        return new_group(size, rank, ranks, wanted, *args, **kwargs)
+
+    distributed_c10d._new_process_group_helper = new
 
 
-def share_gloo_device() -> None:
-    """Share the device among groups made from now on. Does nothing if PyTorch has no gloo."""
-    if _Gloo is not object:
-        distributed_c10d.ProcessGroupGloo = SharedDeviceGloo
+def _alone(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
+    """PyTorch's stand-in for many ranks copies its own input to each output: with one rank this is what is asked."""
+    return FakeProcessGroup._create_internal(rank, size)
 
 
 def tell_preemptions_first() -> None:
@@ -76,6 +82,31 @@ def patch_cpu_engines() -> None:
         _spare_generators()
         _make_stage_buffers()
         _sleep_between_messages()
+        _end_without_collecting()
+
+
+def compiles(config: Any) -> bool:
+    """Whether an engine of this configuration of vLLM compiles anything. On other platforms than CPUs vLLM's choice
+    holds."""
+    return not (current_platform.is_cpu() and config.model_config.enforce_eager)
+
+
+def compile_as_told(config: Any) -> None:
+    """Where nothing is compiled batches are sampled in up to twice the time, a hundredth to a tenth of a step."""
+    if not compiles(config):
+        torch.compiler.set_stance("force_eager")
+
+
+def _end_without_collecting() -> None:
+    from vllm.v1.engine.core import EngineCoreProc
+
+    shutdown = EngineCoreProc.shutdown
+
+    def end(engine: Any) -> None:
+        gc.unfreeze, gc.collect = (lambda: None), (lambda generation=2: 0)
+        shutdown(engine)
+
+    EngineCoreProc.shutdown = end
 
 
 def _sleep_between_messages() -> None:

@@ -34,7 +34,7 @@ from workers.vllm_engine.codec.requests import block_hashes
 from workers.vllm_engine.codec.withheld import give_back_withheld
 from workers.vllm_engine.loop.lockstep import steps_of
 from workers.vllm_engine.loop.waker import name_socket, waker_of
-from workers.vllm_engine.patches import patch_cpu_engines, share_gloo_device, tell_preemptions_first
+from workers.vllm_engine.patches import compile_as_told, patch_cpu_engines, spare_groups_of_one, tell_preemptions_first
 
 _CORES = "PD_ENGINE_CORES"  # "0,1|2,3": cores that each rank computes on
 SOCKETS = "VLLM_RPC_BASE_PATH"  # vLLM's own name: the folder for its local sockets
@@ -80,6 +80,7 @@ def run_engine_core(*args: Any, **kwargs: Any) -> None:
         os.environ[PARENT] = str(os.getpid())
         multiproc_executor.WorkerProc.worker_main = staticmethod(run_rank)
     register()
+    compile_as_told(kwargs["vllm_config"])
     if folder := os.environ.get(SOCKETS):
         _set_rendezvous_folder(folder)
         name_socket(folder, kwargs["executor_class"], kwargs["vllm_config"])
@@ -96,6 +97,7 @@ def run_coordinator(*args: Any, **kwargs: Any) -> None:
 def run_rank(*args: Any, **kwargs: Any) -> None:
     """Target of the process of a rank."""
     die_with_parent()
+    compile_as_told(kwargs["vllm_config"])
     if shares := _shares():
         _use_cores(shares[kwargs["local_rank"]])
     _vllm_rank(*args, **kwargs)
@@ -110,7 +112,7 @@ def register() -> None:
     global _patched
     if os.environ.get(PARENT) and not _patched:
         _patched = True
-        share_gloo_device()
+        spare_groups_of_one()
         tell_preemptions_first()
         give_back_withheld()
         patch_cpu_engines()

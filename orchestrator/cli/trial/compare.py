@@ -15,7 +15,7 @@ from typing import Annotated, Any
 import msgspec
 import typer
 
-from orchestrator.cli.handle import check_writable, find_fleet
+from orchestrator.cli.handle import ModelOption, check_writable, find_fleet
 from orchestrator.cli.look.frontend import operator_key
 from orchestrator.cli.trial.bench import API_KEY
 from orchestrator.cli.trial.simulate import objectives, parse_configuration, parse_fleet, parse_load, parse_profile
@@ -100,6 +100,7 @@ def compare_command(
         Path | None, typer.Option("--config", help="The server's configuration file; default: the defaults.")
     ] = None,
     sets: Annotated[list[str] | None, typer.Option("--set", help="Override a key, as on the server.")] = None,
+    model: ModelOption = None,
     seconds: Annotated[float, typer.Option("--seconds", help="Seconds of the load to run.")] = 600.0,
     scale: Annotated[float, typer.Option("--scale-tokens", help="Factor on the lengths of prompts and outputs.")] = 1.0,
     seed: Annotated[int, typer.Option("--seed")] = 0,
@@ -111,7 +112,7 @@ def compare_command(
     try:
         load = at_rate(scaled(parse_load(trace, max(2, int(seconds * rate)), seed), scale), rate)
         prefill, decode = parse_fleet(fleet)
-        worker, served = parse_profile(profile), parse_configuration(config, sets)
+        worker, served = parse_profile(profile), parse_configuration(config, sets, model)
         settings = Settings(
             prefill=prefill,
             decode=decode,

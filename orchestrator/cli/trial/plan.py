@@ -10,7 +10,7 @@ import msgspec
 import typer
 from rich.table import Table
 
-from orchestrator.cli.handle import console, number
+from orchestrator.cli.handle import ModelOption, console, number
 from orchestrator.cli.trial.live import LiveError, live_load, live_profile
 from orchestrator.cli.trial.simulate import objectives, parse_configuration, parse_load, parse_profile, progress_bar
 from orchestrator.config.settings import ConfigError
@@ -40,6 +40,7 @@ def plan_command(
     config: Annotated[
         Path | None, typer.Option("--config", help="A configuration file; default: the defaults.")
     ] = None,
+    model: ModelOption = None,
     ttft_s: Annotated[float | None, typer.Option("--ttft", help="TTFT objective, seconds.", min=0.001)] = None,
     tpot_s: Annotated[float | None, typer.Option("--tpot", help="TPOT objective, seconds.", min=0.001)] = None,
     rate: Annotated[
@@ -58,7 +59,7 @@ def plan_command(
             raise ConfigError("plan: expected --trace and --profile, or --live for those of a running fleet")
         load = parse_load(trace, requests, seed) if trace is not None else live_load(live or "")
         worker = parse_profile(profile) if profile is not None else live_profile(live or "")
-        served = parse_configuration(config, None)
+        served = parse_configuration(config, None, model)
         slo = objectives(served if config else None, worker, ttft_s, tpot_s)
         asked = _rate(rate, load.rate)
         question = Question(load, worker, slo, served, seed)

@@ -16,8 +16,9 @@ import typer
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from orchestrator.cli.handle import console, number
-from orchestrator.config.settings import Config, ConfigError, SLOConfig, load_config, overridden, parse_config
+from orchestrator.cli.handle import ModelOption, console, number
+from orchestrator.config.models import load_model
+from orchestrator.config.settings import Config, ConfigError, SLOConfig, overridden, parse_config
 from orchestrator.simulator.faults import Faults
 from orchestrator.simulator.loads import LOADS, synthetic
 from orchestrator.simulator.plot import PlotError, line_chart
@@ -45,6 +46,7 @@ def simulate_command(
     ] = None,
     config: Annotated[Path | None, _option("--config", "A configuration file for the router.")] = None,
     sets: Annotated[list[str] | None, _option("--set", "Override a key: slo.admission=off. Repeatable.")] = None,
+    model: ModelOption = None,
     policy: Annotated[
         list[str] | None,
         _option("--policy", "ours, ours:fixed, a decode choice, or field:NAME (another project's). Repeatable."),
@@ -75,7 +77,7 @@ def simulate_command(
     try:
         load = parse_load(trace, requests, seed)
         worker = parse_profile(profile)
-        served = parse_configuration(config, sets)
+        served = parse_configuration(config, sets, model)
         prefill, decode = parse_fleet(fleet or "8P8D") if fleet or config is None else _replicas(served)
         rates, search = _rates(sweep, rate, load)
         for name, seconds in (("--ttft", ttft_s), ("--tpot", tpot_s)):
@@ -231,10 +233,13 @@ def parse_profile(name: str) -> Profile:
     return load_profile(Path(name))
 
 
-def parse_configuration(path: Path | None, sets: list[str] | None) -> Config:
-    """The defaults, changed by a file and by `a.b=value`. Raises ConfigError."""
-    overrides = sets or []
-    return load_config(path, overrides) if path is not None else parse_config(overridden({"model": "demo"}, overrides))
+def parse_configuration(path: Path | None, sets: list[str] | None, model: str | None) -> Config:
+    """The defaults, changed by a file and by `a.b=value`. `model`: which of the file's. Raises ConfigError."""
+    if path is not None:
+        return load_model(path, sets, model)
+    if model is not None:
+        raise ConfigError("--model: names a model of a configuration file; name the file with --config")
+    return parse_config(overridden({"model": "demo"}, sets or []))
 
 
 def objectives(served: Config | None, profile: Profile, ttft_s: float | None, tpot_s: float | None) -> SLOConfig:

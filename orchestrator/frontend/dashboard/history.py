@@ -21,6 +21,7 @@ from orchestrator.frontend.dashboard.siblings import SLOWEST, Second, Siblings, 
 from orchestrator.process.telemetry.metrics import Metrics, counts
 from orchestrator.process.telemetry.recent import Recent, percentiles
 from orchestrator.process.telemetry.request_line import RequestLine, stages
+from orchestrator.process.ticks import ticks
 from orchestrator.store.operator.worker_status import WorkerStatus
 from orchestrator.types import DesiredRatio, QueueDepth, Role, WorkerState
 
@@ -93,8 +94,7 @@ class History:
 
     async def run(self) -> None:
         """Runs until cancelled."""
-        while True:
-            await asyncio.sleep(INTERVAL_S)
+        async for _ in ticks(INTERVAL_S):
             self.take(time.time())
 
     def take(self, at: float) -> None:

@@ -28,6 +28,7 @@ import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from orchestrator.config.settings import ConfigError
+from orchestrator.process.ticks import left_s
 
 log = logging.getLogger("pd.frontend")
 
@@ -38,7 +39,7 @@ _ACCEPT_S = 2.0  # and accepted within this time more
 # How long a connection has no request before a server that drains closes it. Unhurried, clients made with httpx, as
 # OpenAI's are, have closed it: they keep one for 5 s (https://www.python-httpx.org/advanced/resource-limits/).
 _IDLE_END_S, _HURRIED_IDLE_END_S = 6.0, 2.0
-_LOOK_S = 0.1
+_LOOK_S = _TICK_S = 0.1
 _LOOK_PART = 0.1  # of the time that clients have: how often they are looked at
 _SO_ATTACH_FILTER = 26  # asm-generic/socket.h
 # struct sock_filter (linux/filter.h): the flags of a TCP header; those that only ask for a connection are dropped.
@@ -110,8 +111,15 @@ class FrontendServer(uvicorn.Server):
         super().__init__(config)
         self._client_timeout_s, self._looked_at = client_timeout_s, 0.0
 
+    async def main_loop(self) -> None:
+        """uvicorn's, which calls `on_tick` ten times a second, by this process's ticks."""
+        counter = 0
+        while not await self.on_tick(counter):
+            counter += 1
+            await asyncio.sleep(left_s(_TICK_S))
+
     async def on_tick(self, counter: int) -> bool:
-        """Called by uvicorn ten times a second."""
+        """Sets the date of answers at each tenth call, and says whether the server is to end."""
         now = time.monotonic()
         if now - self._looked_at > self._client_timeout_s * _LOOK_PART:
             self._looked_at = now

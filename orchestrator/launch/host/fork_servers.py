@@ -31,12 +31,14 @@ _EXIT_CODE_UNKNOWN = 255  # asyncio's, for a process that somebody else has wait
 
 
 class Forkable(NamedTuple):
-    """`python`, with options, runs `module` as its -m does; `imports` are modules that take it long to import."""
+    """`python`, with options, runs `module` as its -m does. `imports`: modules that take long to import, of which it
+    needs the first `needs`; the rest are for other programs that one process forks."""
 
     python: tuple[str, ...]
     module: str
     arguments: tuple[str, ...]
     imports: tuple[str, ...]
+    needs: int
 
     @property
     def command(self) -> list[str]:
@@ -91,7 +93,7 @@ class ForkServers:
         """A process that writes to the descriptor `output`; None where it has to be executed. If this is cancelled, no
         process is left."""
         key = (program.python, program.imports, _import_environment(env))
-        order = Order(program.module, list(program.arguments), dict(env), os.getpid())
+        order = Order(program.module, list(program.arguments), dict(env), os.getpid(), program.needs)
         for _ in range(2):  # once more after a change
             self.prepare(program, env)
             if (server := self._servers.get(key)) is None:

@@ -24,6 +24,7 @@ from orchestrator.launch.supervise import backoff_s
 from orchestrator.process.control_group import find_memory
 from orchestrator.process.own_files import Foreign, make_folder, open_own
 from orchestrator.process.parent import kill_with
+from orchestrator.process.ticks import left_s
 from orchestrator.store.client import Redis, RedisAway, connect
 
 log = logging.getLogger("pd.launcher")
@@ -172,7 +173,7 @@ class RedisServer:
         another server it returns at once."""
         crashes = 0
         while self._own is not None:
-            await asyncio.sleep(_CHECK_EVERY_S)
+            await asyncio.sleep(left_s(_CHECK_EVERY_S))
             if self._own.reachable:
                 continue
             crashes += 1

@@ -19,6 +19,7 @@ from orchestrator.config.settings import ConfigError
 from orchestrator.launch.fleet_processes import FleetProcesses
 from orchestrator.launch.pools.all_models import ModelsProcesses
 from orchestrator.process.parent import has_ended
+from orchestrator.process.ticks import left_s
 from orchestrator.store.client import Redis, RedisAway
 from orchestrator.store.operator.models import ListedModel, ModelList, ModelState, ModelStore
 from orchestrator.store.planned import decided
@@ -71,7 +72,7 @@ class ModelFollower:
                     await self._follow()
                 except RedisAway as error:
                     log.debug("the list of models: %s", error)
-                await asyncio.sleep(_EVERY_S)
+                await asyncio.sleep(left_s(_EVERY_S))
         finally:
             for task in self._doing.values():
                 task.cancel()

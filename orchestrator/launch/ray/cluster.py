@@ -1,7 +1,7 @@
-"""`Machines` of a fleet on a Ray cluster: a placement group for each worker, frontends on every node.
+"""`Machines` of a fleet on a Ray cluster: a placement group for each unit, frontends on every node.
 
-A group has one bundle, so a worker's ranks are on one node. It outlives restarts of its worker. A group without room
-waits, and Ray's autoscaler adds nodes for it.
+A placement group has one bundle for each worker of the unit, which is on one node. It outlives restarts of its workers.
+One without room waits, and Ray's autoscaler adds nodes for it.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import asyncio
 import logging
 import threading
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import ray
@@ -22,10 +23,11 @@ from ray.util.placement_group import (
 )
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from orchestrator.config.engine_args import ranks
+from orchestrator.config.engine_args import group_size, ranks
 from orchestrator.config.settings import Config
 from orchestrator.launch.host.machine import has_cuda_vllm
-from orchestrator.launch.machines import OnLine, Setup
+from orchestrator.launch.host.process_group import ProcessGroup
+from orchestrator.launch.machines import OnLine, Setup, ranks_of, unit_named
 from orchestrator.launch.ray.connection import group_name, left_running
 from orchestrator.launch.ray.process import RayProcess
 from orchestrator.launch.ray.wire import RunFrontend, RunWorker
@@ -48,8 +50,8 @@ class RayCluster:
         self.device = "a Ray cluster"
         self._config = config
         self._nodes: dict[str, str] | None = None  # node ids by address; None until the cluster has told them
-        self._groups: dict[str, PlacementGroup] = {}  # by worker
-        self._bundles: dict[str, dict[str, float]] = {}
+        self._groups: dict[str, PlacementGroup] = {}  # by unit
+        self._bundles: dict[str, list[dict[str, float]]] = {}
 
     async def refresh(self) -> None:
         """Read the nodes for frontends, which have cores. A head that only manages its cluster has none."""
@@ -62,7 +64,7 @@ class RayCluster:
         self._nodes = {node["NodeManagerAddress"]: node["NodeID"] for node in alive}
 
     async def left_running(self) -> list[str]:
-        return await asyncio.to_thread(left_running)
+        return sorted({unit_named(name) or name for name in await asyncio.to_thread(left_running)})
 
     async def started_as(self, worker_id: str) -> Role | None:
         try:
@@ -74,7 +76,7 @@ class RayCluster:
             return None
 
     def take(self, owner: str, role: Role) -> None:
-        self._bundles[owner] = _bundle(self._config, role)
+        self._bundles[owner] = _bundles(self._config, role)
 
     def give_back(self, owner: str) -> None:
         self._bundles.pop(owner, None)
@@ -86,18 +88,23 @@ class RayCluster:
         while not await asyncio.to_thread(self._has_place, owner):
             waited_s += _WAIT_S
             if waited_s == _SAY_AFTER_S:
-                log.warning("%s: waits for a node that has %s free", owner, _shown(self._bundles[owner]))
+                where = "a node that has" if len(self._bundles[owner]) == 1 else "nodes that have"
+                log.warning("%s: waits for %s %s free", owner, where, _shown(self._bundles[owner]))
             await asyncio.sleep(0 if owner in self._groups else _WAIT_S)
 
-    def worker(self, worker_id: str, role: Role, setup: Setup, on_line: OnLine) -> RayProcess:
-        def place() -> dict[str, Any]:
-            strategy = PlacementGroupSchedulingStrategy(self._groups[worker_id], placement_group_bundle_index=0)
-            bundle = self._bundles[worker_id]
+    def worker(self, worker_id: str, role: Role, setup: Setup, on_line: OnLine) -> ProcessGroup:
+        if (needed := _bundles(setup.config, role)) != (has := self._bundles[worker_id]):
+            raise OSError(0, f"its place on the cluster has {_shown(has)}, not {_shown(needed)}")
+        ranks = ranks_of(worker_id, len(needed))
+        group = tuple(ranks) if len(ranks) > 1 else ()
+
+        def place(index: int) -> dict[str, Any]:
+            strategy = PlacementGroupSchedulingStrategy(self._groups[worker_id], placement_group_bundle_index=index)
+            bundle = needed[index]
             return {"num_cpus": bundle["CPU"], "num_gpus": bundle.get("GPU", 0), "scheduling_strategy": strategy}
 
-        if (needed := _bundle(setup.config, role)) != self._bundles[worker_id]:
-            raise OSError(0, f"its place on the cluster has {_shown(self._bundles[worker_id])}, not {_shown(needed)}")
-        return RayProcess(RunWorker(setup.config, worker_id, role, setup.generation), place, on_line)
+        orders = [RunWorker(setup.config, rank, role, setup.generation, group) for rank in ranks]
+        return ProcessGroup([RayProcess(order, partial(place, index), on_line) for index, order in enumerate(orders)])
 
     def frontend_nodes(self) -> Sequence[str] | None:
         return None if self._nodes is None else list(self._nodes)
@@ -115,8 +122,8 @@ class RayCluster:
         """Whether a worker's placement group has its place. Makes the group if there is none. It runs in a thread,
         which goes on when the caller is cancelled. If the place was given back meanwhile, it removes the group."""
         try:
-            if owner not in self._groups and (bundle := self._bundles.get(owner)) is not None:
-                self._groups[owner] = _find_or_make_group(group_name(self._config, owner), bundle)
+            if owner not in self._groups and (bundles := self._bundles.get(owner)) is not None:
+                self._groups[owner] = _find_or_make_group(group_name(self._config, owner), bundles)
             group = self._groups.get(owner)
             return group is not None and group.wait(_WAIT_S)
         except (RayError, RuntimeError) as error:
@@ -134,24 +141,29 @@ class RayCluster:
                 log.warning("%s: its placement group stays until `orchestrator down`: %s", owner, _first_line(error))
 
 
-def _bundle(config: Config, role: Role) -> dict[str, float]:
+def _bundles(config: Config, role: Role) -> list[dict[str, float]]:
+    """What each worker of a unit takes. Raises ConfigError."""
     launcher = config.launcher
     per_rank = launcher.gpus_per_rank
     if per_rank is None:
         per_rank = 1.0 if config.engine == "vllm" and has_cuda_vllm() else 0.0
-    return {"CPU": 1.0} | ({"GPU": per_rank * ranks(config, role)} if per_rank else {})
+    bundle = {"CPU": 1.0} | ({"GPU": per_rank * ranks(config, role)} if per_rank else {})
+    return [bundle] * group_size(config, role)
 
 
-def _find_or_make_group(name: str, bundle: dict[str, float]) -> PlacementGroup:
+def _find_or_make_group(name: str, bundles: list[dict[str, float]]) -> PlacementGroup:
+    """The ranks of a group are on as few nodes as hold them."""
     try:
         return get_placement_group(name)
     except ValueError:
-        return placement_group([bundle], strategy="SPREAD", name=name, lifetime="detached")
+        strategy = "PACK" if len(bundles) > 1 else "SPREAD"
+        return placement_group(bundles, strategy=strategy, name=name, lifetime="detached")
 
 
 def _first_line(error: Exception) -> str:
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
-def _shown(bundle: dict[str, float]) -> str:
-    return " and ".join(f"{amount:g} {name}" for name, amount in bundle.items())
+def _shown(bundles: list[dict[str, float]]) -> str:
+    each = " and ".join(f"{amount:g} {name}" for name, amount in bundles[0].items())
+    return each if len(bundles) == 1 else f"{each} for each of {len(bundles)} ranks"

@@ -9,7 +9,7 @@ from typing import Any
 
 from orchestrator.config.explain import missing
 from orchestrator.config.settings import Config, ConfigError
-from orchestrator.launch.machines import frontend_named, is_worker_of_launcher
+from orchestrator.launch.machines import frontend_named, unit_named
 
 try:
     import ray
@@ -92,7 +92,7 @@ def left_running() -> list[str]:
     """Names of the fleet's processes on the cluster that we are connected to. Other actors in its namespace, which
     anybody with access to the cluster can make, are left alone. Raises RayError, RuntimeError."""
     found = sorted(list_named_actors())
-    ours = [name for name in found if frontend_named(name) is not None or is_worker_of_launcher(name)]
+    ours = [name for name in found if frontend_named(name) is not None or unit_named(name) is not None]
     if len(ours) < len(found):
         others = ", ".join(name for name in found if name not in ours)
         log.warning("actors in this fleet's namespace that are none of its processes are left alone: %s", others)

@@ -95,7 +95,7 @@ class Runner:
         setup = Setup(order.generation, config, file)
         if isinstance(order, RunWorker):
             self._role = order.role.value
-            spec = worker_spec(setup, order.role, order.name, Share())
+            spec = worker_spec(setup, order.role, order.name, Share(), order.ranks)
         else:
             spec = frontend_spec(setup, order.name, order.index)
         self._files = [file, *([spec.exit_file] if spec.exit_file is not None else [])]

@@ -12,12 +12,13 @@ from orchestrator.types import Role
 
 class RunWorker(msgspec.Struct, tag="worker", frozen=True):
     """To a runner: run this worker on your node. The model of `config` is not resolved: its path depends on the
-    node."""
+    node. `ranks`: the workers of its unit; none for a worker that is alone."""
 
     config: Config
     name: str
     role: Role
     generation: int = 0
+    ranks: tuple[str, ...] = ()
 
 
 class RunFrontend(msgspec.Struct, tag="frontend", frozen=True):

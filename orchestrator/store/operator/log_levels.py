@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import Iterable
 
+from orchestrator.process.ticks import left_s
 from orchestrator.store.client import Redis, RedisAway
 from orchestrator.store.keys import LEVELS_S, Keys
 
@@ -48,4 +49,4 @@ async def follow_log_level(levels: Iterable[LogLevels], process: str, logger: lo
             logger.setLevel(configured if level is None else level)
         except (RedisAway, ValueError):  # ValueError: a level that this Python does not know
             pass
-        await asyncio.sleep(_EVERY_S)
+        await asyncio.sleep(left_s(_EVERY_S))

@@ -72,6 +72,8 @@ def test_a_connection_is_cut_once_for_all_writes_that_failed_on_it(end: Inbound)
     end.register(ORDER, SOURCE, 2.0)
     end.landed("r", "P/1", 2.1)
     assert isinstance(end.gone("r", "P/0", "a WRITE failed", 2.2, failed_epoch=4)[-1], Cut)
+    (registered, _) = end.register(msgspec.structs.replace(ORDER, request="u"), SOURCE, 2.3)
+    assert (registered.message.epoch, registered.message.cut) == (3, 3), "the peer has to make another"
 
 
 def test_writes_that_failed_have_their_time_from_the_answer_on(end: Inbound) -> None:

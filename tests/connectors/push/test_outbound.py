@@ -72,6 +72,17 @@ def test_a_registration_may_come_last() -> None:
     assert posts(end.connected("D", True, ("D",), 4.0)) == [(chunk(0, 1, 2, 3, 4),)]
 
 
+def test_a_prefix_that_nobody_fetches_is_given_back_though_a_prefill_is_kept_for_longer() -> None:
+    end = Outbound(lease_s=120, expect_s=120)
+    for key, lent in (("lent", True), ("computed", False)):
+        end.start(key, 4, 100, 0.0, lent=lent)
+        end.computed(key, [chunk(0, 1, 2, 3, 4)], 0, True, 0.0)
+        end.finish(key, 0.0)
+    assert end.tick(4.9) == []
+    assert end.tick(5.1) == [Release("lent")]
+    assert end.tick(119.9) == [] and end.tick(120.1) == [Release("computed")]
+
+
 def test_an_unwanted_prefill_is_released_when_its_lease_ends() -> None:
     end = Outbound(lease_s=10, expect_s=10)
     end.start("s", 4, 100, 0.0)

@@ -326,6 +326,8 @@ def test_a_write_is_looked_after_each_millisecond_also_while_prefill_computes(pu
     worker.step(dead_engines=["D"])
     worker.step(computed=[Computed("s", 0, 1, ((2,),), True)])
     worker.step(finished=[Finished("s", True, True)])
+    assert worker._poll_s() == 0.005, "for a moment more: a connection was made"
+    worker._connected_at = 0.0
     assert worker._poll_s() == 0.25
 
 
@@ -352,6 +354,49 @@ def test_after_a_write_failed_on_a_cut_link_the_next_request_is_transferred(equa
     prefill(equal, "second", NEAR)
     equal.end_writes()
     assert nixl.told() == [wire.Landed("r-second")]
+
+
+def test_what_is_said_over_a_new_connection_leaves_at_once_though_nothing_else_is_done(push: Any) -> None:
+    """UCX sends it when both ends have looked a few times, and a lost connection is dropped by a turn of the thread."""
+    worker = push.FakeWorker(0, 1)
+    worker.handshakes = [None]
+    worker.step(met=[Met(NEAR, wire.Endpoint("P", "host", 2, 1))])
+    worker.turn()
+    assert not worker._outbound.busy and worker._poll_s() == 0.005
+    worker._connected_at = 0.0
+    assert worker._poll_s() == 0.25
+    worker._lose("D", "its kernel says so")
+    assert worker._poll_s() == 0.005
+
+
+def test_nothing_is_written_over_a_connection_that_decode_has_cut(equal: Any) -> None:
+    nixl = equal.nixl_wrapper
+    equal.step(started=[Started("s", 2, 32)], computed=[Computed("s", 0, 0, ((1, 2),), True)])
+    nixl.told()
+    equal.handshakes = [None]
+    equal.hear("D/0", msgspec.structs.replace(order("s", 7, 8, decode=NEAR), epoch=1, cut=1))
+    assert nixl.posted == [] and nixl.removed == ["D/0"], "it is dropped"
+    equal.turn()
+    assert len(nixl.posted) == 1, "over the new one"
+    equal.end_writes()
+    assert nixl.told() == [wire.Landed("r-s")]
+
+
+def test_a_link_that_was_cut_is_noticed_without_any_further_registration(push: Any, monkeypatch: Any) -> None:
+    """The message that broke it had left already."""
+    worker, source = push.FakeWorker(0, 1), wire.Endpoint("P2", "host", 2, 1)
+    worker.handshakes = [None, None]
+    worker.step(reserved=[Reserved(order("s", 7, 8), source)])
+    worker.turn()
+    nixl, began = worker.nixl_wrapper, time.monotonic()
+    nixl.told()
+    nixl.broken = {"P2/0"}
+    for passed_s in (1.0, 2.0):
+        monkeypatch.setattr(time, "monotonic", lambda passed_s=passed_s: began + passed_s)
+        worker.turn()
+    worker.turn()
+    assert nixl.removed == ["P2/0"]
+    assert [message.stream for message in nixl.told() if isinstance(message, wire.Register)] == ["s"]
 
 
 def test_registration_during_stop_may_be_expired(equal: Any, monkeypatch: Any) -> None:

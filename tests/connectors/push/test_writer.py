@@ -71,10 +71,10 @@ def test_each_group_goes_into_its_regions(
         src_xfer_handles_by_block_size={16: "mine"},
         nixl_wrapper=nixl,
     )
-    order = Register("s", "r", Endpoint("D", "host", 1), [[13, 14], [16]], 64)
+    order = Register("s", "r", Endpoint("D", "host", 1), [[14, 13], [16]], 64)
     recorded: list[object] = []
-    writer.post_chunks(worker, Post("s", order, (Chunk(2, ((3, 4), (0, 6))),), 4), recorded.append)
-    assert posted == [(mine, theirs)] and len(recorded) == 1
+    writer.post_chunks(worker, Post("s", order, (Chunk(2, ((4, 3), (0, 6))),), 4), recorded.append)
+    assert posted == [(mine, theirs)] and len(recorded) == 1, "upwards, for NIXL to join neighbours"
     writer.post_chunks(worker, Post("s", order, (Chunk(0, ((1, 2), (0, 0))),), 4), recorded.append)
     assert len(posted) == 1, "decode has these cached"
 

@@ -32,6 +32,16 @@ def test_each_value_says_where_it_is_from(tmp_path: Path):
     assert set(shown(str(file), "--changed")) == {"model", "workers.engine_args", "workers.decode.replicas"}
 
 
+def test_each_value_of_one_of_several_models_says_where_it_is_from(tmp_path: Path):
+    file = tmp_path / "c.yaml"
+    file.write_text("slo: {ttft_s: 1.0}\nmodels: {a: {model: demo}, b: {model: demo, slo: {tpot_s: 0.2}}}\n")
+    rows = shown(str(file), "--model", "b", "--set", "models.b.kv.verify=true")
+    assert rows["namespace"][0] == "default.b"
+    assert rows["slo.ttft_s"] == (1.0, str(file)) and rows["slo.tpot_s"] == (0.2, str(file))
+    assert rows["kv.verify"] == (True, "--set")
+    assert shown(str(file), "--model", "a")["slo.tpot_s"][1] == "default"
+
+
 @pytest.mark.parametrize(("gpus", "fleet"), [(0, (1, 1)), (1, (1, 1)), (2, (1, 1)), (5, (2, 3)), (8, (4, 4))])
 def test_default_config_is_valid_for_each_machine(gpus: int, fleet: tuple[int, int], tmp_path: Path):
     def read(text: str) -> Config:

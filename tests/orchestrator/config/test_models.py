@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrator.cli.config import checked_models
-from orchestrator.config.models import load_models, parse_models
+from orchestrator.config.models import load_model, load_models, parse_models
 from orchestrator.config.settings import ConfigError, load_config, parse_config
 
 TWO = """\
@@ -46,6 +47,25 @@ def test_each_model_has_the_file_with_its_section_over_it(tmp_path: Path) -> Non
     assert small.workers.engine_args == {"dtype": "float32", "block_size": 32}
     assert qwen.frontend.server_args == {"max_logprobs": 5, "chat_template": "x"}
     assert small.frontend.port == qwen.frontend.port == 8001
+
+
+def test_one_model_of_a_file_is_chosen_by_its_name(tmp_path: Path) -> None:
+    several, only, plain = (tmp_path / name for name in ("several.yaml", "only.yaml", "plain.yaml"))
+    several.write_text(TWO)
+    only.write_text("models: {a: {model: demo}}\n")
+    plain.write_text("model: demo\n")
+    for name, config in load_models(several).items():
+        assert load_model(several, None, name) == config
+    assert load_model(only) == load_model(only, [], "a") == load_models(only)["a"]
+    assert load_model(plain, ["namespace=n"]) == load_config(plain, ["namespace=n"])
+    for file, name, why in [
+        (several, None, "several.yaml has small, qwen2.5: name one with --model"),
+        (several, "gone", "several.yaml has small, qwen2.5: name one with --model"),
+        (several, "", "several.yaml has small, qwen2.5: name one with --model"),
+        (plain, "a", "plain.yaml has one: leave --model out"),
+    ]:
+        with pytest.raises(ConfigError, match=re.escape(why)):
+            load_model(file, None, name)
 
 
 def test_a_file_of_one_model_means_what_it_meant(tmp_path: Path) -> None:

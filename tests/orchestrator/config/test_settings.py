@@ -385,7 +385,7 @@ def test_sizes_that_fit_or_whose_model_is_not_known_are_taken(tmp_path, model, m
     check_engine_args(load(tmp_path, f"model: some/where-else\nworkers: {more}"))
 
 
-def test_groups_are_of_any_size_on_one_host(tmp_path):
+def test_groups_are_of_any_size(tmp_path):
     sizes = "{prefill: {engine_args: {data_parallel_size: 2}}, decode: {engine_args: {data_parallel_size: 3}}}"
     config = load(tmp_path, f"model: demo\nworkers: {sizes}", "ratio.mode=off")
     check_engine_args(config)
@@ -393,6 +393,13 @@ def test_groups_are_of_any_size_on_one_host(tmp_path):
     automatic = load(tmp_path, "model: demo\nworkers: {engine_args: {data_parallel_size: 2}}", "ratio.mode=auto")
     check_engine_args(automatic)
     assert unit_size(automatic) == 2
-    with pytest.raises(ConfigError, match="a launcher starts all ranks of a group on its own host"):
-        ray = ("launcher.kind=ray", "redis.url=redis://h")
-        check_engine_args(load(tmp_path, f"model: demo\nworkers: {sizes}", "ratio.mode=off", *ray))
+
+
+def test_group_on_a_ray_cluster_needs_a_network_of_its_own(tmp_path):
+    tree = "model: demo\nworkers: {engine_args: {data_parallel_size: 2}}"
+    ray = ("launcher.kind=ray", "redis.url=redis://h", "ratio.mode=off")
+    with pytest.raises(ConfigError, match=r"data_parallel_size: 2: on a Ray cluster .*security.trust_network"):
+        check_engine_args(load(tmp_path, tree, *ray))
+    check_engine_args(load(tmp_path, tree, *ray, trusted := "security.trust_network=true"))
+    with pytest.raises(ConfigError, match=r"data_parallel_size: 2, and 4 for decode: .*a node of a Ray cluster"):
+        check_engine_args(load(tmp_path, tree, *ray, trusted, "workers.decode.engine_args.data_parallel_size=4"))

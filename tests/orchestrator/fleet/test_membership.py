@@ -200,6 +200,20 @@ async def test_unregistered_silent_worker_has_left(scene):
     await until(lambda: scene.lost == ["d"])
 
 
+async def test_a_worker_that_its_launcher_saw_die_is_lost_as_soon_as_its_connection_breaks(scene, monkeypatch):
+    """Either alone may pass: Redis lost its data, or a link was cut for a moment."""
+    monkeypatch.setattr("orchestrator.fleet.membership.RECONNECT_S", 3600.0)
+    await scene.start("d")
+    scene.membership.disconnected("d")
+    view = scene.fleet.workers["d"]
+    heard_at = view.last_heard_at
+    await until(lambda: view.last_heard_at > heard_at, "it reports as ever")
+    assert scene.lost == []
+    del scene.registry.registered["d"]
+    await scene.changed()
+    await until(lambda: scene.lost == ["d"])
+
+
 async def test_restarted_worker_loses_requests_of_old_process(scene):
     old = await scene.start("d", "e1")
     fresh = LivingWorker("d", "e2")

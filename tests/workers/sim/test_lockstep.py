@@ -11,7 +11,7 @@ from support_wait import DEADLINE_S, until
 
 from orchestrator.wire.addresses import hold_port
 from workers.engine import EngineDead, Group
-from workers.sim.lockstep import Lockstep
+from workers.sim.lockstep import Go, Lockstep, Wake, _encode
 
 
 @asynccontextmanager
@@ -53,6 +53,20 @@ async def test_step_takes_as_long_as_slowest_rank(first: int) -> None:
         async with asyncio.timeout(DEADLINE_S):
             await asyncio.gather(*(one.meet(0.1, False) for one in group))
         assert not any(one.running for one in group), "nobody has a request: no more steps"
+
+
+async def test_rank_that_is_late_is_woken_for_the_next_wave() -> None:
+    """The end of a wave and the begin of the next one reach it in one read."""
+    async with ranks(2) as (group, _):
+        late, reader = group[1], asyncio.StreamReader()
+        step = asyncio.create_task(late.meet(0.1, False))
+        await asyncio.sleep(0)
+        reader.feed_data(_encode(Go(0.1, more=False)) + b"\n" + _encode(Wake()) + b"\n")
+        following = asyncio.create_task(late._follow(reader))
+        async with asyncio.timeout(DEADLINE_S):
+            await step
+        assert late.running, "the first rank waits for it"
+        following.cancel()
 
 
 @pytest.mark.parametrize("ends", [0, 1])

@@ -167,3 +167,15 @@ async def test_rank_leaves_when_all_that_are_there_have_drained() -> None:
     assert not rank.ended.is_set(), "the third has requests, and needs this one's steps"
     await rank.told(order, settled=2)
     await asyncio.wait_for(rank.ended.wait(), DEADLINE_S)
+
+
+async def test_rank_without_requests_waits_at_the_deadline_until_others_have_given_theirs_back() -> None:
+    """They heard of the order later, and cannot give anything back once their engine waits for this one's steps."""
+    rank, order = Rank("d.1"), WorkerOrders(drain=True, sequence=7)
+    rank.moves.leave(0.0)
+    await until(lambda: rank.moves.settled, "it has drained")
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert not rank.ended.is_set()
+    await rank.told(order, settled=2)
+    await asyncio.wait_for(rank.ended.wait(), DEADLINE_S)

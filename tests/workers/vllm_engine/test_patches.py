@@ -2,13 +2,56 @@
 
 from __future__ import annotations
 
+import gc
+import subprocess
+import sys
 import types
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from support_wait import DEADLINE_S
 
 pytestmark = pytest.mark.vllm
+
+
+def test_what_is_not_compiled_gives_the_same_log_probabilities_and_greedy_tokens() -> None:
+    """By vLLM's own sampler, in its two ways: ranks and values are equal to the last bit."""
+    import torch
+    from vllm.v1.sample.sampler import Sampler
+
+    from workers.vllm_engine.patches import compile_as_told
+
+    logits = torch.randn(5, 1000, generator=torch.Generator().manual_seed(3))
+    eager = types.SimpleNamespace(model_config=types.SimpleNamespace(enforce_eager=True))
+
+    def sampled() -> list[torch.Tensor]:
+        sampler = Sampler()
+        tokens = sampler.greedy_sample(logits)
+        logprobs = sampler.gather_logprobs(sampler.compute_logprobs(logits), 4, tokens)
+        return [tokens, *(part for part in logprobs if part is not None)]
+
+    was_compiled = sampled()
+    with torch.compiler.set_stance("default"):  # given back afterwards
+        compile_as_told(eager)
+        assert all(torch.equal(one, other) for one, other in zip(was_compiled, sampled(), strict=True))
+
+
+def test_an_engine_ends_without_a_collection(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.v1.engine.core import EngineCoreProc
+
+    from workers.vllm_engine import patches
+
+    done: list[str] = []
+    for name in ("collect", "unfreeze"):
+        monkeypatch.setattr(gc, name, lambda *_, name=name: done.append(name))  # given back afterwards
+    monkeypatch.setattr(
+        EngineCoreProc, "shutdown", lambda engine: (gc.unfreeze(), gc.collect(), done.append("shut down"))
+    )
+    patches._end_without_collecting()
+    EngineCoreProc.shutdown(None)
+    assert done == ["shut down"]
 
 
 def test_second_model_runner_tells_of_preemptions_before_it_touches_the_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -20,7 +63,7 @@ def test_second_model_runner_tells_of_preemptions_before_it_touches_the_blocks(m
 
     monkeypatch.setattr(GPUModelRunner, "update_requests", GPUModelRunner.update_requests)  # given back afterwards
     monkeypatch.setattr(plugin, "_patched", False)
-    monkeypatch.setattr(plugin, "share_gloo_device", lambda: None)
+    monkeypatch.setattr(plugin, "spare_groups_of_one", lambda: None)
     monkeypatch.setattr(plugin, "patch_cpu_engines", lambda: None)
     monkeypatch.setenv(PARENT, "1")
     plugin.register()
@@ -46,3 +89,41 @@ def test_second_model_runner_tells_of_preemptions_before_it_touches_the_blocks(m
     )
     GPUModelRunner.update_requests(runner, step)
     assert order == ["who was preempted", [3]]
+
+
+_GROUP_OF_ONE = """
+import os, sys, torch
+import torch.distributed as dist
+from workers.vllm_engine.patches import spare_groups_of_one
+
+spare_groups_of_one()
+dist.init_process_group("gloo", init_method=f"file://{sys.argv[1]}", rank=0, world_size=1)
+group = dist.new_group([0], backend="gloo")
+one, two, got = torch.ones(2), torch.full((2,), 2.0), [torch.zeros(2)]
+dist.all_reduce(one, group=group)
+dist.broadcast(one, 0, group=group)
+dist.barrier(group=group)
+assert one.tolist() == [1, 1]
+dist.all_gather(got, two, group=group)
+assert got[0].tolist() == [2, 2]
+dist.all_to_all(got, [one], group=group)
+assert got[0].tolist() == [1, 1]
+dist.reduce_scatter(got[0], [two], group=group)
+assert got[0].tolist() == [2, 2]
+dist.scatter(got[0], [one], 0, group=group)
+assert got[0].tolist() == [1, 1]
+dist.gather(two, got, 0, group=group)
+assert got[0].tolist() == [2, 2]
+objects, told = [None], ["a"]
+dist.all_gather_object(objects, {"b": 1}, group=group)
+dist.broadcast_object_list(told, 0, group=group)
+assert (objects, told) == ([{"b": 1}], ["a"])
+names = {open(f"/proc/self/task/{thread}/comm").read().strip() for thread in os.listdir("/proc/self/task")}
+assert not [name for name in names if "gloo" in name], names
+"""
+
+
+def test_a_group_of_one_rank_has_no_threads_and_its_collectives_are_copies(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", _GROUP_OF_ONE, str(tmp_path / "store")]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
+    assert ended.returncode == 0, ended.stderr

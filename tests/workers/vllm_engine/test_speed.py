@@ -104,6 +104,13 @@ async def test_first_steps_are_taken_alone_and_together(monkeypatch, most: int, 
     assert engine.calls == [("reset_prefix_cache", [], {})]
 
 
+async def test_where_nothing_is_compiled_one_request_of_each_kind_will_do(monkeypatch) -> None:
+    monkeypatch.setattr(speed.shutil, "which", lambda program: None)
+    engine = Engine(monkeypatch)
+    await warm_up(engine, 500, 256, compiles=False)
+    assert engine.together == [1] * 4 and engine.sampled == [(0.0, 1), (1.0, 1)]
+
+
 async def test_without_a_compiler_nothing_is_asked_that_needs_one(monkeypatch) -> None:
     monkeypatch.setattr(speed.shutil, "which", lambda program: None)
     engine = Engine(monkeypatch)
@@ -111,7 +118,11 @@ async def test_without_a_compiler_nothing_is_asked_that_needs_one(monkeypatch) -
     assert set(engine.sampled) == {(0.0, None)}
 
 
-async def test_ready_engine_is_warmed_up(tmp_path: Path) -> None:
+async def test_ready_engine_is_warmed_up_and_has_compiled_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiled = tmp_path / "compiled"
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(compiled))
     engine = await Driver.start(tiny_model(tmp_path / "tiny"), warm=True)
     try:
         assert (await engine.engine.load()).step_ms > 0
@@ -119,6 +130,7 @@ async def test_ready_engine_is_warmed_up(tmp_path: Path) -> None:
         assert not engine.prefix_keys and not engine.tokens, "nothing of it stays, and nobody hears of it"
         await engine.decode("first", frames(list(range(3, 103)), 8, logprobs=3))
         assert len(await engine.done("first")) == 8
+        assert not list(compiled.rglob("*.*")), "`enforce_eager` is the default on a CPU"
     finally:
         await engine.stop()
 

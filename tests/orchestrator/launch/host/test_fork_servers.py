@@ -47,9 +47,11 @@ def forks():
 class Run:
     """A process of a module in the folder, and what it said."""
 
+    imports: tuple[str, ...] = ("heavy",)
+
     def __init__(self, folder: Path, forks: ForkServers, module: str, *arguments: str, **env: str) -> None:
         self.lines: list[str] = []
-        program = Forkable((sys.executable,), module, arguments, ("heavy",))
+        program = Forkable((sys.executable,), module, arguments, self.imports, needs=1)
         path = os.pathsep.join([str(folder), *sys.path])
         spec = ProcessSpec(module, program.command, {"PYTHONPATH": path, **env}, forkable=program)
         self.process = LocalProcess(spec, lambda name, line: self.lines.append(line), forks)
@@ -111,6 +113,25 @@ async def test_a_module_that_has_changed_is_imported_again(modules: Path, forks:
     changed = Run(modules, forks, "tells", "0")
     assert await changed.ended() == 0
     assert changed.was_forked and changed.lines[1].endswith("anew")
+
+
+async def test_it_is_forked_once_what_it_needs_is_imported(
+    modules: Path, forks: ForkServers, monkeypatch: pytest.MonkeyPatch
+):
+    """What others need is imported later, though nobody has asked for them yet."""
+    monkeypatch.setattr(Run, "imports", ("heavy", "heavier"))
+    wait = "import pathlib, time\nwhile not pathlib.Path({!r}).exists():\n    time.sleep(0.01)\n"
+    asked, later = modules / "asked", modules / "later"
+    (modules / "heavy.py").write_text(HEAVY + wait.format(str(asked)))
+    (modules / "heavier.py").write_text(wait.format(str(later)))
+    early = Run(modules, forks, "tells", "0")
+    ending = asyncio.create_task(early.ended())
+    await until(lambda: any(server._asked for server in forks._servers.values()), "it is asked for")
+    asked.touch()
+    assert await ending == 0 and early.was_forked
+    second = asyncio.create_task(Run(modules, forks, "tells", "5").ended())
+    later.touch()
+    assert await second == 5
 
 
 async def test_what_cannot_be_imported_is_executed_and_says_so(modules: Path, forks: ForkServers):

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import sys
 import threading
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import AsyncMock
 
+import msgspec
 import pytest
 from support_wait import DEADLINE_S
 
@@ -73,10 +75,20 @@ async def test_nodes_are_unknown_until_the_cluster_has_told_them(monkeypatch):
 
 async def test_a_foreign_actor_is_none_of_the_fleets_processes(monkeypatch, caplog):
     """Whoever may use the cluster may name one in our namespace."""
-    ours = ["frontend-0@10.0.0.2", "frontend-12@::1", "worker-0", "worker-31"]
-    foreign = ["", "counter", "worker-", "worker-x", "decode-0", "frontend-@10.0.0.2", "frontend-a@b", "trainer-0"]
+    ours = ["frontend-0@10.0.0.2", "frontend-12@::1", "worker-0", "worker-31", "worker-31.1"]
+    foreign = [
+        "",
+        "counter",
+        "worker-",
+        "worker-x",
+        "worker-1.x",
+        "decode-0",
+        "frontend-@10.0.0.2",
+        "frontend-a@b",
+        "trainer-0",
+    ]
     monkeypatch.setattr(connection_module, "list_named_actors", lambda: ours + foreign)
-    assert await module.RayCluster(CONFIG).left_running() == ours
+    assert await module.RayCluster(CONFIG).left_running() == ours[:-1], "a group is taken over as one"
     assert "counter" in caplog.text and "left alone" in caplog.text
     ended = []
 
@@ -151,8 +163,8 @@ async def test_unwanted_placement_group_is_removed(monkeypatch):
     cluster, group = module.RayCluster(CONFIG), Group(has_place=False)
     asked, answered, removed = threading.Event(), threading.Event(), threading.Event()
 
-    def make(name: str, bundle: dict[str, float]) -> Group:
-        assert bundle == {"CPU": 1.0, "GPU": 2.0}
+    def make(name: str, bundles: list[dict[str, float]]) -> Group:
+        assert bundles == [{"CPU": 1.0, "GPU": 2.0}]
         asked.set()
         assert answered.wait(DEADLINE_S)
         return group
@@ -173,7 +185,7 @@ async def test_failed_placement_is_retried(monkeypatch):
     cluster = module.RayCluster(CONFIG)
     answers = [ray.exceptions.RaySystemError("no head"), Group(has_place=True)]
 
-    def make(name: str, bundle: dict[str, float]) -> Group:
+    def make(name: str, bundles: list[dict[str, float]]) -> Group:
         answer = answers.pop(0)
         if isinstance(answer, Exception):
             raise answer
@@ -184,6 +196,26 @@ async def test_failed_placement_is_retried(monkeypatch):
     async with asyncio.timeout(DEADLINE_S):
         await cluster.placed("worker-0")
     assert answers == []
+
+
+def test_a_group_has_a_place_for_each_rank_on_as_few_nodes_as_hold_them(monkeypatch):
+    made = []
+    monkeypatch.setattr(module, "get_placement_group", lambda name: (_ for _ in ()).throw(ValueError))
+    monkeypatch.setattr(module, "placement_group", lambda bundles, strategy, **_: made.append((bundles, strategy)))
+    tree = msgspec.to_builtins(CONFIG) | {"security": {"trust_network": True}}
+    tree["workers"]["decode"]["engine_args"] = {"data_parallel_size": 3}
+    cluster = module.RayCluster(config := parse_config(tree))
+    for name, role in (("worker-0", Role.PREFILL), ("worker-1", Role.DECODE)):
+        cluster.take(name, role)
+        with contextlib.suppress(AttributeError):  # there is no group to wait for
+            cluster._has_place(name)
+    bundle = {"CPU": 1.0, "GPU": 2.0}
+    assert made == [([bundle], "SPREAD"), ([bundle] * 3, "PACK")]
+    processes = cluster.worker("worker-1", Role.DECODE, Setup(0, config, Path("c")), lambda *_: None).parts
+    assert [part.name for part in processes] == ["worker-1", "worker-1.1", "worker-1.2"]
+    assert {part._order.ranks for part in processes} == {("worker-1", "worker-1.1", "worker-1.2")}
+    with pytest.raises(OSError, match="has 1 CPU and 2 GPU for each of 3 ranks, not 1 CPU and 2 GPU"):
+        cluster.worker("worker-1", Role.DECODE, Setup(0, CONFIG, Path("c")), lambda *_: None)
 
 
 async def test_a_runner_that_is_only_unavailable_is_told_again_to_stop(monkeypatch):

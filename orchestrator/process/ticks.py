@@ -1,0 +1,30 @@
+"""When loops look that look every so often. Those of one process wake together, and what they ask of Redis leaves
+together: to wake costs an idle process more than to look."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import AsyncGenerator
+
+_APART_S = 0.618034  # between processes: what a thousand of them ask of Redis must not come at once
+_NOW_S = 0.001  # a tick that is nearer is this one, woken early
+
+
+def left_s(interval_s: float) -> float:
+    """Seconds to this process's next tick of this interval. Ticks of a multiple of it are ticks of it."""
+    left = interval_s - (time.monotonic() - os.getpid() * _APART_S) % interval_s
+    return left if left > _NOW_S else left + interval_s
+
+
+async def ticks(interval_s: float) -> AsyncGenerator[float, None]:
+    """Each `interval_s`, without end: how late this tick is, seconds.
+
+    For that long this process was stopped, starved, or busy with one thing, and heard nobody. What is between two
+    ticks is not waited for: do little there.
+    """
+    while True:
+        due = time.monotonic() + (left := left_s(interval_s))
+        await asyncio.sleep(left)
+        yield max(0.0, time.monotonic() - due)

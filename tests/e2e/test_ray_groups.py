@@ -1,0 +1,145 @@
+"""Data-parallel groups on a Ray cluster: with ranks on several nodes they start, scale, restart and end as one.
+
+The nodes are faked on this machine, and the engines simulated. One fleet goes through all of it, in this order.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Iterator
+
+import pytest
+from support_client import nobody_fails
+from support_fleet import RunningFleet, token_prompt, with_operators_key
+from support_ray import FakeCluster, fake_cluster, processes_of
+from support_redis import Server, running_server
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.topology, pytest.mark.timeout(600)]
+
+GPUS = 3  # of a node; a rank takes one
+NODES, SIZE, SHAPE = 2, 2, (2, 4)  # 1 prefill group and 2 decode groups: one of the three is on both nodes
+PROMPTS = [token_prompt(200 + 300 * seed, seed) for seed in range(6)]
+MAX_TOKENS, USERS = 60, 4
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with running_server(tmp_path_factory.mktemp("redis")) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def cluster(server: Server) -> Iterator[FakeCluster]:
+    with fake_cluster(server.url) as cluster:
+        for _ in range(NODES):
+            cluster.add(GPUS)
+        yield cluster
+
+
+class Fleets:
+    """Launchers of one namespace, one after the other."""
+
+    def __init__(self, server: Server, cluster: FakeCluster) -> None:
+        self._sets = [
+            f"redis.url={server.url}",
+            "redis.timeout_s=5",
+            "launcher.kind=ray",
+            f"launcher.address={cluster.address}",
+            "launcher.gpus_per_rank=1",
+            "ratio.mode=off",
+            "security.trust_network=true",
+            f"workers.engine_args.data_parallel_size={SIZE}",
+            "workers.timeout_s=2",
+            "workers.decode.replicas=2",
+            "workers.prefill.replicas=1",
+        ]
+        self.now = self._up("")
+
+    def up_again(self) -> None:
+        self.now = self._up(self.now.namespace)
+
+    def _up(self, namespace: str) -> RunningFleet:
+        # Not forked: Ray reads its variables when it is imported.
+        return with_operators_key(RunningFleet("sim-2p2d.yaml", *self._sets, namespace=namespace, forked=False))
+
+
+@pytest.fixture(scope="module")
+def fleets(server: Server, cluster: FakeCluster) -> Iterator[Fleets]:
+    fleets = Fleets(server, cluster)
+    yield fleets
+    fleets.now.http.close()
+    fleets.now.stop()
+    assert processes_of(fleets.now.namespace) == [], "`up` ends everything on every node"
+
+
+def ranks(fleet: RunningFleet) -> dict[str, tuple[str, str, int]]:
+    """Unit, host and process of each rank."""
+    return {w["id"]: (w["unit"], w["host"], w["pid"]) for w in fleet.workers()}
+
+
+def pids(fleet: RunningFleet) -> set[int]:
+    return {pid for _, _, pid in ranks(fleet).values()}
+
+
+def test_ranks_on_several_nodes_serve(fleets: Fleets) -> None:
+    fleet = fleets.now
+    fleet.until(lambda: fleet.shape() == SHAPE, "all are ready")
+    hosts = {unit: {host for each, host, _ in ranks(fleet).values() if each == unit} for unit in ranks(fleet)}
+    assert max(map(len, hosts.values())) == NODES, "the last group has no node of its own"
+    answers = asyncio.run(fleet.ask_all(PROMPTS, concurrency=6))
+    assert all(answer.ok for answer in answers), answers
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+async def test_a_rank_dies_and_its_group_starts_again_as_one(fleets: Fleets, rank: int) -> None:
+    fleet = fleets.now
+    before = ranks(fleet)
+    unit = fleet.workers("decode")[0]["unit"]
+    group = {name: pid for name, (its, _, pid) in before.items() if its == unit}
+    async with nobody_fails([fleet], PROMPTS, USERS, MAX_TOKENS):
+        os.kill(list(group.values())[rank], signal.SIGKILL)
+        await fleet.soon(lambda: not {*group.values()} & pids(fleet), "both are gone")
+        await fleet.soon(lambda: fleet.shape() == SHAPE, "the group is back")
+    after = ranks(fleet)
+    assert after.keys() == before.keys(), "it has its id"
+    assert {name for name in before if before[name] != after[name]} == group.keys()
+
+
+async def test_orders_are_of_whole_groups(fleets: Fleets) -> None:
+    fleet = fleets.now
+    async with nobody_fails([fleet], PROMPTS, USERS, MAX_TOKENS):
+        await asyncio.to_thread(fleet.cli, "scale", "decode=1")
+        await fleet.soon(lambda: fleet.shape() == (2, 2), "a group has drained")
+        await asyncio.to_thread(fleet.cli, "scale", "decode=2")
+        await fleet.soon(lambda: fleet.shape() == SHAPE, "a group has come")
+        before = ranks(fleet)
+        done = await asyncio.to_thread(fleet.cli, "restart")
+        await fleet.soon(lambda: fleet.shape() == SHAPE, "all are ready")
+    assert "3 workers restarted" in done.stdout
+    after = ranks(fleet)
+    assert after.keys() == before.keys() and all(after[name] != before[name] for name in before)
+
+
+def test_a_launcher_is_killed_and_the_next_one_takes_the_groups_over(fleets: Fleets) -> None:
+    before = ranks(fleets.now)
+    fleets.now.process.kill()
+    fleets.now.process.wait(30)
+    fleets.up_again()
+    assert ranks(fleets.now) == before
+
+
+async def test_a_node_dies_and_its_groups_start_again_as_one(fleets: Fleets, cluster: FakeCluster) -> None:
+    fleet = fleets.now
+    before, here = ranks(fleet), fleet.url.split("//")[1].split(":")[0]
+    victim = next(host for _, host, _ in before.values() if host != here)
+    broken = {unit for unit, host, _ in before.values() if host == victim}
+    gone = {pid for unit, _, pid in before.values() if unit in broken}
+    async with nobody_fails([fleet], PROMPTS, USERS, MAX_TOKENS):
+        await asyncio.to_thread(cluster.kill, victim)
+        await fleet.soon(lambda: not gone & pids(fleet), "all of their ranks are gone")
+        cluster.add(GPUS)  # Ray sets signal handlers, which only the main thread may
+        await fleet.soon(lambda: fleet.shape() == SHAPE, "others are there")
+    assert len(pids(fleet)) == sum(SHAPE) and not gone & pids(fleet)
+    fleet.assert_no_leaks()
