@@ -7,6 +7,8 @@ blocks of the device that are given back once it was sent.
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +21,8 @@ if TYPE_CHECKING:
 # Of all blocks: so many stay free for the requests here, else nothing is lent; and while the host tier loads more than
 # so many, for whomever, it loads none to lend.
 _LEFT_SHARE = 1 / 8
+_LOAD_S = 2.0  # what is not loaded by then is not sent: who asked for it has given up (`policy/predict/fetch.py`)
+_UNWANTED = None, math.inf  # nothing is told of it
 
 
 class Lending:
@@ -28,8 +32,8 @@ class Lending:
         self.pool: BlockPool | None = None  # of the engine, once that has made it
         self.tier: HostTier | None = None
         self.pinned: dict[str, list[KVCacheBlock]] = {}
-        # Of them, those that the tier still loads: what is told of each then; None: nobody wants it any more.
-        self.loading: dict[str, Any] = {}
+        # Of them, those that the tier still loads: what is told of each then, and until when.
+        self.loading: dict[str, tuple[Any, float]] = {}
 
     def pin(self, key: str, hashes: Sequence[BlockHash], first_kept: Sequence[int]) -> tuple[tuple[int, ...], ...]:
         """The device's blocks of `hashes`, by KV cache group, of each from its `first_kept` on; kept until `unpin`. The
@@ -69,20 +73,25 @@ class Lending:
         """Whether the tier loads it first; `loaded` returns `told` then."""
         if self.tier is None or not self.tier.loads(key):
             return False
-        self.loading[key] = told
+        self.loading[key] = told, time.monotonic() + _LOAD_S
         return True
 
     def loaded(self, keys: Iterable[str]) -> list[Any]:
         """The tier has loaded these. Returns what is told of those that are wanted; the others are given back."""
-        told = {key: self.loading.pop(key) for key in keys}
+        told = {key: self.loading.pop(key)[0] for key in keys}
         self.unpin(key for key, wanted in told.items() if wanted is None)
         return [wanted for wanted in told.values() if wanted is not None]
 
     def forget(self, keys: Iterable[str]) -> set[str]:
         """Nobody wants these any more. Returns those that are being loaded: they are given back after that."""
         unwanted = self.loading.keys() & set(keys)
-        self.loading.update(dict.fromkeys(unwanted))
+        self.loading.update(dict.fromkeys(unwanted, _UNWANTED))
         return unwanted
+
+    def forget_late(self) -> set[str]:
+        """Those whose load has taken too long: they are forgotten."""
+        now = time.monotonic()
+        return self.forget([key for key, (_, late_at) in self.loading.items() if late_at <= now])
 
     def unpin(self, keys: Iterable[str]) -> set[str]:
         """Give back what was lent under these keys. Returns those that were."""

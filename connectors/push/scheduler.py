@@ -178,6 +178,7 @@ class PushScheduler(NixlPushConnectorScheduler):
             for key, tokens in scheduler_output.num_scheduled_tokens.items():
                 if (prefill := self._prefills.get(key)) is not None and not prefill.closed:
                     self._ship(key, prefill, tokens, state)
+        self._refuse(self.lending.forget_late())
         meta, self._next = self._next, PushMetadata()
         return meta
 
@@ -268,7 +269,7 @@ class PushScheduler(NixlPushConnectorScheduler):
         whole_blocks = self.by_position and len(hashes) * self.block_size == tokens
         firsts = self._first_kept(tokens)
         if not (pinned := self.lending.pin(key, hashes, firsts) if whole_blocks else ()):
-            self._next.finished.append(Finished(key, ok=False, held=False))
+            self._refuse([key])
             return
         blocks = tuple((NO_BLOCK,) * first + ids for first, ids in zip(firsts, pinned, strict=True))
         lent = Started(key, len(hashes), tokens, lent=True), Computed(key, 0, 0, blocks, closed=True, lent=True)
@@ -281,10 +282,13 @@ class PushScheduler(NixlPushConnectorScheduler):
         self._next.computed.append(computed)
         self._next.finished.append(Finished(started.key, ok=True, held=True))
 
+    def _refuse(self, keys: Iterable[str]) -> None:
+        self._next.finished += [Finished(key, ok=False, held=False) for key in keys]
+
     def drop(self, keys: Iterable[str]) -> None:
         """Release the KV of these ended prefills. vLLM itself aborts those that still run."""
         unwanted = self._held.intersection(keys)
-        self._next.finished += [Finished(key, ok=False, held=False) for key in self.lending.forget(keys)]
+        self._refuse(self.lending.forget(keys))
         self._held -= unwanted
         self._next.unwanted.extend(unwanted)
 

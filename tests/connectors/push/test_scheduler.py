@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -375,3 +376,25 @@ def test_what_cannot_be_loaded_to_be_lent_is_refused_at_once(lost: str) -> None:
     assert not finished.ok and not finished.held and not lends._next.started
     assert pool.get_num_free_blocks() == free and tier.cpu_block_pool.get_num_free_blocks() == host_free
     assert "k" not in tier._reqs_to_load
+
+
+def test_what_takes_too_long_to_load_is_refused_and_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    from connectors import lending
+
+    def build() -> Any:
+        return lends.build_connector_meta(SimpleNamespace(preempted_req_ids=None, kv_connector_block_state=None))
+
+    lends, pool, hashes = lender(blocks=32, cached=2)
+    hashes += [bytes([number]) * 32 for number in range(10, 13)]
+    tier = with_host_memory(lends, pool, hashes[2:])
+    free = pool.get_num_free_blocks()
+    lends.lend("k", hashes, 80)
+    assert not build().finished, "there is time"
+    now = time.monotonic()
+    monkeypatch.setattr(lending, "time", SimpleNamespace(monotonic=lambda: now + 3.0))
+    (finished,) = build().finished
+    assert not finished.ok and not finished.held
+    assert not build().finished, "it is said once"
+    assert pool.get_num_free_blocks() == free - 5 and lends.has_pending_push_work(), "the copy may run"
+    loaded(lends, tier, "k")
+    assert pool.get_num_free_blocks() == free and not lends.has_pending_push_work()

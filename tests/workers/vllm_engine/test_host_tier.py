@@ -200,26 +200,6 @@ async def test_preempted_requests_get_their_tokens_back(pair, plain: Driver) -> 
     await assert_no_leaks(decode)
 
 
-async def test_the_hooks_of_our_plugin_work(pair) -> None:
-    """Each reaches the connector by its name, and does nothing where that has none."""
-    prefill, decode = pair
-    assert decode.info.identity.attention_backend and decode.info.lends
-    body = frames(prompt(PROMPT, 6), 4)
-    await prefill.prefill("dropped", body)
-    await prefill.done("dropped")
-    await prefill.engine.abort(["dropped"])  # an ended prefill, which has a lease
-    await prefill.idle()
-    await prefill.engine.lend("lent~", body, whole_blocks(PROMPT))
-    await decode.decode("lent~", body, prefill.source("lent~"), prefix_tokens=whole_blocks(PROMPT))
-    await decode.done("lent~")
-    assert decode.stats["lent~"].num_external_cached_tokens == whole_blocks(PROMPT)
-    waits = frames(prompt(PROMPT, 7), 4)
-    await decode.decode("waits", waits, prefill.source("waits"))
-    await decode.engine.fail_peer(prefill.info.kv.engine_id)
-    await decode.done("waits")
-    await assert_no_leaks(*pair)
-
-
 async def fetch(holder: Driver, asker: Driver, key: str, body: list[bytes], tokens: int) -> None:
     await asker.decode(key, body, holder.source(key), prefix_tokens=tokens)
     await holder.engine.lend(key, body, tokens)
@@ -290,6 +270,49 @@ async def test_a_holder_that_loads_and_is_stopped_or_dies_costs_no_token(model: 
         await assert_no_leaks(asker)
     finally:
         await holder.stop()
+
+
+async def test_a_load_that_comes_too_late_is_not_waited_for(
+    model: Path, pair, plain: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A holder whose loads are all late: the other engine hears so, and computes."""
+    from connectors import lending
+
+    monkeypatch.setattr(lending, "_LOAD_S", 0.0)
+    _, asker = pair
+    holder = await Driver.start(model, name="late", kv=TIER, kv_cache_memory_bytes=SMALL)
+    try:
+        tokens = prompt(PROMPT, 24)
+        await local(holder, "own", tokens)
+        await flood(holder, "evicts")
+        await fetch(holder, asker, "late~", frames(tokens), whole_blocks(PROMPT))
+        await asker.done("late~")
+        assert asker.stats["late~"].num_external_cached_tokens == 0
+        assert await local(asker, "late", tokens) == await local(plain, "late", tokens)
+        await assert_no_leaks(holder, asker)
+    finally:
+        await holder.stop()
+
+
+async def test_the_hooks_of_our_plugin_work(pair) -> None:
+    """Each reaches the connector by its name, and does nothing where that has none. The last test of this pair: decode
+    asks an engine that was declared dead for nothing, for a while."""
+    prefill, decode = pair
+    assert decode.info.identity.attention_backend and decode.info.lends
+    body = frames(prompt(PROMPT, 6), 4)
+    await prefill.prefill("dropped", body)
+    await prefill.done("dropped")
+    await prefill.engine.abort(["dropped"])  # an ended prefill, which has a lease
+    await prefill.idle()
+    await prefill.engine.lend("lent~", body, whole_blocks(PROMPT))
+    await decode.decode("lent~", body, prefill.source("lent~"), prefix_tokens=whole_blocks(PROMPT))
+    await decode.done("lent~")
+    assert decode.stats["lent~"].num_external_cached_tokens == whole_blocks(PROMPT)
+    waits = frames(prompt(PROMPT, 7), 4)
+    await decode.decode("waits", waits, prefill.source("waits"))
+    await decode.engine.fail_peer(prefill.info.kv.engine_id)
+    await decode.done("waits")
+    await assert_no_leaks(*pair)
 
 
 async def test_an_engine_that_was_killed_leaves_no_shared_memory(model: Path) -> None:
