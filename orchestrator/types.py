@@ -159,6 +159,8 @@ class KVCounters(msgspec.Struct, frozen=True):
     withdrawing_blocks: int = 0  # now: of transfers that were given up, kept until no WRITE can land in them
     host_hit_tokens: int = 0  # of prompts: loaded from the host tier
     host_blocks: int = 0  # now: in the host tier
+    host_loaded_bytes: int = 0  # from there to the device, also to be lent
+    host_load_s: float = 0.0  # in which each rank did so, summed over them
     link_bytes_per_s: float = 0.0  # of all ranks: the fastest large WRITE of the last minutes; 0: none was
 
 
@@ -211,7 +213,8 @@ class WorkerLoad(msgspec.Struct, tag="load", frozen=True, omit_defaults=True):
 
 
 class PrefixEvents(msgspec.Struct, tag="prefix", frozen=True):
-    """Changes of one worker's prefix cache, in this order: `cleared`, `removed`, `stored`. Keys as in `prefix_keys`.
+    """Changes of one worker's prefix cache, in this order: `cleared`, `removed`, `stored`, `hosted` (what only its host
+    tier has now). No key is in two lists. Keys as in `prefix_keys`.
 
     `sequence` numbers the worker's batches. It begins at the worker's start time in microseconds, so that the batches
     of a restarted worker do not continue those of its predecessor.
@@ -222,6 +225,7 @@ class PrefixEvents(msgspec.Struct, tag="prefix", frozen=True):
     stored: list[int] = []
     removed: list[int] = []
     cleared: bool = False
+    hosted: list[int] = []
 
 
 class PrefillJob(msgspec.Struct, frozen=True):

@@ -36,7 +36,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "connectors.handshake": (),
     "connectors.host": (),
     "connectors.layers": (),
-    "connectors.lending": (),
+    "connectors.lending": ("connectors.host",),
     "connectors.sockets": (),
     "connectors.wake": (),
     "connectors.push": (

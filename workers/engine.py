@@ -101,11 +101,12 @@ class EngineOutput(Protocol):
 
 
 class PrefixDelta(msgspec.Struct, frozen=True):
-    """Changes of the engine's prefix cache, in this order: `cleared`, `removed`, `stored`. No key is in two lists."""
+    """Changes of the engine's prefix cache, as in `PrefixEvents`."""
 
     stored: list[int]  # keys of `policy.prefix_keys`
     removed: list[int]
     cleared: bool = False
+    hosted: list[int] = []
 
 
 class PrefixChanges:
@@ -113,16 +114,19 @@ class PrefixChanges:
 
     def __init__(self) -> None:
         self._cleared = False
-        self._cached: dict[int, bool] = {}  # changed key -> whether it is cached now
+        self._cached: dict[int, str] = {}  # changed key -> where it is now: the list of `PrefixDelta` that it is in
 
     def __bool__(self) -> bool:
         return self._cleared or bool(self._cached)
 
     def stored(self, keys: Iterable[int]) -> None:
-        self._cached.update(dict.fromkeys(keys, True))
+        self._cached.update(dict.fromkeys(keys, "stored"))
+
+    def hosted(self, keys: Iterable[int]) -> None:
+        self._cached.update(dict.fromkeys(keys, "hosted"))
 
     def removed(self, keys: Iterable[int]) -> None:
-        self._cached.update(dict.fromkeys(keys, False))
+        self._cached.update(dict.fromkeys(keys, "removed"))
 
     def cleared(self) -> None:
         self._cleared = True
@@ -133,11 +137,13 @@ class PrefixChanges:
             self.cleared()
         self.removed(delta.removed)
         self.stored(delta.stored)
+        self.hosted(delta.hosted)
 
     def take(self) -> PrefixDelta:
-        stored = [key for key, cached in self._cached.items() if cached]
-        removed = [key for key, cached in self._cached.items() if not cached]
-        delta = PrefixDelta(stored, removed, self._cleared)
+        lists: dict[str, list[int]] = {"stored": [], "removed": [], "hosted": []}
+        for key, place in self._cached.items():
+            lists[place].append(key)
+        delta = PrefixDelta(cleared=self._cleared, **lists)
         self._cleared, self._cached = False, {}
         return delta
 

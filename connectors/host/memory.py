@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import queue
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -51,40 +52,47 @@ class HostMemory:
         *,
         begin: Callable[[], None],
         ended: Callable[[], None],
+        loaded: Callable[[int, float], None] = lambda size, seconds: None,
     ) -> None:
-        """`worker` has registered the device's cache. `begin`: called on each new thread; `ended`: after each copy.
-        Raises ValueError where the cache cannot be copied."""
+        """`worker` has registered the device's cache. `begin`: called on each new thread; `ended`: after each copy;
+        `loaded(bytes, seconds)`: after each to the device. Raises ValueError where the cache cannot be copied."""
         device = _regions(worker, config.num_blocks)
         # The scheduler half counts blocks by the same function.
         blocks = SimpleCPUOffloadScheduler._derive_cpu_config(config, capacity_bytes).num_blocks
-        if (needed := blocks * sum(rows.shape[1] for rows in device.values())) > capacity_bytes:
+        self._block_bytes = sum(rows.shape[1] for rows in device.values())
+        if (needed := blocks * self._block_bytes) > capacity_bytes:
             raise ValueError(f"kv.host_tier_bytes: this model's blocks would take {needed} bytes; set it to 0")
         host = {
             name: torch.zeros((blocks, rows.shape[1]), dtype=torch.int8, device="cpu") for name, rows in device.items()
         }
         self._store, self._load = _ways(worker, device, host)
         self._threads = [ThreadPoolExecutor(1, f"pd-host-{name}", initializer=begin) for name in ("store", "load")]
-        self._ended = ended
+        self._ended, self._note_load = ended, loaded
         self._loaded: queue.SimpleQueue[list[str]] = queue.SimpleQueue()
         self._stored: queue.SimpleQueue[int] = queue.SimpleQueue()
         self._failed: queue.SimpleQueue[Exception] = queue.SimpleQueue()
 
     def load(self, orders: SimpleCPUOffloadMetadata) -> None:
         """What this step has reserved blocks for."""
-        told = functools.partial(self._loaded.put, orders.load_event_to_reqs[orders.load_event])
+        requests, size = orders.load_event_to_reqs[orders.load_event], len(orders.load_gpu_blocks) * self._block_bytes
+
+        def told(seconds: float) -> None:
+            self._note_load(size, seconds)
+            self._loaded.put(requests)
+
         copy = functools.partial(self._load.copy, orders.load_cpu_blocks, orders.load_gpu_blocks, None)
         self._threads[1].submit(self._run, copy, told)
 
     def store(self, orders: SimpleCPUOffloadMetadata, computed: Any) -> None:
         """What earlier steps, or this one, have computed. `computed`: an event after this step; None on CPUs."""
-        told = functools.partial(self._stored.put, orders.store_event)
         copy = functools.partial(self._store.copy, orders.store_gpu_blocks, orders.store_cpu_blocks, computed)
-        self._threads[0].submit(self._run, copy, told)
+        self._threads[0].submit(self._run, copy, lambda seconds: self._stored.put(orders.store_event))
 
-    def _run(self, copy: Any, told: Any) -> None:
+    def _run(self, copy: Callable[[], None], told: Callable[[float], None]) -> None:
+        began = time.perf_counter()
         try:
             copy()
-            told()
+            told(time.perf_counter() - began)
         except Exception as error:
             self._failed.put(error)
         self._ended()

@@ -6,18 +6,19 @@ part of our connector, not a second one beside it: a request gets what it lacks 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
 from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 from vllm.v1.outputs import KVConnectorOutput
-from vllm.v1.simple_kv_offload.manager import SimpleCPUOffloadScheduler
+from vllm.v1.simple_kv_offload.manager import LoadRequestState, SimpleCPUOffloadScheduler, TransferMeta
 from vllm.v1.simple_kv_offload.metadata import SimpleCPUOffloadWorkerMetadata
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.kv_cache_utils import BlockHash, KVCacheBlock
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.request import Request
 
@@ -55,6 +56,29 @@ class HostTier(SimpleCPUOffloadScheduler):
     def loads(self, key: str) -> bool:
         """Whether this request's blocks are being loaded, also since a reset that came meanwhile."""
         return key in self._reqs_to_load or key in self._abandoned_reqs_to_load
+
+    @property
+    def loading_blocks(self) -> int:
+        """Of the device: reserved for what is being loaded, or will be with the next step."""
+        return sum(len(state.transfer_meta.gpu_block_ids) for state in self._reqs_to_load.values())
+
+    def held(self, wanted: Sequence[tuple[int, BlockHash]]) -> list[KVCacheBlock]:
+        """The blocks in host memory of these (KV cache group, hash), up to the first that is not there."""
+        blocks: list[KVCacheBlock] = []
+        for group, block_hash in wanted:
+            if (found := self.cpu_block_pool.get_cached_block(block_hash, [group])) is None:
+                break
+            blocks += found
+        return blocks
+
+    def load(self, key: str, held: Sequence[KVCacheBlock], targets: Sequence[KVCacheBlock]) -> None:
+        """Load blocks of host memory into blocks of the device for no request, from the next step on. `copied` is told
+        of `key` when all ranks have loaded them."""
+        assert self._gpu_block_pool is not None
+        self.cpu_block_pool.touch(held)
+        self._gpu_block_pool.touch(targets)
+        blocks = TransferMeta([block.block_id for block in targets], [block.block_id for block in held])
+        self._reqs_to_load[key] = LoadRequestState(None, blocks)
 
     def copied(self, loaded: set[str] | None, stored: Mapping[int, int]) -> None:
         """The requests that all ranks have loaded, others among them, and how many ranks have ended which stores."""

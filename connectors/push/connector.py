@@ -65,6 +65,7 @@ class PushConnector(NixlPushConnector):
             self.connector_scheduler = PushScheduler(vllm_config, self.engine_id, kv_cache_config)
             if self._host_bytes:
                 self.host_tier = HostTier(vllm_config, kv_cache_config, self._host_bytes)
+                self.connector_scheduler.lending.tier = self.host_tier
         else:
             self.connector_worker = PushWorker(vllm_config, self.engine_id, kv_cache_config)
 
@@ -168,11 +169,11 @@ class PushConnector(NixlPushConnector):
         return super().request_finished_all_groups(request, block_ids)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        super().update_connector_output(connector_output)
-        if self.host_tier is not None:
+        if self.host_tier is not None:  # first, as long as what was loaded to be lent is among what has come
             report = connector_output.kv_connector_worker_meta
             stored = report.stored if isinstance(report, RankReport) else {}
             self.host_tier.copied(connector_output.finished_recving, stored)
+        super().update_connector_output(connector_output)
 
     def has_pending_push_work(self) -> bool:
         stores = self.host_tier is not None and self.host_tier.has_pending_stores()
@@ -191,7 +192,12 @@ class PushConnector(NixlPushConnector):
         if self._host_bytes:
             assert (worker := self.connector_worker) is not None
             self._host_memory = HostMemory(
-                worker, self.kv_cache_config, self._host_bytes, begin=worker.take_cores, ended=worker.wake_event.set
+                worker,
+                self.kv_cache_config,
+                self._host_bytes,
+                begin=worker.take_cores,
+                ended=worker.wake_event.set,
+                loaded=lambda *load: worker._records.put(lambda stats: stats.record_load(*load)),
             )
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:

@@ -207,6 +207,9 @@ class PushStats(NixlKVConnectorStats):
     BAD_MESSAGES = "pd_bad_messages"
     VERIFIED = "pd_verified"
     CORRUPT = "pd_corrupt"
+    # One entry per load of one rank's share of the host tier.
+    HOST_LOADED_BYTES = "pd_host_loaded_bytes"
+    HOST_LOAD_SECONDS = "pd_host_load_seconds"
     # Told by the scheduler half: how many more than it told last.
     WITHDRAWING_BLOCKS = "pd_withdrawing_blocks"
     HOST_HIT_TOKENS = "pd_host_hit_tokens"
@@ -219,6 +222,8 @@ class PushStats(NixlKVConnectorStats):
         BAD_MESSAGES,
         VERIFIED,
         CORRUPT,
+        HOST_LOADED_BYTES,
+        HOST_LOAD_SECONDS,
         WITHDRAWING_BLOCKS,
         HOST_HIT_TOKENS,
         HOST_BLOCKS,
@@ -230,6 +235,11 @@ class PushStats(NixlKVConnectorStats):
 
     def record(self, name: str, value: float = 1.0) -> None:
         self.data[name].append(value)
+
+    def record_load(self, size_bytes: int, seconds: float) -> None:
+        """From the host tier to the device."""
+        self.record(self.HOST_LOADED_BYTES, size_bytes)
+        self.record(self.HOST_LOAD_SECONDS, seconds)
 
     def is_empty(self) -> bool:
         return super().is_empty() and not any(self.data.get(name) for name in self.OURS)

@@ -178,6 +178,7 @@ class PushScheduler(NixlPushConnectorScheduler):
             for key, tokens in scheduler_output.num_scheduled_tokens.items():
                 if (prefill := self._prefills.get(key)) is not None and not prefill.closed:
                     self._ship(key, prefill, tokens, state)
+        self._refuse(self.lending.forget_late())
         meta, self._next = self._next, PushMetadata()
         return meta
 
@@ -261,30 +262,46 @@ class PushScheduler(NixlPushConnectorScheduler):
 
     def lend(self, key: str, hashes: Sequence[BlockHash], tokens: int) -> None:
         """Send the first `tokens` of a prompt, whose blocks have these hashes, from this cache to the engine that
-        registers for `key`. It hears `Gone` where they are not all cached. The next step, which this call causes, tells
-        the worker half. Asked again for a key that is lent, it does nothing."""
-        if key in self._held:
+        registers for `key`, once the host tier has loaded what only it has. It hears `Gone` where they are not all
+        cached. The next step, which this call causes, tells the worker half. Asked again for a key, it does nothing."""
+        if key in self._held or key in self.lending.loading:
             return
         whole_blocks = self.by_position and len(hashes) * self.block_size == tokens
         firsts = self._first_kept(tokens)
-        if pinned := self.lending.pin(key, hashes, firsts) if whole_blocks else ():
-            blocks = tuple((NO_BLOCK,) * first + ids for first, ids in zip(firsts, pinned, strict=True))
-            self._held.add(key)
-            self._next.started.append(Started(key, len(hashes), tokens, lent=True))
-            self._next.computed.append(Computed(key, 0, 0, blocks, closed=True, lent=True))
-        self._next.finished.append(Finished(key, ok=bool(pinned), held=bool(pinned)))
+        if not (pinned := self.lending.pin(key, hashes, firsts) if whole_blocks else ()):
+            self._refuse([key])
+            return
+        blocks = tuple((NO_BLOCK,) * first + ids for first, ids in zip(firsts, pinned, strict=True))
+        lent = Started(key, len(hashes), tokens, lent=True), Computed(key, 0, 0, blocks, closed=True, lent=True)
+        if not self.lending.send_later(key, lent):
+            self._send_lent(*lent)
+
+    def _send_lent(self, started: Started, computed: Computed) -> None:
+        self._held.add(started.key)
+        self._next.started.append(started)
+        self._next.computed.append(computed)
+        self._next.finished.append(Finished(started.key, ok=True, held=True))
+
+    def _refuse(self, keys: Iterable[str]) -> None:
+        self._next.finished += [Finished(key, ok=False, held=False) for key in keys]
 
     def drop(self, keys: Iterable[str]) -> None:
         """Release the KV of these ended prefills. vLLM itself aborts those that still run."""
         unwanted = self._held.intersection(keys)
+        self._refuse(self.lending.forget(keys))
         self._held -= unwanted
         self._next.unwanted.extend(unwanted)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        self._reserved.difference_update(connector_output.finished_recving or ())
+        received = connector_output.finished_recving or set()
+        self._reserved.difference_update(received)
+        if loaded := self.lending.loading.keys() & received:  # vLLM has no request of these keys
+            connector_output.finished_recving = received - loaded
+            for lent in self.lending.loaded(loaded):
+                self._send_lent(*lent)
         if sent := connector_output.finished_sending:
             self._held -= sent
-            if self.lending.pinned:  # vLLM has no request of these keys
+            if self.lending.pinned:  # nor of these
                 connector_output.finished_sending = sent - self.lending.unpin(sent)
         if isinstance(report := connector_output.kv_connector_worker_meta, RankReport):
             self._withdrawing_blocks = report.withdrawing_blocks

@@ -171,6 +171,9 @@ class Membership:
             if self._fleet.upsert(info, now) and known is not None:
                 self._on_lost(info.id)
         self._unregistered = self._fleet.workers.keys() - registered.keys()
+        views = self._fleet.workers.values()
+        hosted = (view.load.kv.host_blocks for view in views if view.load is not None)
+        self._prefixes.index.make_room(sum(view.info.blocks_total for view in views) + sum(hosted))
 
     def _connect(self, info: WorkerInfo) -> bool:
         try:

@@ -73,6 +73,7 @@ class PrefixView:
             awaited.sequence, awaited.asked_at = snapshot.sequence, now
         else:
             self.index.stored(worker_id, snapshot.keys)
+        self.index.hosted(worker_id, snapshot.hosted)
         if not snapshot.more:
             del self._awaited[worker_id]
             for events in awaited.held:

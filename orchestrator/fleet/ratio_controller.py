@@ -57,7 +57,7 @@ class RatioController:
         self._frontend_id, self._registry, self._fleet = frontend_id, registry, fleet
         self._history, self._predictor, self._reuse = history, predictor, reuse
         self._metrics = metrics or Metrics()
-        self._ratio, self._slo = config.ratio, config.slo
+        self._ratio, self._slo, self._host_tier_bytes = config.ratio, config.slo, config.kv.host_tier_bytes
         self._unit_size = unit_size(config) if config.ratio.mode == "auto" else 1
         self._interval_s, self._tick_s = interval_s, min(interval_s, LEASE_S / 3)
         self._forget()
@@ -100,7 +100,7 @@ class RatioController:
         for view in _decoding(views):
             if view.load and not view.load.waiting_tokens:
                 self._sampler.observe_step(view.load.running, view.load.step_ms / 1000)
-        observation = observe(views, now, self._offered)
+        observation = observe(views, now, self._offered, self._host_tier_bytes)
         if observation is None:
             return
         sample = self._sampler.sample(observation, self._predictor, self._reuse.take())
@@ -127,14 +127,15 @@ class RatioController:
         await self._history.note(decision.after.set_at, str(decision))
 
 
-def observe(views: Iterable[WorkerView], at: float, offered: Offered) -> Observation | None:
-    """A sample of the fleet's load; None while no decode worker has reported its load."""
+def observe(views: Iterable[WorkerView], at: float, offered: Offered, host_tier_bytes: int = 0) -> Observation | None:
+    """A sample of the fleet's load; None while no decode worker has reported its load. `host_tier_bytes`: of a rank."""
     views = list(views)
     decoding = _decoding(views)
     loads = [view.load for view in decoding if view.load is not None]
     if not loads:
         return None
-    block_size = decoding[0].info.identity.block_size
+    info = decoding[0].info
+    block_size = info.identity.block_size
     # WRITEs that share a link are slower than the link, and the fastest of all workers hardly shared it.
     sent = [view.load.kv for view in views if view.load is not None and view.load.kv.transfers >= _MIN_TRANSFERS]
     fastest = max((kv.link_bytes_per_s for kv in sent), default=0.0)
@@ -147,7 +148,8 @@ def observe(views: Iterable[WorkerView], at: float, offered: Offered) -> Observa
         worker_tokens=sum(load.blocks_total for load in loads) * block_size // len(loads),
         worker_sequences=min(view.info.max_num_seqs for view in decoding),
         decode_workers=tuple(view.info.id for view in decoding),
-        link_s_per_token=decoding[0].info.kv_bytes_per_token / fastest if fastest > 0 else 0.0,
+        link_s_per_token=info.kv_bytes_per_token / fastest if fastest > 0 else 0.0,
+        host_tokens=host_tier_bytes * info.kv.tp_size // max(1, info.kv_bytes_per_token),
     )
 
 

@@ -18,6 +18,8 @@ from orchestrator.types import PrefixEvents
 MORE_PROBES = 6
 # At most so many holders of one depth are searched for workers of one kind.
 MAX_HOLDERS = 64
+# Keys that are remembered, at least and at most: 0.1 and 1 GB.
+MIN_KEYS, MAX_KEYS = 1_000_000, 10_000_000
 EXPECTED_STEP = 16  # keys: of prompts that are not computed yet, one in so many is remembered
 
 
@@ -92,16 +94,17 @@ class PrefixIndex:
     A gap in a worker's sequence numbers means lost events. Then the index drops all keys of that worker, and learns
     them anew from `resync` or from later events.
 
-    What a worker is `expected` to compute counts as held.
+    What a worker is `expected` to compute counts as held, and so does what only its host tier has, which is *hosted*.
     """
 
-    def __init__(self, max_keys: int = 1_000_000, expected_step: int = EXPECTED_STEP) -> None:
+    def __init__(self, max_keys: int = MIN_KEYS, expected_step: int = EXPECTED_STEP) -> None:
         if max_keys < 1:
             raise ValueError(f"max_keys: expected at least 1, got {max_keys}")
         self.max_keys = max_keys
         self.expected = ExpectedPrefixes(expected_step)
         # One integer per key, one bit per worker: a thousand workers cost 128 bytes, and one `&` selects the live ones.
         self._holders: dict[int, int] = {}
+        self._hosted: dict[int, int] = {}  # of these, the holders of which host memory alone has the key
         self.bits: dict[str, int] = {}
         self._worker_at: dict[int, str] = {}
         self._sequence: dict[str, int] = {}
@@ -112,6 +115,10 @@ class PrefixIndex:
 
     def __len__(self) -> int:
         return len(self._holders)
+
+    def make_room(self, blocks: int) -> None:
+        """Remember as many keys as all workers together have blocks, within bounds."""
+        self.max_keys = min(MAX_KEYS, max(MIN_KEYS, blocks))
 
     def apply(self, events: PrefixEvents) -> bool:
         """Take one batch of events. Returns False if batches were lost before it. Replayed batches are ignored."""
@@ -129,13 +136,15 @@ class PrefixIndex:
             self.removed(worker_id, events.removed)
         if events.stored:
             self.stored(worker_id, events.stored)
+        if events.hosted:
+            self.hosted(worker_id, events.hosted)
         return complete
 
     def sequence(self, worker_id: str) -> int:
         """The number of the last batch taken from this worker; 0 before the first."""
         return self._sequence.get(worker_id, 0)
 
-    def resync(self, worker_id: str, sequence: int, keys: Iterable[int]) -> None:
+    def resync(self, worker_id: str, sequence: int, keys: Collection[int]) -> None:
         """Replace the keys of a worker by those that it held after batch `sequence`."""
         self.forget(worker_id)
         self._sequence[worker_id] = sequence
@@ -146,8 +155,15 @@ class PrefixIndex:
         self._retire(worker_id)
         self._sequence.pop(worker_id, None)
 
-    def stored(self, worker_id: str, keys: Iterable[int]) -> None:
+    def hosted(self, worker_id: str, keys: Collection[int]) -> None:
+        """From now on only its host tier has them."""
+        self.stored(worker_id, keys)
+        mask, hosted = 1 << self._bit_of(worker_id), self._hosted
+        hosted.update({key: hosted.get(key, 0) | mask for key in keys if key in self._holders})
+
+    def stored(self, worker_id: str, keys: Collection[int]) -> None:
         mask = 1 << self._bit_of(worker_id)
+        self._unhost(mask, keys)
         holders, before, after = self._holders, 0, mask
         for key in keys:
             held = holders.get(key, 0)
@@ -158,11 +174,13 @@ class PrefixIndex:
             # Delete many at once: each search for the oldest key walks over all entries deleted before.
             for key in list(islice(holders, excess + self.max_keys // 16)):
                 del holders[key]
+                self._hosted.pop(key, None)
 
-    def removed(self, worker_id: str, keys: Iterable[int]) -> None:
+    def removed(self, worker_id: str, keys: Collection[int]) -> None:
         bit = self.bits.get(worker_id)
         if bit is None:
             return
+        self._unhost(1 << bit, keys)
         others, holders, before, after = ~(1 << bit), self._holders, 0, 0
         for key in keys:
             if (held := holders.get(key)) is not None:
@@ -172,6 +190,25 @@ class PrefixIndex:
                     holders[key] = after
                 else:
                     del holders[key]
+
+    def _unhost(self, mask: int, keys: Collection[int]) -> None:
+        if hosted := self._hosted:
+            for key in keys:
+                if (held := hosted.get(key, 0)) & mask:
+                    hosted[key] = held & ~mask
+
+    def blocks_on_device(self, worker_id: str, keys: Sequence[int], blocks: int) -> int:
+        """Of the leading `blocks` that a worker holds, how many come before the first that only its host tier has."""
+        if not self._hosted or (bit := self.bits.get(worker_id)) is None:
+            return blocks
+        hosted, mask, low = self._hosted, 1 << bit, 0
+        while low < blocks:  # a device evicts a prefix from its end
+            middle = (low + blocks) // 2
+            if hosted.get(keys[middle], 0) & mask:
+                blocks = middle
+            else:
+                low = middle + 1
+        return low
 
     def look_up(self, keys: Sequence[int]) -> Hits:
         """How many leading blocks each worker holds, or will hold by what it is expected to compute."""
@@ -260,4 +297,5 @@ class PrefixIndex:
     def _sweep(self) -> None:
         live = self._live
         self._holders = {key: mask & live for key, mask in self._holders.items() if mask & live}
+        self._hosted = {key: mask & live for key, mask in self._hosted.items() if mask & live}
         self._free_bits, self._retired = self._retired, []

@@ -72,7 +72,8 @@ class EventTranslator:
     vLLM's BlockStored has the engine's hashes, the parent's hash and the token ids, from which the keys are computed.
     Its BlockRemoved has only the engine's hashes, so the translator remembers the key of every cached block. Both come
     once per block, and equal blocks may be cached several times: a key is held until the last of them is removed. So it
-    is with the copies in host memory, which are counted by themselves: what one medium loses, the other still has.
+    is with the copies in host memory, which are counted by themselves: what one medium loses, the other still has. A
+    key is *hosted* while host memory alone has it.
     """
 
     def __init__(self, block_size: int) -> None:
@@ -87,7 +88,7 @@ class EventTranslator:
         salt: int = 0,
         marks: Marks | None = None,
     ) -> list[int]:
-        """The keys that are newly held; none if the parent is not known. `salt` seeds blocks without a parent."""
+        """The keys that the device newly holds; none if the parent is not known. `salt` seeds blocks without one."""
         if parent is None:
             chain = salt
         elif (held := self._held.get(parent)) is not None:
@@ -97,10 +98,9 @@ class EventTranslator:
         keys: list[int] = []
         chained = _chain(tokens, len(engine_hashes), self.block_size, chain, marks or {})
         for engine_hash, key in zip(engine_hashes, chained, strict=True):
-            if (held := self._held.get(engine_hash)) is not None:
-                held[1] += 1
-            else:
-                self._held[engine_hash] = [key, 1, 0]
+            held = self._held.setdefault(engine_hash, [key, 0, 0])
+            held[1] += 1
+            if held[1] == 1:
                 keys.append(key)
         return keys
 
@@ -110,9 +110,10 @@ class EventTranslator:
             if (held := self._held.get(engine_hash)) is not None:
                 held[2] += 1
 
-    def removed(self, engine_hashes: Iterable[object], *, from_host: bool = False) -> list[int]:
-        """The keys that are no longer held."""
+    def removed(self, engine_hashes: Iterable[object], *, from_host: bool = False) -> tuple[list[int], list[int]]:
+        """The keys that are no longer held, and those that are hosted now."""
         keys: list[int] = []
+        hosted: list[int] = []
         copies = 2 if from_host else 1
         for engine_hash in engine_hashes:
             if (held := self._held.get(engine_hash)) is not None and held[copies]:
@@ -120,7 +121,9 @@ class EventTranslator:
                 if not held[1] and not held[2]:
                     del self._held[engine_hash]
                     keys.append(held[0])
-        return keys
+                elif not held[1] and not from_host:
+                    hosted.append(held[0])
+        return keys, hosted
 
     def clear(self) -> None:
         self._held.clear()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 import msgspec
 
@@ -20,7 +20,13 @@ from orchestrator.fleet.worker_view import WorkerView
 from orchestrator.policy.candidate import Candidate, DecodeChoice, RequestInfo
 from orchestrator.policy.placement import RETRY_AFTER_S, Local, PrefillView, Reject, reject_all
 from orchestrator.policy.policies import Policies, Waiting
-from orchestrator.policy.predict.fetch import MAX_HOLDERS, PRIOR_BYTES_PER_S, Holder, choose_holder
+from orchestrator.policy.predict.fetch import (
+    MAX_HOLDERS,
+    PRIOR_BYTES_PER_S,
+    Holder,
+    choose_holder,
+    load_s_per_token,
+)
 from orchestrator.policy.prefix_index import Hits
 from orchestrator.router.learning import Learning
 from orchestrator.router.request import ActiveRequest, Placed
@@ -180,6 +186,10 @@ class Decider:
                 requests=view.candidate.running + view.candidate.waiting,
                 step_s=load.step_ms / 1e3,
                 link_extra_s=links.extra_s(places.link(view.info.id, asker), max(0, tokens - cached_tokens)),
+                host_tokens=self._host_tokens(view, active.parsed.prefix_keys, tokens),
+                load_s_per_token=load_s_per_token(
+                    view.info.kv_bytes_per_token, load.kv.host_loaded_bytes, load.kv.host_load_s, view.info.kv.tp_size
+                ),
             )
             for view, load, tokens in self._lenders(active, hits)
             if view is not to and view.info.domain == to.info.domain
@@ -202,6 +212,11 @@ class Decider:
                 continue
             if view.usable_as is not None and not view.quiet:
                 yield view, view.load, blocks * self._fleet.block_size
+
+    def _host_tokens(self, view: WorkerView, keys: Sequence[int], tokens: int) -> int:
+        """Of the prompt's first `tokens` that a worker holds, those that only its host tier has."""
+        on_device = self._prefixes.index.blocks_on_device(view.info.id, keys, tokens // self._fleet.block_size)
+        return tokens - on_device * self._fleet.block_size
 
     def _priced(self, adapter: int, candidates: list[Candidate]) -> list[Candidate]:
         if not adapter:

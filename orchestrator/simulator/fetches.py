@@ -1,16 +1,25 @@
-"""Prefixes that workers fetch from other workers' caches before they compute a prompt, of either role.
+"""Prefixes that workers fetch from other workers' caches, or load from their own host tier, before they compute a
+prompt, of either role.
 
 `policy/predict/fetch.py` decides, when a job is claimed or placed locally. A fetch takes its time of both workers'
-links, after what these carry already, and is given up after a bound, as in a real worker.
+links, after what these carry already, and is given up after a bound, as in a real worker. What only the host tier of
+the holder has is loaded first; one worker's loads follow one another.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from orchestrator.policy.predict.fetch import FIXED_S, PRIOR_BYTES_PER_S, Holder, choose_holder, wait_limit_s
+from orchestrator.policy.predict.fetch import (
+    FIXED_S,
+    PRIOR_BYTES_PER_S,
+    Holder,
+    choose_holder,
+    load_s_per_token,
+    wait_limit_s,
+)
 from orchestrator.simulator.job import Job, Stay
 from orchestrator.simulator.racks import Racks
 from orchestrator.simulator.router import Router
@@ -37,23 +46,28 @@ class Fetches:
     def __init__(self, sim: Simulated, unit_tokens: int) -> None:
         """`unit_tokens`: of the load's prefix keys."""
         self._sim, self._unit_tokens = sim, unit_tokens
-        self.fetched_tokens = 0
+        self.fetched_tokens = self.loaded_tokens = 0  # from other workers; from the own host tier
+        self._fetches = sim.settings.stack.config.kv.fetch == "auto"
         self.outcomes = Counter[str]()
 
     def begin(self, stay: Stay, worker: Worker) -> bool:
-        """Fetch what `worker` lacks of this prompt, and submit the stay then. False: it is to be submitted now."""
+        """Fetch or load what `worker` lacks of this prompt, and submit the stay then. False: it is to be submitted
+        now."""
         sim, router, profile = self._sim, self._sim.router, self._sim.settings.profile
         here = stay.job.hits.get(worker.name, 0)
         rate = router.link_bytes_per_s.at(sim.now) or PRIOR_BYTES_PER_S
         s_per_token = router.predictor.s_per_token
-        holder = choose_holder(self._holders(stay, worker, here), here, s_per_token, profile.kv_bytes_per_token / rate)
+        holders = self._holders(stay, worker, here) if self._fetches else []
+        holder = choose_holder(holders, here, s_per_token, profile.kv_bytes_per_token / rate)
         if holder is None:
-            return False
+            return self._load(stay, worker)
         source, units = sim.workers[holder.worker_id], holder.tokens // self._unit_tokens
         lacking = holder.tokens - min(holder.tokens, worker.kv.hit_units(stay.keys) * self._unit_tokens)
         came, ends = 0, sim.now + FIXED_S + source.profile.step_s
-        if source.kv.hit_units(stay.keys[:units]) == units:
-            begins = max(sim.now, source.link_free_at, worker.link_free_at)
+        if source.kv.held_units(stay.keys[:units]) == units:
+            on_device = source.kv.hit_units(stay.keys[:units])
+            loaded_at = self._loaded_at(source, units - on_device) if on_device < units else sim.now
+            begins = max(loaded_at, source.link_free_at, worker.link_free_at)
             occupied_s = lacking * profile.kv_bytes_per_token / sim.link_bytes_per_s
             source.link_free_at = worker.link_free_at = begins + occupied_s
             sent = begins + occupied_s * sim.racks.slowness(source.name, worker.name)
@@ -64,11 +78,30 @@ class Fetches:
         if outcome == "fetched":
             self.fetched_tokens += lacking
             stay.expected_hit_tokens = holder.tokens
+        self._wait(stay, worker, here, stay.keys[:units] if outcome == "fetched" else (), min(ends, given_up))
+        return True
+
+    def _wait(self, stay: Stay, worker: Worker, here: int, keys: Sequence[int], until: float) -> None:
         worker.fetching[stay] = None
         worker.pending_tokens += (tokens := stay.context - here)
-        keys = stay.keys[:units] if outcome == "fetched" else ()
-        sim.at(min(ends, given_up), self._end, stay, (worker, keys, tokens))
+        self._sim.at(until, self._end, stay, (worker, keys, tokens))
+
+    def _load(self, stay: Stay, worker: Worker) -> bool:
+        """What only the host tier of `worker` has."""
+        on_device, held = worker.kv.hit_units(stay.keys), worker.kv.held_units(stay.keys)
+        if held <= on_device:
+            return False
+        self.loaded_tokens += (held - on_device) * self._unit_tokens
+        here = stay.job.hits.get(worker.name, 0)
+        self._wait(stay, worker, here, stay.keys[:held], self._loaded_at(worker, held - on_device))
         return True
+
+    def _loaded_at(self, worker: Worker, units: int) -> float:
+        """When so many units will have been loaded from the worker's host tier, in an engine's step of their own."""
+        profile = self._sim.settings.profile
+        load_s = units * self._unit_tokens * profile.kv_bytes_per_token / profile.host_bytes_per_s
+        worker.loads_end_at = max(self._sim.now + profile.step_s, worker.loads_end_at) + load_s
+        return worker.loads_end_at
 
     def _holders(self, stay: Stay, asker: Worker, here: int) -> list[Holder]:
         workers = ((self._sim.workers[name], tokens) for name, tokens in stay.job.hits.items())
@@ -79,12 +112,21 @@ class Fetches:
                 len(it.running) + len(it.waiting),
                 it.profile.step_s,
                 self._sim.router.predictor.links.extra_s(self._sim.racks.link(it.name, asker.name), tokens - here),
+                self._host_tokens(it, stay, tokens),
+                load_s_per_token(it.profile.kv_bytes_per_token, round(it.profile.host_bytes_per_s), 1.0),
             )
             for it, tokens in workers
             if it.alive and it is not asker and self._sim.racks.permits(it.name, asker.name)
         ]
 
-    def _end(self, stay: Stay, begun: tuple[Worker, tuple[int, ...], int]) -> None:
+    def _host_tokens(self, worker: Worker, stay: Stay, tokens: int) -> int:
+        """Of the prompt's first `tokens` there, those that only its host tier has, as the router believes."""
+        if (index := self._sim.router.index) is None:
+            return 0
+        units = min(tokens, stay.context - 1) // self._unit_tokens
+        return (units - index.blocks_on_device(worker.name, stay.keys, units)) * self._unit_tokens
+
+    def _end(self, stay: Stay, begun: tuple[Worker, Sequence[int], int]) -> None:
         worker, keys, tokens = begun
         if stay not in worker.fetching:  # it has died
             self._sim.router.claimed -= stay.phase == "prefill"

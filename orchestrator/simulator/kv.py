@@ -1,8 +1,8 @@
-"""One simulated worker's KV memory: blocks in use, and the prefix cache in the free blocks.
+"""One simulated worker's KV memory: blocks in use, the prefix cache in the free blocks, and its host tier.
 
 As in vLLM, sequences share the blocks of a prefix by reference counts. Unused blocks stay cached until they are
-evicted, the least recently used first. A prefix key names a *unit* of one or more whole blocks (512 tokens in
-Mooncake's trace).
+evicted, the least recently used first. The host tier has a copy of what was used last. A prefix key names a *unit* of
+one or more whole blocks (512 tokens in Mooncake's trace).
 """
 
 from __future__ import annotations
@@ -13,10 +13,12 @@ from collections.abc import Sequence
 class KVPool:
     """`used` counts blocks that sequences use. Cached blocks count as free, since any allocation may evict them."""
 
-    __slots__ = ("_cached", "_refs", "dirty", "total", "unit_blocks", "used")
+    __slots__ = ("_cached", "_host", "_refs", "dirty", "host_units", "total", "unit_blocks", "used")
 
-    def __init__(self, total: int, unit_blocks: int = 1) -> None:
+    def __init__(self, total: int, unit_blocks: int = 1, host_blocks: int = 0) -> None:
         self.total = total
+        self.host_units = host_blocks // unit_blocks
+        self._host: dict[int, None] = {}  # oldest first
         self.unit_blocks = unit_blocks
         self.used = 0
         self._refs: dict[int, int] = {}
@@ -28,10 +30,21 @@ class KVPool:
         return self.total - self.used
 
     def holds(self, key: int) -> bool:
+        """Whether the device has it."""
         return key in self._refs or key in self._cached
 
+    def hosts(self, key: int) -> bool:
+        return key in self._host
+
+    def held_units(self, keys: Sequence[int]) -> int:
+        """How many leading units of a prompt the device or the host tier has."""
+        for depth, key in enumerate(keys):
+            if not (self.holds(key) or key in self._host):
+                return depth
+        return len(keys)
+
     def hit_units(self, keys: Sequence[int]) -> int:
-        """How many leading units of a prompt are in memory."""
+        """How many leading units of a prompt the device has."""
         refs, cached = self._refs, self._cached
         for depth, key in enumerate(keys):
             if key not in refs and key not in cached:
@@ -89,6 +102,7 @@ class KVPool:
                 cached[key] = None
                 freed += unit
         self.used -= freed
+        self._copy(keys)
 
     def store(self, keys: Sequence[int]) -> None:
         """Cache leading units of a prompt that came from another worker, in blocks that no sequence uses."""
@@ -99,13 +113,28 @@ class KVPool:
                     self.dirty.add(key)
                 cached.pop(key, None)
                 cached[key] = None
+        self._copy(keys)
         self._evict()
 
     def clear(self) -> None:
-        self.dirty.update(self._refs, self._cached)
+        self.dirty.update(self._refs, self._cached, self._host)
         self._refs.clear()
         self._cached.clear()
+        self._host.clear()
         self.used = 0
+
+    def _copy(self, keys: Sequence[int]) -> None:
+        """Into the host tier, or make them its newest."""
+        if not self.host_units:
+            return
+        host = self._host
+        for key in reversed(keys):
+            host.pop(key, None)
+            host[key] = None
+        while len(host) > self.host_units:
+            key = next(iter(host))
+            del host[key]
+            self.dirty.add(key)
 
     def _evict(self) -> None:
         cached, unit = self._cached, self.unit_blocks

@@ -52,6 +52,7 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     kv_bytes_per_token: Count
     link_bytes_per_s: Annotated[float, Meta(gt=0)]
     link_latency_s: Seconds = 0.0
+    host_bytes_per_s: Annotated[float, Meta(gt=0)] = 2.5e10  # from its host tier to the device
     router_s: Seconds = 0.001  # from the client to a worker, and for the first token back
     ttft_slo_s: Annotated[float, Meta(gt=0)] = 2.0
     tpot_slo_s: Annotated[float, Meta(gt=0)] = 0.1

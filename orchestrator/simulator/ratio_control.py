@@ -25,6 +25,7 @@ class RatioControl:
         config = settings.stack.config
         self._router, self._profile, self._config = router, settings.profile, config.ratio
         self._slo = router.slo
+        self._host_tokens = config.kv.host_tier_bytes // settings.profile.kv_bytes_per_token
         self._window: deque[LoadSample] = deque(maxlen=WINDOW_SAMPLES)
         self._current = DesiredRatio(settings.prefill, settings.decode, set_at=-1e9)
         self._next_at = INTERVAL_S
@@ -65,6 +66,7 @@ class RatioControl:
             waiting=sum(len(worker.waiting) for worker in workers),
             held_tokens=sum(worker.used_blocks(now) for worker in workers) * profile.block_size,
             worker_tokens=profile.blocks * profile.block_size,
+            host_tokens=self._host_tokens,
             worker_sequences=profile.max_num_seqs,
             decode_workers=tuple(worker.name for worker in workers),
             link_s_per_token=profile.kv_bytes_per_token / link_bytes_per_s if link_bytes_per_s else 0.0,

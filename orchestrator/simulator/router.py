@@ -44,9 +44,9 @@ class Router:
         clock: Clock,
         racks: Racks,
         end: Callable[[Job, str], None],
-        fetch: Callable[[Stay, Worker], bool] | None = None,
+        fetch: Callable[[Stay, Worker], bool],
     ) -> None:
-        """`fetch(stay, worker)`: whether the worker fetches a prefix first, after which the stay is submitted to it."""
+        """`fetch(stay, worker)`: whether the worker fetches or loads a prefix first; it submits the stay after that."""
         profile, self.stack = settings.profile, settings.stack
         self._unit_tokens = unit_tokens
         self._clock, self._racks, self._end, self._fetch = clock, racks, end, fetch
@@ -182,7 +182,7 @@ class Router:
 
     def _begin(self, stay: Stay, worker: Worker) -> None:
         """Submit a stay that computes its prompt, or have the worker fetch what it can of that first."""
-        if self._fetch is None or self.stack.dispatch == "push" or not self._fetch(stay, worker):
+        if self.stack.dispatch == "push" or not self._fetch(stay, worker):
             worker.submit(stay, self._clock.now)
 
     def look_up(self, job: Job) -> dict[str, int]:
@@ -329,9 +329,11 @@ class Router:
         if self.index is not None and worker.kv.dirty:
             dirty, worker.kv.dirty = worker.kv.dirty, set()
             stored = [key for key in dirty if worker.kv.holds(key)]
-            removed = [key for key in dirty if not worker.kv.holds(key)]
+            hosted = [key for key in dirty if not worker.kv.holds(key) and worker.kv.hosts(key)]
+            removed = [key for key in dirty if not (worker.kv.holds(key) or worker.kv.hosts(key))]
             self._index_sequence[worker.name] += 1
-            self.index.apply(PrefixEvents(worker.name, self._index_sequence[worker.name], stored, removed))
+            number = self._index_sequence[worker.name]
+            self.index.apply(PrefixEvents(worker.name, number, stored, removed, hosted=hosted))
 
     def settled(self, job: Job) -> None:
         """The worker of the job has computed its prompt, or will not."""

@@ -48,8 +48,7 @@ class Simulation:
         self.link_bytes_per_s = settings.profile.link_bytes_per_s
         self.racks = Racks(settings)
         self.fetches = Fetches(self, load.unit_tokens)
-        fetch = self.fetches.begin if settings.stack.config.kv.fetch == "auto" else None
-        self.router = Router(settings, load.unit_tokens, self, self.racks, self._end, fetch)
+        self.router = Router(settings, load.unit_tokens, self, self.racks, self._end, self.fetches.begin)
         self.jobs = [
             Job(n, arrival, load.unit_tokens, settings.stack.adapters) for n, arrival in enumerate(load.arrivals)
         ]
@@ -72,7 +71,9 @@ class Simulation:
             self.ratio = RatioControl(settings, self.router)
 
     def add_worker(self, name: str, view: PoolView) -> Worker:
-        worker = Worker(name, self.settings.profile, self.load.unit_tokens, self, self._wake_at)
+        profile, tier_bytes = self.settings.profile, self.settings.stack.config.kv.host_tier_bytes
+        host_blocks = tier_bytes // (profile.block_size * profile.kv_bytes_per_token)
+        worker = Worker(name, profile, self.load.unit_tokens, self, self._wake_at, host_blocks)
         self.workers[name] = worker
         view.add(worker, self.now)
         return worker

@@ -27,12 +27,18 @@ class Worker:
     unless its version has changed by then."""
 
     def __init__(
-        self, name: str, profile: Profile, unit_tokens: int, sim: Events, schedule: Callable[[float, Worker, int], None]
+        self,
+        name: str,
+        profile: Profile,
+        unit_tokens: int,
+        sim: Events,
+        schedule: Callable[[float, Worker, int], None],
+        host_blocks: int = 0,
     ) -> None:
         self.name, self.profile, self.sim = name, profile, sim
         self._schedule_wake = schedule
         self.unit_tokens = unit_tokens
-        self.kv = KVPool(profile.blocks, max(1, unit_tokens // profile.block_size))
+        self.kv = KVPool(profile.blocks, max(1, unit_tokens // profile.block_size), host_blocks)
         self.alive = True
         self.pending_tokens = 0  # prompt tokens to compute; for waiting and fetching stays, as the router expects
         self.computed_tokens = self.preemptions = 0
@@ -41,7 +47,7 @@ class Worker:
         self.plain_steps = 0
         self._generated_tokens = 0  # up to the current run of steps
         self.itl_buckets: dict[int, int] = {}
-        self.link_free_at = 0.0
+        self.link_free_at = self.loads_end_at = 0.0
         self.waiting: list[Stay] = []  # by `order`
         self.running = RunningStays(profile.adapter_slots)
         self.prefilling: dict[Stay, None] = {}

@@ -179,11 +179,13 @@ class CallReply(msgspec.Struct, tag="call_reply", frozen=True):
 
 
 class PrefixSnapshot(msgspec.Struct, tag="prefix_snapshot", frozen=True):
-    """A part of what the worker's prefix cache held when it had published the batch `sequence`."""
+    """A part of what the worker's prefix cache held when it had published the batch `sequence`. `hosted`: more keys,
+    which only its host tier held."""
 
     sequence: int
     keys: list[int]
     more: bool  # other parts of the same snapshot follow
+    hosted: list[int] = []
 
 
 ToFrontend = Union[

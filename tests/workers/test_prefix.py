@@ -34,6 +34,10 @@ def test_changes_are_net():
     changes.cleared()
     changes.stored([6])
     assert changes and changes.take() == PrefixDelta([6], [], cleared=True)
+    changes.hosted([6, 7])
+    changes.stored([7])
+    changes.add(PrefixDelta([], [8], hosted=[9]))
+    assert changes.take() == PrefixDelta([7], [8], hosted=[6, 9])
 
 
 async def test_burst_makes_few_batches_without_gap(world):
@@ -51,6 +55,15 @@ async def test_burst_makes_few_batches_without_gap(world):
     assert len(published) < 10
     assert [events.sequence - published[0].sequence for events in published] == list(range(len(published)))
     assert load.prefix_sequence == published[-1].sequence
+
+
+async def test_a_snapshot_says_what_only_host_memory_has(world):
+    reporter, published, sent, _ = world
+    reporter.changed(PrefixDelta([1, 2, 3], []))
+    reporter.changed(PrefixDelta([], [1], hosted=[2, 3]))
+    reporter.changed(PrefixDelta([3], []))
+    reporter.snapshot("f")
+    assert sent == [("f", PrefixSnapshot(published[-1].sequence, [3], more=False, hosted=[2]))]
 
 
 async def test_snapshot_matches_last_batch(world):

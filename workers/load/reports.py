@@ -294,7 +294,8 @@ class PrefixReporter:
         load: LoadReporter,
     ) -> None:
         self._worker_id, self._publish, self._send, self._load = worker_id, publish, send, load
-        self._keys: dict[int, None] = {}  # as large as the engine's cache, oldest first
+        # As large as the engine's cache and its host tier, oldest first. True: that tier alone has it.
+        self._keys: dict[int, bool] = {}
         self._changes = PrefixChanges()
         self._sequence = int(time.time() * 1e6)  # so that a restarted worker does not continue the old sequence
         self._published_at = 0.0
@@ -305,7 +306,7 @@ class PrefixReporter:
             self._keys.clear()
         for key in delta.removed:
             self._keys.pop(key, None)
-        self._keys.update(dict.fromkeys(delta.stored))
+        self._keys |= dict.fromkeys(delta.stored, False) | dict.fromkeys(delta.hosted, True)
         self._changes.add(delta)
         if self._timer is None:
             wait_s = self._published_at + PREFIX_INTERVAL_S - time.monotonic()
@@ -324,10 +325,12 @@ class PrefixReporter:
         """Send every cached key to this frontend. If that fails, the frontend asks again."""
         if self._changes:
             self._publish_now()  # a snapshot is as of the last batch
-        keys = list(self._keys)
+        keys = list(self._keys.items())
         for start in range(0, len(keys) or 1, SNAPSHOT_KEYS):
             end = start + SNAPSHOT_KEYS
-            part = PrefixSnapshot(self._sequence, keys[start:end], more=end < len(keys))
+            part = PrefixSnapshot(self._sequence, [], more=end < len(keys))
+            for key, hosted in keys[start:end]:
+                (part.hosted if hosted else part.keys).append(key)
             if not self._send(frontend_id, part):
                 return
 
@@ -342,5 +345,6 @@ class PrefixReporter:
         self._published_at = time.monotonic()
         self._sequence += 1
         delta = self._changes.take()
-        self._publish(PrefixEvents(self._worker_id, self._sequence, delta.stored, delta.removed, delta.cleared))
+        changes = delta.stored, delta.removed, delta.cleared, delta.hosted
+        self._publish(PrefixEvents(self._worker_id, self._sequence, *changes))
         self._load.prefix_sequence = self._sequence

@@ -1,6 +1,7 @@
 """Whether a prompt's first tokens are fetched from another worker's prefix cache, and from which one.
 
-A fetch takes two engine steps and the time that its bytes take over the link. It must be worth more than the errors of
+A fetch takes two engine steps and the time that its bytes take over the link. What only the host tier of the holder has
+is loaded into its device first, which takes a step more and its bytes' time. It must be worth more than the errors of
 these predictions: a fetch that fails has cost its time.
 """
 
@@ -16,6 +17,7 @@ MAX_SHARE = 0.5  # of the time of computing the same tokens
 NEAR_SHARE = 0.8  # of the largest gain: among holders that give so much, the least busy one is asked
 MAX_HOLDERS = 8  # that are compared
 PRIOR_BYTES_PER_S = 1e9  # of a link before its first large WRITE
+PRIOR_LOAD_BYTES_PER_S = 1e10  # from host memory, before the first load
 # A fetch is given up after the time in which its tokens are computed twice, within these bounds.
 MIN_WAIT_S, MAX_WAIT_S = 0.25, 2.0
 
@@ -28,10 +30,19 @@ class Holder(msgspec.Struct, frozen=True):
     requests: int  # running and waiting there
     step_s: float = 0.0  # of its engine
     link_extra_s: float = 0.0  # by which what it sends takes longer than over the fastest link
+    host_tokens: int = 0  # of `tokens`, those that only its host tier has
+    load_s_per_token: float = 0.0  # from there to its device
 
     @property
     def delay_s(self) -> float:
-        return self.step_s + self.link_extra_s
+        load_s = self.step_s + self.host_tokens * self.load_s_per_token if self.host_tokens else 0.0
+        return self.step_s + self.link_extra_s + load_s
+
+
+def load_s_per_token(token_bytes: int, loaded_bytes: int, seconds: float, ranks: int = 1) -> float:
+    """Of a host tier whose ranks, which load at once, have so far loaded so much in so long."""
+    bytes_per_s = loaded_bytes / seconds if loaded_bytes and seconds else PRIOR_LOAD_BYTES_PER_S
+    return token_bytes / (ranks * bytes_per_s)
 
 
 def could_gain(tokens: int, compute_s_per_token: float) -> bool:

@@ -28,7 +28,7 @@ class Caches(msgspec.Struct, frozen=True):
     of: Curve
     prompts_per_s: float
     s_per_token: float  # prefill time
-    worker_tokens: float  # KV memory of one worker
+    worker_tokens: float  # of KV that one worker caches
     answer_tokens: float  # generated tokens in the memory of all decode workers, which no prompt can reuse
     prefill: int  # workers
     decode: int

@@ -36,6 +36,7 @@ class Observation(msgspec.Struct, frozen=True):
     worker_sequences: int  # in one decode worker's batch, at most
     decode_workers: tuple[str, ...] = ()  # their ids; what others decoded before a role change tells nothing now
     link_s_per_token: float = 0.0  # in which a worker's link carries a token's KV; 0: not known
+    host_tokens: int = 0  # size of one worker's host tier
 
 
 class LoadSample(msgspec.Struct, frozen=True):
@@ -49,7 +50,7 @@ class LoadSample(msgspec.Struct, frozen=True):
     prefill_s_per_token: float
     step: tuple[float, float]  # a decode step, measured: fixed seconds, and seconds per sequence
     max_sequences: float  # on one decode worker, by batch size or memory
-    worker_tokens: float = 0.0  # size of one worker's KV memory
+    worker_tokens: float = 0.0  # for which one worker caches KV, on its device or in its host tier, which copies that
     reuse: Reuse = Reuse()  # of the prompts that arrived
     link_s_per_token: float = 0.0  # `Observation`'s
 
@@ -95,7 +96,7 @@ class LoadSampler:
             prefill_s_per_token=predictor.s_per_token,
             step=self._step(predictor.mean_itl_s(now.decode_workers)),
             max_sequences=max(1.0, min(now.worker_sequences, by_memory)),
-            worker_tokens=now.worker_tokens,
+            worker_tokens=max(now.worker_tokens, now.host_tokens),
             reuse=reuse,
             link_s_per_token=now.link_s_per_token,
         )

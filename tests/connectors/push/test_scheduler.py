@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -300,3 +301,100 @@ def test_what_cannot_be_lent_is_refused_at_once(lost: str) -> None:
     (finished,) = lends._next.finished
     assert not finished.ok and not finished.held and not lends._next.started and not lends._next.computed
     assert pool.get_num_free_blocks() == free
+
+
+def with_host_memory(lends: Any, pool: Any, hashes: list[Any]) -> Any:
+    """A tier that has blocks of these hashes; what it would tell a rank to load are its `_reqs_to_load`."""
+    from vllm.v1.core.block_pool import BlockPool
+    from vllm.v1.core.kv_cache_utils import make_block_hash_with_group_id
+
+    from connectors.host.tier import HostTier
+
+    lends.lending.tier = tier = HostTier.__new__(HostTier)
+    tier.cpu_block_pool = BlockPool(16, enable_caching=True, hash_block_size=16)
+    tier._gpu_block_pool, tier._reqs_to_load, tier._abandoned_reqs_to_load = pool, {}, {}
+    tier._load_event_to_reqs, tier._interval_load_blocks_completed, tier._expected_worker_count = {}, 0, 1
+    tier._store_event_pending_counts = {}
+    held = tier.cpu_block_pool.get_new_blocks(len(hashes))
+    for block, block_hash in zip(held, hashes, strict=True):
+        tier.cpu_block_pool._insert_block_hash(make_block_hash_with_group_id(block_hash, 0), block, 16)
+    tier.cpu_block_pool.free_blocks(reversed(held))
+    return tier
+
+
+def loaded(lends: Any, tier: Any, key: str) -> None:
+    """All ranks have loaded it, as the connector passes it on."""
+    output = SimpleNamespace(finished_recving={key, "x"}, finished_sending=None, kv_connector_worker_meta=None)
+    tier.copied(output.finished_recving, {})
+    lends.update_connector_output(output)
+    assert output.finished_recving == {"x"}, "vLLM has no request of that key"
+
+
+@pytest.mark.parametrize("wanted", [True, False])
+def test_what_only_host_memory_has_is_lent_once_it_is_loaded(wanted: bool) -> None:
+    lends, pool, hashes = lender(blocks=32, cached=2)
+    hashes += [bytes([number]) * 32 for number in range(10, 13)]
+    tier = with_host_memory(lends, pool, hashes[1:])
+    free, host_free = pool.get_num_free_blocks(), tier.cpu_block_pool.get_num_free_blocks()
+    lends.lend("k", hashes, 80)
+    assert not lends._next.has_news() and lends.has_pending_push_work()
+    assert pool.get_num_free_blocks() == free - 5
+    assert tier.loading_blocks == 3 and tier.cpu_block_pool.get_num_free_blocks() == host_free - 3
+    lends.lend("k", hashes, 80)
+    assert pool.get_num_free_blocks() == free - 5, "it is being loaded already"
+    if not wanted:
+        lends.drop(["k"])
+        (finished,) = lends._next.finished
+        assert not finished.ok and not finished.held, "the asker hears so at once"
+        assert pool.get_num_free_blocks() == free - 5, "a copy into these blocks may run"
+    targets = tier._reqs_to_load["k"].transfer_meta.gpu_block_ids
+    loaded(lends, tier, "k")
+    assert not tier.loading_blocks and tier.cpu_block_pool.get_num_free_blocks() == host_free
+    if wanted:
+        (computed,), (finished,) = lends._next.computed, lends._next.finished
+        assert finished.ok and finished.held and list(computed.blocks[0][2:]) == targets
+        sent = SimpleNamespace(finished_recving=None, finished_sending={"k"}, kv_connector_worker_meta=None)
+        lends.update_connector_output(sent)
+    assert not lends._next.computed or wanted
+    assert pool.get_num_free_blocks() == free and not lends.lending.pinned
+
+
+@pytest.mark.parametrize("lost", ["a block", "the memory", "the time"])
+def test_what_cannot_be_loaded_to_be_lent_is_refused_at_once(lost: str) -> None:
+    """`the time`: the tier loads a sixth of the device's memory for others."""
+    lends, pool, hashes = lender(blocks=32, cached=2)
+    hashes += [bytes([number]) * 32 for number in range(10, 13)]
+    tier = with_host_memory(lends, pool, hashes[2:4] if lost == "a block" else hashes[2:])
+    if lost == "the memory":
+        pool.get_new_blocks(pool.get_num_free_blocks() - 8)
+    elif lost == "the time":
+        targets, held = pool.get_new_blocks(5), tier.cpu_block_pool.get_new_blocks(5)
+        tier.load("another", held, targets)
+    free, host_free = pool.get_num_free_blocks(), tier.cpu_block_pool.get_num_free_blocks()
+    lends.lend("k", hashes, 80)
+    (finished,) = lends._next.finished
+    assert not finished.ok and not finished.held and not lends._next.started
+    assert pool.get_num_free_blocks() == free and tier.cpu_block_pool.get_num_free_blocks() == host_free
+    assert "k" not in tier._reqs_to_load
+
+
+def test_what_takes_too_long_to_load_is_refused_and_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    from connectors import lending
+
+    def build() -> Any:
+        return lends.build_connector_meta(SimpleNamespace(preempted_req_ids=None, kv_connector_block_state=None))
+
+    lends, pool, hashes = lender(blocks=32, cached=2)
+    hashes += [bytes([number]) * 32 for number in range(10, 13)]
+    tier = with_host_memory(lends, pool, hashes[2:])
+    free = pool.get_num_free_blocks()
+    lends.lend("k", hashes, 80)
+    assert not build().finished, "there is time"
+    now = time.monotonic()
+    monkeypatch.setattr(lending, "time", SimpleNamespace(monotonic=lambda: now + 3.0))
+    (finished,) = build().finished
+    assert not finished.ok and not finished.held
+    assert not build().finished, "it is said once"
+    assert pool.get_num_free_blocks() == free - 5 and lends.has_pending_push_work(), "the copy may run"
+    loaded(lends, tier, "k")
+    assert pool.get_num_free_blocks() == free and not lends.has_pending_push_work()

@@ -95,7 +95,9 @@ def test_observation_sums_decode_workers():
     fleet = fleet_of(P, D, D, running=5, waiting=2, free=412)
     look = observe(fleet.workers.values(), 9.0, Offered(1, 2, 3.0))
     assert (look.holding, look.waiting, look.held_tokens) == (10, 4, 2 * 100 * 16)
-    assert (look.worker_tokens, look.worker_sequences) == (512 * 16, 64)
+    assert (look.worker_tokens, look.worker_sequences, look.host_tokens) == (512 * 16, 64, 0)
+    kv_bytes = next(iter(fleet.workers.values())).info.kv_bytes_per_token
+    assert observe(fleet.workers.values(), 9.0, Offered(), 3000 * kv_bytes).host_tokens == 6000, "of two ranks"
     assert [fleet.workers[name].info.role for name in look.decode_workers] == [D, D]
 
 

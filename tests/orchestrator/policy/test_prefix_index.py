@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.policy.prefix_index import MORE_PROBES, PrefixIndex
+from orchestrator.policy.prefix_index import MAX_KEYS, MIN_KEYS, MORE_PROBES, PrefixIndex
 from orchestrator.types import PrefixEvents
 
 
@@ -44,6 +44,36 @@ def test_removal_and_clearing():
     assert index.match([1, 2, 3])["a"] == 2
     index.apply(PrefixEvents("a", 3, cleared=True))
     assert index.match([1, 2, 3]) == {"b": 1}
+
+
+def test_what_only_host_memory_has_is_held_and_known_as_such():
+    index, keys = PrefixIndex(), [1, 2, 3, 4]
+    index.apply(PrefixEvents("a", 1, stored=keys))
+    index.apply(PrefixEvents("b", 1, stored=keys))
+    index.apply(PrefixEvents("a", 2, hosted=[3, 4]))
+    assert index.match(keys) == {"a": 4, "b": 4}
+    assert [index.blocks_on_device(name, keys, 4) for name in ("a", "b", "unknown")] == [2, 4, 4]
+    assert index.blocks_on_device("a", keys, 1) == 1
+    index.apply(PrefixEvents("a", 3, stored=[3]))
+    assert index.blocks_on_device("a", keys, 4) == 3, "it was loaded"
+    index.apply(PrefixEvents("a", 4, removed=[4]))
+    index.apply(PrefixEvents("a", 5, stored=[4]))
+    assert index.blocks_on_device("a", keys, 4) == 4, "computed anew"
+    index.apply(PrefixEvents("a", 6, hosted=[1, 2, 3, 4]))
+    index.apply(PrefixEvents("a", 7, cleared=True))
+    index.apply(PrefixEvents("a", 8, stored=keys))
+    assert index.blocks_on_device("a", keys, 4) == 4
+
+
+def test_as_many_keys_are_remembered_as_workers_have_blocks_within_bounds():
+    index = PrefixIndex()
+    for blocks, kept in ((0, MIN_KEYS), (3_000_000, 3_000_000), (10**9, MAX_KEYS)):
+        index.make_room(blocks)
+        assert index.max_keys == kept
+    index.make_room(0)
+    index.hosted("a", range(MIN_KEYS + 10))
+    assert len(index) <= MIN_KEYS
+    assert index.blocks_on_device("a", range(MIN_KEYS + 10), 5) == 5, "what is forgotten is not hosted"
 
 
 def test_a_replayed_batch_changes_nothing():

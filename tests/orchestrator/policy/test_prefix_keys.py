@@ -20,7 +20,7 @@ def test_engine_events_and_prompts_have_same_keys():
     second = translator.stored([b"y"], b"x", TOKENS[16:32])
     assert first + second == prefix_keys(TOKENS, 16)  # the last 8 tokens fill no block
     assert translator.stored([b"z"], b"unknown", TOKENS[:16]) == []
-    assert translator.removed([b"y", b"never"]) == second
+    assert translator.removed([b"y", b"never"]) == (second, [])
     assert prefix_keys([9, *TOKENS[1:]], 16)[1] != second[0]
 
 
@@ -28,8 +28,8 @@ def test_block_cached_twice_is_held_until_both_are_removed():
     translator = EventTranslator(block_size=4)
     stored = translator.stored([b"x"], None, TOKENS[:4])
     assert translator.stored([b"x"], None, TOKENS[:4]) == []
-    assert translator.removed([b"x"]) == []
-    assert translator.removed([b"x"]) == stored
+    assert translator.removed([b"x"]) == ([], [])
+    assert translator.removed([b"x"]) == (stored, [])
     assert translator.stored([b"x"], None, TOKENS[:4]) == stored
 
 
@@ -37,12 +37,16 @@ def test_what_one_medium_loses_the_other_still_has():
     translator = EventTranslator(block_size=4)
     keys = translator.stored([b"x", b"y"], None, TOKENS[:8])
     translator.copied([b"x", b"unknown"])
-    assert translator.removed([b"y", b"unknown"], from_host=True) == [], "it has no copy there"
-    assert translator.removed([b"x", b"y"]) == keys[1:]
+    assert translator.removed([b"y", b"unknown"], from_host=True) == ([], []), "it has no copy there"
+    assert translator.removed([b"x", b"y"]) == (keys[1:], keys[:1])
     assert translator.stored([b"z"], b"x", TOKENS[8:12]), "a block after it has a key, too"
-    assert translator.stored([b"x"], None, TOKENS[:4]) == [], "loaded from there"
-    assert translator.removed([b"x"], from_host=True) == []
-    assert translator.removed([b"x"]) == keys[:1]
+    assert translator.stored([b"x"], None, TOKENS[:4]) == keys[:1], "loaded from there"
+    assert translator.removed([b"x"], from_host=True) == ([], [])
+    assert translator.removed([b"x"]) == (keys[:1], [])
+    translator.stored([b"x"], None, TOKENS[:4])
+    translator.copied([b"x"])
+    assert translator.removed([b"x"]) == ([], keys[:1])
+    assert translator.removed([b"x"], from_host=True) == (keys[:1], [])
 
 
 def test_different_salts_share_no_key():

@@ -200,8 +200,103 @@ async def test_preempted_requests_get_their_tokens_back(pair, plain: Driver) -> 
     await assert_no_leaks(decode)
 
 
+async def fetch(holder: Driver, asker: Driver, key: str, body: list[bytes], tokens: int) -> None:
+    await asker.decode(key, body, holder.source(key), prefix_tokens=tokens)
+    await holder.engine.lend(key, body, tokens)
+
+
+@pytest.mark.parametrize("seed, on_device", [(20, 0), (21, PROMPT // 2)])
+async def test_what_only_host_memory_has_is_lent(pair, plain: Driver, seed: int, on_device: int) -> None:
+    """All of the prefix, or what comes after the part that the device has again."""
+    holder, asker = pair
+    tokens, key, held = prompt(PROMPT, seed), f"lent-{seed}~", whole_blocks(PROMPT)
+    await local(holder, f"own-{seed}", tokens)
+    await flood(holder, f"evicts-{seed}")
+    if on_device:
+        await local(holder, f"begin-{seed}", tokens[:on_device])
+    await holder.idle()
+    loaded = holder.engine.kv_totals["pd_host_loaded_bytes"]
+    loaded += (held - (whole_blocks(on_device) if on_device else 0)) * holder.info.kv_bytes_per_token
+    await fetch(holder, asker, key, frames(tokens), held)
+    await asker.done(key)
+    assert asker.stats[key].num_external_cached_tokens == held
+    await until(lambda: holder.engine.kv_totals["pd_host_loaded_bytes"] == loaded, "only what the device lacks")
+    assert holder.engine.kv_totals["pd_host_load_seconds"] > 0
+    assert await local(asker, f"after-{seed}", tokens) == await local(plain, f"after-{seed}", tokens)
+    assert asker.stats[f"after-{seed}"].num_local_cached_tokens == held
+    await assert_no_leaks(*pair)
+
+
+async def test_what_is_loaded_to_be_lent_and_not_wanted_is_given_back(pair) -> None:
+    holder, asker = pair
+    tokens = prompt(PROMPT, 22)
+    await local(holder, "own-22", tokens)
+    for number in range(8):
+        await flood(holder, f"evicts-22-{number}")
+        key = f"unwanted-{number}~"
+        await fetch(holder, asker, key, frames(tokens), whole_blocks(PROMPT))
+        await (holder if number % 2 else asker).engine.abort([key])
+        if number % 2:
+            await asker.done(key)  # it hears that nothing comes, or all of it came
+        await asker.engine.call("reset_prefix_cache", [], {})
+    await holder.engine.lend("nobody~", frames(tokens), whole_blocks(PROMPT))
+    await holder.engine.abort(["nobody~"])
+    await assert_no_leaks(*pair)
+
+
+async def test_a_holder_that_loads_and_is_stopped_or_dies_costs_no_token(model: Path, pair, plain: Driver) -> None:
+    _, asker = pair
+    holder = await Driver.start(model, name="holder", kv=TIER, kv_cache_memory_bytes=SMALL)
+    try:
+        tokens = prompt(PROMPT, 23)
+        expected = await local(plain, "expected", tokens)
+        await local(holder, "own", tokens)
+        await flood(holder, "evicts")
+        os.kill(engine_pid(holder), signal.SIGSTOP)
+        lent = asyncio.create_task(fetch(holder, asker, "stuck~", frames(tokens), whole_blocks(PROMPT)))
+        await until(lambda: asker.loads and asker.loads[-1].waiting, "it waits for the prefix")
+        await asker.engine.abort(["stuck~"])  # as its worker does, after MAX_WAIT_S at most
+        assert await local(asker, "itself", tokens) == expected
+        os.kill(engine_pid(holder), signal.SIGCONT)
+        await lent
+        await assert_no_leaks(holder, asker)
+        await asker.engine.call("reset_prefix_cache", [], {})
+        os.kill(engine_pid(holder), signal.SIGKILL)
+        await until(lambda: holder.error is not None)
+        await asker.decode("dead~", frames(tokens), holder.source("dead~"), prefix_tokens=whole_blocks(PROMPT))
+        await asker.engine.fail_peer(holder.info.kv.engine_id)
+        await asker.done("dead~")
+        assert await local(asker, "again", tokens) == expected
+        await assert_no_leaks(asker)
+    finally:
+        await holder.stop()
+
+
+async def test_a_load_that_comes_too_late_is_not_waited_for(
+    model: Path, pair, plain: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A holder whose loads are all late: the other engine hears so, and computes."""
+    from connectors import lending
+
+    monkeypatch.setattr(lending, "_LOAD_S", 0.0)
+    _, asker = pair
+    holder = await Driver.start(model, name="late", kv=TIER, kv_cache_memory_bytes=SMALL)
+    try:
+        tokens = prompt(PROMPT, 24)
+        await local(holder, "own", tokens)
+        await flood(holder, "evicts")
+        await fetch(holder, asker, "late~", frames(tokens), whole_blocks(PROMPT))
+        await asker.done("late~")
+        assert asker.stats["late~"].num_external_cached_tokens == 0
+        assert await local(asker, "late", tokens) == await local(plain, "late", tokens)
+        await assert_no_leaks(holder, asker)
+    finally:
+        await holder.stop()
+
+
 async def test_the_hooks_of_our_plugin_work(pair) -> None:
-    """Each reaches the connector by its name, and does nothing where that has none."""
+    """Each reaches the connector by its name, and does nothing where that has none. The last test of this pair: decode
+    asks an engine that was declared dead for nothing, for a while."""
     prefill, decode = pair
     assert decode.info.identity.attention_backend and decode.info.lends
     body = frames(prompt(PROMPT, 6), 4)

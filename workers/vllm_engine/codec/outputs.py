@@ -31,6 +31,8 @@ def kv_counters(totals: Mapping[str, Any], link_bytes_per_s: float) -> KVCounter
         withdrawing_blocks=int(totals["pd_withdrawing_blocks"]),
         host_hit_tokens=int(totals["pd_host_hit_tokens"]),
         host_blocks=int(totals["pd_host_blocks"]),
+        host_loaded_bytes=int(totals["pd_host_loaded_bytes"]),
+        host_load_s=totals["pd_host_load_seconds"],
         link_bytes_per_s=link_bytes_per_s,
     )
 

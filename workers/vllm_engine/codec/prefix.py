@@ -33,7 +33,7 @@ class PrefixCollector(EventPublisher):
                 self._stored(event)
             elif isinstance(event, BlockRemoved):
                 if event.group_idx == self._group:
-                    self.changes.removed(self._translator.removed(event.block_hashes))
+                    self._removed(*self._translator.removed(event.block_hashes))
             else:
                 self._translator.clear()
                 self.changes.cleared()
@@ -43,7 +43,11 @@ class PrefixCollector(EventPublisher):
         if isinstance(event, BlockStored):
             self._translator.copied(event.block_hashes)
         else:
-            self.changes.removed(self._translator.removed(event.block_hashes, from_host=True))
+            self._removed(*self._translator.removed(event.block_hashes, from_host=True))
+
+    def _removed(self, keys: list[int], hosted: list[int]) -> None:
+        self.changes.removed(keys)
+        self.changes.hosted(hosted)
 
     def _stored(self, event: BlockStored) -> None:
         block_size, hashes = self._translator.block_size, event.block_hashes

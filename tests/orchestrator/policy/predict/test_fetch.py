@@ -9,10 +9,12 @@ from orchestrator.policy.predict.fetch import (
     FIXED_S,
     MAX_WAIT_S,
     MIN_WAIT_S,
+    PRIOR_LOAD_BYTES_PER_S,
     Holder,
     choose_holder,
     could_gain,
     gain_s,
+    load_s_per_token,
     wait_limit_s,
 )
 
@@ -69,3 +71,15 @@ def test_a_fetch_is_waited_for_within_bounds() -> None:
     assert wait_limit_s(1, COMPUTE_S) == MIN_WAIT_S
     assert wait_limit_s(1_000_000, COMPUTE_S) == MAX_WAIT_S == 2.0
     assert wait_limit_s(5_000, COMPUTE_S) == pytest.approx(1.0)
+
+
+def test_what_only_host_memory_has_counts_the_load_and_a_step():
+    s_per_token = load_s_per_token(1000, loaded_bytes=2_000_000, seconds=0.5, ranks=2)
+    assert s_per_token == 1000 / 8e6
+    assert load_s_per_token(1000, 0, 0.0) == 1000 / PRIOR_LOAD_BYTES_PER_S
+    device = Holder("device", 10_000, 0, step_s=0.01)
+    host = Holder("host", 10_000, 0, step_s=0.01, host_tokens=4_000, load_s_per_token=s_per_token)
+    assert host.delay_s == pytest.approx(0.02 + 4_000 * s_per_token)
+    assert choose_holder([host, device], 0, COMPUTE_S, LINK_S) == device
+    slow = msgspec.structs.replace(host, load_s_per_token=COMPUTE_S)
+    assert choose_holder([slow], 6_000, COMPUTE_S, LINK_S) is None, "computed as fast as loaded"

@@ -66,6 +66,16 @@ def test_a_worker_is_full_by_its_batch_or_its_memory(changes, sequences):
     assert sampler.sample(later(**changes), Predictor()).max_sequences == pytest.approx(sequences)
 
 
+def test_a_host_tier_makes_a_worker_cache_more_and_batch_no_more():
+    sampler = LoadSampler()
+    sampler.sample(FIRST, Predictor())
+    samples = [
+        sampler.sample(later(10.0 * n, host_tokens=size), Predictor()) for n, size in ((1, 0), (2, 10), (3, 10**6))
+    ]
+    assert [sample.worker_tokens for sample in samples] == [100_000, 100_000, 10**6]
+    assert len({sample.max_sequences for sample in samples}) == 1
+
+
 def test_step_time_before_any_measurement_is_itl_of_workers_that_decode_now():
     """A worker that went to prefill keeps the ITL of the time when more workers shared its sequences."""
     sampler, predictor = LoadSampler(), Predictor()
