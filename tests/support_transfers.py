@@ -513,7 +513,8 @@ class World:
             case Hello():
                 rank.run(rank.end.hello(sender.agent, message.epoch, self.now))
             case Ping():
-                rank.run(rank.pongs.answer(message, sender.agent))
+                writes = rank.outbound.writes_to(message.engine)
+                rank.run(rank.pongs.answer(message, sender.agent, self.now, writes))
             case Pong():
                 rank.pings.answered(sender.agent)
             case Computing():
@@ -555,7 +556,7 @@ class World:
             if rank.engine.name != stopped:
                 rank.run(rank.end.tick(self.now))
                 if isinstance(rank, DecodeRank):
-                    rank.run(rank.pings.due(rank.inbound.awaited(self.now), self.now))
+                    rank.run(rank.pings.due(rank.inbound.awaited(self.now), rank.inbound.engines(), self.now))
                 rank.mend()
                 rank.forget_dead()
         for engine in self.engines():

@@ -157,6 +157,7 @@ class Connections(verify.Verifying):
         self._looked_at = looks_at
 
     def _on_message(self, message: wire.Message, agent: str, now: float) -> Iterable[Any]:
+        self._pings.answered(agent)
         if isinstance(message, wire.Register | wire.Unregister):
             self._to_forget.discard(message.decode.engine_id)  # it lives
         match message:
@@ -170,9 +171,8 @@ class Connections(verify.Verifying):
             case wire.Meet(sender=sender):
                 return self._meet(sender, None, now)
             case wire.Ping():
-                return self._pongs.answer(message, agent)
+                return self._pongs.answer(message, agent, now, self._outbound.writes_to(message.engine))
             case wire.Pong():
-                self._pings.answered(agent)
                 return ()
             case wire.Computing(request=request):
                 return self._inbound.computing(request, agent, now)
@@ -184,6 +184,9 @@ class Connections(verify.Verifying):
                 return ()
             case wire.Gone(request=request, why=why, failed_epoch=failed_epoch):
                 return self._inbound.gone(request, agent, why, now, failed_epoch)
+
+    def _ping(self, now: float) -> Iterable[Any]:
+        return self._pings.due(self._inbound.awaited(now), self._inbound.engines(), now)
 
     # ---- connections -------------------------------------------------------------------------------------------
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter, OrderedDict, deque
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -251,34 +251,38 @@ class Pings:
 
     def __init__(self) -> None:
         self._next_at = 0.0
-        self._unanswered: dict[str, int] = {}  # by peer that was awaited the last time
+        self._unanswered: dict[tuple[str, str], int] = {}  # by engine and peer that was awaited the last time
 
-    def due(self, awaited: Iterable[Awaited], now: float) -> list[Send | Renew]:
-        """What to do for those that are awaited now. Call it more often than it sends: to who is still awaited."""
+    def due(self, awaited: Iterable[Awaited], engines: Container[str], now: float) -> list[Send | Renew]:
+        """What to do for those that are awaited now. `engines`: all that requests here wait for, those included that
+        are being connected, whose counts are kept."""
         if now < self._next_at:
             return []
         self._next_at = now + _PING_EVERY_S
-        before, self._unanswered = self._unanswered, {}
+        before = self._unanswered
+        self._unanswered = {key: count for key, count in before.items() if key[0] in engines}
         actions: list[Send | Renew] = []
         for engine, peer, here in sorted(set(awaited)):
-            if (count := before.get(peer)) is not None:
+            if (count := before.get((engine, peer))) is not None:
                 actions.append(Send(engine, peer, Ping(here, count)))
                 # Then after twice as many: a handshake with an engine that is stopped takes seconds.
                 if count >= _SILENT and count.bit_count() == 1:
                     actions.append(Renew(engine, f"no answer to {count} pings"))
-            self._unanswered[peer] = 0 if count is None else count + 1
+            self._unanswered[engine, peer] = 0 if count is None else count + 1
         return actions
 
     def answered(self, peer: str) -> None:
-        if peer in self._unanswered:
-            self._unanswered[peer] = 0
+        """It has sent something."""
+        self._unanswered |= {key: 0 for key in self._unanswered if key[1] == peer}
 
 
 class Pongs:
     """Prefill's answers."""
 
     def __init__(self) -> None:
-        self._sent: dict[str, dict[str, int]] = {}  # by decode engine and peer, over the present connection
+        # How many in a row without a sign that they arrive, and when the last one was counted, by decode engine and
+        # peer, over the present connection.
+        self._sent: dict[str, dict[str, tuple[int, float]]] = {}
 
     def made(self, engine: str) -> None:
         """It is connected anew."""
@@ -287,12 +291,17 @@ class Pongs:
     def forget(self, engine: str) -> None:
         self._sent.pop(engine, None)
 
-    def answer(self, ping: Ping, peer: str) -> list[Tell | Renew]:
-        """Nothing without a connection: the registration that decode repeats makes one."""
+    def answer(self, ping: Ping, peer: str, now: float, writes: bool) -> list[Tell | Renew]:
+        """Nothing without a connection: the registration that decode repeats makes one. `writes`: WRITEs to that engine
+        are under way, behind which answers wait. Answers to pings that came together count as one."""
         if (sent := self._sent.get(ping.engine)) is None:
             return []
-        count = sent.get(peer, 0)
-        if min(count, ping.unanswered) >= _SILENT:
+        count, counted_at = sent.get(peer, (0, -_PING_EVERY_S))
+        if not writes and min(count, ping.unanswered) >= _SILENT:
             return [Renew(ping.engine, f"the last {count} answers did not arrive")]
-        sent[peer] = count + 1 if ping.unanswered else 1
+        if writes or not ping.unanswered:
+            count = 0
+        if not writes and now - counted_at >= _PING_EVERY_S / 2:
+            count, counted_at = count + 1, now
+        sent[peer] = (count, counted_at)
         return [Tell(ping.engine, Pong(), peer)]

@@ -186,7 +186,7 @@ class PushWorker(Connections):
                         self._stepped = False
                         self._run(self._outbound.stepped)
                     self._run(self._inbound.tick)
-                    self._run(lambda now: self._pings.due(self._inbound.awaited(now), now))
+                    self._run(self._ping)
                     self.reports.withdrawing_blocks = self._inbound.withdrawing_blocks
                     self._run(self._outbound.tick)
                     self._reconnect_lost()

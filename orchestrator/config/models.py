@@ -35,13 +35,26 @@ def load_models(
 
 def load_model(path: Path, overrides: list[str] | None = None, name: str | None = None) -> Config:
     """The configuration of one model of a file, which needs no name if it is the only one. Raises ConfigError."""
-    models = load_models(path, overrides)
+    tree = read_tree(path)
+    sections = tree.get(SECTION)
+    own = sections.get(name) if isinstance(sections, Mapping) else None
+    for override in overrides or []:  # what the model's section gives would go over the same key at the top
+        overridden(own if isinstance(own, dict) and _gives(own, override.partition("=")[0]) else tree, [override])
+    models = parse_models(tree)
     if name is None and len(models) == 1:
         return next(iter(models.values()))
     if not name or name not in models:
         which = f"has {', '.join(models)}: name one with --model" if "" not in models else "has one: leave --model out"
         raise ConfigError(f"{SECTION}: {path} {which}")
     return models[name]
+
+
+def _gives(section: object, key: str) -> bool:
+    for part in key.split("."):
+        if not isinstance(section, Mapping) or part not in section:
+            return False
+        section = section[part]
+    return True
 
 
 def parse_models(tree: dict[str, Any], check: Check = lambda config: None) -> dict[str, Config]:

@@ -127,7 +127,8 @@ class Membership:
                 view = self._fleet.workers[worker_id]
                 # Redis may have lost its data: keep the workers that still report.
                 silent = now - view.last_heard_at > 2 * TICK_S + self._heartbeat_slack()
-                if silent or view.disconnected_at is not None:
+                broken = view.disconnected_at is not None and not self._transport.is_coming(worker_id)
+                if silent or broken:
                     self._remove_worker(worker_id, "it left the registry")
 
     async def _receive_reports(self) -> None:

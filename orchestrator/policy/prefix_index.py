@@ -194,8 +194,12 @@ class PrefixIndex:
     def _unhost(self, mask: int, keys: Collection[int]) -> None:
         if hosted := self._hosted:
             for key in keys:
-                if (held := hosted.get(key, 0)) & mask:
-                    hosted[key] = held & ~mask
+                if not (held := hosted.get(key, 0)) & mask:
+                    continue
+                if rest := held & ~mask:
+                    hosted[key] = rest
+                else:
+                    del hosted[key]
 
     def blocks_on_device(self, worker_id: str, keys: Sequence[int], blocks: int) -> int:
         """Of the leading `blocks` that a worker holds, how many come before the first that only its host tier has."""

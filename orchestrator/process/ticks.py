@@ -4,17 +4,24 @@ together: to wake costs an idle process more than to look."""
 from __future__ import annotations
 
 import asyncio
+import functools
 import os
 import time
 from collections.abc import AsyncGenerator
 
-_APART_S = 0.618034  # between processes: what a thousand of them ask of Redis must not come at once
-_NOW_S = 0.001  # a tick that is nearer is this one, woken early
+_NOW_S = 0.002  # a tick that is nearer is this one, woken early: uvloop rounds to milliseconds
+
+
+@functools.cache
+def _offset_s(pid: int) -> float:
+    """Other processes tick at other times: what a thousand of them ask of Redis must not come at once. Those of
+    containers may have the same number, and forked ones the same state of `random`."""
+    return int.from_bytes(os.urandom(4)) / 1e6
 
 
 def left_s(interval_s: float) -> float:
     """Seconds to this process's next tick of this interval. Ticks of a multiple of it are ticks of it."""
-    left = interval_s - (time.monotonic() - os.getpid() * _APART_S) % interval_s
+    left = interval_s - (time.monotonic() - _offset_s(os.getpid())) % interval_s
     return left if left > _NOW_S else left + interval_s
 
 

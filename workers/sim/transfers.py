@@ -197,6 +197,8 @@ class SimTransfers:
             match action:
                 case do.Connect(peer=peer):
                     self._connections.connect(peer)
+                case do.Renew(engine=engine):  # what carries simulated messages connects anew by itself
+                    self._carry_out(self._outbound.connected(engine, True, (engine,), time.monotonic()))
                 case do.Send(engine=engine, peer=peer, message=message):
                     if not self._connections.send(engine, message):
                         self._carry_out(self._inbound.unsendable(engine, peer, message, time.monotonic()))

@@ -244,7 +244,8 @@ class WorkerPool:
                     self.slots[worker_id].process.expect_exit(self._leave_deadline_s() if told else 0)
 
     def _leave_deadline_s(self) -> float:
-        return self._config.workers.drain_timeout_s + self._config.launcher.stop_timeout_s
+        workers = self._config.workers  # the ranks of a unit wait for each other for two heartbeats more
+        return workers.drain_timeout_s + 2 * workers.heartbeat_s + self._config.launcher.stop_timeout_s
 
     def _log_once(self, desired: DesiredRatio | None, what: str) -> None:
         """Log it once, not every second while it cannot be done."""

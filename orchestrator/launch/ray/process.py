@@ -64,6 +64,9 @@ class RayProcess:
         except TimeoutError:
             self._release()
             raise OSError(0, f"no answer from its node within {_START_DEADLINE_S:g} s") from None
+        except asyncio.CancelledError:
+            self._release()
+            raise
         except (RayError, ValueError) as error:
             self._release()
             raise OSError(0, f"Ray: {str(error).strip().splitlines()[0]}") from error

@@ -133,9 +133,11 @@ def _max_move_to_prefill(window: Sequence[LoadSample], current: Split) -> int:
 
 
 def _stay_s(window: Sequence[LoadSample]) -> float:
-    """Mean seconds that a request stays on a decode worker; as long as a cool-down if there are too few to tell."""
-    arriving = traffic(window)
-    return residence_s(window, arriving) if arriving is not None else COOL_DOWN_S
+    """Mean seconds that a request stays on a decode worker; as long as a cool-down if there are too few to tell. It
+    is no less than its tokens take, however many of those that came have not reached decode yet."""
+    if (arriving := traffic(window)) is None:
+        return COOL_DOWN_S
+    return max(residence_s(window, arriving), arriving.output_tokens * arriving.step_s)
 
 
 def _why(before: float, after: float) -> str:

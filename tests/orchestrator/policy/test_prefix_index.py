@@ -74,6 +74,8 @@ def test_as_many_keys_are_remembered_as_workers_have_blocks_within_bounds():
     index.hosted("a", range(MIN_KEYS + 10))
     assert len(index) <= MIN_KEYS
     assert index.blocks_on_device("a", range(MIN_KEYS + 10), 5) == 5, "what is forgotten is not hosted"
+    index.removed("a", range(MIN_KEYS + 10))
+    assert not index._holders and not index._hosted, "nothing is left of what nobody holds"
 
 
 def test_a_replayed_batch_changes_nothing():

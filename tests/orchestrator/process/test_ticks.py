@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import time
 
@@ -27,5 +26,5 @@ def test_ticks_of_a_multiple_are_ticks_and_other_processes_have_others(monkeypat
     assert tenths[-1] == pytest.approx(second)
     now = second
     assert of_process(77, 1.0) == pytest.approx(second + 1.0), "the tick that it is, is not waited for"
-    apart = sorted(of_process(pid, 1.0) % 1.0 for pid in range(5000, 5100))
-    assert max(later - sooner for sooner, later in itertools.pairwise(apart)) < 0.03
+    apart = {round(of_process(pid, 1.0) % 1.0, 1) for pid in range(5000, 5200)}
+    assert len(apart) >= 10
