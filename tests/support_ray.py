@@ -62,8 +62,8 @@ class FakeCluster:
 
 
 @contextlib.contextmanager
-def fake_cluster(redis_url: str) -> Iterator[FakeCluster]:
-    """That Redis keeps what the head knows, so that it can come back."""
+def fake_cluster(redis_url: str, nodes: int = 0, gpus: int = 0) -> Iterator[FakeCluster]:
+    """With `nodes` of `gpus` each. That Redis keeps what the head knows, so that it can come back."""
     settings = {
         **FAST_HEALTH_CHECKS,
         "RAY_REDIS_ADDRESS": redis_url.removeprefix("redis://"),
@@ -78,6 +78,8 @@ def fake_cluster(redis_url: str) -> Iterator[FakeCluster]:
             patch.setenv(name, value)
         cluster = FakeCluster()
         try:
+            for _ in range(nodes):
+                cluster.add(gpus)
             yield cluster
         finally:
             cluster.shutdown()

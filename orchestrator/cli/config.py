@@ -17,7 +17,7 @@ from orchestrator.cli.look.views import config_keys, how_often, keys_view, plain
 from orchestrator.config.access import SECRETS
 from orchestrator.config.engine_args import check_engine_args
 from orchestrator.config.models import SECTION, load_model, load_models, tree_of
-from orchestrator.config.settings import Config, ConfigError, Refused, load_config, read_tree
+from orchestrator.config.settings import Config, ConfigError, Refused, leaves, load_config, read_tree, value_at
 from orchestrator.config.values import masked
 from orchestrator.config.yaml_text import line_of
 from orchestrator.launch.host.machine import find_cores, find_gpus
@@ -72,7 +72,7 @@ def show(
         config = load_model(file, set_, namespace)
         tree = read_tree(file)
         model = namespace or next(iter(tree.get(SECTION, [""])))
-        origins = {key: str(file) for key in given_keys(tree_of(tree, model))}
+        origins = {key: str(file) for key, _ in leaves(tree_of(tree, model))}
         prefix = f"{SECTION}.{model}."
         origins |= {override.partition("=")[0].removeprefix(prefix): "--set" for override in set_ or []}
     else:
@@ -101,25 +101,10 @@ def _effective(config: Config, origins: dict[str, str], otherwise: str) -> Itera
     default and whose key is not in `origins`."""
     tree, defaults = msgspec.to_builtins(config), msgspec.to_builtins(Config(model=""))
     for key, _, _ in config_keys(Config):
-        value, usual = (_at(part, key) for part in (tree, defaults))
+        value, usual = (value_at(part, key) for part in (tree, defaults))
         named = [origin for given, origin in origins.items() if given == key or given.startswith(key + ".")]
         origin = named[-1] if named else "default" if value == usual else otherwise
         yield {"key": key, "value": _shown(key, value), "from": origin}
-
-
-def given_keys(tree: dict[str, Any], prefix: str = "") -> Iterator[str]:
-    """Dotted names of all values of a file."""
-    for name, value in tree.items():
-        if isinstance(value, dict) and value:
-            yield from given_keys(value, f"{prefix}{name}.")
-        else:
-            yield prefix + name
-
-
-def _at(tree: Any, key: str) -> Any:
-    for name in key.split("."):
-        tree = tree[name]
-    return tree
 
 
 def _shown(key: str, value: Any) -> Any:

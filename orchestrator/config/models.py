@@ -10,7 +10,16 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.config.explain import kind_of
-from orchestrator.config.settings import Config, ConfigError, check_name, overridden, parse_config, read_tree
+from orchestrator.config.settings import (
+    UNKNOWN,
+    Config,
+    ConfigError,
+    check_name,
+    overridden,
+    parse_config,
+    read_tree,
+    value_at,
+)
 
 SECTION = "models"
 # Of the launcher, the machine or the frontends' processes, which all models share.
@@ -37,9 +46,9 @@ def load_model(path: Path, overrides: list[str] | None = None, name: str | None 
     """The configuration of one model of a file, which needs no name if it is the only one. Raises ConfigError."""
     tree = read_tree(path)
     sections = tree.get(SECTION)
-    own = sections.get(name) if isinstance(sections, Mapping) else None
+    own: Any = sections.get(name) if isinstance(sections, Mapping) else None
     for override in overrides or []:  # what the model's section gives would go over the same key at the top
-        overridden(own if isinstance(own, dict) and _gives(own, override.partition("=")[0]) else tree, [override])
+        overridden(tree if value_at(own, override.partition("=")[0]) is UNKNOWN else own, [override])
     models = parse_models(tree)
     if name is None and len(models) == 1:
         return next(iter(models.values()))
@@ -47,14 +56,6 @@ def load_model(path: Path, overrides: list[str] | None = None, name: str | None 
         which = f"has {', '.join(models)}: name one with --model" if "" not in models else "has one: leave --model out"
         raise ConfigError(f"{SECTION}: {path} {which}")
     return models[name]
-
-
-def _gives(section: object, key: str) -> bool:
-    for part in key.split("."):
-        if not isinstance(section, Mapping) or part not in section:
-            return False
-        section = section[part]
-    return True
 
 
 def parse_models(tree: dict[str, Any], check: Check = lambda config: None) -> dict[str, Config]:

@@ -7,6 +7,7 @@ fix. Defaults are defined here only; docs/configuration.md lists them, and a tes
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -228,6 +229,27 @@ def read_tree(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path}{line}: not valid YAML: {error}") from None
     if not isinstance(tree, dict):
         raise ConfigError(f"{path}: expected a mapping of keys to values, got {kind_of(tree)}")
+    return tree
+
+
+UNKNOWN = object()
+
+
+def leaves(tree: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
+    """The values of a tree by their names, as `a.b`."""
+    for name, value in tree.items():
+        if isinstance(value, Mapping) and value:
+            yield from leaves(value, f"{before}{name}.")
+        else:
+            yield before + name, value
+
+
+def value_at(tree: Any, key: str) -> Any:
+    """What a tree has at `a.b`; `UNKNOWN` where it has nothing."""
+    for name in key.split("."):
+        if not isinstance(tree, Mapping) or name not in tree:
+            return UNKNOWN
+        tree = tree[name]
     return tree
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from orchestrator.config.engine_args import check_engine_args, engine_args
-from orchestrator.config.settings import Config, Refused, parse_config
+from orchestrator.config.settings import UNKNOWN, Config, Refused, leaves, parse_config, value_at
 from orchestrator.config.simulated import simulated
 from orchestrator.types import Role
 
@@ -71,10 +71,10 @@ def changed(running: Mapping[str, Any], config: Config | None, tree: dict[str, A
     if config is not None and config.launcher.kind == "ray" and config.frontend.port == 0:
         raise Refused("frontend.port: 0 on Ray, so new frontends would listen elsewhere; start the fleet with a port")
     started = msgspec.to_builtins(config) if config is not None else running
-    for key, value in _leaves(tree):
+    for key, value in leaves(tree):
         if key.startswith(_KEPT) and (key, value) not in _FOUND:
-            is_now = _at(started, key)
-            if is_now is not _UNKNOWN and is_now != _at(msgspec.to_builtins(new), key):
+            is_now = value_at(started, key)
+            if is_now is not UNKNOWN and is_now != value_at(msgspec.to_builtins(new), key):
                 raise Refused(f"{key}: a rollout cannot change it ({is_now!r} now); leave it, or start a second fleet")
     name, name_now = new.served_model_name or new.model, running["served_model_name"]
     if name != name_now:
@@ -92,7 +92,8 @@ def changes(running: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[str]
     for key in differing(running, new):
         if key == "model" and new[key] == running["served_model_name"]:
             continue  # its name, of which the launcher made the folder
-        before, after = ("(unset)" if (value := _at(tree, key)) is _UNKNOWN else repr(value) for tree in (running, new))
+        values = (value_at(tree, key) for tree in (running, new))
+        before, after = ("(unset)" if value is UNKNOWN else repr(value) for value in values)
         yield key if ".env." in key else f"{key}: {before} -> {after}"
 
 
@@ -106,22 +107,3 @@ def _check_length(old: Config, new: Config) -> None:
 def _length(config: Config) -> Any:
     arguments = engine_args(config, Role.DECODE)
     return simulated(config.sim, arguments).max_model_len if config.engine == "sim" else arguments.get("max_model_len")
-
-
-_UNKNOWN = object()
-
-
-def _leaves(tree: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in tree.items():
-        if isinstance(value, Mapping) and value:
-            yield from _leaves(value, f"{before}{name}.")
-        else:
-            yield before + name, value
-
-
-def _at(tree: Any, key: str) -> Any:
-    for name in key.split("."):
-        if not isinstance(tree, Mapping) or name not in tree:
-            return _UNKNOWN
-        tree = tree[name]
-    return tree

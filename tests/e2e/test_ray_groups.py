@@ -32,9 +32,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 @pytest.fixture(scope="module")
 def cluster(server: Server) -> Iterator[FakeCluster]:
-    with fake_cluster(server.url) as cluster:
-        for _ in range(NODES):
-            cluster.add(GPUS)
+    with fake_cluster(server.url, NODES, GPUS) as cluster:
         yield cluster
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import pytest
 from support_transfers import TIMEOUT_S, Prefill, World
 
@@ -74,6 +76,29 @@ def test_answers_behind_writes_take_as_long_as_these() -> None:
     assert [type(*actions) for actions in answers] == [Tell] * 13 + [Renew]
 
 
+def ask(world: World, number: int) -> None:
+    prefill = world.prefills["P0"]
+    prefill.requests[f"s{number}"] = Prefill(4)
+    world.decodes["D0"].reserve(f"r{number}", f"s{number}", 4, 0, prefill)
+    prefill.start(f"s{number}")
+    prefill.compute(f"s{number}", 4)
+    prefill.device_ends_step()
+    prefill.end(f"s{number}", ok=True)
+
+
+def go_on(world: World, until_s: float, swallowed: Collection[int] = ()) -> None:
+    """Until nobody waits. `swallowed`: sockets whose messages are lost."""
+    while world.decodes["D0"].waiting and world.now < until_s:
+        while world.handshakes:
+            world.shake(0, ok=True)
+        world.network = [one for one in world.network if one[4] not in swallowed]
+        while world.network:
+            world.deliver(0)
+            world.network = [one for one in world.network if one[4] not in swallowed]
+        world.end_writes()
+        world.tick(0.1)
+
+
 @pytest.mark.parametrize("dead", ["P0/0", "D0/0"])
 @pytest.mark.parametrize("ranks", [(1, 1), (2, 2)])
 def test_a_request_over_a_connection_that_swallows_everything_is_transferred_soon(
@@ -83,31 +108,23 @@ def test_a_request_over_a_connection_that_swallows_everything_is_transferred_soo
     world = World(ranks=ranks)
     prefill, decode = world.prefills["P0"], world.decodes["D0"]
 
-    def ask(number: int) -> None:
-        prefill.requests[f"s{number}"] = Prefill(4)
-        decode.reserve(f"r{number}", f"s{number}", 4, 0, prefill)
-        prefill.start(f"s{number}")
-        prefill.compute(f"s{number}", 4)
-        prefill.device_ends_step()
-        prefill.end(f"s{number}", ok=True)
-
-    def go_on(until_s: float, swallowed: set[int]) -> None:
-        while decode.waiting and world.now < until_s:
-            while world.handshakes:
-                world.shake(0, ok=True)
-            world.network = [one for one in world.network if one[4] not in swallowed]
-            while world.network:
-                world.deliver(0)
-                world.network = [one for one in world.network if one[4] not in swallowed]
-            world.end_writes()
-            world.tick(0.1)
-
-    ask(1)
-    go_on(1.0, set())
+    ask(world, 1)
+    go_on(world, 1.0)
     assert not decode.waiting and prefill.given_up == []
     sockets = {socket for agent, socket in world.rank(dead).sockets.items() if agent[1:] in ("0/0", "0/1")}
     began = world.now
-    ask(2)
-    go_on(began + TIMEOUT_S, sockets)
+    ask(world, 2)
+    go_on(world, began + TIMEOUT_S, sockets)
     assert not decode.waiting and world.now - began < TIMEOUT_S / 2, f"{world.now - began:.1f} s"
     assert prefill.given_up == [] and decode.given_up == [], "it was transferred"
+
+
+def test_nothing_is_said_to_who_is_not_awaited() -> None:
+    world = World()
+    ask(world, 1)
+    go_on(world, 1.0)
+    assert not world.decodes["D0"].waiting
+    world.network.clear()
+    for _ in range(30):
+        world.tick(0.1)
+    assert world.network == []
