@@ -1,69 +1,20 @@
-"""What happens in a fleet: what the registry tells frontends and launchers, and what is kept for operators.
+"""What happened in a fleet, kept for operators: bounded, and in Redis, which outlives frontends and launchers.
 
-What is kept is bounded, and in Redis, which outlives frontends and launchers.
 The registry's functions note who joined, left, was lost or changed its role, and every change of the desired ratio
 (`store/lua/registry/steering.lua`). Frontends note what they retried, and what `ratio.mode: auto` has decided.
 """
 
 from __future__ import annotations
 
-from typing import Any, Union
+from typing import Any
 
 import msgspec
 
 from orchestrator.store.client import Redis
 from orchestrator.store.keys import KEPT_S, REGISTRY, Keys
-from orchestrator.types import DesiredRatio
 
 BEGINNING = "-"
 KEPT = 100  # decisions on the ratio
-
-
-class Joined(msgspec.Struct, tag="joined", frozen=True):
-    """A member joined. `kind` is "worker", "frontend" or "launcher", here and below."""
-
-    id: str
-    kind: str = "worker"
-
-
-class Changed(msgspec.Struct, tag="changed", frozen=True):
-    """A member's role, state or addresses changed."""
-
-    id: str
-    kind: str = "worker"
-
-
-class Left(msgspec.Struct, tag="left", frozen=True):
-    """A member left, or its time to live expired."""
-
-    id: str
-    kind: str = "worker"
-
-
-class Ordered(msgspec.Struct, tag="ordered", frozen=True):
-    """A worker has orders, which its next refresh returns."""
-
-    id: str
-
-
-class DesiredChanged(msgspec.Struct, tag="desired_changed", frozen=True):
-    """This desired ratio was set; without one, the rollout has changed."""
-
-    ratio: DesiredRatio | None = None
-
-
-class Resync(msgspec.Struct, tag="resync", frozen=True):
-    """The subscription is new. Anything may have changed before it, so read everything again."""
-
-
-RegistryEvent = Union[Joined, Changed, Left, Ordered, DesiredChanged, Resync]
-# Not strict: Lua gives some numbers as text, which keeps all their digits.
-_decoder: msgspec.json.Decoder[RegistryEvent] = msgspec.json.Decoder(RegistryEvent, strict=False)
-
-
-def decode_change(payload: bytes) -> RegistryEvent:
-    """Raises msgspec.DecodeError, UnicodeDecodeError."""
-    return _decoder.decode(payload)
 
 
 class Event(msgspec.Struct, frozen=True):

@@ -57,7 +57,7 @@ local function live(prefix, kind)
     else
       redis.call('SREM', index_key(prefix, kind), id)
       gone(prefix, kind, id)
-      publish(prefix, { type = 'left', id = id, kind = kind })
+      publish(prefix)
       note(prefix, 'type', 'lost', 'kind', kind, 'id', id, 'why', 'silent')
     end
   end

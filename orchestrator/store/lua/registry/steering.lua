@@ -9,7 +9,7 @@ local function order(prefix, kind, id, field, value)
   local sequence = math.max(order_sequence(key) + 1, math.floor(clock() * 1000))
   redis.call('HSET', key, field, value, 'order_sequence', sequence)
   if kind == 'worker' then touch(prefix, id) end
-  publish(prefix, { type = 'ordered', id = id })
+  publish(prefix)
   redis.call('PUBLISH', prefix .. 'orders:' .. id, '')
 end
 
@@ -33,8 +33,7 @@ local function write_desired(prefix, prefill, decode, by, why, at)
   redis.call('HSET', key, 'prefill', prefill, 'decode', decode, 'set_by', by, 'set_at', set_at, 'why', why)
   redis.call('EXPIRE', key, KEPT_S)
   -- With the ratio: who hears of it can restore it, also where it is lost before it is read.
-  local ratio = { prefill = prefill, decode = decode, set_by = by, set_at = set_at, why = why }
-  publish(prefix, { type = 'desired_changed', ratio = ratio })
+  publish(prefix, { prefill = prefill, decode = decode, set_by = by, set_at = set_at, why = why })
   note(prefix, 'type', 'scaled', 'prefill', prefill, 'decode', decode, 'by', by, 'why', why)
 end
 
@@ -100,7 +99,7 @@ local function write_rollout(keys, args)
   if (redis.call('GET', key) or '') ~= args[1] then return 0 end
   redis.call('SET', key, args[2], 'EX', KEPT_S)
   bump(keys[1]) -- who is to restart follows from it
-  publish(keys[1], { type = 'desired_changed' })
+  publish(keys[1])
   return 1
 end
 
