@@ -27,7 +27,7 @@ from orchestrator.launch.host.run_folder import RunFolder, held_namespaces
 
 if TYPE_CHECKING:
     from orchestrator.store.client import Redis
-    from orchestrator.store.events import RatioHistory
+    from orchestrator.store.operator.events import RatioHistory
     from orchestrator.store.queue import PrefillQueue
     from orchestrator.store.registry import Registry
 
@@ -194,7 +194,7 @@ def _is_address(url: str) -> bool:
 async def open_fleet(handle: FleetHandle) -> AsyncIterator[OpenFleet]:
     """Raises Refused when its Redis cannot be used."""
     from orchestrator.store.client import RedisAway, connect
-    from orchestrator.store.events import RatioHistory
+    from orchestrator.store.operator.events import RatioHistory
     from orchestrator.store.queue import PrefillQueue
     from orchestrator.store.registry import Registry
 

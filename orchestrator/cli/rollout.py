@@ -102,9 +102,9 @@ async def _begin(
     from orchestrator.store.configuration import Rollout, Version
     from orchestrator.store.steering import settle
 
-    configuration = fleet.registry.configuration
+    document = fleet.registry.rollout
     await settle(fleet.registry, fleet.heartbeat_s)
-    last, running = await configuration.rollout(), await configuration.read()
+    last, running = await document.read(), await fleet.registry.configuration.read()
     if running is None or not await fleet.registry.launchers():
         raise Refused("no launcher runs this fleet, which could start workers with another configuration")
     if last is not None and last.under_way:
@@ -116,7 +116,7 @@ async def _begin(
     new = changed(running.config, handle.config, tree)
     generation = 1 + max(running.generation, last.new.generation if last is not None else 0)
     wanted = Rollout(running, Version(generation, new), max_unavailable)
-    if not await configuration.change_rollout(last, wanted):
+    if not await document.change(last, wanted):
         raise Refused("somebody else has just begun a rollout")
     show(Event("ordered", generation=generation, changes=list(changes(running.config, new))))
     return await follow(fleet, wanted, show)
@@ -126,11 +126,11 @@ async def _abort(fleet: OpenFleet, show: Callable[[Event], None]) -> Rollout:
     """Raises Refused."""
     from orchestrator.store.configuration import Phase
 
-    configuration = fleet.registry.configuration
-    last = await configuration.rollout()
+    document = fleet.registry.rollout
+    last = await document.read()
     if last is None or not last.under_way:
         raise Refused("no rollout is under way; to undo the last one, roll the previous configuration out")
-    if last.phase is Phase.FORWARD and not await configuration.change_rollout(last, last.given_up("aborted")):
+    if last.phase is Phase.FORWARD and not await document.change(last, last.given_up("aborted")):
         raise Refused("it has just ended, or gone back by itself; look again with `orchestrator status`")
     if last.restart:
         show(Event("given up", "restart"))
@@ -169,9 +169,9 @@ async def restart(
     from orchestrator.store.planned import of_launchers
     from orchestrator.store.steering import settle
 
-    registry, configuration = fleet.registry, fleet.registry.configuration
+    registry, document = fleet.registry, fleet.registry.rollout
     await settle(registry, fleet.heartbeat_s)
-    last, reading = await configuration.rollout(), await registry.read()
+    last, reading = await document.read(), await registry.read()
     there, led = reading.units, bool(of_launchers(reading.launchers))
     if last is not None and last.under_way and (led or not last.restart):
         raise Refused(f"a {last.name} is under way; wait for it, or use `orchestrator rollout --abort`")
@@ -183,13 +183,13 @@ async def restart(
     refuse_only_worker(sum(info.state is WorkerState.READY for info in there.values()), force)
     version = last.settled if last is not None else Version(0, {})
     ordered = Rollout(version, version, max_unavailable, restart=targets)
-    if not await configuration.change_rollout(last, ordered):
+    if not await document.change(last, ordered):
         raise Refused("somebody else has just begun a rollout or a restart")
     leader = None if led else Replacer(registry, workers.drain_timeout_s + workers.start_timeout_s)
     try:
         ended = await follow(fleet, ordered, show, leader)
     except asyncio.CancelledError:
-        await configuration.change_rollout(ordered, ordered.given_up("interrupted"))
+        await document.change(ordered, ordered.given_up("interrupted"))
         raise
     if ended.phase is Phase.UNDONE:
         raise Refused(f"the restart was given up: {ended.why}")
@@ -202,15 +202,15 @@ async def follow(
     Raises Refused."""
     from orchestrator.store.configuration import Phase
 
-    registry, configuration = fleet.registry, fleet.registry.configuration
+    registry, document = fleet.registry, fleet.registry.rollout
     seen = dict.fromkeys(ordered.restart, ("", 0))
     said_back, missed = False, 0  # looks, one after the other
     while missed <= _LOOKS:
-        rollout = await retry_while_away(configuration.rollout)
+        rollout = await retry_while_away(document.read)
         if rollout is None or (rollout.new.generation, rollout.restart) != (ordered.new.generation, ordered.restart):
             missed += 1  # Redis lost it; who leads tells it again
             if leader is not None:
-                await retry_while_away(lambda: configuration.change_rollout(None, ordered))
+                await retry_while_away(lambda: document.change(None, ordered))
             await asyncio.sleep(_LOOK_EVERY_S)
             continue
         if rollout.phase is Phase.BACK and not said_back:

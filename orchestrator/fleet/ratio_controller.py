@@ -28,7 +28,7 @@ from orchestrator.policy.ratio.load import (
 from orchestrator.policy.ratio.reuse import ReuseCounter
 from orchestrator.process.telemetry.metrics import Metrics
 from orchestrator.store.client import RedisAway
-from orchestrator.store.events import RatioHistory
+from orchestrator.store.operator.events import RatioHistory
 from orchestrator.store.planned import Seen
 from orchestrator.store.registry import Registry
 from orchestrator.types import Offered, Role, WorkerState

@@ -36,8 +36,7 @@ from orchestrator.router.codec import Codec
 from orchestrator.router.router import Router
 from orchestrator.store.client import Redis, RedisAway
 from orchestrator.store.configuration import RolloutStatus
-from orchestrator.store.events import EventLog, RatioHistory
-from orchestrator.store.operator.adapters import AdapterStore
+from orchestrator.store.operator.events import EventLog, RatioHistory
 from orchestrator.store.planned import rollout_status
 from orchestrator.store.queue import PrefillQueue
 from orchestrator.store.registry import Frontend, Registry
@@ -97,7 +96,7 @@ class FleetConnection:
         self.transport = FrontendTransport(frontend_id, metrics.dropped.labels("corrupt").inc, keys=self._keys)
         self.prefixes = PrefixView(self.transport.send, metrics)
         self.calls = ControlCalls(self.fleet, self.transport)
-        self.adapters = AdapterView(frontend_id, AdapterStore(redis, config.namespace), self.calls)
+        self.adapters = AdapterView(self.registry, self.calls, self._send_heartbeat)
         jobs = PrefillQueue(redis, config.namespace, lease_s=config.workers.lease_s)
         self.queue = QueueView(jobs, frontend_id, config.workers.lease_s)
         self.steering = Steering(self.registry, jobs, config.workers.heartbeat_s)
@@ -245,6 +244,7 @@ class FleetConnection:
                 cpu=self._cpu_used(),
                 in_flight=self.in_flight(),
                 idle_s=self.rest.idle_s(len(self.router.requests), self.router.learning.offered.requests),
+                adapters=self.adapters.serves,
                 reaches=sum(view.connected for view in self.fleet.workers.values()),
             )
             orders = await self.registry.refresh_frontend(me, self._ttl_s)
@@ -258,7 +258,7 @@ class FleetConnection:
     async def rollout(self) -> RolloutStatus | None:
         """The last rollout; None if there was none, or Redis is away."""
         try:
-            found = await self.registry.configuration.rollout()
+            found = await self.registry.rollout.read()
             return rollout_status(found, await self.registry.frontends()) if found is not None else None
         except RedisAway:
             return None

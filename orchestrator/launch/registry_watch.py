@@ -75,7 +75,7 @@ class RegistryWatch:
             self.snapshot = Snapshot(
                 **msgspec.structs.asdict(reading),
                 frontends=await self._registry.frontends(),
-                rollout=await self._registry.configuration.rollout(),
+                rollout=await self._registry.rollout.read(),
                 read_at=now,
                 was_away=self._away,
                 looked_s=min(now - self.snapshot.read_at, _LOOKED_MOST_S),

@@ -16,7 +16,8 @@ import msgspec
 
 from orchestrator.process.ticks import ticks
 from orchestrator.store.client import Redis, RedisAway
-from orchestrator.store.configuration import Configuration
+from orchestrator.store.configuration import Rollout, Version
+from orchestrator.store.documents import Document
 from orchestrator.store.fields import (
     Frontend,
     Heartbeat,
@@ -36,6 +37,7 @@ from orchestrator.store.fields import (
     worker_to_fields,
 )
 from orchestrator.store.keys import REGISTRY, Keys
+from orchestrator.store.operator.adapters import AdapterList
 from orchestrator.store.planned import Holder, Reading, Seen, in_role_of_unit, plan
 from orchestrator.types import ALWAYS_EQUAL, DesiredRatio, EngineIdentity, Role, WorkerInfo
 
@@ -59,7 +61,9 @@ class Registry:
 
     def __init__(self, redis: Redis, namespace: str) -> None:
         self.keys = Keys(namespace)
-        self.configuration = Configuration(redis, self.keys)
+        self.configuration = Document(redis, namespace, "config", Version)  # for workers on other hosts
+        self.rollout = Document(redis, namespace, "rollout", Rollout)  # the last one that was ordered
+        self.adapters = Document(redis, namespace, "adapters", AdapterList)
         self._redis = redis
         self._warned: dict[str, str] = {}
         self._version = b"0"  # of what was read last: another, once something of a worker has changed
@@ -301,6 +305,10 @@ class Registry:
                 await self._call("prune")
             except RedisAway as error:
                 log.debug("looking for silent members: %s", error)
+
+    async def forget_log_levels(self) -> None:
+        """Delete the log levels that were set in a fleet that has ended."""
+        await self._redis.execute_command("DEL", self.keys.log_levels)
 
     # ---- shared ------------------------------------------------------------------------------------------------
 

@@ -128,7 +128,7 @@ async def fleet_status(handle: FleetHandle) -> dict[str, Any]:
                 return dict(seen)
         workers = sorted((await fleet.registry.workers()).values(), key=lambda info: (info.role.value, info.id))
         depth, desired = await fleet.queue.depth(), await fleet.registry.desired()
-        rollout = await fleet.registry.configuration.rollout()
+        rollout = await fleet.registry.rollout.read()
         rolled = rollout_status(rollout, await fleet.registry.frontends()) if rollout is not None else None
     path = workers[0].identity.model if workers else None
     return {

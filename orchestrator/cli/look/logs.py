@@ -36,7 +36,7 @@ from orchestrator.launch.host.run_folder import RunFolder
 from orchestrator.process.own_files import Foreign, open_own
 
 if TYPE_CHECKING:
-    from orchestrator.store.events import Event
+    from orchestrator.store.operator.events import Event
 
 _POLL_S = 0.3
 FollowOption = Annotated[bool, typer.Option("--follow", "-f", help="Keep printing new lines until Ctrl-C.")]
@@ -90,7 +90,7 @@ def events(
 
 
 async def _events(handle: FleetHandle, limit: int, follow: bool, show: Callable[[Event], None]) -> None:
-    from orchestrator.store.events import BEGINNING, EventLog
+    from orchestrator.store.operator.events import BEGINNING, EventLog
 
     async with open_fleet(handle) as fleet:
         log, last = EventLog(fleet.redis, handle.namespace), BEGINNING

@@ -17,7 +17,7 @@ from orchestrator.fleet.view import Fleet
 from orchestrator.policy.predict.predictor import Predictor
 from orchestrator.policy.ratio import decision
 from orchestrator.policy.ratio.reuse import ReuseCounter
-from orchestrator.store.events import KEPT, RatioHistory
+from orchestrator.store.operator.events import KEPT, RatioHistory
 from orchestrator.store.planned import Seen
 from orchestrator.store.registry import Frontend, Registry
 from orchestrator.types import DesiredRatio, KVCounters, Offered, Role, WorkerLoad, WorkerState

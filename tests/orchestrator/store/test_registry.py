@@ -17,8 +17,8 @@ from support_wait import until
 
 from orchestrator.store.client import RedisAway, connect
 from orchestrator.store.configuration import Phase, Rollout, Version
-from orchestrator.store.events import EventLog, RatioHistory
 from orchestrator.store.fields import Departed, Launcher, WorkerOrders, worker_from_fields, worker_to_fields
+from orchestrator.store.operator.events import EventLog, RatioHistory
 from orchestrator.store.planned import Seen
 from orchestrator.store.queue import PrefillQueue, read_cached
 from orchestrator.store.registry import STAYS, Frontend, IncompatibleWorker, Registry
@@ -201,18 +201,18 @@ async def test_other_generation_may_differ_except_for_frontends(registry, field)
 
 
 async def test_rollout_changes_by_compare_and_set(registry):
-    configuration = registry.configuration
-    assert await configuration.rollout() is None
+    rollout = registry.rollout
+    assert await rollout.read() is None
     first = Rollout(Version(0, {"a": 1}), Version(1, {"a": 2}))
-    assert await configuration.change_rollout(None, first)
-    assert not await configuration.change_rollout(None, first.to(Phase.BACK, "late")), "there is one"
-    assert await configuration.rollout() == first and first.target.generation == 1
+    assert await rollout.change(None, first)
+    assert not await rollout.change(None, first.to(Phase.BACK, "late")), "there is one"
+    assert await rollout.read() == first and first.target.generation == 1
     back = first.to(Phase.BACK, "it cannot start")
-    assert await configuration.change_rollout(first, back)
-    assert not await configuration.change_rollout(first, first.to(Phase.DONE))
-    assert (await configuration.rollout()).target == Version(0, {"a": 1}) and back.why == "it cannot start"
-    await configuration.forget_rollout()
-    assert await configuration.rollout() is None
+    assert await rollout.change(first, back)
+    assert not await rollout.change(first, first.to(Phase.DONE))
+    assert (await rollout.read()).target == Version(0, {"a": 1}) and back.why == "it cannot start"
+    await rollout.delete()
+    assert await rollout.read() is None
 
 
 async def test_a_frontend_is_told_to_drain(registry):
@@ -631,7 +631,7 @@ async def test_orders_require_current_reading(registry):
         "a launcher has other workers": lambda: registry.refresh_launcher("launcher", Launcher(), TTL_S),
         "a launcher goes": lambda: registry.leave_launcher("launcher"),
         "one by hand claims its id": lambda: registry.claim_id("by-hand:x", Role.DECODE, TTL_S, "x"),
-        "a rollout begins": lambda: registry.configuration.change_rollout(None, begun),
+        "a rollout begins": lambda: registry.rollout.change(None, begun),
     }
     for what, change in changes.items():
         seen = await registry.read()

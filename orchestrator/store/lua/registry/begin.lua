@@ -62,7 +62,7 @@ end
 local function domain_key(prefix, domain) return prefix .. 'domain:' .. domain end
 local function decoders_key(prefix, domain) return prefix .. 'decoders:' .. domain end
 
--- Keeps an event for operators (store/events.py): fields and values.
+-- Keeps an event for operators (store/operator/events.py): fields and values.
 local function note(prefix, ...)
   redis.call('XADD', typed(prefix .. 'noted', 'stream'), 'MAXLEN', '~', NOTED, '*', ...)
   redis.call('EXPIRE', prefix .. 'noted', KEPT_S)

@@ -91,26 +91,20 @@ local function lead(keys, args)
   return SECONDS:format(clock())
 end
 
--- ---- rollouts ----------------------------------------------------------------------------------------------------
+-- ---- documents ---------------------------------------------------------------------------------------------------
 
--- args: what the rollout is believed to be ('' for none), and what it becomes. Returns 1, or 0 when it is another by now.
-local function write_rollout(keys, args)
-  local key = keys[1] .. 'rollout'
-  if (redis.call('GET', key) or '') ~= args[1] then return 0 end
-  redis.call('SET', key, args[2], 'EX', KEPT_S)
-  bump(keys[1]) -- who is to restart follows from it
-  publish(keys[1])
-  return 1
-end
-
--- ---- models ------------------------------------------------------------------------------------------------------
-
--- args: what the fleet's list of models is believed to be ('' for none), and what it becomes. Returns 1, or 0 when it is
--- another by now.
-local function write_models(keys, args)
-  local key = typed(keys[1] .. 'models', 'string')
-  if (redis.call('GET', key) or '') ~= args[1] then return 0 end
-  redis.call('SET', key, args[2], 'EX', KEPT_S)
+-- args: the name of a document (store/documents.py), what it is believed to be ('' for none), and what it becomes. Returns 1,
+-- or 0 when it is another by now.
+local function write_document(keys, args)
+  local prefix, name = keys[1], args[1]
+  local key = typed(prefix .. name, 'string')
+  if (redis.call('GET', key) or '') ~= args[2] then return 0 end
+  redis.call('SET', key, args[3], 'EX', KEPT_S)
+  redis.call('PUBLISH', key .. '_changed', '')
+  if name == 'rollout' then
+    bump(prefix) -- who is to restart follows from it
+    publish(prefix)
+  end
   return 1
 end
 

@@ -21,7 +21,7 @@ from orchestrator.cli.look.logs import app, describe_event
 from orchestrator.config.settings import Refused
 from orchestrator.launch.host.run_folder import RunFolder
 from orchestrator.store.client import RedisAway, connect
-from orchestrator.store.events import Event, EventLog
+from orchestrator.store.operator.events import Event, EventLog
 from orchestrator.store.registry import Registry
 
 ROOT = Path(__file__).parents[4]
