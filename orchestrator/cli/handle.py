@@ -27,7 +27,6 @@ from orchestrator.launch.host.run_folder import RunFolder, held_namespaces
 
 if TYPE_CHECKING:
     from orchestrator.store.client import Redis
-    from orchestrator.store.operator.events import RatioHistory
     from orchestrator.store.queue import PrefillQueue
     from orchestrator.store.registry import Registry
 
@@ -106,7 +105,6 @@ class OpenFleet(msgspec.Struct, frozen=True):
     redis: Redis
     registry: Registry
     queue: PrefillQueue
-    history: RatioHistory
     heartbeat_s: float  # of its workers
 
 
@@ -194,7 +192,6 @@ def _is_address(url: str) -> bool:
 async def open_fleet(handle: FleetHandle) -> AsyncIterator[OpenFleet]:
     """Raises Refused when its Redis cannot be used."""
     from orchestrator.store.client import RedisAway, connect
-    from orchestrator.store.operator.events import RatioHistory
     from orchestrator.store.queue import PrefillQueue
     from orchestrator.store.registry import Registry
 
@@ -204,8 +201,7 @@ async def open_fleet(handle: FleetHandle) -> AsyncIterator[OpenFleet]:
         redis = await connect(handle.redis_url, _REDIS_TIMEOUT_S)
         try:
             registry, queue = Registry(redis, handle.namespace), PrefillQueue(redis, handle.namespace)
-            history = RatioHistory(redis, handle.namespace)
-            yield OpenFleet(redis, registry, queue, history, handle.workers.heartbeat_s)
+            yield OpenFleet(redis, registry, queue, handle.workers.heartbeat_s)
         finally:
             await redis.aclose()
     except RedisAway as error:

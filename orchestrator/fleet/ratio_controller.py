@@ -28,7 +28,7 @@ from orchestrator.policy.ratio.load import (
 from orchestrator.policy.ratio.reuse import ReuseCounter
 from orchestrator.process.telemetry.metrics import Metrics
 from orchestrator.store.client import RedisAway
-from orchestrator.store.operator.events import RatioHistory
+from orchestrator.store.operator.events import EventLog
 from orchestrator.store.planned import Seen
 from orchestrator.store.registry import Registry
 from orchestrator.types import Offered, Role, WorkerState
@@ -47,7 +47,7 @@ class RatioController:
         frontend_id: str,
         config: Config,
         registry: Registry,
-        history: RatioHistory,
+        events: EventLog,
         fleet: Fleet,
         predictor: Predictor,
         reuse: ReuseCounter,
@@ -55,7 +55,7 @@ class RatioController:
         interval_s: float = INTERVAL_S,
     ) -> None:
         self._frontend_id, self._registry, self._fleet = frontend_id, registry, fleet
-        self._history, self._predictor, self._reuse = history, predictor, reuse
+        self._events, self._predictor, self._reuse = events, predictor, reuse
         self._metrics = metrics or Metrics()
         self._ratio, self._slo, self._host_tier_bytes = config.ratio, config.slo, config.kv.host_tier_bytes
         self._unit_size = unit_size(config) if config.ratio.mode == "auto" else 1
@@ -124,7 +124,7 @@ class RatioController:
             return
         self._metrics.ratio_changes.inc()
         log.info("%s", decision)
-        await self._history.note(decision.after.set_at, str(decision))
+        await self._events.note("decided", decision=str(decision))
 
 
 def observe(views: Iterable[WorkerView], at: float, offered: Offered, host_tier_bytes: int = 0) -> Observation | None:

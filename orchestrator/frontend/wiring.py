@@ -36,7 +36,7 @@ from orchestrator.router.codec import Codec
 from orchestrator.router.router import Router
 from orchestrator.store.client import Redis, RedisAway
 from orchestrator.store.configuration import RolloutStatus
-from orchestrator.store.operator.events import EventLog, RatioHistory
+from orchestrator.store.operator.events import EventLog
 from orchestrator.store.planned import rollout_status
 from orchestrator.store.queue import PrefillQueue
 from orchestrator.store.registry import Frontend, Registry
@@ -89,7 +89,7 @@ class FleetConnection:
         self._generation, self._by_hand = generation, by_hand
         self._refuses = config.routing.fallback == "refuse"
         self.registry = Registry(redis, config.namespace)
-        self._redis, self._namespace = redis, config.namespace
+        self._events = EventLog(redis, config.namespace)
         choose = RankChoice(decode_choice(config.routing.decode_choice), config.routing.ranks)
         self.fleet = Fleet(frontend_id, choose.static_score)
         self._keys = KeyPair.new() if config.security.mesh == "curve" else None
@@ -118,7 +118,7 @@ class FleetConnection:
             frontend_id,
             config,
             self.registry,
-            RatioHistory(redis, config.namespace),
+            self._events,
             self.fleet,
             predictor=self.router.learning.predictor,
             reuse=self.router.learning.reuse,
@@ -160,7 +160,7 @@ class FleetConnection:
             tasks.create_task(self.ratio_controller.run())
             tasks.create_task(self.siblings.run())
             tasks.create_task(self.history.run())
-            tasks.create_task(self._log_retries(EventLog(self._redis, self._namespace)))
+            tasks.create_task(self._log_retries())
 
     async def synced(self) -> None:
         """Wait until registry, queue, adapters and desired ratio have been read once, so that decisions have their
@@ -220,14 +220,14 @@ class FleetConnection:
             await self._send_heartbeat()
             await asyncio.sleep(left_s(HEARTBEAT_S))
 
-    async def _log_retries(self, log: EventLog) -> None:
+    async def _log_retries(self) -> None:
         """Record retries as events, at most once a second: a worker that dies with a thousand requests is one event."""
         noted: Counter[str] = Counter()
         async for _ in ticks(HEARTBEAT_S):
             counted = counts(self._metrics.retries, "why")
             for why, count in (counted - noted).items():
                 with contextlib.suppress(RedisAway):
-                    await log.note("retried", frontend=self.frontend_id, why=why, count=str(count))
+                    await self._events.note("retried", frontend=self.frontend_id, why=why, count=str(count))
             noted = counted
 
     async def _send_heartbeat(self) -> None:

@@ -20,7 +20,6 @@ class Keys:
         self.workers = f"{self.prefix}workers"
         self.frontends = f"{self.prefix}frontends"
         self.desired = f"{self.prefix}desired"
-        self.ratio_history = f"{self.prefix}ratio_history"
         self.events = f"{self.prefix}events"
         self.frontends_told = f"{self.prefix}frontends_told"  # a channel
         self.log_levels = f"{self.prefix}log_levels"

@@ -40,7 +40,7 @@ async def test_hostile_events_end_no_loop(redis_server: EmbeddedRedis) -> None:
         await until(lambda: late.id in client.connection.fleet.workers, "the frontend knows who has joined")
 
 
-@pytest.mark.parametrize("key", ["noted", "desired", "ratio_leader", "ratio_history", "workers", "frontends", "pruned"])
+@pytest.mark.parametrize("key", ["noted", "desired", "ratio_leader", "workers", "frontends", "pruned"])
 async def test_a_key_of_another_type_ends_no_loop(redis_server: EmbeddedRedis, key: str) -> None:
     async with running_workers(redis_server, routing={"remote_prefill_min_tokens": 100}) as workers:
         started = [await workers.start(role) for role in Role]

@@ -84,7 +84,7 @@ def events(
     redis: RedisOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Show workers that joined, left or were lost, role and ratio changes, and retries."""
+    """Show workers that joined, left or were lost, changes of role and ratio, and retries."""
     show = _print_event_json if as_json else _print_event
     asyncio.run(_events(find_fleet(namespace, redis), lines, follow, show))
 
@@ -118,6 +118,8 @@ def describe_event(event: Event) -> str:
         case "scaled":
             said = f"desired: {fields.get('prefill')} prefill, {fields.get('decode')} decode, by {fields.get('by')}"
             return said + (f": {fields['why']}" if fields.get("why") else "")
+        case "decided":
+            return f"ratio.mode: auto: {fields.get('decision')}"
         case "retried":
             return f"{fields.get('count')} requests retried by {fields.get('frontend')}: {fields.get('why')}"
         case "repaired":

@@ -17,7 +17,7 @@ from orchestrator.fleet.view import Fleet
 from orchestrator.policy.predict.predictor import Predictor
 from orchestrator.policy.ratio import decision
 from orchestrator.policy.ratio.reuse import ReuseCounter
-from orchestrator.store.operator.events import KEPT, RatioHistory
+from orchestrator.store.operator.events import EventLog
 from orchestrator.store.planned import Seen
 from orchestrator.store.registry import Frontend, Registry
 from orchestrator.types import DesiredRatio, KVCounters, Offered, Role, WorkerLoad, WorkerState
@@ -27,7 +27,7 @@ from orchestrator.types import DesiredRatio, KVCounters, Offered, Role, WorkerLo
 def registry(redis):
     namespace = fresh_namespace()
     registry = Registry(redis, namespace)
-    registry.redis, registry.history = redis, RatioHistory(redis, namespace)
+    registry.redis, registry.log = redis, EventLog(redis, namespace)
     return registry
 
 
@@ -130,9 +130,7 @@ def quick(monkeypatch):
 async def running(registry, fleet, frontend_id="f", **ratio):
     config = parse_config({"model": "m", "ratio": {"mode": "auto", **ratio}})
     learned = Predictor(0.0005), ReuseCounter()
-    ratio_controller = RatioController(
-        frontend_id, config, registry, registry.history, fleet, *learned, interval_s=0.02
-    )
+    ratio_controller = RatioController(frontend_id, config, registry, registry.log, fleet, *learned, interval_s=0.02)
     task = asyncio.create_task(ratio_controller.run())
     try:
         yield ratio_controller
@@ -187,7 +185,7 @@ async def test_long_answers_move_all_prefill_workers_and_are_logged(registry):
     async with running(registry, fleet_of(P, P, P, D, running=64, waiting=190)), offering(registry, *LONG_ANSWERS):
         ratio = await until(lambda: is_desired(registry, 0, 4), "every worker prefills what it decodes")
         assert ratio.set_by == "ratio" and "times what arrives" in ratio.why
-    history = [noted.decision for noted in await registry.history.read()]
+    history = [event.fields["decision"] for event in await registry.log.read() if event.type == "decided"]
     assert [line.split(":")[0] for line in history] == ["3P1D -> 0P4D"]
     assert "requests/s" in history[0]
 
@@ -222,7 +220,7 @@ async def test_ratio_is_kept_while(registry, why, monkeypatch):
         else:
             await observed(mine)
     assert await registry.desired() is None if why == "nothing was set" else await is_desired(registry, 3, 1)
-    assert await registry.history.read() == []
+    assert not [event for event in await registry.log.read() if event.type == "decided"]
 
 
 async def test_when_the_leader_dies_another_goes_on(registry, monkeypatch):
@@ -237,16 +235,8 @@ async def test_when_the_leader_dies_another_goes_on(registry, monkeypatch):
     assert await registry.redis.get(f"{registry.keys.prefix}ratio_leader") in (b"second", None)
 
 
-async def test_the_history_is_bounded_and_what_cannot_be_read_is_left_out(registry):
-    for number in range(KEPT + 5):
-        await registry.history.note(float(number), f"decision {number}")
-    await registry.redis.execute_command("LPUSH", registry.keys.ratio_history, "damaged")
-    noted = await registry.history.read()
-    assert len(noted) == KEPT and (noted[0].at, noted[0].decision) == (KEPT + 4.0, f"decision {KEPT + 4}")
-
-
 async def test_ratio_mode_off_changes_nothing(registry):
     config = parse_config({"model": "m", "ratio": {"mode": "off"}})
-    mine = RatioController("f", config, registry, registry.history, Fleet("f"), Predictor(), ReuseCounter())
+    mine = RatioController("f", config, registry, registry.log, Fleet("f"), Predictor(), ReuseCounter())
     await asyncio.wait_for(mine.run(), DEADLINE_S)
     assert await registry.redis.exists(f"{registry.keys.prefix}ratio_leader") == 0

@@ -13,14 +13,14 @@ from orchestrator.store.client import Redis
 from orchestrator.store.configuration import Rollout, Version
 from orchestrator.store.keys import Keys
 from orchestrator.store.operator.adapters import Adapter, AdapterList
-from orchestrator.store.operator.events import EventLog, RatioHistory
+from orchestrator.store.operator.events import EventLog
 from orchestrator.store.operator.log_levels import LogLevels
 from orchestrator.store.queue import PrefillQueue
 from orchestrator.store.registry import Frontend, Registry
 from orchestrator.types import PrefillJob, Role
 
 DOCS = Path(__file__).parents[3] / "docs" / "redis.md"
-STEERED = ("desired", "config", "rollout", "noted", "ratio_history", "log_levels", "adapters")
+STEERED = ("desired", "config", "rollout", "noted", "log_levels", "adapters")
 
 
 async def fleet_begins(redis: Redis, namespace: str) -> None:
@@ -38,7 +38,6 @@ async def fleet_begins(redis: Redis, namespace: str) -> None:
     await registry.lead("f1", 60)
     await registry._call("prune")
     await LogLevels(redis, namespace).set("DEBUG")
-    await RatioHistory(redis, namespace).note(1.0, "1P1D")
     await EventLog(redis, namespace).note("retried", why="test")
     assert await registry.adapters.change(None, AdapterList(1, {"x": Adapter("x", "/x", 1)}))
 

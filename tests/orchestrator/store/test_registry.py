@@ -18,7 +18,7 @@ from support_wait import until
 from orchestrator.store.client import RedisAway, connect
 from orchestrator.store.configuration import Phase, Rollout, Version
 from orchestrator.store.fields import Departed, Launcher, WorkerOrders, worker_from_fields, worker_to_fields
-from orchestrator.store.operator.events import EventLog, RatioHistory
+from orchestrator.store.operator.events import EventLog
 from orchestrator.store.planned import Seen
 from orchestrator.store.queue import PrefillQueue, read_cached
 from orchestrator.store.registry import STAYS, Frontend, IncompatibleWorker, Registry
@@ -345,18 +345,17 @@ async def test_keys_of_another_type_are_removed_within_a_second(registry, redis)
     await registry.join(worker("a"), TTL_S)
     strings = ("queued_tokens", "affine", "sweep_cursor", "version", "ratio_leader", "config", "rollout", "pruned")
     others = ("queue", "leases", "idle", "busy", "told", "dropped", "claims:a", "workers", "frontends", "launchers")
-    others += ("endpoints", "kinds", "changed", "departed", "noted", "log_levels", "desired", "ratio_history")
+    others += ("endpoints", "kinds", "changed", "departed", "noted", "log_levels", "desired")
     for name in (*strings, *others):
         await redis.delete(registry.keys.prefix + name)
         await (redis.rpush if name in strings else redis.set)(registry.keys.prefix + name, "x")
     with pytest.raises(RedisAway, match="WRONGTYPE"):
-        await RatioHistory(redis, namespace).read()
+        await events.read()
     await registry.refresh(worker("a"), TTL_S)
     await registry._call("prune")
     await registry.refresh(worker("a"), TTL_S)
     assert set(await registry.workers()) == {"a"}
     assert await registry.desired() is None and await registry.frontends() == await registry.launchers() == {}
-    assert await RatioHistory(redis, namespace).read() == []
     await redis.set(registry.keys.queued_tokens, 2233)  # of a queue that is gone
     await queue.sweep()
     assert (await queue.depth()).tokens == 0

@@ -70,12 +70,12 @@ local TYPES = {
   affine = 'string', sweep_cursor = 'string', dropped = 'hash',
   workers = 'set', frontends = 'set', launchers = 'set', endpoints = 'hash', kinds = 'hash', version = 'string',
   changed = 'zset', departed = 'stream', noted = 'stream', log_levels = 'hash',
-  adapters = 'string', desired = 'hash', ratio_leader = 'string', ratio_history = 'list', config = 'string', rollout = 'string'
+  adapters = 'string', desired = 'hash', ratio_leader = 'string', config = 'string', rollout = 'string'
 }
 
 -- The keys of them that no member has for itself: how long they outlive the last member, seconds.
 local LIVES = {
-  noted = KEPT_S, ratio_history = KEPT_S, desired = KEPT_S, config = KEPT_S, rollout = KEPT_S, adapters = KEPT_S,
+  noted = KEPT_S, desired = KEPT_S, config = KEPT_S, rollout = KEPT_S, adapters = KEPT_S,
   log_levels = LEVELS_S,
 }
 

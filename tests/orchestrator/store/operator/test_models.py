@@ -6,7 +6,7 @@ from support_redis import fresh_namespace, job, keys_of, worker
 from support_steering import set_desired
 
 from orchestrator.store.configuration import Rollout, Version
-from orchestrator.store.operator.events import EventLog, RatioHistory
+from orchestrator.store.operator.events import EventLog
 from orchestrator.store.operator.log_levels import LogLevels
 from orchestrator.store.operator.models import ListedModel, ModelList, ModelState, ModelStore, forget_namespace
 from orchestrator.store.queue import PrefillQueue
@@ -42,7 +42,6 @@ async def test_everything_of_a_namespace_goes_once_its_last_member_has(redis):
     await registry._call("prune")
     await queue.enqueue(job("waits"))
     await LogLevels(redis, namespace).set("DEBUG")
-    await RatioHistory(redis, namespace).note(1.0, "1P1D")
     await EventLog(redis, namespace).note("retried", why="test")
     await Registry(redis, other).configuration.write(Version(0, {}))
     there = await keys_of(redis, other)
