@@ -277,7 +277,8 @@ class Router:
             if (prefill := active.prefill) is not None and prefill.ended_at is not None:
                 self._metrics.kv_exposed_s.observe(now - prefill.ended_at)
             if prefill is not None and active.decode_worker is not None:
-                self.recent.transferred[prefill.worker_id, active.decode_worker] += active.parsed.info.prompt_tokens
+                flow = f"{prefill.worker_id} {active.decode_worker}"
+                self.recent.transferred[flow] += active.parsed.info.prompt_tokens
         if began:
             active.move(State.DECODING)
             self._recovery.clear_suspect(active)

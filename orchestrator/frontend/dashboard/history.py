@@ -11,7 +11,6 @@ import contextlib
 import time
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
-from itertools import chain
 from typing import Any
 
 import msgspec
@@ -87,7 +86,7 @@ class History:
         self._ttft: deque[list[int]] = deque(maxlen=_WINDOW)
         self._itl: deque[list[int]] = deque(maxlen=_WINDOW)
         self._wait: deque[list[int]] = deque(maxlen=_WINDOW)
-        self._judged: deque[list[tuple[str, bool, int]]] = deque(maxlen=_JUDGED_WINDOW)
+        self._judged: deque[tuple[dict[str, int], dict[str, int]]] = deque(maxlen=_JUDGED_WINDOW)
         self._decided: Counter[str] = Counter()
         self._ended = self._tokens = 0
         self._watchers: set[asyncio.Queue[bytes]] = set()
@@ -154,32 +153,20 @@ class History:
     def _second(self) -> Second:
         """What this frontend has counted since the last call."""
         recent = self._recent
-        placed, ended = (
-            counts(self._metrics.placements, "decision", "reason"),
-            counts(self._metrics.requests).total(),
-        )
+        placed, ended = counts(self._metrics.placements, "decision", "reason"), counts(self._metrics.requests).total()
         decisions, self._decided = placed - self._decided, placed
         requests, self._ended = ended - self._ended, ended
         tokens, self._tokens = recent.output_tokens - self._tokens, recent.output_tokens
-        moved, recent.transferred = recent.transferred, Counter()
-        judged, recent.judged = recent.judged, Counter()
-        return Second(
-            self._siblings.frontend,
-            recent.ttft.take(),
-            recent.itl.take(),
-            recent.queue_wait.take(),
-            requests,
-            tokens,
-            dict(decisions),
-            [(source, target, tokens) for (source, target), tokens in moved.items()],
-            [(name, met, requests) for (name, met), requests in judged.items()],
-        )
+        latencies = recent.ttft.take(), recent.itl.take(), recent.queue_wait.take()
+        counted = dict(decisions), recent.transferred, recent.judged, recent.met
+        recent.transferred, recent.judged, recent.met = Counter(), Counter(), Counter()
+        return Second(self._siblings.frontend, *latencies, requests, tokens, *counted)
 
     def _point(self, at: float, second: Second) -> Point:
         depth, desired = self._depth(), self._desired()
         for window, counted in ((self._ttft, second.ttft), (self._itl, second.itl), (self._wait, second.wait)):
             window.append(counted)
-        self._judged.append(second.judged)
+        self._judged.append((second.judged, second.met))
         ttft, itl = _ms(self._ttft, 0.5, 0.9, 0.99), _ms(self._itl, 0.5, 0.99)
         wait = _ms(self._wait, 0.5, 0.99)
         return Point(
@@ -220,7 +207,8 @@ class History:
 
     def _flows(self, second: Second) -> list[Flow]:
         found = []
-        for source, target, tokens in second.transferred:
+        for flow, tokens in second.transferred.items():
+            source, _, target = flow.partition(" ")
             view = self._fleet.workers.get(source)
             found.append(Flow(source, target, tokens * view.info.kv_bytes_per_token if view else 0))
         return found
@@ -245,12 +233,12 @@ async def samples(watcher: asyncio.Queue[bytes], ended: Callable[[], bool]) -> A
             yield sample
 
 
-def _in_time(window: Iterable[list[tuple[str, bool, int]]]) -> dict[str, float]:
-    met, ended = Counter[str](), Counter[str]()
-    for name, in_time, requests in chain.from_iterable(window):
-        ended[name] += requests
-        met[name] += requests * in_time
-    return {name: round(met[name] / ended[name], 4) for name in sorted(ended)}
+def _in_time(window: Iterable[tuple[dict[str, int], dict[str, int]]]) -> dict[str, float]:
+    judged, met = Counter[str](), Counter[str]()
+    for of_second, met_in_second in window:
+        judged.update(of_second)
+        met.update(met_in_second)
+    return {name: round(met[name] / judged[name], 4) for name in sorted(judged)}
 
 
 def _ms(windows: deque[list[int]], *shares: float) -> list[float | None]:

@@ -13,8 +13,8 @@ import itertools
 import logging
 import time
 from collections import Counter
-from collections.abc import Iterable
-from typing import Union
+from collections.abc import Iterable, Sequence
+from typing import Any, Union
 
 import msgspec
 
@@ -34,9 +34,8 @@ _UNSENT = 5
 
 
 class Second(msgspec.Struct, tag="second", frozen=True):
-    """What one frontend counted in one second. Latencies as of `Latencies.take`; `transferred`: prompt tokens by
-    prefill and decode worker; `judged`: ended requests by class, and whether they met their objectives; `slowest` is
-    None where it is as before."""
+    """What one frontend counted in one second. Latencies as of `Latencies.take`; `transferred`, `judged`, `met` as of
+    `Recent`; `slowest` is None where it is as before."""
 
     frontend: str
     ttft: list[int]
@@ -45,8 +44,9 @@ class Second(msgspec.Struct, tag="second", frozen=True):
     requests: int
     output_tokens: int
     decisions: dict[str, int]
-    transferred: list[tuple[str, str, int]]
-    judged: list[tuple[str, bool, int]] = []
+    transferred: dict[str, int]
+    judged: dict[str, int] = {}
+    met: dict[str, int] = {}
     slowest: list[RequestLine] | None = None
 
 
@@ -229,29 +229,14 @@ class Siblings:
 
 def summed(seconds: list[Second]) -> Second:
     """Of all frontends, as of one. There is one at least."""
-    columns = (
-        [sum(column) for column in zip(*counts, strict=True)] for counts in zip(*map(_latencies, seconds), strict=True)
-    )
-    ttft, itl, wait = columns
-    decisions, moved, judged = Counter[str](), Counter[tuple[str, str]](), Counter[tuple[str, bool]]()
-    for second in seconds:
-        decisions.update(second.decisions)
-        for source, target, tokens in second.transferred:
-            moved[source, target] += tokens
-        for name, met, requests in second.judged:
-            judged[name, met] += requests
-    return Second(
-        "",
-        ttft,
-        itl,
-        wait,
-        sum(second.requests for second in seconds),
-        sum(second.output_tokens for second in seconds),
-        dict(decisions),
-        [(source, target, tokens) for (source, target), tokens in moved.items()],
-        [(name, met, requests) for (name, met), requests in judged.items()],
-    )
+    counts = (msgspec.structs.astuple(second)[1:-1] for second in seconds)
+    return Second("", *map(_sum, zip(*counts, strict=True)))
 
 
-def _latencies(second: Second) -> tuple[list[int], ...]:
-    return second.ttft, second.itl, second.wait
+def _sum(counts: Sequence[Any]) -> Any:
+    match counts[0]:
+        case list():
+            return [sum(column) for column in zip(*counts, strict=True)]
+        case dict():
+            return dict(sum(map(Counter, counts), Counter[str]()))
+    return sum(counts)

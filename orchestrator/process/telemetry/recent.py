@@ -56,9 +56,10 @@ class Recent:
 
     def __init__(self) -> None:
         self.ttft, self.itl, self.queue_wait = Latencies(), Latencies(), Latencies()
-        self.transferred: Counter[tuple[str, str]] = Counter()  # prompt tokens, by prefill and decode worker
-        # Ended requests, by class and whether they met their objectives; not those whose client left.
-        self.judged: Counter[tuple[str, bool]] = Counter()
+        self.transferred: Counter[str] = Counter()  # prompt tokens, by "PREFILL-WORKER DECODE-WORKER"
+        # Ended requests by class, and those of them that met their objectives; not those whose client left.
+        self.judged: Counter[str] = Counter()
+        self.met: Counter[str] = Counter()
         self.output_tokens = 0
         self._ended: deque[RequestLine] = deque(maxlen=KEPT)
         self._slow: deque[tuple[int, list[tuple[float, int, RequestLine]]]] = deque(maxlen=MINUTES)

@@ -50,7 +50,7 @@ async def frontend(steered: Any, monkeypatch: pytest.MonkeyPatch) -> AsyncIterat
     for name, free in (("p0", 90), ("d0", 50), ("d1", 10)):
         fleet.take_load(WorkerLoad(name, 1, 100, free, 2, 1, 30, 5.0), 0.0)
     recent = Recent()
-    recent.judged.update({("chat", True): 3, ("chat", False): 1})
+    recent.judged["chat"], recent.met["chat"] = 4, 3
     siblings, ratio = alone(recent), DesiredRatio(1, 2, "x")
     history = History("demo", siblings, fleet, recent, lambda: QueueDepth(3, 4000, 1), lambda: ratio)
     app = FastAPI()

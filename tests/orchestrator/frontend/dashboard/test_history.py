@@ -61,10 +61,11 @@ def test_point_counts_since_previous_point(history: History, recent: Recent):
 def test_shares_within_objectives_are_those_of_the_last_minute_by_class(history: History, recent: Recent):
     history.take(0.0)
     assert history.in_time() == {}
-    recent.judged.update({("chat", True): 3, ("chat", False): 1, ("", True): 2})
+    recent.judged.update({"chat": 4, "": 2})
+    recent.met.update({"chat": 3, "": 2})
     history.take(1.0)
-    recent.judged["batch", False] += 1
-    recent.judged["chat", True] += 4
+    recent.judged.update({"batch": 1, "chat": 4})
+    recent.met["chat"] += 4
     history.take(2.0)
     assert history.in_time() == {"": 1.0, "batch": 0.0, "chat": 0.875}
     for second in range(59):
@@ -86,7 +87,7 @@ async def test_watchers_get_samples_with_transfers(history: History, recent: Rec
     monkeypatch.setattr(module, "INTERVAL_S", 0.01)
     ended = False
     with history.watching() as watcher:
-        recent.transferred["p0", "d0"] += 5
+        recent.transferred["p0 d0"] += 5
         history.take(1.0)
         stream = samples(watcher, lambda: ended)
         name, _, data = (await anext(stream)).partition(b"\ndata: ")
