@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 from fastapi import APIRouter, Response
@@ -25,82 +25,30 @@ from orchestrator.store.configuration import RolloutStatus
 from orchestrator.store.operator.worker_status import WorkerStatus
 from orchestrator.types import DesiredRatio, QueueDepth, Role, WorkerLoad
 
-
-class _Figure(NamedTuple):
-    """A number that load reports carry, `of` what they carry it in."""
-
-    family: type[CounterMetricFamily] | type[GaugeMetricFamily]
-    name: str
-    meaning: str
-    of: Callable[[Any], float]
-
-
-_OF_WORKERS = (  # of a `WorkerLoad`
-    _Figure(
-        CounterMetricFamily,
-        "pd_worker_corrupt_messages",
-        "Messages that came to a worker and could not be read",
-        attrgetter("corrupt_messages"),
-    ),
-    _Figure(
-        CounterMetricFamily, "pd_kv_transfer_bytes", "KV bytes pushed to decode workers", attrgetter("kv.bytes_sent")
-    ),
-    _Figure(
-        CounterMetricFamily,
-        "pd_kv_transfer_descriptors",
-        "NIXL descriptors of the WRITEs that pushed them",
-        attrgetter("kv.descriptors"),
-    ),
-    _Figure(CounterMetricFamily, "pd_kv_transfer_failures", "KV transfers that failed", attrgetter("kv.failures")),
-    _Figure(
-        CounterMetricFamily,
-        "pd_kv_bad_messages",
-        "Notifications between engines that could not be understood",
-        attrgetter("kv.bad_messages"),
-    ),
-    _Figure(
-        GaugeMetricFamily,
-        "pd_kv_withdrawing_blocks",
-        "KV blocks of transfers that were given up, kept until no WRITE can land in them",
-        attrgetter("kv.withdrawing_blocks"),
-    ),
-    _Figure(
-        CounterMetricFamily,
-        "pd_kv_fetched_tokens",
-        "Prompt tokens fetched from other workers' caches",
-        attrgetter("fetched_tokens"),
-    ),
-    _Figure(
-        CounterMetricFamily,
-        "pd_kv_host_hit_tokens",
-        "Prompt tokens loaded from the worker's host tier",
-        attrgetter("kv.host_hit_tokens"),
-    ),
-    _Figure(
-        GaugeMetricFamily, "pd_kv_host_blocks", "KV blocks in the worker's host tier", attrgetter("kv.host_blocks")
-    ),
+# Numbers that load reports carry, in a `WorkerLoad` and its `StepCounters`: the name of each, where it is, what it means.
+_COUNTED_BY_WORKERS = (
+    ("pd_worker_corrupt_messages", "corrupt_messages", "Messages that came to a worker and could not be read"),
+    ("pd_kv_transfer_bytes", "kv.bytes_sent", "KV bytes pushed to decode workers"),
+    ("pd_kv_transfer_descriptors", "kv.descriptors", "NIXL descriptors of the WRITEs that pushed them"),
+    ("pd_kv_transfer_failures", "kv.failures", "KV transfers that failed"),
+    ("pd_kv_bad_messages", "kv.bad_messages", "Notifications between engines that could not be understood"),
+    ("pd_kv_fetched_tokens", "fetched_tokens", "Prompt tokens fetched from other workers' caches"),
+    ("pd_kv_host_hit_tokens", "kv.host_hit_tokens", "Prompt tokens loaded from the worker's host tier"),
 )
-_OF_GROUPS = (  # of its `StepCounters`
-    _Figure(
-        CounterMetricFamily,
-        "pd_group_mean_tokens",
-        "Mean tokens of the ranks in a step, summed over steps",
-        attrgetter("mean_tokens"),
+_OF_WORKERS_NOW = (
+    (
+        "pd_kv_withdrawing_blocks",
+        "kv.withdrawing_blocks",
+        "KV blocks of transfers given up, until no WRITE can land",
     ),
-    _Figure(
-        CounterMetricFamily,
-        "pd_group_most_tokens",
-        "Tokens of the rank with most in a step, summed over steps",
-        attrgetter("most_tokens"),
-    ),
-    _Figure(
-        CounterMetricFamily,
-        "pd_group_lost_seconds",
-        "Time of steps that ranks waited for the one with most tokens",
-        attrgetter("lost_s"),
-    ),
-    _Figure(CounterMetricFamily, "pd_group_dummy_steps", "Empty batches of ranks, in all", attrgetter("dummies")),
-    _Figure(CounterMetricFamily, "pd_group_waves", "Times that the ranks began to step", attrgetter("waves")),
+    ("pd_kv_host_blocks", "kv.host_blocks", "KV blocks in the worker's host tier"),
+)
+_COUNTED_BY_GROUPS = (
+    ("pd_group_mean_tokens", "mean_tokens", "Mean tokens of the ranks in a step, summed over steps"),
+    ("pd_group_most_tokens", "most_tokens", "Tokens of the rank with most in a step, summed over steps"),
+    ("pd_group_lost_seconds", "lost_s", "Time of steps that ranks waited for the one with most tokens"),
+    ("pd_group_dummy_steps", "dummies", "Empty batches of ranks, in all"),
+    ("pd_group_waves", "waves", "Times that the ranks began to step"),
 )
 
 
@@ -122,8 +70,10 @@ class FleetCollector(Collector):
         views = list(self._workers())
         loads = {view.info.id: view.load for view in views if view.load is not None}
         yield from _of_workers(views, loads)
-        yield from _read(_OF_WORKERS, "worker", loads)
-        yield from _read(_OF_GROUPS, "group", {name: load.group for name, load in loads.items() if load.group})
+        yield from _read(CounterMetricFamily, _COUNTED_BY_WORKERS, "worker", loads)
+        yield from _read(GaugeMetricFamily, _OF_WORKERS_NOW, "worker", loads)
+        groups = {name: load.group for name, load in loads.items() if load.group}
+        yield from _read(CounterMetricFamily, _COUNTED_BY_GROUPS, "group", groups)
 
     def _of_the_fleet(self) -> Iterator[Metric]:
         depth = self._depth()
@@ -163,13 +113,18 @@ def _of_workers(views: Iterable[WorkerView], loads: Mapping[str, WorkerLoad]) ->
     yield from (up, blocks, running, took, fetches)
 
 
-def _read(figures: Iterable[_Figure], label: str, told: Mapping[str, Any]) -> Iterator[Metric]:
+def _read(
+    family: type[CounterMetricFamily] | type[GaugeMetricFamily],
+    figures: Iterable[tuple[str, str, str]],
+    label: str,
+    told: Mapping[str, Any],
+) -> Iterator[Metric]:
     """`told`: what has the figures, by the value of the label."""
-    for figure in figures:
-        family = figure.family(figure.name, figure.meaning, labels=[label])
-        for name, it in told.items():
-            family.add_metric([name], figure.of(it))
-        yield family
+    for name, place, meaning in figures:
+        made, value_of = family(name, meaning, labels=[label]), attrgetter(place)
+        for told_by, it in told.items():
+            made.add_metric([told_by], value_of(it))
+        yield made
 
 
 def fleet_routes(
