@@ -18,14 +18,15 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Summa
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
+from orchestrator.fleet.queue_view import QueueView
 from orchestrator.fleet.view import Fleet
 from orchestrator.fleet.worker_view import WorkerView
 from orchestrator.policy.predict.predictor import Predictor
 from orchestrator.store.configuration import RolloutStatus
 from orchestrator.store.operator.worker_status import WorkerStatus
-from orchestrator.types import DesiredRatio, QueueDepth, Role, WorkerLoad
+from orchestrator.types import Role, WorkerLoad
 
-# Numbers that load reports carry, in a `WorkerLoad` and its `StepCounters`: the name of each, where it is, what it means.
+# Numbers that load reports carry, in a `WorkerLoad` and its `StepCounters`: the name of each, its place, its meaning.
 _COUNTED_BY_WORKERS = (
     ("pd_worker_corrupt_messages", "corrupt_messages", "Messages that came to a worker and could not be read"),
     ("pd_kv_transfer_bytes", "kv.bytes_sent", "KV bytes pushed to decode workers"),
@@ -55,19 +56,12 @@ _COUNTED_BY_GROUPS = (
 class FleetCollector(Collector):
     """Yields gauges and counters of the fleet at the time of the scrape."""
 
-    def __init__(
-        self,
-        workers: Callable[[], Iterable[WorkerView]],
-        depth: Callable[[], QueueDepth | None],
-        desired: Callable[[], DesiredRatio | None],
-    ) -> None:
-        self._workers = workers
-        self._depth = depth
-        self._desired = desired
+    def __init__(self, fleet: Fleet, queue: QueueView) -> None:
+        self._fleet, self._queue = fleet, queue
 
     def collect(self) -> Iterator[Metric]:
         yield from self._of_the_fleet()
-        views = list(self._workers())
+        views = list(self._fleet.workers.values())
         loads = {view.info.id: view.load for view in views if view.load is not None}
         yield from _of_workers(views, loads)
         yield from _read(CounterMetricFamily, _COUNTED_BY_WORKERS, "worker", loads)
@@ -76,7 +70,7 @@ class FleetCollector(Collector):
         yield from _read(CounterMetricFamily, _COUNTED_BY_GROUPS, "group", groups)
 
     def _of_the_fleet(self) -> Iterator[Metric]:
-        depth = self._depth()
+        depth = self._queue.depth
         reachable = GaugeMetricFamily("pd_queue_reachable", "1 while Redis answers")
         reachable.add_metric([], float(depth is not None))
         yield reachable
@@ -84,7 +78,7 @@ class FleetCollector(Collector):
             yield GaugeMetricFamily("pd_queue_requests", "Remote prefills waiting to be claimed", value=depth.requests)
             yield GaugeMetricFamily("pd_queue_tokens", "Uncached prompt tokens in them", value=depth.tokens)
             yield GaugeMetricFamily("pd_queue_claimed", "Remote prefills claimed and not yet done", value=depth.claimed)
-        if (desired := self._desired()) is not None:
+        if (desired := self._fleet.desired) is not None:
             wanted = GaugeMetricFamily("pd_desired_workers", "Workers that there should be, by role", labels=["role"])
             for role, count in ((Role.PREFILL, desired.now.prefill), (Role.DECODE, desired.now.decode)):
                 wanted.add_metric([role.value], count)
@@ -127,11 +121,21 @@ def _read(
         yield made
 
 
+def overview(model: str, fleet: Fleet, queue: QueueView) -> dict[str, Any]:
+    """The fleet now, as types of JSON."""
+    workers = sorted(fleet.workers.values(), key=lambda view: (view.info.role.value, view.info.id))
+    return {
+        "model": model,
+        "workers": msgspec.to_builtins([WorkerStatus.of(view.info, view.load, view.connected) for view in workers]),
+        "queue": msgspec.to_builtins(queue.depth),
+        "desired": msgspec.to_builtins(fleet.desired),
+    }
+
+
 def fleet_routes(
     model: str,
     fleet: Fleet,
-    depth: Callable[[], QueueDepth | None],
-    desired: Callable[[], DesiredRatio | None],
+    queue: QueueView,
     rollout: Callable[[], Awaitable[RolloutStatus | None]],
     registry: CollectorRegistry,
     predictor: Predictor,
@@ -154,16 +158,8 @@ def fleet_routes(
 
     @routes.get("/fleet")
     async def show_fleet() -> dict[str, Any]:
-        queue, wanted = depth(), desired()
-        workers = sorted(fleet.workers.values(), key=lambda view: (view.info.role.value, view.info.id))
-        return {
-            "model": model,
-            "workers": msgspec.to_builtins([WorkerStatus.of(view.info, view.load, view.connected) for view in workers]),
-            "queue": msgspec.to_builtins(queue),
-            "desired": msgspec.to_builtins(wanted),
-            "in_time": in_time(),
-            "rollout": msgspec.to_builtins(await rollout()),
-        }
+        told = {"in_time": in_time(), "rollout": msgspec.to_builtins(await rollout())}
+        return overview(model, fleet, queue) | told
 
     @routes.get("/predictions")
     async def show_predictions() -> dict[str, Any]:

@@ -133,7 +133,7 @@ async def build_server_app(models: list[Prepared]) -> ServerApp:
             apps[each.name] = await build_model_app(
                 each.args, each.vllm_config, each.config, each.connection, shown, stat_logger
             )
-            collectors[each.name] = fleet_collector(each.connection)
+            collectors[each.name] = FleetCollector(each.connection.fleet, each.connection.queue)
     registry.register(ModelsCollector(collectors) if several else collectors[""])
     shown.register(OnlyModels(registry, (name for each in models for name in (each.name, each.config.name_served))))
     served: Any = ModelDoor(apps, root_path) if several else apps[""]
@@ -143,10 +143,6 @@ async def build_server_app(models: list[Prepared]) -> ServerApp:
     edge = EdgeMiddleware(served, shared.limits.max_body_bytes, access, traced)
     asgi = ModelPaths(edge, frozenset(apps), root_path) if several else edge
     return ServerApp(asgi, edge, list(apps.values()))
-
-
-def fleet_collector(connection: FleetConnection) -> FleetCollector:
-    return FleetCollector(connection.fleet.workers.values, lambda: connection.queue.depth, lambda: connection.desired)
 
 
 async def serve(

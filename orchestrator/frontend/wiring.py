@@ -41,7 +41,7 @@ from orchestrator.store.planned import rollout_status
 from orchestrator.store.queue import PrefillQueue
 from orchestrator.store.registry import Frontend, Registry
 from orchestrator.store.steering import Steering
-from orchestrator.types import DesiredRatio, Role
+from orchestrator.types import Role
 from orchestrator.wire.curve import KeyPair
 from orchestrator.wire.messages import CallReply, PrefixSnapshot, Welcome
 from orchestrator.wire.transport import Disconnected, FrontendTransport
@@ -100,7 +100,7 @@ class FleetConnection:
         jobs = PrefillQueue(redis, config.namespace, lease_s=config.workers.lease_s)
         self.queue = QueueView(jobs, frontend_id, config.workers.lease_s)
         self.steering = Steering(self.registry, jobs, config.workers.heartbeat_s)
-        self.rest = Rest(self.registry, self._serves, lambda: self.desired, config.cold_start_s)
+        self.rest = Rest(self.registry, self._serves, lambda: self.fleet.desired, config.cold_start_s)
         self.fleet.rest = self.rest
         self.router = Router(config, self.fleet, self.transport, self.queue, self.prefixes, codec, choose, metrics)
         self.membership = Membership(
@@ -113,7 +113,7 @@ class FleetConnection:
             on_quiet=self.router.worker_quiet,
             on_reset=self.router.connection_reset,
         )
-        self.pause = PauseCalls(self.fleet, self.calls, self.router, lambda: self.queue.depth)
+        self.pause = PauseCalls(self.fleet, self.calls, self.router, self.queue)
         self.ratio_controller = RatioController(
             frontend_id,
             config,
@@ -124,17 +124,8 @@ class FleetConnection:
             reuse=self.router.learning.reuse,
             metrics=metrics,
         )
-        self.desired: DesiredRatio | None = None
         self.siblings = Siblings(frontend_id, redis, config.namespace, self.router.recent)
-        self.history = History(
-            config.name_served,
-            self.siblings,
-            self.fleet,
-            self.router.recent,
-            depth=lambda: self.queue.depth,
-            desired=lambda: self.desired,
-            metrics=metrics,
-        )
+        self.history = History(config.name_served, self.siblings, self.fleet, self.queue, metrics)
         self.in_flight: Callable[[], int] = lambda: len(self.router.requests)  # of the whole process
         self._beaten = asyncio.Event()
         self._cpu_at = time.process_time(), time.monotonic()
@@ -143,7 +134,8 @@ class FleetConnection:
 
     def _serves(self) -> bool:
         """Whether the workers that a request may need are ready: a prefill worker too, where nothing stands in."""
-        pool = self._refuses and self.desired is not None and self.desired.prefill > 0
+        desired = self.fleet.desired
+        pool = self._refuses and desired is not None and desired.prefill > 0
         return bool(self.fleet.ready(Role.DECODE)) and (not pool or bool(self.fleet.ready(Role.PREFILL)))
 
     async def run(self) -> None:
@@ -250,7 +242,7 @@ class FleetConnection:
             orders = await self.registry.refresh_frontend(me, self._ttl_s)
             if orders.drain:
                 self.drain()
-            self.desired = await self.registry.restored(self.desired, await self.registry.desired())
+            self.fleet.desired = await self.registry.restored(self.fleet.desired, await self.registry.desired())
         except RedisAway as error:
             log.debug("heartbeat missed: %s", error)
         self._beaten.set()

@@ -15,14 +15,15 @@ from typing import Any
 
 import msgspec
 
+from orchestrator.fleet.queue_view import QueueView
 from orchestrator.fleet.view import Fleet
 from orchestrator.frontend.dashboard.siblings import SLOWEST, Second, Siblings, summed
+from orchestrator.frontend.pages import overview
 from orchestrator.process.telemetry.metrics import Metrics, counts
-from orchestrator.process.telemetry.recent import Recent, percentiles
+from orchestrator.process.telemetry.recent import percentiles
 from orchestrator.process.telemetry.request_line import RequestLine, stages
 from orchestrator.process.ticks import ticks
-from orchestrator.store.operator.worker_status import WorkerStatus
-from orchestrator.types import DesiredRatio, QueueDepth, Role, WorkerState
+from orchestrator.types import Role, WorkerState
 
 INTERVAL_S = 1.0
 HOUR_S = 3600
@@ -73,14 +74,11 @@ class History:
         model: str,
         siblings: Siblings,
         fleet: Fleet,
-        recent: Recent,
-        depth: Callable[[], QueueDepth | None],
-        desired: Callable[[], DesiredRatio | None],
+        queue: QueueView,
         metrics: Metrics | None = None,
     ) -> None:
-        self._model, self._siblings = model, siblings
-        self._fleet, self._recent = fleet, recent
-        self._depth, self._desired = depth, desired
+        self._model, self._siblings, self._recent = model, siblings, siblings.recent
+        self._fleet, self._queue = fleet, queue
         self._metrics = metrics or Metrics()
         self.points: deque[Point] = deque(maxlen=HOUR_S)
         self._ttft: deque[list[int]] = deque(maxlen=_WINDOW)
@@ -133,15 +131,11 @@ class History:
 
     def sample(self, flows: list[Flow]) -> dict[str, Any]:
         """The fleet now, as types of JSON."""
-        views = sorted(self._fleet.workers.values(), key=lambda view: (view.info.role.value, view.info.id))
         return {
-            "model": self._model,
+            **overview(self._model, self._fleet, self._queue),
             "frontends": self._siblings.count,
             "silent_frontends": self._siblings.silent,
-            "workers": msgspec.to_builtins([WorkerStatus.of(view.info, view.load, view.connected) for view in views]),
             "flows": msgspec.to_builtins(flows),
-            "queue": msgspec.to_builtins(self._depth()),
-            "desired": msgspec.to_builtins(self._desired()),
             "point": msgspec.to_builtins(self.points[-1]) if self.points else None,
             "slowest": [described(line) for line in self._siblings.slowest(self._slowest())],
         }
@@ -163,7 +157,7 @@ class History:
         return Second(self._siblings.frontend, *latencies, requests, tokens, *counted)
 
     def _point(self, at: float, second: Second) -> Point:
-        depth, desired = self._depth(), self._desired()
+        depth, desired = self._queue.depth, self._fleet.desired
         for window, counted in ((self._ttft, second.ttft), (self._itl, second.itl), (self._wait, second.wait)):
             window.append(counted)
         self._judged.append((second.judged, second.met))

@@ -116,8 +116,7 @@ async def build_model_app(
     ours = fleet_routes(
         config.name_served,
         connection.fleet,
-        lambda: connection.queue.depth,
-        lambda: connection.desired,
+        connection.queue,
         connection.rollout,
         registry,
         connection.router.learning.predictor,

@@ -11,6 +11,7 @@ import uvicorn
 from fastapi import Body, FastAPI, Request, Response
 from fastapi.responses import StreamingResponse
 from prometheus_client import CollectorRegistry
+from support_siblings import queue_of
 from support_wait import DEADLINE_S
 
 from orchestrator.config.access import LimitsConfig, SecurityConfig
@@ -51,13 +52,13 @@ def fleet():
 def app(fleet):
     app = FastAPI()
     registry = CollectorRegistry()
-    depth, desired = (lambda: QueueDepth(3, 4000, 1)), (lambda: DesiredRatio(1, 2, "ratio", 5.0))
-    registry.register(pages.FleetCollector(fleet.workers.values, depth, desired))
+    fleet.desired, queue = DesiredRatio(1, 2, "ratio", 5.0), queue_of(QueueDepth(3, 4000, 1))
+    registry.register(pages.FleetCollector(fleet, queue))
 
     async def rollout():
         return RolloutStatus(Phase.BACK, 0, 1, "it cannot start")
 
-    ours = pages.fleet_routes("demo", fleet, depth, desired, rollout, registry, Predictor(), dict)
+    ours = pages.fleet_routes("demo", fleet, queue, rollout, registry, Predictor(), dict)
     app.router.routes[:0] = ours.routes
 
     @app.get("/refuse")

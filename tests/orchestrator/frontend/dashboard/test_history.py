@@ -8,7 +8,7 @@ import json
 import msgspec
 import pytest
 from support_info import fleet_of, worker_info
-from support_siblings import alone
+from support_siblings import alone, queue_of
 
 from orchestrator.frontend.dashboard import history as module
 from orchestrator.frontend.dashboard.history import HOUR_S, MAX_WATCHERS, History, samples
@@ -28,14 +28,8 @@ def history(recent: Recent) -> History:
     for view in fleet.workers.values():
         view.connected = True
     fleet.take_load(WorkerLoad("d0", 1, 100, 25, 2, 1, 30, 5.0), 0.0)
-    return History(
-        "m",
-        alone(recent),
-        fleet,
-        recent,
-        lambda: QueueDepth(3, 4000, 1),
-        lambda: DesiredRatio(1, 2, "scale"),
-    )
+    fleet.desired = DesiredRatio(1, 2, "scale")
+    return History("m", alone(recent), fleet, queue_of(QueueDepth(3, 4000, 1)))
 
 
 def test_point_counts_since_previous_point(history: History, recent: Recent):
@@ -131,6 +125,6 @@ def test_groups_are_counted_as_the_desired_ratio_counts_them(recent: Recent):
     fleet = fleet_of(*infos, half, worker_info("p0", Role.PREFILL))
     for view in fleet.workers.values():
         view.connected = True
-    history = History("m", alone(recent), fleet, recent, lambda: None, lambda: DesiredRatio(1, 2, "scale"))
+    history = History("m", alone(recent), fleet, queue_of(None))
     history.take(1.0)
     assert (history.points[-1].prefill_ready, history.points[-1].decode_ready) == (1, 1)

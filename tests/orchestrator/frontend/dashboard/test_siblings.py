@@ -15,6 +15,7 @@ pytest.importorskip("fastapi")
 
 from fastapi import FastAPI
 from support_redis import Server, fresh_namespace, running_server
+from support_siblings import queue_of
 from support_wait import until
 
 from orchestrator.fleet.view import Fleet
@@ -34,7 +35,7 @@ class Frontend:
     def __init__(self, name: str, redis: Redis, namespace: str) -> None:
         self.recent, app = Recent(), FastAPI()
         self.siblings = Siblings(name, redis, namespace, self.recent)
-        self.history = History("m", self.siblings, Fleet(name), self.recent, lambda: None, lambda: None)
+        self.history = History("m", self.siblings, Fleet(name), queue_of(None))
         app.include_router(stream_routes(self.history, self.siblings, lambda: False))
         self.http = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://f")
         self.running = asyncio.create_task(self.siblings.run())
