@@ -21,7 +21,7 @@ from orchestrator.frontend.dashboard.siblings import SLOWEST, Second, Siblings, 
 from orchestrator.frontend.pages import overview
 from orchestrator.process.telemetry.metrics import Metrics, counts
 from orchestrator.process.telemetry.recent import percentiles
-from orchestrator.process.telemetry.request_line import RequestLine, stages
+from orchestrator.process.telemetry.request_line import RequestLine
 from orchestrator.process.ticks import ticks
 from orchestrator.types import Role, WorkerState
 
@@ -137,7 +137,7 @@ class History:
             "silent_frontends": self._siblings.silent,
             "flows": msgspec.to_builtins(flows),
             "point": msgspec.to_builtins(self.points[-1]) if self.points else None,
-            "slowest": [described(line) for line in self._siblings.slowest(self._slowest())],
+            "slowest": [line.with_stages() for line in self._siblings.slowest(self._slowest())],
         }
 
     def _slowest(self) -> list[RequestLine]:
@@ -206,11 +206,6 @@ class History:
             view = self._fleet.workers.get(source)
             found.append(Flow(source, target, tokens * view.info.kv_bytes_per_token if view else 0))
         return found
-
-
-def described(line: RequestLine) -> dict[str, Any]:
-    """An ended request and its stages, as types of JSON."""
-    return {**msgspec.to_builtins(line), "stages": msgspec.to_builtins(stages(line))}
 
 
 def event(name: str, data: Any) -> bytes:

@@ -14,6 +14,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from operator import attrgetter
 from typing import Any, Union
 
 import msgspec
@@ -84,15 +85,6 @@ def found(recent: Recent, question: Question, now: float) -> list[RequestLine]:
         line = recent.find(question.request_id)
         return [line] if line is not None else []
     return recent.slowest(question.slowest, now) if question.slowest else recent.latest(question.latest)
-
-
-def took_ms(line: RequestLine) -> float:
-    return line.total_ms + (line.frontend_ms or 0.0)
-
-
-def ended_at(line: RequestLine) -> float:
-    """Unix seconds."""
-    return line.arrived_at + took_ms(line) / 1e3
 
 
 class _Asked:
@@ -166,7 +158,7 @@ class Siblings:
 
     def slowest(self, own: Iterable[RequestLine]) -> list[RequestLine]:
         """The slowest of all frontends, as last told."""
-        return heapq.nlargest(SLOWEST, [*own, *itertools.chain(*self._slowest.values())], took_ms)
+        return heapq.nlargest(SLOWEST, [*own, *itertools.chain(*self._slowest.values())], attrgetter("took_ms"))
 
     async def ask(
         self, *, request_id: str = "", slowest: int = 0, latest: int = 0

@@ -77,7 +77,7 @@ class Recent:
         if not self._slow or self._slow[-1][0] != minute:
             self._slow.append((minute, []))
         slow = self._slow[-1][1]
-        entry = (line.total_ms + (line.frontend_ms or 0.0), self._count, line)
+        entry = (line.took_ms, self._count, line)
         heapq.heappush(slow, entry) if len(slow) < SLOWEST_PER_MINUTE else heapq.heappushpop(slow, entry)
 
     def latest(self, count: int) -> list[RequestLine]:
