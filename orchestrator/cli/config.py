@@ -16,8 +16,8 @@ from orchestrator.cli.handle import OUT, JsonOption, NamespaceOption, SetOption,
 from orchestrator.cli.look.views import config_keys, how_often, keys_view, plain
 from orchestrator.config.access import SECRETS
 from orchestrator.config.engine_args import check_engine_args
-from orchestrator.config.models import SECTION, load_model, load_models, tree_of
-from orchestrator.config.settings import Config, ConfigError, Refused, leaves, load_config, read_tree, value_at
+from orchestrator.config.models import SECTION, chosen_model, load_model, load_models, tree_of
+from orchestrator.config.settings import Config, ConfigError, Refused, leaves, read_tree, value_at
 from orchestrator.config.values import masked
 from orchestrator.config.yaml_text import line_of
 from orchestrator.launch.host.machine import find_cores, find_gpus
@@ -71,7 +71,9 @@ def show(
     if file is not None:
         config = load_model(file, set_, namespace)
         tree = read_tree(file)
-        model = namespace or next(iter(tree.get(SECTION, [""])))
+        model = chosen_model(tree, namespace)
+        if model and model not in tree[SECTION]:  # --set alone has it
+            tree[SECTION][model] = {}
         origins = {key: str(file) for key, _ in leaves(tree_of(tree, model))}
         prefix = f"{SECTION}.{model}."
         origins |= {override.partition("=")[0].removeprefix(prefix): "--set" for override in set_ or []}
@@ -167,17 +169,9 @@ workers:
 """
 
 
-def checked(path: Path, overrides: Sequence[str] = ()) -> Config:
-    """The configuration of a file of one model with `a.b=value` overrides. Raises ConfigError for whatever these alone
-    decide, without the model, the machine or vLLM."""
-    with located(path, overrides):
-        config = load_config(path, list(overrides))
-        check_engine_args(config)
-    return config
-
-
 def checked_models(path: Path, overrides: Sequence[str] = ()) -> dict[str, Config]:
-    """Like `checked`, for each model of a file."""
+    """The configuration of each model of a file with `a.b=value` overrides. Raises ConfigError for whatever these alone
+    decide, without the model, the machine or vLLM."""
     with located(path, overrides):
         return load_models(path, list(overrides), check_engine_args)
 
