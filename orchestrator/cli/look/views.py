@@ -252,4 +252,5 @@ def set_by(desired: dict[str, Any], now: float | None = None) -> str:
 def _queue_line(queue: dict[str, int] | None) -> str:
     if queue is None:
         return "queue: unknown, Redis is away"
-    return f"queue: {queue['requests']} prefills wait ({queue['tokens']} tokens), {queue['claimed']} claimed"
+    wait = "prefill waits" if queue["requests"] == 1 else "prefills wait"
+    return f"queue: {queue['requests']} {wait} ({queue['tokens']} tokens), {queue['claimed']} claimed"
