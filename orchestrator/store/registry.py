@@ -116,12 +116,7 @@ class Registry:
 
     async def workers(self) -> dict[str, WorkerInfo]:
         """All live workers. One whose hash cannot be read is logged and left out."""
-        return (await self.workers_and_orders())[0]
-
-    async def workers_and_orders(self) -> tuple[dict[str, WorkerInfo], dict[str, WorkerOrders]]:
-        """All live workers and their uncleared orders, as of `read`."""
-        reading = await self.read()
-        return reading.workers, reading.orders
+        return (await self.read()).workers
 
     async def read(self) -> Reading:
         """Who is there, with which orders, and the desired ratio, at one moment: two readings could show a worker that

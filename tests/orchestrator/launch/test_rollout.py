@@ -66,7 +66,7 @@ class Leader:
             read_at=self.now,
         )
         await self.rolling.follow(snapshot, leads=True)
-        return set((await self.registry.workers_and_orders())[1])
+        return set((await self.registry.read()).orders)
 
 
 @pytest.fixture

@@ -322,7 +322,7 @@ async def test_invalid_counts_break_no_heartbeat(registry, redis, number):
     await registry.join(worker("a"), TTL_S)
     await redis.hset(registry.keys.worker("a"), mapping={"order_role": "prefill", "order_sequence": number})
     assert (await registry.refresh(worker("a"), TTL_S)).orders == WorkerOrders(Role.PREFILL)
-    assert (await registry.workers_and_orders())[1]["a"].sequence == 0
+    assert (await registry.read()).orders["a"].sequence == 0
     await registry.refresh_launcher("l", Launcher({"a": Role.DECODE}), TTL_S)
     await redis.hset(f"{registry.keys.prefix}launcher:l", "generation", number)
     assert await registry.launchers() == {"l": Launcher({"a": Role.DECODE})}
@@ -419,12 +419,12 @@ async def test_only_workers_that_changed_are_read_again(registry, redis):
     await registry.join(worker("new"), TTL_S)
     await order_drain(registry, "w7")
     assert await rows() == 3
-    workers, orders = await registry.workers_and_orders()
-    assert workers["w3"].role is Role.DECODE and set(orders) == {"w7"}
-    await registry.clear_orders("w7", orders["w7"].sequence)
+    reading = await registry.read()
+    assert reading.workers["w3"].role is Role.DECODE and set(reading.orders) == {"w7"}
+    await registry.clear_orders("w7", reading.orders["w7"].sequence)
     await registry.leave("w5")
-    workers, orders = await registry.workers_and_orders()
-    assert not orders and len(workers) == 20
+    reading = await registry.read()
+    assert not reading.orders and len(reading.workers) == 20
     await redis.flushall()
     await registry.join(worker("w1", Role.DECODE), TTL_S)
     assert {name: info.role for name, info in (await registry.workers()).items()} == {"w1": Role.DECODE}
