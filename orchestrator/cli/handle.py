@@ -116,14 +116,9 @@ def find_fleet(namespace: str | None, redis_url: str | None, url: str | None = N
         return FleetHandle(namespace or "default", redis_url, url.rstrip("/"), None)
     fleet, model = _located(namespace)
     folder = RunFolder(fleet)
-    running = folder.is_held
     namespace = namespace_of(fleet, model) if model else fleet
-    redis = redis_url or (folder.redis_url() if running else None)
-    if redis is None:
-        raise Refused(
-            f"no fleet runs in namespace {namespace!r}; start one with `orchestrator up CONFIG`, or name its --redis"
-        )
-    if not running or redis != folder.redis_url():
+    redis = _redis_of(folder, namespace, redis_url)
+    if not folder.is_held or redis != folder.redis_url():
         return FleetHandle(namespace, redis, None, None)  # a fleet elsewhere may have the same name
     ready = folder.ready()
     url = (f"{ready.url}/models/{model}" if model else ready.url) if ready else None
@@ -134,12 +129,17 @@ def find_whole_fleet(namespace: str | None, redis_url: str | None) -> FleetHandl
     """All models of the fleet that the options name, or that runs here. Raises Refused where there is none."""
     fleet = namespace_here(namespace)
     folder = RunFolder(fleet)
-    redis = redis_url or (folder.redis_url() if folder.is_held else None)
-    if redis is None:
-        raise Refused(
-            f"no fleet runs in namespace {fleet!r}; start one with `orchestrator up CONFIG`, or name its --redis"
-        )
+    redis = _redis_of(folder, fleet, redis_url)
     return FleetHandle(fleet, redis, None, folder.config() if folder.is_held else None)
+
+
+def _redis_of(folder: RunFolder, namespace: str, given: str | None) -> str:
+    """The URL of a fleet's Redis. Raises Refused."""
+    if redis := given or (folder.redis_url() if folder.is_held else None):
+        return redis
+    raise Refused(
+        f"no fleet runs in namespace {namespace!r}; start one with `orchestrator up CONFIG`, or name its --redis"
+    )
 
 
 def models_here(namespace: str | None) -> list[str]:

@@ -10,6 +10,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterable, MutableMapping
 from contextvars import ContextVar
+from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Any, Protocol
 
@@ -17,7 +18,8 @@ import msgspec
 from starlette.requests import ClientDisconnect
 
 from orchestrator.frontend.access import Access, Admission, Refusal
-from orchestrator.frontend.untrusted import objectives
+from orchestrator.frontend.untrusted.objectives import Objectives
+from orchestrator.frontend.untrusted.objectives import read as read_objectives
 from orchestrator.process.telemetry.request_line import RequestLine
 
 log = logging.getLogger("pd.frontend")
@@ -33,30 +35,19 @@ _FAILED = HTTPStatus.INTERNAL_SERVER_ERROR
 _ENDING = Refusal(HTTPStatus.SERVICE_UNAVAILABLE, "this frontend is ending: ask again", 1.0)
 
 
+@dataclass(slots=True, eq=False)
 class RequestContext:
     """One HTTP request's id, its arrival (unix seconds), its response, and its refusal if it was refused."""
 
-    __slots__ = (
-        "admission",
-        "objectives",
-        "on_request_ended",
-        "plain",
-        "received_at",
-        "refusal",
-        "reply",
-        "request_id",
-        "stream",
-    )
-
-    def __init__(self, request_id: str, admission: Admission | None = None) -> None:
-        self.request_id, self.admission = request_id, admission
-        self.objectives = objectives.Objectives()
-        self.received_at = time.time()
-        self.on_request_ended: Callable[[RequestLine], None] | None = None  # called for each engine request
-        self.refusal: Refusal | None = None
-        self.reply: Reply | None = None
-        self.plain = False  # whether it is an event stream whose events mostly differ in their text only
-        self.stream: Stream | None = None  # sends those events
+    request_id: str
+    admission: Admission | None = None
+    objectives: Objectives = Objectives()
+    received_at: float = field(default_factory=time.time)
+    on_request_ended: Callable[[RequestLine], None] | None = None  # called for each engine request
+    refusal: Refusal | None = None
+    reply: Reply | None = None
+    plain: bool = False  # whether it is an event stream whose events mostly differ in their text only
+    stream: Stream | None = None  # sends those events
 
 
 class Stream(Protocol):
@@ -126,7 +117,7 @@ class EdgeMiddleware:
         headers = [pair for pair in scope["headers"] if pair[0] != b"x-request-id"]
         context = RequestContext(request_id.decode(), admission)
         try:
-            context.objectives = objectives.read(headers)
+            context.objectives = read_objectives(headers)
         except ValueError as wrong:
             refusal = refusal or Refusal(HTTPStatus.BAD_REQUEST, str(wrong))
         begun = (
