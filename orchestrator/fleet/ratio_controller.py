@@ -31,7 +31,7 @@ from orchestrator.store.client import RedisAway
 from orchestrator.store.operator.events import EventLog
 from orchestrator.store.planned import Seen
 from orchestrator.store.registry import Registry
-from orchestrator.types import Offered, Role, WorkerState
+from orchestrator.types import Offered, Role
 
 log = logging.getLogger("pd.ratio")
 
@@ -110,8 +110,7 @@ class RatioController:
     async def _decide(self) -> None:
         current = await self._registry.desired()
         # Draining workers are no reason to wait: a drain may take minutes, and a role change can still be cancelled.
-        loading = any(view.info.state is WorkerState.STARTING for view in self._fleet.workers.values())
-        if current is None or current.idle or loading:
+        if current is None or current.idle:
             return
         # In a thread: for a hundred workers it takes tens of milliseconds, and requests are not to wait for it.
         decision = await asyncio.to_thread(

@@ -20,7 +20,7 @@ from orchestrator.policy.ratio.reuse import ReuseCounter
 from orchestrator.store.operator.events import EventLog
 from orchestrator.store.planned import Seen
 from orchestrator.store.registry import Frontend, Registry
-from orchestrator.types import DesiredRatio, KVCounters, Offered, Role, WorkerLoad, WorkerState
+from orchestrator.types import DesiredRatio, KVCounters, Offered, Role, WorkerLoad
 
 
 @pytest.fixture
@@ -75,10 +75,10 @@ def load(name, running=0, waiting=0, free=512, waiting_tokens=0):
     return WorkerLoad(name, 1, 512, free, running, waiting, waiting_tokens, step_ms=10.0)
 
 
-def fleet_of(*roles, state=WorkerState.READY, **loads):
+def fleet_of(*roles, **loads):
     fleet = Fleet("f")
     for number, role in enumerate(roles):
-        info = worker(f"w{number}", role, state=state)
+        info = worker(f"w{number}", role)
         fleet.upsert(info, 0.0)
         fleet.workers[info.id].connected = True
         fleet.take_load(load(info.id, **(loads if role is Role.DECODE else {})), 0.0)
@@ -201,19 +201,16 @@ async def test_shift_to_prefill_keeps_min_decode(registry):
         assert await is_desired(registry, 2, 2)
 
 
-@pytest.mark.parametrize(
-    "why", ["idle", "a worker loads", "cooling down after the operator", "another leads", "nothing was set"]
-)
+@pytest.mark.parametrize("why", ["idle", "cooling down after the operator", "another leads", "nothing was set"])
 async def test_ratio_is_kept_while(registry, why, monkeypatch):
     if why != "nothing was set":
         await set_desired(registry, 3, 1, "scale")
-    state = WorkerState.STARTING if why == "a worker loads" else WorkerState.READY
     if why == "cooling down after the operator":
         monkeypatch.setattr(decision, "COOL_DOWN_S", 600.0)
     if why == "another leads":
         await registry.lead("other", 600.0)
     load = contextlib.nullcontext() if why == "idle" else offering(registry, *LONG_ANSWERS)
-    async with load, running(registry, fleet_of(P, P, P, D, state=state)) as mine:
+    async with load, running(registry, fleet_of(P, P, P, D)) as mine:
         if why == "another leads":
             await asyncio.sleep(0.3)
             assert not mine.window
