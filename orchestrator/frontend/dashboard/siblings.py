@@ -87,24 +87,6 @@ def found(recent: Recent, question: Question, now: float) -> list[RequestLine]:
     return recent.slowest(question.slowest, now) if question.slowest else recent.latest(question.latest)
 
 
-class _Asked:
-    """A question, and the answers to it so far."""
-
-    def __init__(self, expected: set[str]) -> None:
-        self.answers: dict[str, list[RequestLine]] = {}
-        self.complete = asyncio.Event()
-        self._expected = expected
-        self._look()
-
-    def take(self, frontend: str, lines: list[RequestLine]) -> None:
-        self.answers[frontend] = lines
-        self._look()
-
-    def _look(self) -> None:
-        if self.answers.keys() >= self._expected:
-            self.complete.set()
-
-
 class Siblings:
     """Start `run()` as a task."""
 
@@ -115,7 +97,8 @@ class Siblings:
         self._slowest: dict[str, list[RequestLine]] = {}
         self._heard_at: dict[str, float] = {}  # monotonic
         self._unsent: asyncio.Queue[Told] = asyncio.Queue(_UNSENT)
-        self._numbers, self._asked = itertools.count(), dict[int, _Asked]()
+        self._numbers = itertools.count()
+        self._asked: dict[int, dict[str, asyncio.Future[list[RequestLine]]]] = {}  # answers by question and frontend
         self._said: list[RequestLine] = []
         self._ticks = 0
 
@@ -167,16 +150,18 @@ class Siblings:
         if not self._heard_at:
             return [], []
         question = Question(self.frontend, next(self._numbers), request_id, slowest, latest)
-        asked = self._asked[question.number] = _Asked(self._heard_at.keys() - set(self.silent))
+        new, silent = asyncio.get_running_loop().create_future, self.silent
+        answers: dict[str, asyncio.Future[list[RequestLine]]] = {name: new() for name in self._heard_at}
+        self._asked[question.number] = answers
         try:
             with contextlib.suppress(RedisAway, TimeoutError):
                 async with asyncio.timeout(_ANSWER_S):
                     await self._publish(question)
-                    await asked.complete.wait()
+                    await asyncio.gather(*(answer for name, answer in answers.items() if name not in silent))
         finally:  # also of a client that leaves
             del self._asked[question.number]
-        lines = [line for lines in asked.answers.values() for line in lines]
-        return lines, sorted(self._heard_at.keys() - asked.answers.keys())
+        told = {name: answer.result() for name, answer in answers.items() if answer.done() and not answer.cancelled()}
+        return list(itertools.chain(*told.values())), sorted(answers.keys() - told.keys())
 
     async def _publish(self, told: Told) -> None:
         """Raises RedisAway."""
@@ -209,8 +194,9 @@ class Siblings:
                 with contextlib.suppress(RedisAway):
                     await self._publish(Answer(self.frontend, told.frontend, told.number, lines))
             case Answer():
-                if told.to == self.frontend and told.number in self._asked:
-                    self._asked[told.number].take(told.frontend, _requests.decode(told.requests))
+                answers = self._asked.get(told.number, {}) if told.to == self.frontend else {}
+                if (answer := answers.get(told.frontend)) is not None and not answer.done():
+                    answer.set_result(_requests.decode(told.requests))
             case Bye():
                 self._forget(told.frontend)
 
