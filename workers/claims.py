@@ -14,7 +14,7 @@ from collections.abc import Callable
 from orchestrator.config.settings import Config
 from orchestrator.policy.claims import AFFINITY_WINDOW, choose_claims, claim_budget, claims_as_idle
 from orchestrator.policy.predict.predictor import PRIOR_S_PER_TOKEN
-from orchestrator.process.ticks import left_s
+from orchestrator.process.ticks import left_s, until_told
 from orchestrator.store.client import RedisAway
 from orchestrator.store.queue import Claim, PrefillQueue
 from orchestrator.types import WorkerInfo
@@ -85,7 +85,7 @@ class ClaimLoop:
         while True:
             budget, jobs = self._budget(), self._info.max_num_seqs - self._attempts.prefill_count
             if not self._active() or budget <= 0 or jobs <= 0:
-                await self._wait_for_room(MEMORY_WAIT_S if self._active() else left_s(WAIT_S))
+                await until_told(self._room, MEMORY_WAIT_S if self._active() else left_s(WAIT_S))
                 continue
             self._claiming = True
             try:
@@ -139,14 +139,6 @@ class ClaimLoop:
             self._room.set()
             if self._left or not len(self._attempts):
                 self._queue.wake()
-
-    async def _wait_for_room(self, timeout_s: float) -> None:
-        self._room.clear()
-        try:
-            async with asyncio.timeout(timeout_s):
-                await self._room.wait()
-        except TimeoutError:
-            return
 
     # ---- leases ------------------------------------------------------------------------------------------------
 

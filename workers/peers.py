@@ -16,6 +16,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 
 from orchestrator.process.parent import has_ended
+from orchestrator.process.ticks import until_told
 from orchestrator.store.client import RedisAway
 from orchestrator.store.fields import Departed, Heartbeat
 from orchestrator.store.registry import Registry
@@ -101,15 +102,11 @@ class Frontends:
         event, waiting = asyncio.Event(), self._greetings.setdefault(frontend_id, set())
         waiting.add(event)
         try:
-            async with asyncio.timeout(timeout_s):
-                await event.wait()
-        except TimeoutError:
-            return False
+            return await until_told(event, timeout_s)
         finally:
             waiting.discard(event)
             if not waiting:
                 self._greetings.pop(frontend_id, None)
-        return True
 
     def gone(self, known: set[str], timeout_s: float, now: float, late_s: float = 0.0) -> list[str]:
         """The frontends among `known` that could not be reached for `timeout_s`. `late_s`: how much of the time since

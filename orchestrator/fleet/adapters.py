@@ -12,7 +12,7 @@ import logging
 from collections.abc import Awaitable, Callable
 
 from orchestrator.fleet.control_calls import ControlCalls
-from orchestrator.process.ticks import left_s
+from orchestrator.process.ticks import left_s, until_told
 from orchestrator.store.client import RedisAway
 from orchestrator.store.fields import NOTHING
 from orchestrator.store.operator.adapters import Adapter, AdapterList
@@ -72,15 +72,12 @@ class AdapterView:
 
     async def _follow(self) -> None:
         while True:
-            self._changed.clear()
             try:
                 await self._sync()
             except RedisAway as error:
                 log.debug("the list of adapters was not read: %s", error)
             self.asked.set()
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(left_s(POLL_S)):
-                    await self._changed.wait()
+            await until_told(self._changed, left_s(POLL_S))
 
     async def begin(self) -> None:
         """To be called before this frontend takes requests: from now on others wait for it. While it starts they do
