@@ -10,7 +10,7 @@ import logging
 import os
 import socket
 import ssl
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from http import HTTPStatus
 from typing import Any
 from urllib.parse import urlsplit
@@ -29,12 +29,18 @@ _QUIET_S = 5.0  # a frontend whose stream is silent for longer is gone
 UNANSWERED = (OSError, http.client.HTTPException, ValueError)  # ValueError: no URL, no JSON, or not what was asked for
 
 
-async def get(handle: FleetHandle, url: str, path: str, statuses: tuple[int, ...] = (HTTPStatus.OK,)) -> Any:
-    """The JSON of a frontend's answer with one of these statuses; None for any other answer, or none."""
+async def get(
+    handle: FleetHandle,
+    url: str,
+    path: str,
+    statuses: tuple[int, ...] = (HTTPStatus.OK,),
+    read: Callable[[bytes], Any] = msgspec.json.decode,
+) -> Any:
+    """What a frontend answers with one of these statuses, as `read` reads it; None for any other answer, or none."""
     with contextlib.suppress(*UNANSWERED):
         status, body = await asyncio.to_thread(fetch, url, path, operator_key(handle, url))
         if status in statuses:
-            return msgspec.json.decode(body)
+            return read(body)
         if status == HTTPStatus.UNAUTHORIZED:
             log.warning("%s wants the operator's key: set %s", url, OPERATOR_KEY)
     return None
@@ -83,12 +89,21 @@ def operator_key(handle: FleetHandle, url: str) -> str | None:
     return config.security.operator_key if config is not None else None
 
 
-async def get_text(handle: FleetHandle, url: str, path: str) -> str | None:
-    """The text of a frontend's answer with status 200; None for any other answer, or none."""
-    with contextlib.suppress(*UNANSWERED):
-        status, body = await asyncio.to_thread(fetch, url, path, operator_key(handle, url))
-        return body.decode() if status == HTTPStatus.OK else None
-    return None
+async def ask_registered(
+    handle: FleetHandle, fleet: OpenFleet, path: str, read: Callable[[bytes], Any] = msgspec.json.decode
+) -> tuple[str, Any]:
+    """The URL of the first registered frontend that answers, and its answer as `get` gives it; None where none does."""
+    registered = [frontend.url for frontend in (await fleet.registry.frontends()).values()]
+    for url in reachable(registered, handle.redis_url or ""):
+        if (answer := await get(handle, url, path, read=read)) is not None:
+            return url, answer
+    return "", None
+
+
+def reachable(urls: list[str], redis_url: str) -> list[str]:
+    """The URLs that reach this fleet's frontends, each once. A frontend of another host that is registered with a
+    loopback address is left out: here that address is this host."""
+    return [url for url in dict.fromkeys(urls) if not is_local(url) or is_local(redis_url)]
 
 
 def with_frontend(handle: FleetHandle) -> FleetHandle:
@@ -98,10 +113,9 @@ def with_frontend(handle: FleetHandle) -> FleetHandle:
         return handle
 
     async def find(fleet: OpenFleet) -> str:
-        registered = (await fleet.registry.frontends()).values()
-        for url in reachable([frontend.url for frontend in registered], handle.redis_url or ""):
-            if await get(handle, url, "/fleet") is not None:
-                return url
+        url, answer = await ask_registered(handle, fleet, "/fleet")
+        if answer is not None:
+            return url
         raise Refused(f"no frontend of fleet {handle.namespace!r} answers; name one with --url")
 
     return msgspec.structs.replace(handle, url=ask(handle, find))
@@ -121,10 +135,9 @@ async def fleet_status(handle: FleetHandle) -> dict[str, Any]:
     from orchestrator.store.planned import rollout_status
 
     async with open_fleet(handle) as fleet:
-        registered = (await fleet.registry.frontends()).values()
-        for url in reachable([frontend.url for frontend in registered], handle.redis_url):
-            if (seen := await get(handle, url, "/fleet")) is not None:
-                return dict(seen)
+        _, seen = await ask_registered(handle, fleet, "/fleet")
+        if seen is not None:
+            return dict(seen)
         workers = sorted((await fleet.registry.workers()).values(), key=lambda info: (info.role.value, info.id))
         depth, desired = await fleet.queue.depth(), await fleet.registry.desired()
         rollout = await fleet.registry.rollout.read()
@@ -161,12 +174,6 @@ async def fleet_stream(url: str, key: str | None) -> AsyncGenerator[tuple[str, d
             with contextlib.suppress(OSError):
                 connection.sock.shutdown(socket.SHUT_RDWR)
         connection.close()
-
-
-def reachable(urls: list[str], redis_url: str) -> list[str]:
-    """The URLs that reach this fleet's frontends, each once. A frontend of another host that is registered with a
-    loopback address is left out: here that address is this host."""
-    return [url for url in dict.fromkeys(urls) if not is_local(url) or is_local(redis_url)]
 
 
 def is_own_address(url: str) -> bool:
