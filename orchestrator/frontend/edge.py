@@ -17,6 +17,7 @@ from typing import Any, Protocol
 import msgspec
 from starlette.requests import ClientDisconnect
 
+from orchestrator.frontend import tracing
 from orchestrator.frontend.access import Access, Admission, Refusal
 from orchestrator.frontend.untrusted.objectives import Objectives
 from orchestrator.frontend.untrusted.objectives import read as read_objectives
@@ -63,20 +64,6 @@ class Stream(Protocol):
 current: ContextVar[RequestContext | None] = ContextVar("pd_request_context", default=None)
 
 
-class Trace(Protocol):
-    """The trace of one HTTP request. The app gets `headers`; `on_request_ended` takes the lines of engine requests."""
-
-    headers: Headers
-
-    def on_request_ended(self, line: RequestLine) -> None: ...
-
-    def end(self) -> None: ...
-
-
-Headers = list[tuple[bytes, bytes]]
-BeginTrace = Callable[[str, str, Headers], Trace | None]  # by method, path and headers
-
-
 class EdgeMiddleware:
     """Takes the client's `x-request-id` or makes one, passes it to the app, and returns it with every response.
 
@@ -87,8 +74,8 @@ class EdgeMiddleware:
     that is no Unicode is answered with 400: the app would raise wherever it first encodes that text.
     """
 
-    def __init__(self, app: Any, max_body_bytes: int, access: Access, begin_trace: BeginTrace | None = None) -> None:
-        self.app, self._max_body_bytes, self.access, self._begin_trace = app, max_body_bytes, access, begin_trace
+    def __init__(self, app: Any, max_body_bytes: int, access: Access, traced: bool = False) -> None:
+        self.app, self._max_body_bytes, self.access, self._traced = app, max_body_bytes, access, traced
 
     async def __call__(self, scope: MutableMapping[str, Any], receive: Any, send: Any) -> None:
         if scope["type"] not in ("http", "websocket"):
@@ -120,11 +107,8 @@ class EdgeMiddleware:
             context.objectives = read_objectives(headers)
         except ValueError as wrong:
             refusal = refusal or Refusal(HTTPStatus.BAD_REQUEST, str(wrong))
-        begun = (
-            self._begin_trace(scope["method"], scope["path"], headers)
-            if self._begin_trace and refusal is None
-            else None
-        )
+        traced = self._traced and refusal is None
+        begun = tracing.begin(scope["method"], scope["path"], headers) if traced else None
         if begun is not None:
             headers, context.on_request_ended = begun.headers, begun.on_request_ended
         scope = {**scope, "headers": [*headers, (b"x-request-id", request_id)]}

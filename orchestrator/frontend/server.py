@@ -41,7 +41,6 @@ from orchestrator.config.engine_args import check_environment
 from orchestrator.config.models import shared_part
 from orchestrator.config.server_args import uses_tls, uvicorn_options
 from orchestrator.config.settings import Config, ConfigError, read_tree
-from orchestrator.frontend import tracing
 from orchestrator.frontend.access import Access
 from orchestrator.frontend.codec.vllm_codec import VllmCodec
 from orchestrator.frontend.edge import EdgeMiddleware
@@ -139,7 +138,7 @@ async def build_server_app(models: list[Prepared]) -> ServerApp:
     served: Any = ModelDoor(apps, root_path) if several else apps[""]
     if several:
         share_http_metrics(list(apps.values()))
-    traced = tracing.begin if shared.frontend.otlp_endpoint is not None else None
+    traced = shared.frontend.otlp_endpoint is not None
     edge = EdgeMiddleware(served, shared.limits.max_body_bytes, access, traced)
     asgi = ModelPaths(edge, frozenset(apps), root_path) if several else edge
     return ServerApp(asgi, edge, list(apps.values()))
