@@ -6,7 +6,7 @@ Every frontend receives the same load reports, so whichever frontend answers sho
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from operator import attrgetter
 from typing import Any
 
@@ -21,9 +21,8 @@ from prometheus_client.registry import Collector
 from orchestrator.fleet.queue_view import QueueView
 from orchestrator.fleet.view import Fleet
 from orchestrator.fleet.worker_view import WorkerView
-from orchestrator.policy.predict.predictor import Predictor
-from orchestrator.store.configuration import RolloutStatus
-from orchestrator.store.operator.worker_status import WorkerStatus
+from orchestrator.frontend.dashboard.history import overview
+from orchestrator.frontend.wiring import FleetConnection
 from orchestrator.types import Role, WorkerLoad
 
 # Numbers that load reports carry, in a `WorkerLoad` and its `StepCounters`: the name of each, its place, its meaning.
@@ -121,36 +120,17 @@ def _read(
         yield made
 
 
-def overview(model: str, fleet: Fleet, queue: QueueView) -> dict[str, Any]:
-    """The fleet now, as types of JSON."""
-    workers = sorted(fleet.workers.values(), key=lambda view: (view.info.role.value, view.info.id))
-    return {
-        "model": model,
-        "workers": msgspec.to_builtins([WorkerStatus.of(view.info, view.load, view.connected) for view in workers]),
-        "queue": msgspec.to_builtins(queue.depth),
-        "desired": msgspec.to_builtins(fleet.desired),
-    }
-
-
-def fleet_routes(
-    model: str,
-    fleet: Fleet,
-    queue: QueueView,
-    rollout: Callable[[], Awaitable[RolloutStatus | None]],
-    registry: CollectorRegistry,
-    predictor: Predictor,
-    in_time: Callable[[], dict[str, float]],
-    away: Callable[[], bool] = lambda: False,
-) -> APIRouter:
-    """`/ready`, `/fleet`, `/predictions` and `/metrics`. `away`: whether a request would bring the workers back."""
+def fleet_routes(model: str, connection: FleetConnection, registry: CollectorRegistry) -> APIRouter:
+    """`/ready`, `/fleet`, `/predictions` and `/metrics`. `registry`: what the last one shows."""
     routes = APIRouter()
+    fleet = connection.fleet
 
     @routes.get("/ready")
     async def ready() -> Response:
         """200 once at least one worker can decode, or will when it is asked for."""
         if fleet.ready(Role.DECODE):
             return JSONResponse({"status": "ready"})
-        if away():
+        if connection.rest.away:  # a request would bring the workers back
             return JSONResponse({"status": "idle"})
         return JSONResponse(
             {"status": "not ready", "why": "no decode worker is ready"}, status_code=503, headers={"retry-after": "1"}
@@ -158,13 +138,13 @@ def fleet_routes(
 
     @routes.get("/fleet")
     async def show_fleet() -> dict[str, Any]:
-        told = {"in_time": in_time(), "rollout": msgspec.to_builtins(await rollout())}
-        return overview(model, fleet, queue) | told
+        told = {"in_time": connection.history.in_time(), "rollout": msgspec.to_builtins(await connection.rollout())}
+        return overview(model, fleet, connection.queue) | told
 
     @routes.get("/predictions")
     async def show_predictions() -> dict[str, Any]:
         """The coefficients of the predicted times, in seconds, as fitted so far."""
-        shown: dict[str, Any] = msgspec.to_builtins(predictor.coefficients(), str_keys=True)
+        shown: dict[str, Any] = msgspec.to_builtins(connection.router.learning.predictor.coefficients(), str_keys=True)
         return shown
 
     @routes.get("/metrics")

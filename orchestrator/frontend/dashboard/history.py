@@ -18,11 +18,11 @@ import msgspec
 from orchestrator.fleet.queue_view import QueueView
 from orchestrator.fleet.view import Fleet
 from orchestrator.frontend.dashboard.siblings import SLOWEST, Second, Siblings, summed
-from orchestrator.frontend.pages import overview
 from orchestrator.process.telemetry.metrics import Metrics, counts
 from orchestrator.process.telemetry.recent import percentiles
 from orchestrator.process.telemetry.request_line import RequestLine
 from orchestrator.process.ticks import ticks
+from orchestrator.store.operator.worker_status import WorkerStatus
 from orchestrator.types import Role, WorkerState
 
 INTERVAL_S = 1.0
@@ -206,6 +206,17 @@ class History:
             view = self._fleet.workers.get(source)
             found.append(Flow(source, target, tokens * view.info.kv_bytes_per_token if view else 0))
         return found
+
+
+def overview(model: str, fleet: Fleet, queue: QueueView) -> dict[str, Any]:
+    """The fleet now, as types of JSON."""
+    workers = sorted(fleet.workers.values(), key=lambda view: (view.info.role.value, view.info.id))
+    return {
+        "model": model,
+        "workers": msgspec.to_builtins([WorkerStatus.of(view.info, view.load, view.connected) for view in workers]),
+        "queue": msgspec.to_builtins(queue.depth),
+        "desired": msgspec.to_builtins(fleet.desired),
+    }
 
 
 def event(name: str, data: Any) -> bytes:

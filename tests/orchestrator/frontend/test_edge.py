@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from types import SimpleNamespace
 from typing import Annotated
 
 import httpx
@@ -58,7 +59,15 @@ def app(fleet):
     async def rollout():
         return RolloutStatus(Phase.BACK, 0, 1, "it cannot start")
 
-    ours = pages.fleet_routes("demo", fleet, queue, rollout, registry, Predictor(), dict)
+    connection = SimpleNamespace(
+        fleet=fleet,
+        queue=queue,
+        rollout=rollout,
+        rest=SimpleNamespace(away=False),
+        history=SimpleNamespace(in_time=dict),
+        router=SimpleNamespace(learning=SimpleNamespace(predictor=Predictor())),
+    )
+    ours = pages.fleet_routes("demo", connection, registry)
     app.router.routes[:0] = ours.routes
 
     @app.get("/refuse")
