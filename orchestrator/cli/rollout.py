@@ -11,7 +11,7 @@ import asyncio
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import msgspec
 import typer
@@ -37,13 +37,12 @@ from orchestrator.cli.look.views import restart_line
 from orchestrator.config.models import tree_of
 from orchestrator.config.settings import Refused, WorkersConfig, overridden, read_tree
 from orchestrator.config.shared import changed, changes
+from orchestrator.launch.rollout import Replacer
+from orchestrator.store.configuration import Phase, Rollout, Version
+from orchestrator.store.fields import Frontend
+from orchestrator.store.planned import Reading, of_launchers, rollout_status
+from orchestrator.store.steering import settle
 from orchestrator.types import Role, WorkerState
-
-if TYPE_CHECKING:
-    from orchestrator.launch.rollout import Replacer
-    from orchestrator.store.configuration import Rollout
-    from orchestrator.store.fields import Frontend
-    from orchestrator.store.planned import Reading
 
 _LOOK_EVERY_S = 0.2
 _LOOKS = 25  # at a Redis that has lost what launchers tell it again within a second or two
@@ -99,9 +98,6 @@ async def _begin(
     show: Callable[[Event], None],
 ) -> Rollout:
     """Raises ConfigError."""
-    from orchestrator.store.configuration import Rollout, Version
-    from orchestrator.store.steering import settle
-
     document = fleet.registry.rollout
     await settle(fleet.registry, fleet.heartbeat_s)
     last, running = await document.read(), await fleet.registry.configuration.read()
@@ -124,8 +120,6 @@ async def _begin(
 
 async def _abort(fleet: OpenFleet, show: Callable[[Event], None]) -> Rollout:
     """Raises Refused."""
-    from orchestrator.store.configuration import Phase
-
     document = fleet.registry.rollout
     last = await document.read()
     if last is None or not last.under_way:
@@ -164,11 +158,6 @@ async def restart(
     ready waits until another one is. One that leaves for good meanwhile is not waited for. Once this is cancelled, no
     more workers are told to restart. Raises Refused, also when it was given up, and RedisAway when Redis stays away.
     """
-    from orchestrator.launch.rollout import Replacer
-    from orchestrator.store.configuration import Phase, Rollout, Version
-    from orchestrator.store.planned import of_launchers
-    from orchestrator.store.steering import settle
-
     registry, document = fleet.registry, fleet.registry.rollout
     await settle(registry, fleet.heartbeat_s)
     last, reading = await document.read(), await registry.read()
@@ -200,8 +189,6 @@ async def follow(
 ) -> Rollout:
     """Show the steps of this rollout or restart until it has ended, either way; carry it out where there is a `leader`.
     Raises Refused."""
-    from orchestrator.store.configuration import Phase
-
     registry, document = fleet.registry, fleet.registry.rollout
     seen = dict.fromkeys(ordered.restart, ("", 0))
     said_back, missed = False, 0  # looks, one after the other
@@ -259,9 +246,6 @@ def _steps(before: Mapping[str, tuple[str, int]], now: Mapping[str, tuple[str, i
 
 
 def _ending(rollout: Rollout, reading: Reading, frontends: Mapping[str, Frontend]) -> Iterator[Event]:
-    from orchestrator.store.configuration import Phase
-    from orchestrator.store.planned import rollout_status
-
     if not rollout.restart:
         ended = "done" if rollout.phase is Phase.DONE else "undone"
         yield Event(ended, generation=rollout.target.generation, why=rollout.why)

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import msgspec
 import typer
@@ -31,11 +32,10 @@ from orchestrator.cli.handle import (
 from orchestrator.config.engine_args import check_engine_args
 from orchestrator.config.models import SECTION, model_config, namespace_of
 from orchestrator.config.settings import Config, Refused, WorkersConfig, overridden, read_tree
+from orchestrator.store.operator.models import ListedModel, ModelList, ModelState, ModelStore
+from orchestrator.store.planned import decided, of_launchers
+from orchestrator.store.registry import Registry
 from orchestrator.types import WorkerState
-
-if TYPE_CHECKING:
-    from orchestrator.store.operator.models import ListedModel, ModelList, ModelStore
-    from orchestrator.store.registry import Registry
 
 _LOOK_EVERY_S = 0.2
 _INCOMPLETE = 1  # the exit code when frontends that were started by hand do not follow
@@ -126,7 +126,6 @@ def remove_command(
 
 async def _add(fleet: OpenFleet, whole: str, name: str, section: dict[str, Any], config: Config, show: Show) -> Seen:
     """Returns the model, with the frontends that do not serve it in `by_hand`. Raises Refused."""
-    from orchestrator.store.operator.models import ListedModel, ModelState
 
     def wanted(listed: ModelList) -> ModelList:
         if name in listed.models:
@@ -153,7 +152,6 @@ async def _add(fleet: OpenFleet, whole: str, name: str, section: dict[str, Any],
 
 async def _remove(fleet: OpenFleet, whole: str, name: str, patience_s: float, show: Show) -> None:
     """Raises Refused."""
-    from orchestrator.store.operator.models import ModelState
 
     def wanted(listed: ModelList) -> ModelList:
         if name not in listed.models:
@@ -168,9 +166,6 @@ async def _remove(fleet: OpenFleet, whole: str, name: str, patience_s: float, sh
 
 async def _change(fleet: OpenFleet, whole: str, wanted: Callable[[ModelList], ModelList]) -> None:
     """Raises Refused."""
-    from orchestrator.store.operator.models import ModelState
-    from orchestrator.store.planned import decided, of_launchers
-
     store = _store(fleet, whole)
 
     async def decide() -> bool | None:
@@ -190,8 +185,6 @@ async def _change(fleet: OpenFleet, whole: str, wanted: Callable[[ModelList], Mo
 async def _follow(fleet: OpenFleet, whole: str, name: str, patience_s: float, show: Show, added: bool) -> str | None:
     """Show what becomes of the model until it serves, or is gone. Returns why it could not be added. Raises Refused
     when nothing has changed for `patience_s`."""
-    from orchestrator.store.operator.models import ModelState
-
     registry, store, why = _registry(fleet, whole, name), _store(fleet, whole), ""
     last, changed_at = Seen(name, ""), time.monotonic()
     while True:
@@ -202,7 +195,7 @@ async def _follow(fleet: OpenFleet, whole: str, name: str, patience_s: float, sh
         if listed is not None:
             model = listed.models[name]
             why = why or model.why
-            seen = await retry_while_away(_looking(registry, name, model))
+            seen = await retry_while_away(partial(_look, registry, name, model))
             if seen != last:
                 show(seen)
                 last, changed_at = seen, time.monotonic()
@@ -213,14 +206,8 @@ async def _follow(fleet: OpenFleet, whole: str, name: str, patience_s: float, sh
         await asyncio.sleep(_LOOK_EVERY_S)
 
 
-def _looking(registry: Registry, name: str, model: ListedModel) -> Callable[[], Awaitable[Seen]]:
-    return lambda: _look(registry, name, model)
-
-
 async def _look(registry: Registry, name: str, model: ListedModel) -> Seen:
     """Raises RedisAway."""
-    from orchestrator.store.operator.models import ModelState
-
     reading, frontends = await registry.read(), await registry.frontends()
     idle = model.state is ModelState.SERVING and reading.desired is not None and reading.desired.idle
     ready = [info.role.value for info in reading.units.values() if info.state is WorkerState.READY]
@@ -250,14 +237,10 @@ async def _list(store: ModelStore, whole: str) -> ModelList:
 
 
 def _store(fleet: OpenFleet, whole: str) -> ModelStore:
-    from orchestrator.store.operator.models import ModelStore
-
     return ModelStore(fleet.redis, whole)
 
 
 def _registry(fleet: OpenFleet, whole: str, name: str) -> Registry:
-    from orchestrator.store.registry import Registry
-
     return Registry(fleet.redis, namespace_of(whole, name))
 
 
