@@ -1,16 +1,13 @@
-"""`orchestrator status`: workers, their load and the queue, once or every second."""
+"""`orchestrator status`: workers, their load and the queue. `orchestrator top` shows them live."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
-from typing import Annotated, Any
 
 import typer
 
 from orchestrator.cli.handle import (
     OUT,
-    FleetHandle,
     JsonOption,
     NamespaceOption,
     RedisOption,
@@ -22,42 +19,20 @@ from orchestrator.cli.handle import (
 from orchestrator.cli.look.frontend import fleet_status
 from orchestrator.cli.look.views import fleet_view
 
-_WATCH_EVERY_S = 1.0
 app = typer.Typer()
 
 
 @app.command()
 def status(
-    namespace: NamespaceOption = None,
-    redis: RedisOption = None,
-    url: UrlOption = None,
-    as_json: JsonOption = False,
-    watch: Annotated[bool, typer.Option("--watch", help="Refresh every second until Ctrl-C.")] = False,
+    namespace: NamespaceOption = None, redis: RedisOption = None, url: UrlOption = None, as_json: JsonOption = False
 ) -> None:
     """Show workers, their KV blocks and the queue."""
-    if not watch and url is None and redis is None and len(models := models_here(namespace)) > 1:
+    if url is None and redis is None and len(models := models_here(namespace)) > 1:
         all_seen = {model: asyncio.run(fleet_status(find_fleet(model, None))) for model in models}
         if as_json:
             print_json({"models": all_seen})
         else:
             OUT.print(*(fleet_view(seen) for seen in all_seen.values()), sep="\n")
         return
-    handle = find_fleet(namespace, redis, url)
-    if not watch:
-        seen = asyncio.run(fleet_status(handle))
-        print_json(seen) if as_json else OUT.print(fleet_view(seen))
-    elif as_json:
-        asyncio.run(_repeat(handle, print_json))
-    elif not OUT.is_terminal:
-        asyncio.run(_repeat(handle, lambda seen: OUT.print(fleet_view(seen))))
-    else:
-        from rich.live import Live  # imports the progress bars
-
-        with Live(console=OUT, auto_refresh=False) as live:
-            asyncio.run(_repeat(handle, lambda seen: live.update(fleet_view(seen), refresh=True)))
-
-
-async def _repeat(handle: FleetHandle, show: Callable[[dict[str, Any]], None]) -> None:
-    while True:
-        show(await fleet_status(handle))
-        await asyncio.sleep(_WATCH_EVERY_S)
+    seen = asyncio.run(fleet_status(find_fleet(namespace, redis, url)))
+    print_json(seen) if as_json else OUT.print(fleet_view(seen))
