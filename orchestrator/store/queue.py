@@ -194,13 +194,6 @@ class PrefillQueue:
         released = await self._call("release_unknown", worker_id, JOB_TTL_S, *known)
         return [request_id.decode() for request_id in released]
 
-    async def expire_leases(self, worker_id: str) -> int:
-        """End the leases of a dead worker now, unless it is registered again. The next sweep returns its claims.
-
-        Returns how many leases were ended.
-        """
-        return int(await self._call("expire_leases", worker_id))
-
     async def cancel(self, request_id: str, attempt: int) -> Literal["waiting", "claimed", "absent"]:
         """Remove this attempt, or an older one, claimed or not. Returns its state before."""
         outcome: Literal["waiting", "claimed", "absent"] = (await self._call("cancel", request_id, attempt)).decode()
