@@ -81,7 +81,6 @@ class ClaimLoop:
         return claim_budget(batch, claimed, self._idle, self._free_tokens)
 
     async def _claim_forever(self) -> None:
-        claim_lost = False
         while True:
             budget, jobs = self._budget(), self._info.max_num_seqs - self._attempts.prefill_count
             if not self._active() or budget <= 0 or jobs <= 0:
@@ -89,15 +88,11 @@ class ClaimLoop:
                 continue
             self._claiming = True
             try:
-                if claim_lost and not self._prefills.busy:
-                    await self._release_unknown()
-                    claim_lost = False
                 claims, self._left = await self._claim(budget, jobs)
                 for claim in claims:
                     self._prefills.begin(claim, wanted=self._active())
             except RedisAway as error:
                 log.debug("claims pause: %s", error)
-                claim_lost = True  # Redis may have granted a claim whose answer was lost
                 await asyncio.sleep(AWAY_PAUSE_S)
                 continue
             finally:
@@ -120,12 +115,6 @@ class ClaimLoop:
         chosen = choose_claims(window, budget, idle, s_per_token, share_tokens=self._queue.share_tokens)[:jobs]
         # Another worker may have claimed some of them meanwhile.
         return await self._queue.claim_chosen(self._info.id, chosen, idle and bool(chosen)), not chosen
-
-    async def _release_unknown(self) -> None:
-        """Release claims whose answers were lost, which would otherwise wait for their leases to expire. Raises
-        RedisAway."""
-        for request_id in await self._queue.release_unknown(self._info.id, self._prefills.known()):
-            log.info("gave %s back: its claim was answered while Redis could not be heard", request_id)
 
     def wake(self) -> None:
         """Check again whether jobs can be claimed: the role or the free memory has changed."""

@@ -310,21 +310,6 @@ async def test_window_with_binary_id_drops_it(make, claimers, redis):
 # ---- holding and letting go ------------------------------------------------------------------------------------
 
 
-async def test_unreported_claims_are_released(make):
-    queue = make()
-    for name in ("known", "unheard", "others"):
-        await queue.enqueue(job(name))
-    assert await ids(queue, max_jobs=2) == ["known", "unheard"]
-    assert await ids(queue, worker="other") == ["others"]
-    assert await queue.release_unknown("w", ["known"]) == ["unheard"]
-    assert await queue.depth() == QueueDepth(requests=1, tokens=job("unheard").uncached_tokens, claimed=2)
-    again = (await claim_head(queue, "w", ALL, 10))[0]
-    assert again.job.request_id == "unheard" and again.job.deliveries == 1
-    assert await queue.release_unknown("w", ["known", "unheard"]) == []
-    for name, worker in (("known", "w"), ("unheard", "w"), ("others", "other")):
-        assert await queue.ack(worker, name, 1)
-
-
 async def test_returned_job_keeps_its_score(make, redis):
     queue = make()
     for request_id, delay_s in (("long", 900.0), ("short", 10.0)):
