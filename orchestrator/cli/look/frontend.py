@@ -63,7 +63,7 @@ def _connection(url: str, key: str | None, timeout_s: float) -> http.client.HTTP
     if parts.scheme != "https":
         return http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=timeout_s)
     trust = ssl.create_default_context()
-    trust.check_hostname = key is not None and not is_local(url)
+    trust.check_hostname = key is not None and not leads_here(url)
     trust.verify_mode = ssl.CERT_REQUIRED if trust.check_hostname else ssl.CERT_NONE
     return http.client.HTTPSConnection(parts.hostname or "", parts.port, timeout=timeout_s, context=trust)
 
@@ -103,7 +103,7 @@ async def ask_registered(
 def reachable(urls: list[str], redis_url: str) -> list[str]:
     """The URLs that reach this fleet's frontends, each once. A frontend of another host that is registered with a
     loopback address is left out: here that address is this host."""
-    return [url for url in dict.fromkeys(urls) if not is_local(url) or is_local(redis_url)]
+    return [url for url in dict.fromkeys(urls) if not leads_here(url) or leads_here(redis_url)]
 
 
 def with_frontend(handle: FleetHandle) -> FleetHandle:
@@ -179,13 +179,13 @@ async def fleet_stream(url: str, key: str | None) -> AsyncGenerator[tuple[str, d
 def is_own_address(url: str) -> bool:
     """Whether it leads to an address of this machine; a name counts as another's."""
     host = urlsplit(url).hostname
-    if is_local(url) or host is None:
+    if leads_here(url) or host is None:
         return True
     with contextlib.suppress(ValueError):
         return address_towards(str(ipaddress.ip_address(host))) == host
     return False
 
 
-def is_local(url: str) -> bool:
+def leads_here(url: str) -> bool:
     """Whether the URL leads to this host, by what it says. A unix socket does."""
     return is_loopback(urlsplit(url).hostname or "localhost")
