@@ -9,11 +9,10 @@ from typing import Annotated, Any
 
 import msgspec
 import typer
-from rich.table import Table
 from rich.text import Text
 
-from orchestrator.cli.handle import OUT, JsonOption, NamespaceOption, SetOption, find_fleet, print_json
-from orchestrator.cli.look.views import config_keys, how_often, keys_view, plain
+from orchestrator.cli.handle import OUT, JsonOption, NamespaceOption, SetOption, find_fleet, print_json, say
+from orchestrator.cli.look.views import config_keys, how_often, keys_view, plain, plain_table
 from orchestrator.config.access import SECRETS
 from orchestrator.config.engine_args import check_engine_args
 from orchestrator.config.models import SECTION, chosen_model, load_model, load_models, tree_of
@@ -49,11 +48,8 @@ def _in_brief(name: str, config: Config) -> dict[str, str]:
 @config_app.command("keys")
 def keys(as_json: JsonOption = False) -> None:
     """List every key with its type and default, those that most fleets set first."""
-    if as_json:
-        keys = ({"key": key, "type": kind, "default": default} for key, kind, default in config_keys(Config))
-        print_json([key | {"group": how_often(key["key"])} for key in keys])
-    else:
-        OUT.print(keys_view(Config))
+    keys = [{"key": key, "type": kind, "default": default} for key, kind, default in config_keys(Config)]
+    say([key | {"group": how_often(key["key"])} for key in keys], keys_view(Config), as_json)
 
 
 @config_app.command("show")
@@ -87,15 +83,8 @@ def show(
     rows = list(_effective(config, origins, "default" if file is not None else "the fleet's file or --set"))
     if changed:
         rows = [row for row in rows if row["from"] != "default"]
-    if as_json:
-        print_json(rows)
-        return
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for name in ("key", "value", "from"):
-        table.add_column(name, overflow="fold")
-    for row in rows:
-        table.add_row(Text(row["key"]), Text(plain(row["value"])), Text(row["from"], style="dim"))
-    OUT.print(table)
+    lines = ((Text(row["key"]), Text(plain(row["value"])), Text(row["from"], style="dim")) for row in rows)
+    say(rows, plain_table(("key", "value", "from"), lines), as_json)
 
 
 def _effective(config: Config, origins: dict[str, str], otherwise: str) -> Iterator[dict[str, Any]]:

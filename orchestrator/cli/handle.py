@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 import typer
-from rich.console import Console
+from rich.console import Console, RenderableType
 
 from orchestrator.config.access import REDIS_URL
 from orchestrator.config.models import namespace_of
@@ -250,6 +250,14 @@ def number(text: str) -> float:
     if not math.isfinite(read := float(text)):
         raise ValueError(f"expected a finite number, got {text!r}")
     return read
+
+
+def say(value: Any, shown: RenderableType, as_json: bool) -> None:
+    """Print what a command has found or done: as JSON, or as people read it; a line of text is not wrapped."""
+    if as_json:
+        print_json(value)
+    else:
+        OUT.print(shown, highlight=False, soft_wrap=isinstance(shown, str))
 
 
 def print_json(value: Any) -> None:

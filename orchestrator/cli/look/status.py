@@ -5,16 +5,16 @@ from __future__ import annotations
 import asyncio
 
 import typer
+from rich.console import Group
 
 from orchestrator.cli.handle import (
-    OUT,
     JsonOption,
     NamespaceOption,
     RedisOption,
     UrlOption,
     find_fleet,
     models_here,
-    print_json,
+    say,
 )
 from orchestrator.cli.look.frontend import fleet_status
 from orchestrator.cli.look.views import fleet_view
@@ -29,10 +29,7 @@ def status(
     """Show workers, their KV blocks and the queue."""
     if url is None and redis is None and len(models := models_here(namespace)) > 1:
         all_seen = {model: asyncio.run(fleet_status(find_fleet(model, None))) for model in models}
-        if as_json:
-            print_json({"models": all_seen})
-        else:
-            OUT.print(*(fleet_view(seen) for seen in all_seen.values()), sep="\n")
+        say({"models": all_seen}, Group(*map(fleet_view, all_seen.values())), as_json)
         return
     seen = asyncio.run(fleet_status(find_fleet(namespace, redis, url)))
-    print_json(seen) if as_json else OUT.print(fleet_view(seen))
+    say(seen, fleet_view(seen), as_json)

@@ -10,18 +10,17 @@ from typing import Annotated, Any
 
 import msgspec
 import typer
-from rich.table import Table
 
 from orchestrator.cli.handle import (
-    OUT,
     JsonOption,
     NamespaceOption,
     RedisOption,
     UrlOption,
     find_fleet,
-    print_json,
+    say,
 )
 from orchestrator.cli.look.frontend import UNANSWERED, fetch, operator_key, with_frontend
+from orchestrator.cli.look.views import plain_table
 from orchestrator.config.access import OPERATOR_KEY
 from orchestrator.config.settings import Refused
 
@@ -42,13 +41,8 @@ def list_command(
     if not isinstance(cards, list):
         raise Refused("/v1/models: lists no models; name a frontend of a running fleet by --url")
     adapters = [{"name": it["id"], "path": it["root"], "parent": it["parent"]} for it in cards if it.get("parent")]
-    if as_json:
-        print_json({"adapters": adapters})
-        return
-    table = Table("name", "of", "path", box=None, pad_edge=False, header_style="bold")
-    for it in adapters:
-        table.add_row(it["name"], it["parent"], it["path"])
-    OUT.print(table)
+    shown = plain_table(("name", "of", "path"), ((it["name"], it["parent"], it["path"]) for it in adapters))
+    say({"adapters": adapters}, shown, as_json)
 
 
 @lora_app.command("add")

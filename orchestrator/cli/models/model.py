@@ -14,7 +14,6 @@ from typing import Annotated, Any
 
 import msgspec
 import typer
-from rich.table import Table
 
 from orchestrator.cli.config import located
 from orchestrator.cli.handle import (
@@ -28,7 +27,9 @@ from orchestrator.cli.handle import (
     find_whole_fleet,
     print_json,
     retry_while_away,
+    say,
 )
+from orchestrator.cli.look.views import plain_table
 from orchestrator.config.engine_args import check_engine_args
 from orchestrator.config.models import SECTION, model_config, namespace_of
 from orchestrator.config.settings import Config, Refused, WorkersConfig, overridden, read_tree
@@ -71,16 +72,10 @@ def list_command(namespace: WholeFleetOption = None, redis: RedisOption = None, 
         ]
 
     revision, models = ask(handle, read)
-    if as_json:
-        print_json({"revision": revision, "models": models})
-        return
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for column in ("name", "clients ask for", "state", "prefill", "decode", "frontends", "model"):
-        table.add_column(column, overflow="fold")
-    for it in models:
-        counts = (str(count) for count in (it.prefill, it.decode, it.frontends))
-        table.add_row(it.name, it.served_model_name, it.state, *counts, it.model)
-    OUT.print(table)
+    columns = ("name", "clients ask for", "state", "prefill", "decode", "frontends", "model")
+    counts = {it.name: map(str, (it.prefill, it.decode, it.frontends)) for it in models}
+    rows = ((it.name, it.served_model_name, it.state, *counts[it.name], it.model) for it in models)
+    say({"revision": revision, "models": models}, plain_table(columns, rows), as_json)
 
 
 @model_app.command("add")
