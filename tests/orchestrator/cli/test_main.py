@@ -194,7 +194,7 @@ def test_shells_complete_commands_and_their_options():
             return orchestrator().stdout.split()
 
     assert complete("orchestrator si") == ["simulate"]
-    assert complete("orchestrator status --na") == ["--namespace"]
+    assert complete("orchestrator status --wa") == ["--watch"]
 
 
 def test_valid_file_is_confirmed(tmp_path):
