@@ -21,9 +21,8 @@ class Role(str, enum.Enum):
 
 
 class WorkerState(str, enum.Enum):
-    """Whether a registered worker takes requests. A worker that is gone has no entry, and so no state."""
+    """Whether a registered worker takes requests. One that loads its model or is gone has no entry, and so no state."""
 
-    STARTING = "starting"  # loading the model: takes no requests
     READY = "ready"
     DRAINING = "draining"  # finishes its requests, takes no new ones
 

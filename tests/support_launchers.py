@@ -17,8 +17,8 @@ from orchestrator.launch.decisions.replacement import to_replace
 from orchestrator.launch.registry_watch import Snapshot
 from orchestrator.launch.supervise import Stage
 from orchestrator.store.fields import Launcher, WorkerOrders
-from orchestrator.types import DesiredRatio, Role, WorkerInfo
-from workers.unit.lifecycle import REGISTERED, LifecycleState
+from orchestrator.types import DesiredRatio, Role, WorkerInfo, WorkerState
+from workers.unit.lifecycle import LifecycleState
 
 NOTHING = WorkerOrders()
 
@@ -39,8 +39,9 @@ class Worker:
 
     @property
     def info(self) -> WorkerInfo:
+        state = WorkerState.READY if self.life is LifecycleState.READY else WorkerState.DRAINING
         return msgspec.structs.replace(
-            worker(self.id, self.role), state=REGISTERED[self.life], process=self.process, generation=self.generation
+            worker(self.id, self.role), state=state, process=self.process, generation=self.generation
         )
 
     def carry_out(self, orders: WorkerOrders) -> bool:

@@ -12,12 +12,14 @@ from typing import Any
 import pytest
 import typer
 from prometheus_client.metrics import MetricWrapperBase
+from support_siblings import queue_of
 from test_layering import ROOMS
 
 from orchestrator.cli.look.views import config_keys
 from orchestrator.cli.main import app, load
 from orchestrator.config.engine_args import _engine_names, _server_names
 from orchestrator.config.settings import Config
+from orchestrator.fleet.view import Fleet
 from orchestrator.frontend.pages import FleetCollector
 from orchestrator.process.telemetry.metrics import Metrics
 from orchestrator.router.router import GIVEN_UP
@@ -142,7 +144,9 @@ def our_metrics() -> Iterator[tuple[str, str, str]]:
     """Name with labels, type and meaning, as a scrape shows them, without the suffixes of histograms and summaries."""
     for counted in (value for value in vars(Metrics()).values() if isinstance(value, MetricWrapperBase)):
         yield _as_written(counted._name, counted._labelnames), counted._type, counted._documentation
-    for read in FleetCollector(list, lambda: QueueDepth(0, 0, 0), lambda: DesiredRatio(1, 1)).collect():
+    fleet = Fleet("f")
+    fleet.desired = DesiredRatio(1, 1)
+    for read in FleetCollector(fleet, queue_of(QueueDepth(0, 0, 0))).collect():
         yield _as_written(read.name, getattr(read, "_labelnames", ())), read.type, read.documentation
 
 

@@ -18,7 +18,7 @@ import msgspec
 from orchestrator.config.settings import Config
 from orchestrator.config.values import labels_of, strict_label
 from orchestrator.process.parent import EXIT_AGAIN, own_identity
-from orchestrator.process.ticks import left_s, ticks
+from orchestrator.process.ticks import left_s, ticks, until_told
 from orchestrator.store.client import Redis, RedisAway
 from orchestrator.store.fields import Departed, Heartbeat
 from orchestrator.store.operator.log_levels import LogLevels, follow_log_level
@@ -114,9 +114,7 @@ class Agent:
         """Make the parts of the worker, in the order of their dependencies."""
         self._frontends = Frontends(self._transport.send)
         timeout_s = self._config.workers.timeout_s
-        self._peers = Peers(
-            info.id, self._registry, self._attempts, timeout_s, lambda: self.life.claims, self._peer_died
-        )
+        self._peers = Peers(info.id, self._registry, self._attempts, timeout_s, self._peer_died)
         self._meetings = Meetings(self._registry, self._engine)
         mesh = self._transport
         self._load = LoadReporter(
@@ -293,13 +291,7 @@ class Agent:
                 await self._moves.carry_out(self._told, mine)
             except RedisAway as error:
                 self._note_redis(error)
-            try:
-                async with asyncio.timeout(left_s(self._config.workers.heartbeat_s)):
-                    await self._beat_now.wait()
-            except TimeoutError:
-                continue
-            finally:
-                self._beat_now.clear()
+            await until_told(self._beat_now, left_s(self._config.workers.heartbeat_s))
 
     async def _check_frontends(self) -> None:
         async for late_s in ticks(FRONTENDS_CHECK_S):
@@ -323,7 +315,6 @@ class Agent:
         except RuntimeError as error:  # this engine may be dead too
             log.info("the engine was not told that %s is dead: %s", peer.worker_id, error)
         self._load.dirty.set()
-        await self._claims.peer_died(peer.worker_id)
 
     # ---- the data path -----------------------------------------------------------------------------------------
 

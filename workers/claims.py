@@ -14,7 +14,7 @@ from collections.abc import Callable
 from orchestrator.config.settings import Config
 from orchestrator.policy.claims import AFFINITY_WINDOW, choose_claims, claim_budget, claims_as_idle
 from orchestrator.policy.predict.predictor import PRIOR_S_PER_TOKEN
-from orchestrator.process.ticks import left_s
+from orchestrator.process.ticks import left_s, until_told
 from orchestrator.store.client import RedisAway
 from orchestrator.store.queue import Claim, PrefillQueue
 from orchestrator.types import WorkerInfo
@@ -81,23 +81,18 @@ class ClaimLoop:
         return claim_budget(batch, claimed, self._idle, self._free_tokens)
 
     async def _claim_forever(self) -> None:
-        claim_lost = False
         while True:
             budget, jobs = self._budget(), self._info.max_num_seqs - self._attempts.prefill_count
             if not self._active() or budget <= 0 or jobs <= 0:
-                await self._wait_for_room(MEMORY_WAIT_S if self._active() else left_s(WAIT_S))
+                await until_told(self._room, MEMORY_WAIT_S if self._active() else left_s(WAIT_S))
                 continue
             self._claiming = True
             try:
-                if claim_lost and not self._prefills.busy:
-                    await self._release_unknown()
-                    claim_lost = False
                 claims, self._left = await self._claim(budget, jobs)
                 for claim in claims:
                     self._prefills.begin(claim, wanted=self._active())
             except RedisAway as error:
                 log.debug("claims pause: %s", error)
-                claim_lost = True  # Redis may have granted a claim whose answer was lost
                 await asyncio.sleep(AWAY_PAUSE_S)
                 continue
             finally:
@@ -121,12 +116,6 @@ class ClaimLoop:
         # Another worker may have claimed some of them meanwhile.
         return await self._queue.claim_chosen(self._info.id, chosen, idle and bool(chosen)), not chosen
 
-    async def _release_unknown(self) -> None:
-        """Release claims whose answers were lost, which would otherwise wait for their leases to expire. Raises
-        RedisAway."""
-        for request_id in await self._queue.release_unknown(self._info.id, self._prefills.known()):
-            log.info("gave %s back: its claim was answered while Redis could not be heard", request_id)
-
     def wake(self) -> None:
         """Check again whether jobs can be claimed: the role or the free memory has changed."""
         self._room.set()
@@ -139,14 +128,6 @@ class ClaimLoop:
             self._room.set()
             if self._left or not len(self._attempts):
                 self._queue.wake()
-
-    async def _wait_for_room(self, timeout_s: float) -> None:
-        self._room.clear()
-        try:
-            async with asyncio.timeout(timeout_s):
-                await self._room.wait()
-        except TimeoutError:
-            return
 
     # ---- leases ------------------------------------------------------------------------------------------------
 
@@ -169,19 +150,7 @@ class ClaimLoop:
             # All prefill workers sweep; the jitter spreads them.
             await asyncio.sleep(self._lease_s / 2 * random.uniform(0.75, 1.25))
             try:
-                await self._sweep()
+                for request_id, number, reply_to in (await self._queue.sweep()).failed:
+                    self._prefills.give_job_up(request_id, number, reply_to)
             except RedisAway as error:
                 log.debug("no sweep: %s", error)
-
-    async def _sweep(self) -> None:
-        """Raises RedisAway."""
-        for request_id, number, reply_to in (await self._queue.sweep()).failed:
-            self._prefills.give_job_up(request_id, number, reply_to)
-
-    async def peer_died(self, worker_id: str) -> None:
-        """Expire the leases of a dead worker, so that claims unknown to frontends need not wait for them."""
-        try:
-            if self._active() and await self._queue.expire_leases(worker_id):
-                await self._sweep()  # only by the worker that expired them
-        except RedisAway as error:
-            log.debug("the leases of %s will run out: %s", worker_id, error)

@@ -105,7 +105,7 @@ async def _rolled_out(parsed: WorkerSettings) -> Version | None:
     """The configuration of the last rollout; None if there was none. Raises RedisAway."""
     redis = await connect(parsed.redis_url, parsed.config.redis.timeout_s)
     try:
-        rollout = await Registry(redis, parsed.config.namespace).configuration.rollout()
+        rollout = await Registry(redis, parsed.config.namespace).rollout.read()
         return rollout.target if rollout is not None else None
     finally:
         await redis.aclose()

@@ -16,6 +16,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 
 from orchestrator.process.parent import has_ended
+from orchestrator.process.ticks import until_told
 from orchestrator.store.client import RedisAway
 from orchestrator.store.fields import Departed, Heartbeat
 from orchestrator.store.registry import Registry
@@ -101,15 +102,11 @@ class Frontends:
         event, waiting = asyncio.Event(), self._greetings.setdefault(frontend_id, set())
         waiting.add(event)
         try:
-            async with asyncio.timeout(timeout_s):
-                await event.wait()
-        except TimeoutError:
-            return False
+            return await until_told(event, timeout_s)
         finally:
             waiting.discard(event)
             if not waiting:
                 self._greetings.pop(frontend_id, None)
-        return True
 
     def gone(self, known: set[str], timeout_s: float, now: float, late_s: float = 0.0) -> list[str]:
         """The frontends among `known` that could not be reached for `timeout_s`. `late_s`: how much of the time since
@@ -139,13 +136,11 @@ class Peers:
         registry: Registry,
         attempts: Attempts,
         timeout_s: float,
-        claims: Callable[[], bool],
         on_dead: Callable[[Departed], Awaitable[None]],
     ) -> None:
-        """`timeout_s`: how long a host may be unreachable before its engines count as dead. `claims`: whether this
-        worker takes prefill jobs now, also those that others leave behind."""
+        """`timeout_s`: how long a host may be unreachable before its engines count as dead."""
         self._worker_id, self._registry, self._attempts = worker_id, registry, attempts
-        self._timeout_s, self._claims, self._on_dead = timeout_s, claims, on_dead
+        self._timeout_s, self._on_dead = timeout_s, on_dead
         self._probes: dict[str, asyncio.Task[None]] = {}
         self.sources: set[str] = set()  # engines that may push KV to this one
 
@@ -157,7 +152,7 @@ class Peers:
     @property
     def concerned(self) -> bool:
         """Some departures may matter here."""
-        return bool(self.sources) or self._attempts.pushes or self._claims()
+        return bool(self.sources) or self._attempts.pushes
 
     def note(self, departed: Iterable[Departed], idle: bool) -> None:
         """Take note of workers that left or were lost. `idle`: this engine holds no KV, so it exchanges none."""
@@ -167,7 +162,7 @@ class Peers:
         for worker in departed:
             # Only the engine knows to which engines it pushes.
             exchanges = worker.engine_id in self.sources or self._attempts.pushes
-            if worker.worker_id != self._worker_id and (exchanges or (worker.claims and self._claims())):
+            if worker.worker_id != self._worker_id and exchanges:
                 self.suspect(worker)
 
     def suspect(self, departed: Departed) -> None:

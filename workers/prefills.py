@@ -134,10 +134,6 @@ class Prefills:
         """Whether a claim is on its way to a frontend or the engine, or an end to the queue."""
         return bool(self._tasks)
 
-    def known(self) -> list[str]:
-        """Request ids of the jobs that this worker answers for."""
-        return [*(attempt.request_id for attempt in self._attempts.prefills()), *self._unacked]
-
     # ---- begin -------------------------------------------------------------------------------------------------
 
     def begin(self, claim: Claim, wanted: bool) -> None:

@@ -9,15 +9,14 @@ from typing import Annotated, Any
 
 import msgspec
 import typer
-from rich.table import Table
 from rich.text import Text
 
-from orchestrator.cli.handle import OUT, JsonOption, NamespaceOption, SetOption, find_fleet, print_json
-from orchestrator.cli.look.views import config_keys, how_often, keys_view, plain
+from orchestrator.cli.handle import OUT, JsonOption, NamespaceOption, SetOption, find_fleet, print_json, say
+from orchestrator.cli.look.views import config_keys, how_often, keys_view, plain, plain_table
 from orchestrator.config.access import SECRETS
 from orchestrator.config.engine_args import check_engine_args
-from orchestrator.config.models import SECTION, load_model, load_models, tree_of
-from orchestrator.config.settings import Config, ConfigError, Refused, leaves, load_config, read_tree, value_at
+from orchestrator.config.models import SECTION, chosen_model, load_model, load_models, tree_of
+from orchestrator.config.settings import Config, ConfigError, Refused, leaves, read_tree, value_at
 from orchestrator.config.values import masked
 from orchestrator.config.yaml_text import line_of
 from orchestrator.launch.host.machine import find_cores, find_gpus
@@ -49,11 +48,8 @@ def _in_brief(name: str, config: Config) -> dict[str, str]:
 @config_app.command("keys")
 def keys(as_json: JsonOption = False) -> None:
     """List every key with its type and default, those that most fleets set first."""
-    if as_json:
-        keys = ({"key": key, "type": kind, "default": default} for key, kind, default in config_keys(Config))
-        print_json([key | {"group": how_often(key["key"])} for key in keys])
-    else:
-        OUT.print(keys_view(Config))
+    keys = [{"key": key, "type": kind, "default": default} for key, kind, default in config_keys(Config)]
+    say([key | {"group": how_often(key["key"])} for key in keys], keys_view(Config), as_json)
 
 
 @config_app.command("show")
@@ -71,7 +67,9 @@ def show(
     if file is not None:
         config = load_model(file, set_, namespace)
         tree = read_tree(file)
-        model = namespace or next(iter(tree.get(SECTION, [""])))
+        model = chosen_model(tree, namespace)
+        if model and model not in tree[SECTION]:  # --set alone has it
+            tree[SECTION][model] = {}
         origins = {key: str(file) for key, _ in leaves(tree_of(tree, model))}
         prefix = f"{SECTION}.{model}."
         origins |= {override.partition("=")[0].removeprefix(prefix): "--set" for override in set_ or []}
@@ -85,15 +83,8 @@ def show(
     rows = list(_effective(config, origins, "default" if file is not None else "the fleet's file or --set"))
     if changed:
         rows = [row for row in rows if row["from"] != "default"]
-    if as_json:
-        print_json(rows)
-        return
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for name in ("key", "value", "from"):
-        table.add_column(name, overflow="fold")
-    for row in rows:
-        table.add_row(Text(row["key"]), Text(plain(row["value"])), Text(row["from"], style="dim"))
-    OUT.print(table)
+    lines = ((Text(row["key"]), Text(plain(row["value"])), Text(row["from"], style="dim")) for row in rows)
+    say(rows, plain_table(("key", "value", "from"), lines), as_json)
 
 
 def _effective(config: Config, origins: dict[str, str], otherwise: str) -> Iterator[dict[str, Any]]:
@@ -167,17 +158,9 @@ workers:
 """
 
 
-def checked(path: Path, overrides: Sequence[str] = ()) -> Config:
-    """The configuration of a file of one model with `a.b=value` overrides. Raises ConfigError for whatever these alone
-    decide, without the model, the machine or vLLM."""
-    with located(path, overrides):
-        config = load_config(path, list(overrides))
-        check_engine_args(config)
-    return config
-
-
 def checked_models(path: Path, overrides: Sequence[str] = ()) -> dict[str, Config]:
-    """Like `checked`, for each model of a file."""
+    """The configuration of each model of a file with `a.b=value` overrides. Raises ConfigError for whatever these alone
+    decide, without the model, the machine or vLLM."""
     with located(path, overrides):
         return load_models(path, list(overrides), check_engine_args)
 

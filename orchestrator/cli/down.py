@@ -8,7 +8,7 @@ import time
 
 import typer
 
-from orchestrator.cli.handle import OUT, JsonOption, WholeFleetOption, namespace_here, print_json
+from orchestrator.cli.handle import OUT, JsonOption, WholeFleetOption, namespace_here, say
 from orchestrator.config.settings import Refused
 from orchestrator.launch.host.leftovers import end_processes, remove_shared_memory
 from orchestrator.launch.host.run_folder import RunFolder, abandoned_namespaces, held_namespaces
@@ -54,10 +54,7 @@ def down(namespace: WholeFleetOption = None, as_json: JsonOption = False) -> Non
     deadline = time.monotonic() + _EXIT_AFTER_S
     while ticks is not None and started_ticks(pid) == ticks and time.monotonic() < deadline:
         time.sleep(0.01)
-    if as_json:
-        print_json({"namespace": namespace, "ended": "in order"})
-    else:
-        OUT.print(f"fleet {namespace!r} ended")
+    say({"namespace": namespace, "ended": "in order"}, f"fleet {namespace!r} ended", as_json)
 
 
 def _remove_killed(folder: RunFolder, as_json: bool) -> None:
@@ -70,7 +67,5 @@ def _remove_killed(folder: RunFolder, as_json: bool) -> None:
 
         end_fleet(config, config.launcher.stop_timeout_s)
     folder.remove()
-    if as_json:
-        print_json({"namespace": folder.namespace, "ended": "was killed"})
-        return
-    OUT.print(f"cleaned up after the launcher of {folder.namespace!r}, which was killed")
+    told = {"namespace": folder.namespace, "ended": "was killed"}
+    say(told, f"cleaned up after the launcher of {folder.namespace!r}, which was killed", as_json)

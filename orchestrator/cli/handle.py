@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 import typer
-from rich.console import Console
+from rich.console import Console, RenderableType
 
 from orchestrator.config.access import REDIS_URL
 from orchestrator.config.models import namespace_of
@@ -27,7 +27,6 @@ from orchestrator.launch.host.run_folder import RunFolder, held_namespaces
 
 if TYPE_CHECKING:
     from orchestrator.store.client import Redis
-    from orchestrator.store.events import RatioHistory
     from orchestrator.store.queue import PrefillQueue
     from orchestrator.store.registry import Registry
 
@@ -106,7 +105,6 @@ class OpenFleet(msgspec.Struct, frozen=True):
     redis: Redis
     registry: Registry
     queue: PrefillQueue
-    history: RatioHistory
     heartbeat_s: float  # of its workers
 
 
@@ -118,14 +116,9 @@ def find_fleet(namespace: str | None, redis_url: str | None, url: str | None = N
         return FleetHandle(namespace or "default", redis_url, url.rstrip("/"), None)
     fleet, model = _located(namespace)
     folder = RunFolder(fleet)
-    running = folder.is_held
     namespace = namespace_of(fleet, model) if model else fleet
-    redis = redis_url or (folder.redis_url() if running else None)
-    if redis is None:
-        raise Refused(
-            f"no fleet runs in namespace {namespace!r}; start one with `orchestrator up CONFIG`, or name its --redis"
-        )
-    if not running or redis != folder.redis_url():
+    redis = _redis_of(folder, namespace, redis_url)
+    if not folder.is_held or redis != folder.redis_url():
         return FleetHandle(namespace, redis, None, None)  # a fleet elsewhere may have the same name
     ready = folder.ready()
     url = (f"{ready.url}/models/{model}" if model else ready.url) if ready else None
@@ -136,12 +129,17 @@ def find_whole_fleet(namespace: str | None, redis_url: str | None) -> FleetHandl
     """All models of the fleet that the options name, or that runs here. Raises Refused where there is none."""
     fleet = namespace_here(namespace)
     folder = RunFolder(fleet)
-    redis = redis_url or (folder.redis_url() if folder.is_held else None)
-    if redis is None:
-        raise Refused(
-            f"no fleet runs in namespace {fleet!r}; start one with `orchestrator up CONFIG`, or name its --redis"
-        )
+    redis = _redis_of(folder, fleet, redis_url)
     return FleetHandle(fleet, redis, None, folder.config() if folder.is_held else None)
+
+
+def _redis_of(folder: RunFolder, namespace: str, given: str | None) -> str:
+    """The URL of a fleet's Redis. Raises Refused."""
+    if redis := given or (folder.redis_url() if folder.is_held else None):
+        return redis
+    raise Refused(
+        f"no fleet runs in namespace {namespace!r}; start one with `orchestrator up CONFIG`, or name its --redis"
+    )
 
 
 def models_here(namespace: str | None) -> list[str]:
@@ -194,7 +192,6 @@ def _is_address(url: str) -> bool:
 async def open_fleet(handle: FleetHandle) -> AsyncIterator[OpenFleet]:
     """Raises Refused when its Redis cannot be used."""
     from orchestrator.store.client import RedisAway, connect
-    from orchestrator.store.events import RatioHistory
     from orchestrator.store.queue import PrefillQueue
     from orchestrator.store.registry import Registry
 
@@ -204,8 +201,7 @@ async def open_fleet(handle: FleetHandle) -> AsyncIterator[OpenFleet]:
         redis = await connect(handle.redis_url, _REDIS_TIMEOUT_S)
         try:
             registry, queue = Registry(redis, handle.namespace), PrefillQueue(redis, handle.namespace)
-            history = RatioHistory(redis, handle.namespace)
-            yield OpenFleet(redis, registry, queue, history, handle.workers.heartbeat_s)
+            yield OpenFleet(redis, registry, queue, handle.workers.heartbeat_s)
         finally:
             await redis.aclose()
     except RedisAway as error:
@@ -254,6 +250,14 @@ def number(text: str) -> float:
     if not math.isfinite(read := float(text)):
         raise ValueError(f"expected a finite number, got {text!r}")
     return read
+
+
+def say(value: Any, shown: RenderableType, as_json: bool) -> None:
+    """Print what a command has found or done: as JSON, or as people read it; a line of text is not wrapped."""
+    if as_json:
+        print_json(value)
+    else:
+        OUT.print(shown, highlight=False, soft_wrap=isinstance(shown, str))
 
 
 def print_json(value: Any) -> None:

@@ -16,14 +16,13 @@ import msgspec
 import typer
 
 from orchestrator.cli.handle import (
-    OUT,
     FleetHandle,
     JsonOption,
     NamespaceOption,
     RedisOption,
     ask,
     find_fleet,
-    print_json,
+    say,
 )
 from orchestrator.config.settings import ConfigError, Refused, parse_config
 from orchestrator.process.parent import EXIT_AGAIN, report_exit
@@ -63,10 +62,7 @@ def join(namespace: NamespaceOption = None, redis: RedisOption = None, as_json: 
             file=sys.stderr,
         )
     token, command = Token(url, handle.namespace).encode(), "orchestrator worker --role decode"
-    if as_json:
-        print_json({"PD_JOIN": token, "command": command})
-    else:
-        OUT.print(f"PD_JOIN={token} {command}", soft_wrap=True)
+    say({"PD_JOIN": token, "command": command}, f"PD_JOIN={token} {command}", as_json)
 
 
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})

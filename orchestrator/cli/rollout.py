@@ -11,7 +11,7 @@ import asyncio
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import msgspec
 import typer
@@ -37,13 +37,12 @@ from orchestrator.cli.look.views import restart_line
 from orchestrator.config.models import tree_of
 from orchestrator.config.settings import Refused, WorkersConfig, overridden, read_tree
 from orchestrator.config.shared import changed, changes
+from orchestrator.launch.rollout import Replacer
+from orchestrator.store.configuration import Phase, Rollout, Version
+from orchestrator.store.fields import Frontend
+from orchestrator.store.planned import Reading, of_launchers, rollout_status
+from orchestrator.store.steering import settle
 from orchestrator.types import Role, WorkerState
-
-if TYPE_CHECKING:
-    from orchestrator.launch.rollout import Replacer
-    from orchestrator.store.configuration import Rollout
-    from orchestrator.store.fields import Frontend
-    from orchestrator.store.planned import Reading
 
 _LOOK_EVERY_S = 0.2
 _LOOKS = 25  # at a Redis that has lost what launchers tell it again within a second or two
@@ -99,12 +98,9 @@ async def _begin(
     show: Callable[[Event], None],
 ) -> Rollout:
     """Raises ConfigError."""
-    from orchestrator.store.configuration import Rollout, Version
-    from orchestrator.store.steering import settle
-
-    configuration = fleet.registry.configuration
+    document = fleet.registry.rollout
     await settle(fleet.registry, fleet.heartbeat_s)
-    last, running = await configuration.rollout(), await configuration.read()
+    last, running = await document.read(), await fleet.registry.configuration.read()
     if running is None or not await fleet.registry.launchers():
         raise Refused("no launcher runs this fleet, which could start workers with another configuration")
     if last is not None and last.under_way:
@@ -116,7 +112,7 @@ async def _begin(
     new = changed(running.config, handle.config, tree)
     generation = 1 + max(running.generation, last.new.generation if last is not None else 0)
     wanted = Rollout(running, Version(generation, new), max_unavailable)
-    if not await configuration.change_rollout(last, wanted):
+    if not await document.change(last, wanted):
         raise Refused("somebody else has just begun a rollout")
     show(Event("ordered", generation=generation, changes=list(changes(running.config, new))))
     return await follow(fleet, wanted, show)
@@ -124,13 +120,11 @@ async def _begin(
 
 async def _abort(fleet: OpenFleet, show: Callable[[Event], None]) -> Rollout:
     """Raises Refused."""
-    from orchestrator.store.configuration import Phase
-
-    configuration = fleet.registry.configuration
-    last = await configuration.rollout()
+    document = fleet.registry.rollout
+    last = await document.read()
     if last is None or not last.under_way:
         raise Refused("no rollout is under way; to undo the last one, roll the previous configuration out")
-    if last.phase is Phase.FORWARD and not await configuration.change_rollout(last, last.given_up("aborted")):
+    if last.phase is Phase.FORWARD and not await document.change(last, last.given_up("aborted")):
         raise Refused("it has just ended, or gone back by itself; look again with `orchestrator status`")
     if last.restart:
         show(Event("given up", "restart"))
@@ -164,14 +158,9 @@ async def restart(
     ready waits until another one is. One that leaves for good meanwhile is not waited for. Once this is cancelled, no
     more workers are told to restart. Raises Refused, also when it was given up, and RedisAway when Redis stays away.
     """
-    from orchestrator.launch.rollout import Replacer
-    from orchestrator.store.configuration import Phase, Rollout, Version
-    from orchestrator.store.planned import of_launchers
-    from orchestrator.store.steering import settle
-
-    registry, configuration = fleet.registry, fleet.registry.configuration
+    registry, document = fleet.registry, fleet.registry.rollout
     await settle(registry, fleet.heartbeat_s)
-    last, reading = await configuration.rollout(), await registry.read()
+    last, reading = await document.read(), await registry.read()
     there, led = reading.units, bool(of_launchers(reading.launchers))
     if last is not None and last.under_way and (led or not last.restart):
         raise Refused(f"a {last.name} is under way; wait for it, or use `orchestrator rollout --abort`")
@@ -183,13 +172,13 @@ async def restart(
     refuse_only_worker(sum(info.state is WorkerState.READY for info in there.values()), force)
     version = last.settled if last is not None else Version(0, {})
     ordered = Rollout(version, version, max_unavailable, restart=targets)
-    if not await configuration.change_rollout(last, ordered):
+    if not await document.change(last, ordered):
         raise Refused("somebody else has just begun a rollout or a restart")
     leader = None if led else Replacer(registry, workers.drain_timeout_s + workers.start_timeout_s)
     try:
         ended = await follow(fleet, ordered, show, leader)
     except asyncio.CancelledError:
-        await configuration.change_rollout(ordered, ordered.given_up("interrupted"))
+        await document.change(ordered, ordered.given_up("interrupted"))
         raise
     if ended.phase is Phase.UNDONE:
         raise Refused(f"the restart was given up: {ended.why}")
@@ -200,17 +189,15 @@ async def follow(
 ) -> Rollout:
     """Show the steps of this rollout or restart until it has ended, either way; carry it out where there is a `leader`.
     Raises Refused."""
-    from orchestrator.store.configuration import Phase
-
-    registry, configuration = fleet.registry, fleet.registry.configuration
+    registry, document = fleet.registry, fleet.registry.rollout
     seen = dict.fromkeys(ordered.restart, ("", 0))
     said_back, missed = False, 0  # looks, one after the other
     while missed <= _LOOKS:
-        rollout = await retry_while_away(configuration.rollout)
+        rollout = await retry_while_away(document.read)
         if rollout is None or (rollout.new.generation, rollout.restart) != (ordered.new.generation, ordered.restart):
             missed += 1  # Redis lost it; who leads tells it again
             if leader is not None:
-                await retry_while_away(lambda: configuration.change_rollout(None, ordered))
+                await retry_while_away(lambda: document.change(None, ordered))
             await asyncio.sleep(_LOOK_EVERY_S)
             continue
         if rollout.phase is Phase.BACK and not said_back:
@@ -259,9 +246,6 @@ def _steps(before: Mapping[str, tuple[str, int]], now: Mapping[str, tuple[str, i
 
 
 def _ending(rollout: Rollout, reading: Reading, frontends: Mapping[str, Frontend]) -> Iterator[Event]:
-    from orchestrator.store.configuration import Phase
-    from orchestrator.store.planned import rollout_status
-
     if not rollout.restart:
         ended = "done" if rollout.phase is Phase.DONE else "undone"
         yield Event(ended, generation=rollout.target.generation, why=rollout.why)

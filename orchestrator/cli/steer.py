@@ -9,7 +9,6 @@ import msgspec
 import typer
 
 from orchestrator.cli.handle import (
-    OUT,
     JsonOption,
     NamespaceOption,
     OpenFleet,
@@ -17,7 +16,7 @@ from orchestrator.cli.handle import (
     WorkerArgument,
     ask,
     find_fleet,
-    print_json,
+    say,
 )
 from orchestrator.cli.look.views import fields_view, queue_view
 from orchestrator.config.settings import Refused
@@ -43,7 +42,8 @@ def scale(
     """Set how many workers of each role there should be."""
     counts = _counts(targets)
     wanted = ask(find_fleet(namespace, redis), lambda fleet: _steer(fleet).scale(**counts, force=force))
-    _say({"prefill": wanted.prefill, "decode": wanted.decode}, as_json)
+    desired = {"prefill": wanted.prefill, "decode": wanted.decode}
+    say(desired, f"desired: {wanted.prefill} prefill, {wanted.decode} decode", as_json)
 
 
 @app.command()
@@ -58,7 +58,7 @@ def role(
     """Change a running worker's role in place; the desired ratio follows."""
     changed = ask(find_fleet(namespace, redis), lambda fleet: _steer(fleet).change_role(worker, new_role, force))
     said = f"{worker}: {'becomes' if changed else 'is already'} a {new_role.value} worker"
-    _say({"worker": worker, "role": new_role.value, "changed": changed}, as_json, said)
+    say({"worker": worker, "role": new_role.value, "changed": changed}, said, as_json)
 
 
 @app.command("log-level")
@@ -80,7 +80,7 @@ def log_level(
     ask(handle, lambda fleet: _set_level(fleet, handle.namespace, value, process))
     who = "every process" if process == ALL else process
     said = f"{who}: logs as configured" if value is None else f"{who}: logs {value} and above"
-    _say({"process": None if process == ALL else process, "level": value}, as_json, said)
+    say({"process": None if process == ALL else process, "level": value}, said, as_json)
 
 
 @app.command()
@@ -94,7 +94,7 @@ def drain(
     """Let a worker finish its requests, then end it; the desired ratio follows."""
     changed = ask(find_fleet(namespace, redis), lambda fleet: _steer(fleet).drain(worker, force))
     said = f"{worker}: {'draining' if changed else 'is draining already'}"
-    _say({"worker": worker, "changed": changed}, as_json, said)
+    say({"worker": worker, "changed": changed}, said, as_json)
 
 
 @queue_app.callback()
@@ -113,7 +113,7 @@ def queue(
         return await fleet.queue.peek(limit), msgspec.to_builtins(await fleet.queue.depth())
 
     waiting, depth = ask(find_fleet(namespace, redis), read)
-    print_json({**depth, "waiting": waiting}) if as_json else OUT.print(queue_view(waiting, depth))
+    say({**depth, "waiting": waiting}, queue_view(waiting, depth), as_json)
 
 
 @queue_app.command("show")
@@ -127,7 +127,7 @@ def queue_show(
     job = ask(find_fleet(namespace, redis), lambda fleet: fleet.queue.show(request_id))
     if job is None:
         raise Refused(f"request {request_id!r} is not in the queue: it was never queued, or is done")
-    print_json(job) if as_json else OUT.print(fields_view(job))
+    say(job, fields_view(job), as_json)
 
 
 async def _set_level(fleet: OpenFleet, namespace: str, level: str | None, process: str) -> None:
@@ -160,10 +160,3 @@ def _counts(targets: list[str]) -> dict[str, int]:
 
 def _steer(fleet: OpenFleet) -> Steering:
     return Steering(fleet.registry, fleet.queue, fleet.heartbeat_s)
-
-
-def _say(result: dict[str, Any], as_json: bool, said: str | None = None) -> None:
-    if as_json:
-        print_json(result)
-    else:
-        OUT.print(said or f"desired: {result['prefill']} prefill, {result['decode']} decode", highlight=False)

@@ -43,19 +43,30 @@ def load_models(
 
 
 def load_model(path: Path, overrides: list[str] | None = None, name: str | None = None) -> Config:
-    """The configuration of one model of a file, which needs no name if it is the only one. Raises ConfigError."""
+    """The configuration of one model of a file. `name`: its name or its namespace; it needs none if it is the only one.
+    Raises ConfigError."""
     tree = read_tree(path)
+    chosen = chosen_model(tree, name)
     sections = tree.get(SECTION)
-    own: Any = sections.get(name) if isinstance(sections, Mapping) else None
+    own: Any = sections.get(chosen) if isinstance(sections, Mapping) else None
     for override in overrides or []:  # what the model's section gives would go over the same key at the top
         overridden(tree if value_at(own, override.partition("=")[0]) is UNKNOWN else own, [override])
     models = parse_models(tree)
-    if name is None and len(models) == 1:
-        return next(iter(models.values()))
-    if not name or name not in models:
+    if chosen not in models:
         which = f"has {', '.join(models)}: name one with --model" if "" not in models else "has one: leave --model out"
         raise ConfigError(f"{SECTION}: {path} {which}")
-    return models[name]
+    return models[chosen]
+
+
+def chosen_model(tree: Mapping[str, Any], given: str | None) -> str:
+    """The name of the model of a file that `given` means, by its name or its namespace; there may be none of that name.
+    Without one it is the only one. Empty text is the model of a file that does not name it."""
+    fleet, sections = str(tree.get("namespace", "default")), tree.get(SECTION)
+    if not isinstance(sections, Mapping):
+        return "" if given in (None, fleet) else str(given)
+    if given is None:
+        return str(next(iter(sections))) if len(sections) == 1 else ""
+    return given.removeprefix(namespace_of(fleet, ""))
 
 
 def parse_models(tree: dict[str, Any], check: Check = lambda config: None) -> dict[str, Config]:

@@ -9,19 +9,21 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 from orchestrator.fleet.control_calls import ControlCalls
-from orchestrator.process.ticks import left_s
+from orchestrator.process.ticks import left_s, until_told
 from orchestrator.store.client import RedisAway
-from orchestrator.store.operator.adapters import Adapter, AdapterList, AdapterStore
+from orchestrator.store.fields import NOTHING
+from orchestrator.store.operator.adapters import Adapter, AdapterList
+from orchestrator.store.registry import Registry
 from orchestrator.wire.adapters import adapter_number
 
 log = logging.getLogger("pd.frontend")
 
 POLL_S = 1.0  # between two looks at the list, should no news of a change come
 FOLLOW_TIMEOUT_S = 10.0  # a frontend that does not live leaves the registry sooner
-_LOOK_S = 0.02
+_LOOK_S = 0.05
 _TRIES = 10  # of a change, while other frontends make theirs
 
 
@@ -47,12 +49,14 @@ def refusal(known: AdapterList, wanted: Adapter, replacing: bool) -> str | None:
 class AdapterView:
     """`known` is the list as it was read last, and what this frontend serves. `on_change` is called with it."""
 
-    def __init__(self, frontend_id: str, store: AdapterStore, calls: ControlCalls) -> None:
-        self._frontend_id, self._store, self._calls = frontend_id, store, calls
+    def __init__(self, registry: Registry, calls: ControlCalls, announce: Callable[[], Awaitable[None]]) -> None:
+        """`announce`: tells others, by this frontend's entry in the registry, what it `serves`."""
+        self._registry, self._calls, self._announce = registry, calls, announce
         self.known = AdapterList()
         self.on_change: Callable[[AdapterList], None] = lambda _: None
         self.asked = asyncio.Event()  # Redis has been asked once
-        self._serves = False
+        self.serves = NOTHING  # the revision of the list
+        self._begun = False
         self._changed = asyncio.Event()
         self._syncing = asyncio.Lock()
 
@@ -63,41 +67,39 @@ class AdapterView:
             tasks.create_task(self._follow())
 
     async def _listen(self) -> None:
-        async for _ in self._store.changes():
+        async for _ in self._registry.adapters.changes():
             self._changed.set()
 
     async def _follow(self) -> None:
         while True:
-            self._changed.clear()
             try:
                 await self._sync()
             except RedisAway as error:
                 log.debug("the list of adapters was not read: %s", error)
             self.asked.set()
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(left_s(POLL_S)):
-                    await self._changed.wait()
+            await until_told(self._changed, left_s(POLL_S))
 
     async def begin(self) -> None:
         """To be called before this frontend takes requests: from now on others wait for it. While it starts they do
         not, since making vLLM's app may take long."""
-        self._serves = True
+        self._begun = True
         with contextlib.suppress(RedisAway):  # `_follow` tries again
             await self._sync()
 
     async def _sync(self) -> None:
         """Take the list as it is in Redis, and say there that it is served. Raises RedisAway."""
         async with self._syncing:
-            while (found := await self._ask()) is not None:
-                if found.revision < self.known.revision:
-                    log.warning("Redis has lost the list of adapters or has an older one: it is put back")
-                    await self._store.restore(self.known)
-                else:
-                    self.known = found
-                    self.on_change(found)
-
-    async def _ask(self) -> AdapterList | None:
-        return await self._store.follow(self._frontend_id if self._serves else None, self.known.revision)
+            found = await self._registry.adapters.read()
+            revision = found.revision if found is not None else 0
+            if revision < self.known.revision:
+                log.warning("Redis has lost the list of adapters or has an older one: it is put back")
+                await self._registry.adapters.change(found, self.known)
+            elif found is not None and revision > self.known.revision:
+                self.known = found
+                self.on_change(found)
+            if self._begun and self.serves != self.known.revision:
+                self.serves = self.known.revision
+                await self._announce()
 
     async def identify(self, name: str, path: str) -> Adapter:
         """The adapter at this path, with its number. Raises CallFailed if a worker cannot read it, or if workers read
@@ -137,7 +139,8 @@ class AdapterView:
                     raise AdapterRefused(why)
                 if before == wanted:
                     return before
-                if await self._store.change(name, wanted, self.known.revision):
+                seen = self.known if self.known.revision else None
+                if await self._registry.adapters.change(seen, self.known.changed(name, wanted)):
                     await self._sync()
                     return before
         except RedisAway as error:
@@ -149,10 +152,15 @@ class AdapterView:
         revision, late = self.known.revision, list[str]()
         try:
             async with asyncio.timeout(FOLLOW_TIMEOUT_S):
-                while late := await self._store.behind(revision):
+                while late := await self._behind(revision):
                     await asyncio.sleep(_LOOK_S)
         except TimeoutError:
             names = f"frontend {', '.join(late)}" if late else "Redis"
             raise AdapterFailed(f"{names} did not follow the list of adapters within {FOLLOW_TIMEOUT_S:g} s") from None
         except RedisAway as error:
             raise AdapterFailed(f"it is not known whether all frontends follow: {error}") from error
+
+    async def _behind(self, revision: int) -> list[str]:
+        """The live frontends that serve an older list. One that starts reads the list before it serves."""
+        there = (await self._registry.frontends()).values()
+        return [it.id for it in there if it.adapters < revision and (it.adapters != NOTHING or it.url)]

@@ -9,14 +9,13 @@ did not run does not count as silence.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import time
 from collections.abc import Callable
 
 from orchestrator.fleet.prefixes import PrefixView
 from orchestrator.fleet.view import Fleet
-from orchestrator.process.ticks import left_s, ticks
+from orchestrator.process.ticks import left_s, ticks, until_told
 from orchestrator.store.client import RedisAway
 from orchestrator.store.registry import Registry
 from orchestrator.types import WorkerInfo, WorkerLoad
@@ -99,10 +98,7 @@ class Membership:
         await self._resync()
         self.synced.set()
         while True:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(left_s(RESYNC_S)):
-                    await self._registry_changed.wait()
-            self._registry_changed.clear()
+            await until_told(self._registry_changed, left_s(RESYNC_S))
             began = time.monotonic()
             await self._resync()
             # At most a fifth of this process's time, however many workers come at once.

@@ -28,10 +28,10 @@ from orchestrator.policy.ratio.load import (
 from orchestrator.policy.ratio.reuse import ReuseCounter
 from orchestrator.process.telemetry.metrics import Metrics
 from orchestrator.store.client import RedisAway
-from orchestrator.store.events import RatioHistory
+from orchestrator.store.operator.events import EventLog
 from orchestrator.store.planned import Seen
 from orchestrator.store.registry import Registry
-from orchestrator.types import Offered, Role, WorkerState
+from orchestrator.types import Offered, Role
 
 log = logging.getLogger("pd.ratio")
 
@@ -47,7 +47,7 @@ class RatioController:
         frontend_id: str,
         config: Config,
         registry: Registry,
-        history: RatioHistory,
+        events: EventLog,
         fleet: Fleet,
         predictor: Predictor,
         reuse: ReuseCounter,
@@ -55,7 +55,7 @@ class RatioController:
         interval_s: float = INTERVAL_S,
     ) -> None:
         self._frontend_id, self._registry, self._fleet = frontend_id, registry, fleet
-        self._history, self._predictor, self._reuse = history, predictor, reuse
+        self._events, self._predictor, self._reuse = events, predictor, reuse
         self._metrics = metrics or Metrics()
         self._ratio, self._slo, self._host_tier_bytes = config.ratio, config.slo, config.kv.host_tier_bytes
         self._unit_size = unit_size(config) if config.ratio.mode == "auto" else 1
@@ -110,8 +110,7 @@ class RatioController:
     async def _decide(self) -> None:
         current = await self._registry.desired()
         # Draining workers are no reason to wait: a drain may take minutes, and a role change can still be cancelled.
-        loading = any(view.info.state is WorkerState.STARTING for view in self._fleet.workers.values())
-        if current is None or current.idle or loading:
+        if current is None or current.idle:
             return
         # In a thread: for a hundred workers it takes tens of milliseconds, and requests are not to wait for it.
         decision = await asyncio.to_thread(
@@ -124,7 +123,7 @@ class RatioController:
             return
         self._metrics.ratio_changes.inc()
         log.info("%s", decision)
-        await self._history.note(decision.after.set_at, str(decision))
+        await self._events.note("decided", decision=str(decision))
 
 
 def observe(views: Iterable[WorkerView], at: float, offered: Offered, host_tier_bytes: int = 0) -> Observation | None:

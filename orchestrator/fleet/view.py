@@ -20,7 +20,7 @@ from orchestrator.fleet.worker_view import WorkerView
 from orchestrator.policy.candidate import Candidate
 from orchestrator.policy.prefix_index import Hits
 from orchestrator.policy.shortlist import SHORTLIST_FROM, Shortlist
-from orchestrator.types import EngineSpeed, Role, WorkerInfo, WorkerLoad, WorkerState
+from orchestrator.types import DesiredRatio, EngineSpeed, Role, WorkerInfo, WorkerLoad, WorkerState
 
 T = TypeVar("T")
 
@@ -45,6 +45,7 @@ class Fleet:
         self.frontend_id = frontend_id
         self.workers: dict[str, WorkerView] = {}
         self.pause = Pause()
+        self.desired: DesiredRatio | None = None  # as this frontend has read it last
         self.rest: Rest | None = None  # where an idle model's workers can be asked for
         self.adapters = FleetAdapters()
         self.places = Places()

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import binascii
-import contextlib
+import concurrent.futures
 import hashlib
 import hmac
 import ipaddress
@@ -22,7 +22,7 @@ import secrets
 import threading
 from collections.abc import Callable, Mapping
 from http import HTTPStatus
-from typing import Any, TypeAlias, TypeVar, cast
+from typing import Any, TypeAlias, TypeVar
 from urllib.parse import urlsplit
 
 import msgspec
@@ -212,26 +212,17 @@ class Access:
 
 def _in_thread(read: Callable[[], T]) -> asyncio.Future[T]:
     """What `read` returns or raises, in a thread that the process does not wait for when it ends."""
-    loop = asyncio.get_running_loop()
-    result: asyncio.Future[T] = loop.create_future()
-
-    def tell(value: T | None, error: BaseException | None) -> None:
-        if error is not None and not result.done():
-            result.set_exception(error)
-        elif not result.done():
-            result.set_result(cast(T, value))
+    result: concurrent.futures.Future[T] = concurrent.futures.Future()
 
     def run() -> None:
-        value, error = None, None
         try:
-            value = read()
-        except Exception as raised:
-            error = raised
-        with contextlib.suppress(RuntimeError):  # the event loop has ended
-            loop.call_soon_threadsafe(tell, value, error)
+            result.set_result(read())
+        except Exception as error:
+            result.set_exception(error)
 
+    result.set_running_or_notify_cancel()  # who waits may be cancelled, the reading goes on
     threading.Thread(target=run, name="pd-read", daemon=True).start()
-    return result
+    return asyncio.wrap_future(result)
 
 
 def _take(usage: Usage, limits: LimitsConfig, more: int, whole: int, now: float) -> Refusal | None:

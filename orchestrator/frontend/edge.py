@@ -10,14 +10,17 @@ import time
 import uuid
 from collections.abc import Callable, Iterable, MutableMapping
 from contextvars import ContextVar
+from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Any, Protocol
 
 import msgspec
 from starlette.requests import ClientDisconnect
 
+from orchestrator.frontend import tracing
 from orchestrator.frontend.access import Access, Admission, Refusal
-from orchestrator.frontend.untrusted import objectives
+from orchestrator.frontend.untrusted.objectives import Objectives
+from orchestrator.frontend.untrusted.objectives import read as read_objectives
 from orchestrator.process.telemetry.request_line import RequestLine
 
 log = logging.getLogger("pd.frontend")
@@ -33,30 +36,19 @@ _FAILED = HTTPStatus.INTERNAL_SERVER_ERROR
 _ENDING = Refusal(HTTPStatus.SERVICE_UNAVAILABLE, "this frontend is ending: ask again", 1.0)
 
 
+@dataclass(slots=True, eq=False)
 class RequestContext:
     """One HTTP request's id, its arrival (unix seconds), its response, and its refusal if it was refused."""
 
-    __slots__ = (
-        "admission",
-        "objectives",
-        "on_request_ended",
-        "plain",
-        "received_at",
-        "refusal",
-        "reply",
-        "request_id",
-        "stream",
-    )
-
-    def __init__(self, request_id: str, admission: Admission | None = None) -> None:
-        self.request_id, self.admission = request_id, admission
-        self.objectives = objectives.Objectives()
-        self.received_at = time.time()
-        self.on_request_ended: Callable[[RequestLine], None] | None = None  # called for each engine request
-        self.refusal: Refusal | None = None
-        self.reply: Reply | None = None
-        self.plain = False  # whether it is an event stream whose events mostly differ in their text only
-        self.stream: Stream | None = None  # sends those events
+    request_id: str
+    admission: Admission | None = None
+    objectives: Objectives = Objectives()
+    received_at: float = field(default_factory=time.time)
+    on_request_ended: Callable[[RequestLine], None] | None = None  # called for each engine request
+    refusal: Refusal | None = None
+    reply: Reply | None = None
+    plain: bool = False  # whether it is an event stream whose events mostly differ in their text only
+    stream: Stream | None = None  # sends those events
 
 
 class Stream(Protocol):
@@ -72,20 +64,6 @@ class Stream(Protocol):
 current: ContextVar[RequestContext | None] = ContextVar("pd_request_context", default=None)
 
 
-class Trace(Protocol):
-    """The trace of one HTTP request. The app gets `headers`; `on_request_ended` takes the lines of engine requests."""
-
-    headers: Headers
-
-    def on_request_ended(self, line: RequestLine) -> None: ...
-
-    def end(self) -> None: ...
-
-
-Headers = list[tuple[bytes, bytes]]
-BeginTrace = Callable[[str, str, Headers], Trace | None]  # by method, path and headers
-
-
 class EdgeMiddleware:
     """Takes the client's `x-request-id` or makes one, passes it to the app, and returns it with every response.
 
@@ -96,8 +74,8 @@ class EdgeMiddleware:
     that is no Unicode is answered with 400: the app would raise wherever it first encodes that text.
     """
 
-    def __init__(self, app: Any, max_body_bytes: int, access: Access, begin_trace: BeginTrace | None = None) -> None:
-        self.app, self._max_body_bytes, self.access, self._begin_trace = app, max_body_bytes, access, begin_trace
+    def __init__(self, app: Any, max_body_bytes: int, access: Access, traced: bool = False) -> None:
+        self.app, self._max_body_bytes, self.access, self._traced = app, max_body_bytes, access, traced
 
     async def __call__(self, scope: MutableMapping[str, Any], receive: Any, send: Any) -> None:
         if scope["type"] not in ("http", "websocket"):
@@ -126,14 +104,11 @@ class EdgeMiddleware:
         headers = [pair for pair in scope["headers"] if pair[0] != b"x-request-id"]
         context = RequestContext(request_id.decode(), admission)
         try:
-            context.objectives = objectives.read(headers)
+            context.objectives = read_objectives(headers)
         except ValueError as wrong:
             refusal = refusal or Refusal(HTTPStatus.BAD_REQUEST, str(wrong))
-        begun = (
-            self._begin_trace(scope["method"], scope["path"], headers)
-            if self._begin_trace and refusal is None
-            else None
-        )
+        traced = self._traced and refusal is None
+        begun = tracing.begin(scope["method"], scope["path"], headers) if traced else None
         if begun is not None:
             headers, context.on_request_ended = begun.headers, begun.on_request_ended
         scope = {**scope, "headers": [*headers, (b"x-request-id", request_id)]}

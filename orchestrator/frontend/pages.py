@@ -6,9 +6,9 @@ Every frontend receives the same load reports, so whichever frontend answers sho
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 from fastapi import APIRouter, Response
@@ -18,115 +18,58 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Summa
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
+from orchestrator.fleet.queue_view import QueueView
 from orchestrator.fleet.view import Fleet
 from orchestrator.fleet.worker_view import WorkerView
-from orchestrator.policy.predict.predictor import Predictor
-from orchestrator.store.configuration import RolloutStatus
-from orchestrator.store.operator.worker_status import WorkerStatus
-from orchestrator.types import DesiredRatio, QueueDepth, Role, WorkerLoad
+from orchestrator.frontend.dashboard.history import overview
+from orchestrator.frontend.wiring import FleetConnection
+from orchestrator.types import Role, WorkerLoad
 
-
-class _Figure(NamedTuple):
-    """A number that load reports carry, `of` what they carry it in."""
-
-    family: type[CounterMetricFamily] | type[GaugeMetricFamily]
-    name: str
-    meaning: str
-    of: Callable[[Any], float]
-
-
-_OF_WORKERS = (  # of a `WorkerLoad`
-    _Figure(
-        CounterMetricFamily,
-        "pd_worker_corrupt_messages",
-        "Messages that came to a worker and could not be read",
-        attrgetter("corrupt_messages"),
-    ),
-    _Figure(
-        CounterMetricFamily, "pd_kv_transfer_bytes", "KV bytes pushed to decode workers", attrgetter("kv.bytes_sent")
-    ),
-    _Figure(
-        CounterMetricFamily,
-        "pd_kv_transfer_descriptors",
-        "NIXL descriptors of the WRITEs that pushed them",
-        attrgetter("kv.descriptors"),
-    ),
-    _Figure(CounterMetricFamily, "pd_kv_transfer_failures", "KV transfers that failed", attrgetter("kv.failures")),
-    _Figure(
-        CounterMetricFamily,
-        "pd_kv_bad_messages",
-        "Notifications between engines that could not be understood",
-        attrgetter("kv.bad_messages"),
-    ),
-    _Figure(
-        GaugeMetricFamily,
-        "pd_kv_withdrawing_blocks",
-        "KV blocks of transfers that were given up, kept until no WRITE can land in them",
-        attrgetter("kv.withdrawing_blocks"),
-    ),
-    _Figure(
-        CounterMetricFamily,
-        "pd_kv_fetched_tokens",
-        "Prompt tokens fetched from other workers' caches",
-        attrgetter("fetched_tokens"),
-    ),
-    _Figure(
-        CounterMetricFamily,
-        "pd_kv_host_hit_tokens",
-        "Prompt tokens loaded from the worker's host tier",
-        attrgetter("kv.host_hit_tokens"),
-    ),
-    _Figure(
-        GaugeMetricFamily, "pd_kv_host_blocks", "KV blocks in the worker's host tier", attrgetter("kv.host_blocks")
-    ),
+# Numbers that load reports carry, in a `WorkerLoad` and its `StepCounters`: the name of each, its place, its meaning.
+_COUNTED_BY_WORKERS = (
+    ("pd_worker_corrupt_messages", "corrupt_messages", "Messages that came to a worker and could not be read"),
+    ("pd_kv_transfer_bytes", "kv.bytes_sent", "KV bytes pushed to decode workers"),
+    ("pd_kv_transfer_descriptors", "kv.descriptors", "NIXL descriptors of the WRITEs that pushed them"),
+    ("pd_kv_transfer_failures", "kv.failures", "KV transfers that failed"),
+    ("pd_kv_bad_messages", "kv.bad_messages", "Notifications between engines that could not be understood"),
+    ("pd_kv_fetched_tokens", "fetched_tokens", "Prompt tokens fetched from other workers' caches"),
+    ("pd_kv_host_hit_tokens", "kv.host_hit_tokens", "Prompt tokens loaded from the worker's host tier"),
 )
-_OF_GROUPS = (  # of its `StepCounters`
-    _Figure(
-        CounterMetricFamily,
-        "pd_group_mean_tokens",
-        "Mean tokens of the ranks in a step, summed over steps",
-        attrgetter("mean_tokens"),
+_OF_WORKERS_NOW = (
+    (
+        "pd_kv_withdrawing_blocks",
+        "kv.withdrawing_blocks",
+        "KV blocks of transfers given up, until no WRITE can land",
     ),
-    _Figure(
-        CounterMetricFamily,
-        "pd_group_most_tokens",
-        "Tokens of the rank with most in a step, summed over steps",
-        attrgetter("most_tokens"),
-    ),
-    _Figure(
-        CounterMetricFamily,
-        "pd_group_lost_seconds",
-        "Time of steps that ranks waited for the one with most tokens",
-        attrgetter("lost_s"),
-    ),
-    _Figure(CounterMetricFamily, "pd_group_dummy_steps", "Empty batches of ranks, in all", attrgetter("dummies")),
-    _Figure(CounterMetricFamily, "pd_group_waves", "Times that the ranks began to step", attrgetter("waves")),
+    ("pd_kv_host_blocks", "kv.host_blocks", "KV blocks in the worker's host tier"),
+)
+_COUNTED_BY_GROUPS = (
+    ("pd_group_mean_tokens", "mean_tokens", "Mean tokens of the ranks in a step, summed over steps"),
+    ("pd_group_most_tokens", "most_tokens", "Tokens of the rank with most in a step, summed over steps"),
+    ("pd_group_lost_seconds", "lost_s", "Time of steps that ranks waited for the one with most tokens"),
+    ("pd_group_dummy_steps", "dummies", "Empty batches of ranks, in all"),
+    ("pd_group_waves", "waves", "Times that the ranks began to step"),
 )
 
 
 class FleetCollector(Collector):
     """Yields gauges and counters of the fleet at the time of the scrape."""
 
-    def __init__(
-        self,
-        workers: Callable[[], Iterable[WorkerView]],
-        depth: Callable[[], QueueDepth | None],
-        desired: Callable[[], DesiredRatio | None],
-    ) -> None:
-        self._workers = workers
-        self._depth = depth
-        self._desired = desired
+    def __init__(self, fleet: Fleet, queue: QueueView) -> None:
+        self._fleet, self._queue = fleet, queue
 
     def collect(self) -> Iterator[Metric]:
         yield from self._of_the_fleet()
-        views = list(self._workers())
+        views = list(self._fleet.workers.values())
         loads = {view.info.id: view.load for view in views if view.load is not None}
         yield from _of_workers(views, loads)
-        yield from _read(_OF_WORKERS, "worker", loads)
-        yield from _read(_OF_GROUPS, "group", {name: load.group for name, load in loads.items() if load.group})
+        yield from _read(CounterMetricFamily, _COUNTED_BY_WORKERS, "worker", loads)
+        yield from _read(GaugeMetricFamily, _OF_WORKERS_NOW, "worker", loads)
+        groups = {name: load.group for name, load in loads.items() if load.group}
+        yield from _read(CounterMetricFamily, _COUNTED_BY_GROUPS, "group", groups)
 
     def _of_the_fleet(self) -> Iterator[Metric]:
-        depth = self._depth()
+        depth = self._queue.depth
         reachable = GaugeMetricFamily("pd_queue_reachable", "1 while Redis answers")
         reachable.add_metric([], float(depth is not None))
         yield reachable
@@ -134,7 +77,7 @@ class FleetCollector(Collector):
             yield GaugeMetricFamily("pd_queue_requests", "Remote prefills waiting to be claimed", value=depth.requests)
             yield GaugeMetricFamily("pd_queue_tokens", "Uncached prompt tokens in them", value=depth.tokens)
             yield GaugeMetricFamily("pd_queue_claimed", "Remote prefills claimed and not yet done", value=depth.claimed)
-        if (desired := self._desired()) is not None:
+        if (desired := self._fleet.desired) is not None:
             wanted = GaugeMetricFamily("pd_desired_workers", "Workers that there should be, by role", labels=["role"])
             for role, count in ((Role.PREFILL, desired.now.prefill), (Role.DECODE, desired.now.decode)):
                 wanted.add_metric([role.value], count)
@@ -163,35 +106,31 @@ def _of_workers(views: Iterable[WorkerView], loads: Mapping[str, WorkerLoad]) ->
     yield from (up, blocks, running, took, fetches)
 
 
-def _read(figures: Iterable[_Figure], label: str, told: Mapping[str, Any]) -> Iterator[Metric]:
+def _read(
+    family: type[CounterMetricFamily] | type[GaugeMetricFamily],
+    figures: Iterable[tuple[str, str, str]],
+    label: str,
+    told: Mapping[str, Any],
+) -> Iterator[Metric]:
     """`told`: what has the figures, by the value of the label."""
-    for figure in figures:
-        family = figure.family(figure.name, figure.meaning, labels=[label])
-        for name, it in told.items():
-            family.add_metric([name], figure.of(it))
-        yield family
+    for name, place, meaning in figures:
+        made, value_of = family(name, meaning, labels=[label]), attrgetter(place)
+        for told_by, it in told.items():
+            made.add_metric([told_by], value_of(it))
+        yield made
 
 
-def fleet_routes(
-    model: str,
-    fleet: Fleet,
-    depth: Callable[[], QueueDepth | None],
-    desired: Callable[[], DesiredRatio | None],
-    rollout: Callable[[], Awaitable[RolloutStatus | None]],
-    registry: CollectorRegistry,
-    predictor: Predictor,
-    in_time: Callable[[], dict[str, float]],
-    away: Callable[[], bool] = lambda: False,
-) -> APIRouter:
-    """`/ready`, `/fleet`, `/predictions` and `/metrics`. `away`: whether a request would bring the workers back."""
+def fleet_routes(model: str, connection: FleetConnection, registry: CollectorRegistry) -> APIRouter:
+    """`/ready`, `/fleet`, `/predictions` and `/metrics`. `registry`: what the last one shows."""
     routes = APIRouter()
+    fleet = connection.fleet
 
     @routes.get("/ready")
     async def ready() -> Response:
         """200 once at least one worker can decode, or will when it is asked for."""
         if fleet.ready(Role.DECODE):
             return JSONResponse({"status": "ready"})
-        if away():
+        if connection.rest.away:  # a request would bring the workers back
             return JSONResponse({"status": "idle"})
         return JSONResponse(
             {"status": "not ready", "why": "no decode worker is ready"}, status_code=503, headers={"retry-after": "1"}
@@ -199,21 +138,13 @@ def fleet_routes(
 
     @routes.get("/fleet")
     async def show_fleet() -> dict[str, Any]:
-        queue, wanted = depth(), desired()
-        workers = sorted(fleet.workers.values(), key=lambda view: (view.info.role.value, view.info.id))
-        return {
-            "model": model,
-            "workers": msgspec.to_builtins([WorkerStatus.of(view.info, view.load, view.connected) for view in workers]),
-            "queue": msgspec.to_builtins(queue),
-            "desired": msgspec.to_builtins(wanted),
-            "in_time": in_time(),
-            "rollout": msgspec.to_builtins(await rollout()),
-        }
+        told = {"in_time": connection.history.in_time(), "rollout": msgspec.to_builtins(await connection.rollout())}
+        return overview(model, fleet, connection.queue) | told
 
     @routes.get("/predictions")
     async def show_predictions() -> dict[str, Any]:
         """The coefficients of the predicted times, in seconds, as fitted so far."""
-        shown: dict[str, Any] = msgspec.to_builtins(predictor.coefficients(), str_keys=True)
+        shown: dict[str, Any] = msgspec.to_builtins(connection.router.learning.predictor.coefficients(), str_keys=True)
         return shown
 
     @routes.get("/metrics")

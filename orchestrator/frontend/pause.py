@@ -15,10 +15,11 @@ import msgspec
 
 from orchestrator.fleet.control_calls import CallFailed, ControlCalls
 from orchestrator.fleet.pause import PauseMode
+from orchestrator.fleet.queue_view import QueueView
 from orchestrator.fleet.view import Fleet
 from orchestrator.router.request import State
 from orchestrator.router.router import Router
-from orchestrator.types import PauseState, QueueDepth, Role, WorkerLoad
+from orchestrator.types import PauseState, Role, WorkerLoad
 
 log = logging.getLogger("pd.frontend")
 
@@ -35,10 +36,8 @@ class _Superseded(CallFailed):
 class PauseCalls:
     """`begin` and `end` a pause of the whole fleet. Both raise CallFailed."""
 
-    def __init__(
-        self, fleet: Fleet, calls: ControlCalls, router: Router, depth: Callable[[], QueueDepth | None]
-    ) -> None:
-        self._fleet, self._calls, self._router, self._depth = fleet, calls, router, depth
+    def __init__(self, fleet: Fleet, calls: ControlCalls, router: Router, queue: QueueView) -> None:
+        self._fleet, self._calls, self._router, self._queue = fleet, calls, router, queue
         fleet.pause.on_outdated = self._catch_up
         self._number = 0  # of the newest state that this frontend has asked for
 
@@ -123,5 +122,5 @@ class PauseCalls:
                 yield view.info.role, view.load
 
     def _queued(self) -> bool:
-        depth = self._depth()
+        depth = self._queue.depth
         return depth is not None and depth.requests + depth.claimed > 0

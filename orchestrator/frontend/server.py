@@ -41,7 +41,6 @@ from orchestrator.config.engine_args import check_environment
 from orchestrator.config.models import shared_part
 from orchestrator.config.server_args import uses_tls, uvicorn_options
 from orchestrator.config.settings import Config, ConfigError, read_tree
-from orchestrator.frontend import tracing
 from orchestrator.frontend.access import Access
 from orchestrator.frontend.codec.vllm_codec import VllmCodec
 from orchestrator.frontend.edge import EdgeMiddleware
@@ -133,20 +132,16 @@ async def build_server_app(models: list[Prepared]) -> ServerApp:
             apps[each.name] = await build_model_app(
                 each.args, each.vllm_config, each.config, each.connection, shown, stat_logger
             )
-            collectors[each.name] = fleet_collector(each.connection)
+            collectors[each.name] = FleetCollector(each.connection.fleet, each.connection.queue)
     registry.register(ModelsCollector(collectors) if several else collectors[""])
     shown.register(OnlyModels(registry, (name for each in models for name in (each.name, each.config.name_served))))
     served: Any = ModelDoor(apps, root_path) if several else apps[""]
     if several:
         share_http_metrics(list(apps.values()))
-    traced = tracing.begin if shared.frontend.otlp_endpoint is not None else None
+    traced = shared.frontend.otlp_endpoint is not None
     edge = EdgeMiddleware(served, shared.limits.max_body_bytes, access, traced)
     asgi = ModelPaths(edge, frozenset(apps), root_path) if several else edge
     return ServerApp(asgi, edge, list(apps.values()))
-
-
-def fleet_collector(connection: FleetConnection) -> FleetCollector:
-    return FleetCollector(connection.fleet.workers.values, lambda: connection.queue.depth, lambda: connection.desired)
 
 
 async def serve(

@@ -12,7 +12,6 @@ from typing import Any
 
 from orchestrator.config.explain import missing
 from orchestrator.config.settings import Config, ConfigError
-from orchestrator.frontend.edge import Headers
 from orchestrator.process.telemetry.request_line import RequestLine, stages
 
 try:
@@ -25,6 +24,7 @@ except ModuleNotFoundError:  # they come with the extra `otlp`; `configure` refu
 else:
     _propagator = TraceContextTextMapPropagator()
 
+Headers = list[tuple[bytes, bytes]]
 _TRACED = ("/v1/", "/inference/")  # paths that compute; not the pages that are polled every second
 _NAMES = ("traceparent", "tracestate")
 

@@ -36,13 +36,12 @@ from orchestrator.router.codec import Codec
 from orchestrator.router.router import Router
 from orchestrator.store.client import Redis, RedisAway
 from orchestrator.store.configuration import RolloutStatus
-from orchestrator.store.events import EventLog, RatioHistory
-from orchestrator.store.operator.adapters import AdapterStore
+from orchestrator.store.operator.events import EventLog
 from orchestrator.store.planned import rollout_status
 from orchestrator.store.queue import PrefillQueue
 from orchestrator.store.registry import Frontend, Registry
 from orchestrator.store.steering import Steering
-from orchestrator.types import DesiredRatio, Role
+from orchestrator.types import Role
 from orchestrator.wire.curve import KeyPair
 from orchestrator.wire.messages import CallReply, PrefixSnapshot, Welcome
 from orchestrator.wire.transport import Disconnected, FrontendTransport
@@ -90,18 +89,18 @@ class FleetConnection:
         self._generation, self._by_hand = generation, by_hand
         self._refuses = config.routing.fallback == "refuse"
         self.registry = Registry(redis, config.namespace)
-        self._redis, self._namespace = redis, config.namespace
+        self._events = EventLog(redis, config.namespace)
         choose = RankChoice(decode_choice(config.routing.decode_choice), config.routing.ranks)
         self.fleet = Fleet(frontend_id, choose.static_score)
         self._keys = KeyPair.new() if config.security.mesh == "curve" else None
         self.transport = FrontendTransport(frontend_id, metrics.dropped.labels("corrupt").inc, keys=self._keys)
         self.prefixes = PrefixView(self.transport.send, metrics)
         self.calls = ControlCalls(self.fleet, self.transport)
-        self.adapters = AdapterView(frontend_id, AdapterStore(redis, config.namespace), self.calls)
+        self.adapters = AdapterView(self.registry, self.calls, self._send_heartbeat)
         jobs = PrefillQueue(redis, config.namespace, lease_s=config.workers.lease_s)
         self.queue = QueueView(jobs, frontend_id, config.workers.lease_s)
         self.steering = Steering(self.registry, jobs, config.workers.heartbeat_s)
-        self.rest = Rest(self.registry, self._serves, lambda: self.desired, config.cold_start_s)
+        self.rest = Rest(self.registry, self._serves, lambda: self.fleet.desired, config.cold_start_s)
         self.fleet.rest = self.rest
         self.router = Router(config, self.fleet, self.transport, self.queue, self.prefixes, codec, choose, metrics)
         self.membership = Membership(
@@ -114,28 +113,19 @@ class FleetConnection:
             on_quiet=self.router.worker_quiet,
             on_reset=self.router.connection_reset,
         )
-        self.pause = PauseCalls(self.fleet, self.calls, self.router, lambda: self.queue.depth)
+        self.pause = PauseCalls(self.fleet, self.calls, self.router, self.queue)
         self.ratio_controller = RatioController(
             frontend_id,
             config,
             self.registry,
-            RatioHistory(redis, config.namespace),
+            self._events,
             self.fleet,
             predictor=self.router.learning.predictor,
             reuse=self.router.learning.reuse,
             metrics=metrics,
         )
-        self.desired: DesiredRatio | None = None
         self.siblings = Siblings(frontend_id, redis, config.namespace, self.router.recent)
-        self.history = History(
-            config.name_served,
-            self.siblings,
-            self.fleet,
-            self.router.recent,
-            depth=lambda: self.queue.depth,
-            desired=lambda: self.desired,
-            metrics=metrics,
-        )
+        self.history = History(config.name_served, self.siblings, self.fleet, self.queue, metrics)
         self.in_flight: Callable[[], int] = lambda: len(self.router.requests)  # of the whole process
         self._beaten = asyncio.Event()
         self._cpu_at = time.process_time(), time.monotonic()
@@ -144,7 +134,8 @@ class FleetConnection:
 
     def _serves(self) -> bool:
         """Whether the workers that a request may need are ready: a prefill worker too, where nothing stands in."""
-        pool = self._refuses and self.desired is not None and self.desired.prefill > 0
+        desired = self.fleet.desired
+        pool = self._refuses and desired is not None and desired.prefill > 0
         return bool(self.fleet.ready(Role.DECODE)) and (not pool or bool(self.fleet.ready(Role.PREFILL)))
 
     async def run(self) -> None:
@@ -161,7 +152,7 @@ class FleetConnection:
             tasks.create_task(self.ratio_controller.run())
             tasks.create_task(self.siblings.run())
             tasks.create_task(self.history.run())
-            tasks.create_task(self._log_retries(EventLog(self._redis, self._namespace)))
+            tasks.create_task(self._log_retries())
 
     async def synced(self) -> None:
         """Wait until registry, queue, adapters and desired ratio have been read once, so that decisions have their
@@ -221,14 +212,14 @@ class FleetConnection:
             await self._send_heartbeat()
             await asyncio.sleep(left_s(HEARTBEAT_S))
 
-    async def _log_retries(self, log: EventLog) -> None:
+    async def _log_retries(self) -> None:
         """Record retries as events, at most once a second: a worker that dies with a thousand requests is one event."""
         noted: Counter[str] = Counter()
         async for _ in ticks(HEARTBEAT_S):
             counted = counts(self._metrics.retries, "why")
             for why, count in (counted - noted).items():
                 with contextlib.suppress(RedisAway):
-                    await log.note("retried", frontend=self.frontend_id, why=why, count=str(count))
+                    await self._events.note("retried", frontend=self.frontend_id, why=why, count=str(count))
             noted = counted
 
     async def _send_heartbeat(self) -> None:
@@ -245,12 +236,13 @@ class FleetConnection:
                 cpu=self._cpu_used(),
                 in_flight=self.in_flight(),
                 idle_s=self.rest.idle_s(len(self.router.requests), self.router.learning.offered.requests),
+                adapters=self.adapters.serves,
                 reaches=sum(view.connected for view in self.fleet.workers.values()),
             )
             orders = await self.registry.refresh_frontend(me, self._ttl_s)
             if orders.drain:
                 self.drain()
-            self.desired = await self.registry.restored(self.desired, await self.registry.desired())
+            self.fleet.desired = await self.registry.restored(self.fleet.desired, await self.registry.desired())
         except RedisAway as error:
             log.debug("heartbeat missed: %s", error)
         self._beaten.set()
@@ -258,7 +250,7 @@ class FleetConnection:
     async def rollout(self) -> RolloutStatus | None:
         """The last rollout; None if there was none, or Redis is away."""
         try:
-            found = await self.registry.configuration.rollout()
+            found = await self.registry.rollout.read()
             return rollout_status(found, await self.registry.frontends()) if found is not None else None
         except RedisAway:
             return None

@@ -243,7 +243,7 @@ class FleetProcesses:
         others = self._pool.workers_of_others(await self.registry.launchers())
         alone = not others and not await self.registry.workers() and not await self._machines.left_running()
         if alone:
-            await self.registry.configuration.forget_log_levels()
+            await self.registry.forget_log_levels()
         await self._rolling.begin(alone)
 
     async def _update(self, snapshot: Snapshot) -> None:

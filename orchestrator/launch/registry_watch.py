@@ -6,13 +6,12 @@ Keeps the last reading while Redis is away; the next one says that it was. Decid
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
 from collections.abc import Awaitable, Callable
 
 import msgspec
 
-from orchestrator.process.ticks import left_s
+from orchestrator.process.ticks import left_s, until_told
 from orchestrator.store.client import RedisAway
 from orchestrator.store.configuration import Rollout
 from orchestrator.store.planned import Reading
@@ -59,11 +58,9 @@ class RegistryWatch:
         try:
             while True:
                 await self.read()
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(left_s(_READ_EVERY_S)):
-                        await self._changed.wait()
+                if await until_told(self._changed, left_s(_READ_EVERY_S)):
                     await asyncio.sleep(_SETTLE_S)
-                self._changed.clear()
+                    self._changed.clear()
         finally:
             listener.cancel()
             await asyncio.gather(listener, return_exceptions=True)
@@ -75,7 +72,7 @@ class RegistryWatch:
             self.snapshot = Snapshot(
                 **msgspec.structs.asdict(reading),
                 frontends=await self._registry.frontends(),
-                rollout=await self._registry.configuration.rollout(),
+                rollout=await self._registry.rollout.read(),
                 read_at=now,
                 was_away=self._away,
                 looked_s=min(now - self.snapshot.read_at, _LOOKED_MOST_S),

@@ -89,11 +89,11 @@ class Replacer:
     async def end(self, rollout: Rollout) -> bool:
         """All members are as they were to be. Raises RedisAway."""
         ended = Phase.DONE if rollout.phase is Phase.FORWARD else Phase.UNDONE
-        return await self._registry.configuration.change_rollout(rollout, rollout.to(ended))
+        return await self._registry.rollout.change(rollout, rollout.to(ended))
 
     async def give_up(self, rollout: Rollout, why: str) -> None:
         """Raises RedisAway."""
-        if await self._registry.configuration.change_rollout(rollout, rollout.given_up(why)):
+        if await self._registry.rollout.change(rollout, rollout.given_up(why)):
             if rollout.restart:
                 log.info("no more restarts: %s", why)  # the command that ordered them says it
             else:
@@ -124,13 +124,13 @@ class RolloutRunner:
     async def begin(self, alone: bool) -> None:
         """Start with what the fleet runs, where a rollout has changed that, not with this launcher's file. `alone`:
         nothing of this fleet runs. Raises ConfigError, RedisAway."""
-        rollout = await self._registry.configuration.rollout()
+        rollout = await self._registry.rollout.read()
         if rollout is None:
             return
         if rollout.under_way:
             log.warning("going on with the %s; `orchestrator rollout --abort` goes back", rollout.name)
         elif alone:
-            await self._registry.configuration.forget_rollout()
+            await self._registry.rollout.delete()
             return
         if not rollout.settled.config:
             return  # what was restarted runs what its own file says
@@ -144,7 +144,7 @@ class RolloutRunner:
         rollout = snapshot.rollout
         if rollout is None:  # there was none, or Redis was restarted and has forgotten
             if self._known is not None:
-                await self._registry.configuration.change_rollout(None, self._known)
+                await self._registry.rollout.change(None, self._known)
             return
         self._known = rollout
         target = rollout.target

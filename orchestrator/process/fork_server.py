@@ -32,6 +32,8 @@ OURS = "PD_"  # our own variables are read by the program itself
 MAX_MESSAGE_BYTES = 1 << 18
 _ADOPTED_S = 10.0
 _POLL_S = 0.001
+_TICK_NS = 10_000_000  # of the kernel, by which the times of files are behind
+_UNKNOWN = -1  # in place of a time: which text was imported
 
 
 class Order(msgspec.Struct, frozen=True):
@@ -70,7 +72,8 @@ def _serve(control: socket.socket, modules: Sequence[str]) -> Order | None:
     imported, sources = 0, dict[str, int]()
     while True:
         if imported < len(modules) and not select.select([control], [], [], 0)[0]:
-            sources, imported = _import(modules[imported]), imported + 1
+            _import(modules[imported], sources)
+            imported += 1
             continue
         message, descriptors, _, _ = socket.recv_fds(control, MAX_MESSAGE_BYTES, 1)
         if not message:
@@ -78,7 +81,8 @@ def _serve(control: socket.socket, modules: Sequence[str]) -> Order | None:
         order = msgspec.msgpack.decode(message, type=Order)
         (output,) = descriptors
         while imported < order.needs:
-            sources, imported = _import(modules[imported]), imported + 1
+            _import(modules[imported], sources)
+            imported += 1
         if changed := next((file for file, mtime_ns in sources.items() if _mtime_ns(file) != mtime_ns), ""):
             reply = Reply(changed=changed)
         elif pid := _fork_twice(order, output):
@@ -90,14 +94,19 @@ def _serve(control: socket.socket, modules: Sequence[str]) -> Order | None:
         control.send(msgspec.msgpack.encode(reply))
 
 
-def _import(module: str) -> dict[str, int]:
-    """The files of all imported modules, with the times of their last changes."""
+def _import(module: str, sources: dict[str, int]) -> None:
+    """Add the files of all modules that are new, with the times of their last changes."""
+    began_ns = time.time_ns() - _TICK_NS
     gc.disable()  # a million objects are made, hardly one of them garbage
     importlib.import_module(module)
     gc.freeze()  # so that no collection touches, and so copies, the memory that is shared
     gc.enable()
+    ended_ns = time.time_ns()
     files = (getattr(module, "__file__", None) for module in list(sys.modules.values()))
-    return {file: _mtime_ns(file) for file in files if file}
+    for file in {file for file in files if file} - sources.keys():
+        changed_ns = _mtime_ns(file)
+        # One that was changed meanwhile may have been read before.
+        sources[file] = _UNKNOWN if began_ns <= changed_ns <= ended_ns else changed_ns
 
 
 def _mtime_ns(file: str) -> int:

@@ -1,9 +1,10 @@
-"""When loops look that look every so often. Those of one process wake together, and what they ask of Redis leaves
-together: to wake costs an idle process more than to look."""
+"""When loops look that look every so often, or once they are told. Those of one process wake together, and what they
+ask of Redis leaves together: to wake costs an idle process more than to look."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import os
 import time
@@ -23,6 +24,16 @@ def left_s(interval_s: float) -> float:
     """Seconds to this process's next tick of this interval. Ticks of a multiple of it are ticks of it."""
     left = interval_s - (time.monotonic() - _offset_s(os.getpid())) % interval_s
     return left if left > _NOW_S else left + interval_s
+
+
+async def until_told(event: asyncio.Event, within_s: float) -> bool:
+    """Wait until the event is set, at most so long, and clear it. Whether it was set."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(within_s):
+            await event.wait()
+    was_set = event.is_set()
+    event.clear()
+    return was_set
 
 
 async def ticks(interval_s: float) -> AsyncGenerator[float, None]:

@@ -68,7 +68,8 @@ class Learning:
         self._metrics.objectives.labels(slo_class, "ttft", str(not late_first).lower()).inc()
         if late_tokens is not None:
             self._metrics.objectives.labels(slo_class, "tpot", str(not late_tokens).lower()).inc()
-        self._recent.judged[slo_class, not (late_first or late_tokens)] += 1
+        self._recent.judged[slo_class] += 1
+        self._recent.met[slo_class] += not (late_first or late_tokens)
 
     def claimed(self, request: ActiveRequest) -> None:
         assert request.prefill is not None

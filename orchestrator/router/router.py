@@ -277,7 +277,8 @@ class Router:
             if (prefill := active.prefill) is not None and prefill.ended_at is not None:
                 self._metrics.kv_exposed_s.observe(now - prefill.ended_at)
             if prefill is not None and active.decode_worker is not None:
-                self.recent.transferred[prefill.worker_id, active.decode_worker] += active.parsed.info.prompt_tokens
+                flow = f"{prefill.worker_id} {active.decode_worker}"
+                self.recent.transferred[flow] += active.parsed.info.prompt_tokens
         if began:
             active.move(State.DECODING)
             self._recovery.clear_suspect(active)
@@ -299,9 +300,8 @@ class Router:
         """Retry the requests of a worker that is gone.
 
         The requests that it decoded continue on another worker. The prompts that it was computing are prefilled
-        locally. Where its prefill had ended, the KV may have arrived already, so `overdue` waits a moment. A job that
-        it had claimed unknown to this frontend returns to the queue when another prefill worker sees its death, or when
-        the lease expires.
+        locally. Where its prefill had ended, the KV may have arrived already, so `overdue` waits a moment. It also
+        finds the jobs that the worker had claimed unknown to this frontend.
         """
         self.learning.forget(worker_id)
         for active in self._requests.all():

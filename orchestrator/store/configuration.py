@@ -1,4 +1,5 @@
-"""The fleet's configuration in Redis, and how members come to run it: a rollout to the next generation, or a restart.
+"""The fleet's configuration, and how members come to run it: a rollout to the next generation, or a restart. Both are
+documents in Redis (`Registry.configuration`, `Registry.rollout`).
 
 Workers and launchers of every host read it, so it has neither the URL of Redis nor the frontends' section. Not
 responsible for carrying a rollout out (`launch/rollout.py`).
@@ -11,8 +12,6 @@ from typing import Any
 
 import msgspec
 
-from orchestrator.store.client import Redis
-from orchestrator.store.keys import KEPT_S, REGISTRY, Keys
 from orchestrator.types import WorkerInfo
 
 
@@ -85,47 +84,3 @@ class Rollout(msgspec.Struct, frozen=True):
     def given_up(self, why: str) -> Rollout:
         """A restart has nothing to go back to."""
         return self.to(Phase.UNDONE if self.restart else Phase.BACK, why)
-
-
-_rollout: msgspec.json.Decoder[Rollout] = msgspec.json.Decoder(Rollout)
-
-
-class Configuration:
-    """Every method raises RedisAway."""
-
-    def __init__(self, redis: Redis, keys: Keys) -> None:
-        self._redis, self._keys = redis, keys
-
-    async def write(self, version: Version) -> None:
-        """Store the configuration for workers on other hosts. It stays for `KEPT_S` when the fleet ends."""
-        await self._redis.execute_command("SET", self._keys.config, msgspec.json.encode(version), "EX", KEPT_S)
-
-    async def read(self) -> Version | None:
-        """The stored configuration; None if there is none, or another release wrote it."""
-        found: bytes | None = await self._redis.execute_command("GET", self._keys.config)
-        try:
-            return msgspec.json.decode(found, type=Version) if found else None
-        except msgspec.DecodeError:
-            return None
-
-    async def rollout(self) -> Rollout | None:
-        """The last rollout; None if there was none, or another release wrote it."""
-        found: bytes | None = await self._redis.execute_command("GET", self._keys.rollout)
-        try:
-            return _rollout.decode(found) if found else None
-        except msgspec.DecodeError:
-            return None
-
-    async def change_rollout(self, seen: Rollout | None, wanted: Rollout) -> bool:
-        """Replace the rollout `seen` by `wanted`. False if another process has changed it meanwhile."""
-        was = msgspec.json.encode(seen) if seen is not None else b""
-        args = (self._keys.prefix, was, msgspec.json.encode(wanted))
-        return bool(await self._redis.call(REGISTRY, "write_rollout", *args))
-
-    async def forget_log_levels(self) -> None:
-        """Delete the log levels that were set in a fleet that has ended."""
-        await self._redis.execute_command("DEL", self._keys.log_levels)
-
-    async def forget_rollout(self) -> None:
-        """Delete the rollout of a fleet that has ended, so that the next fleet starts with its own configuration."""
-        await self._redis.execute_command("DEL", self._keys.rollout)

@@ -20,6 +20,7 @@ from orchestrator.types import (
 
 _ROLES = {role.value for role in Role}
 _DIGITS = 16
+NOTHING = -1  # in place of a revision: it takes no requests yet
 _LISTS = ("supported_tasks", "ranks", "labels")
 _KV, _SPEED = "kv_", "speed_"  # before the names of a KV endpoint's fields, and of a speed's
 
@@ -65,6 +66,7 @@ class Frontend(msgspec.Struct, frozen=True):
     in_flight: int = 0  # requests that it has
     reaches: int = 0  # workers that it is connected to
     idle_s: float = 0.0  # for so long it has had no request of this model
+    adapters: int = NOTHING  # the revision of the list of LoRA adapters that it serves
 
 
 class Departed(msgspec.Struct, frozen=True, array_like=True):
@@ -75,7 +77,6 @@ class Departed(msgspec.Struct, frozen=True, array_like=True):
     request_address: str
     kv_host: str
     kv_port: int
-    claims: bool  # whether it held claims in the prefill queue
 
 
 class Heartbeat(msgspec.Struct, frozen=True):

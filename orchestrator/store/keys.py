@@ -20,16 +20,9 @@ class Keys:
         self.workers = f"{self.prefix}workers"
         self.frontends = f"{self.prefix}frontends"
         self.desired = f"{self.prefix}desired"
-        self.config = f"{self.prefix}config"
-        self.rollout = f"{self.prefix}rollout"
-        self.ratio_history = f"{self.prefix}ratio_history"
         self.events = f"{self.prefix}events"
         self.frontends_told = f"{self.prefix}frontends_told"  # a channel
         self.log_levels = f"{self.prefix}log_levels"
-        self.adapters = f"{self.prefix}adapters"
-        self.adapters_revision = f"{self.prefix}adapters_revision"
-        self.adapters_changed = f"{self.prefix}adapters_changed"  # a channel
-        self.models = f"{self.prefix}models"  # of a whole fleet
 
     def job(self, request_id: str) -> str:
         return f"{self.prefix}job:{request_id}"
@@ -79,4 +72,4 @@ class Library:
 
 
 QUEUE = Library("queue", "begin", "jobs", "waiters", "enqueue", "claim", "leases", "views", "verbs")
-REGISTRY = Library("registry", "begin", "index", "compare", "members", "steering", "adapters", "verbs")
+REGISTRY = Library("registry", "begin", "index", "compare", "members", "steering", "verbs")

@@ -16,8 +16,8 @@ import msgspec
 
 from orchestrator.process.ticks import ticks
 from orchestrator.store.client import Redis, RedisAway
-from orchestrator.store.configuration import Configuration
-from orchestrator.store.events import DesiredChanged, RegistryEvent, Resync, decode_change
+from orchestrator.store.configuration import Rollout, Version
+from orchestrator.store.documents import Document
 from orchestrator.store.fields import (
     Frontend,
     Heartbeat,
@@ -37,6 +37,7 @@ from orchestrator.store.fields import (
     worker_to_fields,
 )
 from orchestrator.store.keys import REGISTRY, Keys
+from orchestrator.store.operator.adapters import AdapterList
 from orchestrator.store.planned import Holder, Reading, Seen, in_role_of_unit, plan
 from orchestrator.types import ALWAYS_EQUAL, DesiredRatio, EngineIdentity, Role, WorkerInfo
 
@@ -45,6 +46,8 @@ log = logging.getLogger("pd.registry")
 PRUNE_S = 1.0  # a member whose key expires announces nothing: heartbeats of workers, and watchers, ask for it
 STAYS = 9  # heartbeats that only say that the entry stands, after one that writes it: whatever was damaged is mended
 _OFFERED = "offered_"  # before the names of a frontend's counts, which change without an event
+# Not strict: Lua gives some numbers as text, which keeps all their digits.
+_ratio: msgspec.json.Decoder[DesiredRatio] = msgspec.json.Decoder(DesiredRatio, strict=False)
 Refuse = Callable[[WorkerInfo], Awaitable[None]]  # raises where this other worker of the same id may live
 _IDENTITY = [*ALWAYS_EQUAL, *(name for name in EngineIdentity.__struct_fields__ if name not in ALWAYS_EQUAL)]
 
@@ -58,7 +61,9 @@ class Registry:
 
     def __init__(self, redis: Redis, namespace: str) -> None:
         self.keys = Keys(namespace)
-        self.configuration = Configuration(redis, self.keys)
+        self.configuration = Document(redis, namespace, "config", Version)  # for workers on other hosts
+        self.rollout = Document(redis, namespace, "rollout", Rollout)  # the last one that was ordered
+        self.adapters = Document(redis, namespace, "adapters", AdapterList)
         self._redis = redis
         self._warned: dict[str, str] = {}
         self._version = b"0"  # of what was read last: another, once something of a worker has changed
@@ -111,12 +116,7 @@ class Registry:
 
     async def workers(self) -> dict[str, WorkerInfo]:
         """All live workers. One whose hash cannot be read is logged and left out."""
-        return (await self.workers_and_orders())[0]
-
-    async def workers_and_orders(self) -> tuple[dict[str, WorkerInfo], dict[str, WorkerOrders]]:
-        """All live workers and their uncleared orders, as of `read`."""
-        reading = await self.read()
-        return reading.workers, reading.orders
+        return (await self.read()).workers
 
     async def read(self) -> Reading:
         """Who is there, with which orders, and the desired ratio, at one moment: two readings could show a worker that
@@ -279,24 +279,17 @@ class Registry:
 
     # ---- events ------------------------------------------------------------------------------------------------
 
-    async def watch(self) -> AsyncGenerator[RegistryEvent, None]:
-        """Yields changes of the registry; a Resync first and after each reconnection. Never ends, never raises
-        RedisAway."""
+    async def watch(self) -> AsyncGenerator[None, None]:
+        """Yields when the registry may have changed: first, after each change, and after each reconnection. Never ends,
+        never raises RedisAway."""
         pruner = asyncio.create_task(self._prune(), name="registry-pruner")
         try:
             async with contextlib.aclosing(self._redis.listen(self.keys.events)) as payloads:
                 async for payload in payloads:
-                    if payload is None:
-                        yield Resync()
-                        continue
-                    try:
-                        event = decode_change(payload)
-                    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-                        log.warning("dropped a corrupt event %r: %s", payload[:80], error)
-                        continue
-                    if isinstance(event, DesiredChanged):
-                        self._told = event.ratio or self._told
-                    yield event
+                    if payload:
+                        with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError):  # not said by us
+                            self._told = _ratio.decode(payload)
+                    yield
         finally:
             pruner.cancel()
             await asyncio.gather(pruner, return_exceptions=True)
@@ -307,6 +300,10 @@ class Registry:
                 await self._call("prune")
             except RedisAway as error:
                 log.debug("looking for silent members: %s", error)
+
+    async def forget_log_levels(self) -> None:
+        """Delete the log levels that were set in a fleet that has ended."""
+        await self._redis.execute_command("DEL", self.keys.log_levels)
 
     # ---- shared ------------------------------------------------------------------------------------------------
 

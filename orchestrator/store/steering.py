@@ -145,8 +145,9 @@ class Steering:
         prefill = [w.id for w in workers if w.role is Role.PREFILL and w.ready and not w.leaving]
         waiting = (await self._queue.depth()).requests
         if prefill == [worker_id] and waiting:
+            wait = "1 prefill waits" if waiting == 1 else f"{waiting} prefills wait"
             raise Refused(
-                f"{worker_id}: is the last prefill worker that is ready, and {waiting} prefills wait for it. Repeat "
+                f"{worker_id}: is the last prefill worker that is ready, and {wait} for it. Repeat "
                 f"`orchestrator {command}` with --force to prefill them on decode workers"
             )
 

@@ -112,7 +112,7 @@ async def test_the_ratio_follows_a_load_that_decodes_much_without_a_failed_reque
             told = functools.partial(fleet.metric, "pd_desired_workers", role="decode")
             await fleet.soon(lambda: told() == total, "metrics show it")
         assert [answer.error for answer in answers if not answer.ok] == []
-        assert f"{prefill}P{decode}D -> " in fleet.cli("ratio", "history").stdout
+        assert f"{prefill}P{decode}D -> " in fleet.cli("events").stdout
         fleet.cli("scale", "prefill=1", f"decode={total - 1}")
         fleet.until(lambda: fleet.shape() == (size, (total - 1) * size), "an idle fleet stays as its operator wants it")
         fleet.assert_no_leaks()

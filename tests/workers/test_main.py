@@ -133,7 +133,7 @@ async def test_rolled_out_config_overrides_file_and_options_override_both(worker
     changed = {"engine_args": {"num_gpu_blocks_override": was.blocks_total + 96, "block_size": 32}}
     fleets = shared(parse_config({**workers.tree, "workers": {"bind": "192.0.2.7", **changed}}))
     rollout = Rollout(Version(2, shared(workers.config)), Version(3, fleets))
-    assert await workers.registry.configuration.change_rollout(None, rollout)
+    assert await workers.registry.rollout.change(None, rollout)
     worker = await workers.spawn(Role.DECODE, "--model", "mine")
     now = await workers.registered(worker.id)
     assert (now.generation, now.blocks_total, now.identity.block_size) == (3, was.blocks_total + 96, 32)
@@ -142,7 +142,7 @@ async def test_rolled_out_config_overrides_file_and_options_override_both(worker
     assert len(told) == 1 and "num_gpu_blocks_override" in told[0] and "block_size" in told[0] and "bind" not in told[0]
     worker.kill(signal.SIGTERM)
     await worker.stopped()
-    assert await workers.registry.configuration.change_rollout(rollout, rollout.to(Phase.BACK))
+    assert await workers.registry.rollout.change(rollout, rollout.to(Phase.BACK))
     back = await workers.registered((await workers.spawn(Role.DECODE)).id)
     assert (back.generation, back.blocks_total) == (2, was.blocks_total)
 

@@ -13,7 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 
-from orchestrator.process.ticks import left_s
+from orchestrator.process.ticks import left_s, until_told
 from orchestrator.types import PauseState, PrefixEvents, WorkerLoad
 from orchestrator.wire.messages import PrefixSnapshot
 from workers.attempts import Attempts
@@ -209,13 +209,8 @@ class LoadReporter:
         measured_at_step, measured_at = -1, time.monotonic()
         while True:
             steps = self.steps
-            try:
-                async with asyncio.timeout(left_s(IDLE_REPORT_S) if self.settled else UNREPORTED_S):
-                    await self.dirty.wait()
-                self.dirty.clear()
+            if await until_told(self.dirty, left_s(IDLE_REPORT_S) if self.settled else UNREPORTED_S):
                 await asyncio.sleep(UNREPORTED_S)  # one question for several changes
-            except TimeoutError:
-                pass
             if self.steps != steps:
                 continue  # steps are running, and report themselves
             aged = time.monotonic() - measured_at > ASK_IDLE_S

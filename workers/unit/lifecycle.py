@@ -44,14 +44,6 @@ LEGAL: dict[LifecycleState, frozenset[LifecycleState]] = {
     LifecycleState.GONE: frozenset(),
 }
 
-REGISTERED: dict[LifecycleState, WorkerState] = {
-    LifecycleState.STARTING: WorkerState.STARTING,
-    LifecycleState.READY: WorkerState.READY,
-    LifecycleState.FLIPPING: WorkerState.DRAINING,
-    LifecycleState.LEAVING: WorkerState.DRAINING,
-    LifecycleState.GONE: WorkerState.DRAINING,
-}
-
 
 class IllegalMove(RuntimeError):
     """A transition that is not in the table: a bug in the agent."""
@@ -66,7 +58,7 @@ class Lifecycle:
 
     @property
     def registered(self) -> WorkerState:
-        return REGISTERED[self.state]
+        return WorkerState.READY if self.state is LifecycleState.READY else WorkerState.DRAINING
 
     @property
     def claims(self) -> bool:
@@ -75,9 +67,9 @@ class Lifecycle:
 
     def refusal(self) -> str | None:
         """Why it takes no submission; None if it takes them."""
-        if self.state is LifecycleState.READY:
-            return None if self.role is Role.DECODE else "this is a prefill worker"
-        return "draining" if self.registered is WorkerState.DRAINING else self.state.value
+        if self.state is not LifecycleState.READY:
+            return "draining"
+        return None if self.role is Role.DECODE else "this is a prefill worker"
 
     def can_enter(self, state: LifecycleState) -> bool:
         return state in LEGAL[self.state]

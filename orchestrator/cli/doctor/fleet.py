@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import statistics
 import time
 from collections.abc import AsyncIterator
@@ -13,8 +12,8 @@ from urllib.parse import urlsplit
 
 from orchestrator.cli.doctor.check import Check, at_least, at_most
 from orchestrator.cli.doctor.links import learned, written
-from orchestrator.cli.handle import FleetHandle, OpenFleet, open_fleet
-from orchestrator.cli.look.frontend import get_text, reachable
+from orchestrator.cli.handle import FleetHandle, open_fleet
+from orchestrator.cli.look.frontend import ask_registered
 from orchestrator.config.settings import Refused
 from orchestrator.config.values import masked
 from orchestrator.types import Role, WorkerInfo
@@ -77,9 +76,8 @@ async def kv_checks(handle: FleetHandle, source: str, target: str) -> AsyncItera
             yield await _port("KV port", worker.id, worker.kv.host, worker.kv.port)
             address = urlsplit(worker.request_address)
             yield await _port("Requests", worker.id, address.hostname or "", address.port or 0)
-        yield transferred(a, await _page(fleet, handle, "/metrics"))
-        page = await _page(fleet, handle, "/predictions")
-        yield learned(a, b, json.loads(page) if page is not None else None)
+        yield transferred(a, (await ask_registered(handle, fleet, "/metrics", bytes.decode))[1])
+        yield learned(a, b, (await ask_registered(handle, fleet, "/predictions"))[1])
         if a.identity.engine == "vllm":
             async for check in written(fleet, a, b):
                 yield check
@@ -149,16 +147,6 @@ async def _port(name: str, process: str, host: str, port: int) -> Check:
     with contextlib.suppress(OSError):
         await writer.wait_closed()
     return Check(name, "ok", f"{process}: {in_url(host)}:{port} answers in {took_ms:.1f} ms")
-
-
-async def _page(fleet: OpenFleet, handle: FleetHandle, path: str) -> str | None:
-    """This page of a frontend; None if none answers."""
-    urls = [handle.url] if handle.url else []
-    urls += [frontend.url for frontend in (await fleet.registry.frontends()).values()]
-    for url in reachable(urls, handle.redis_url or ""):
-        if (text := await get_text(handle, url, path)) is not None:
-            return text
-    return None
 
 
 def transferred(source: WorkerInfo, metrics: str | None) -> Check:

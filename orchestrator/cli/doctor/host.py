@@ -10,8 +10,9 @@ import resource
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from orchestrator.cli.doctor.check import Check, Level, at_least
 from orchestrator.config.access import is_loopback
@@ -27,6 +28,7 @@ _GIB = 1 << 30
 _PROBE_TIMEOUT_S = 120.0
 _TOOL_TIMEOUT_S = 10.0
 _VLLM = "0.32.0"
+DAMAGED = "what arrived is not what was sent: install another nixl"
 # Beginnings of the link names in `nvidia-smi topo -m`, and what a path of that kind goes through.
 _LINKS = {"NV": "NVLink", "PIX": "one PCIe switch", "PXB": "PCIe switches", "PHB": "the host", "SYS": "between sockets"}
 
@@ -92,17 +94,11 @@ def _torchvision() -> Iterator[Check]:
 
 def _nixl() -> Iterator[Check]:
     """NIXL's version and backends, which transport UCX picks, and how fast a WRITE on this host is."""
-    command = [sys.executable, "-m", "workers.vllm_engine.kv_probe"]
     fix = "pip install nixl==1.5.1; `python -m workers.vllm_engine.kv_probe` shows its words"
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_PROBE_TIMEOUT_S)
-        told = json.loads(done.stdout.splitlines()[-1])
-    except subprocess.TimeoutExpired:
-        yield Check("NIXL", "fail", f"a WRITE on this host did not end within {_PROBE_TIMEOUT_S:g} s", fix)
-        return
-    except (IndexError, ValueError):
-        last = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
-        yield Check("NIXL", "fail", f"a WRITE on this host failed: {last}", fix)
+        told = probe_writes()
+    except ProbeFailed as failed:
+        yield Check("NIXL", "fail", f"a WRITE on this host {failed}", fix)
         return
     backends = ", ".join(told["backends"])
     if "UCX" not in told["backends"]:
@@ -111,10 +107,27 @@ def _nixl() -> Iterator[Check]:
     yield Check("NIXL", "ok", f"{told['version']}, backends {backends}")
     transports = ", ".join(told["transports"]) or "unknown"
     said = f"picks {transports}; a WRITE of {told['bytes'] >> 20} MiB here: {told['gb_per_s']:.2f} GB/s"
-    if told["intact"]:
-        yield Check("UCX", "ok", said)
-    else:
-        yield Check("UCX", "fail", said, "what arrived is not what was sent: install another nixl")
+    yield Check("UCX", "ok" if told["intact"] else "fail", said, "" if told["intact"] else DAMAGED)
+
+
+class ProbeFailed(Exception):
+    """What became of a WRITE, as the end of a sentence."""
+
+
+def probe_writes(*arguments: str, env: Mapping[str, str] = {}) -> dict[str, Any]:
+    """What WRITEs between two processes of this host tell, with these variables beside our own. Raises ProbeFailed."""
+    command = [sys.executable, "-m", "workers.vllm_engine.kv_probe", *arguments]
+    own = {**os.environ, **env}
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_PROBE_TIMEOUT_S, env=own)
+    except subprocess.TimeoutExpired:
+        raise ProbeFailed(f"did not end within {_PROBE_TIMEOUT_S:g} s") from None
+    try:
+        told: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    except (IndexError, ValueError):
+        last = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
+        raise ProbeFailed(f"failed: {last}") from None
+    return told
 
 
 def _gpus() -> Iterator[Check]:

@@ -6,14 +6,11 @@ Running engines are left alone: what is measured here has memory of its own, and
 from __future__ import annotations
 
 import asyncio
-import json
-import os
-import subprocess
-import sys
 from collections.abc import AsyncIterator
 from typing import Any
 
 from orchestrator.cli.doctor.check import Check
+from orchestrator.cli.doctor.host import DAMAGED, ProbeFailed, probe_writes
 from orchestrator.cli.handle import OpenFleet
 from orchestrator.cli.look.frontend import is_own_address
 from orchestrator.config.engine_args import environment
@@ -22,8 +19,6 @@ from orchestrator.config.values import labels_of, link_of
 from orchestrator.types import WorkerInfo
 from orchestrator.wire.addresses import in_url
 
-PROBE = [sys.executable, "-m", "workers.vllm_engine.kv_probe"]
-PROBE_TIMEOUT_S = 120.0
 _TCP = "the network through TCP; with a faster one name it in workers.env: {UCX_NET_DEVICES: ...}"
 _MEMORY = "a core that copies memory"
 # By the beginning of a transport's name in UCX.
@@ -59,17 +54,13 @@ async def written(fleet: OpenFleet, a: WorkerInfo, b: WorkerInfo) -> AsyncIterat
         return
     version = await fleet.registry.configuration.read()
     given = environment(parse_config(version.config), a.role) if version is not None else {}
-    command, own = [*PROBE, "--address", a.host], {**os.environ, **given}
     try:
-        done = await asyncio.to_thread(
-            subprocess.run, command, capture_output=True, text=True, timeout=PROBE_TIMEOUT_S, env=own
-        )
-        told = json.loads(done.stdout.splitlines()[-1])
-    except (subprocess.TimeoutExpired, IndexError, ValueError):
-        yield Check("WRITE", "fail", "a WRITE between two processes here failed", f"`{' '.join(command[1:])}` says why")
+        told = await asyncio.to_thread(probe_writes, "--address", a.host, env=given)
+    except ProbeFailed as failed:
+        yield Check("WRITE", "fail", f"a WRITE between two processes here {failed}", "see `orchestrator doctor --host`")
         return
     rate = f"{told['bytes'] >> 20} MiB at {told['gb_per_s']:.2f} GB/s, 8 bytes in {told['latency_us']:.1f} us"
-    mend = "" if told["intact"] else "what arrived is not what was sent: install another nixl"
+    mend = "" if told["intact"] else DAMAGED
     yield Check("WRITE", "fail" if mend else "ok", f"between two processes here: {rate}", mend)
     limits = {_LIMITS.get(name.partition("_")[0].partition("/")[0], name) for name in told["carriers"]}
     said = f"{', '.join(told['carriers']) or 'unknown'}: what limits it is {' and '.join(sorted(limits)) or 'unknown'}"

@@ -8,70 +8,75 @@ import http.client
 import ipaddress
 import logging
 import os
+import socket
 import ssl
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from http import HTTPStatus
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.parse import urlsplit
 
 import msgspec
 
 from orchestrator.cli.handle import FleetHandle, OpenFleet, ask, fleet_at, open_fleet
-from orchestrator.config.access import OPERATOR_KEY
+from orchestrator.config.access import OPERATOR_KEY, is_loopback
 from orchestrator.config.settings import Refused
 from orchestrator.wire.addresses import address_towards
-
-if TYPE_CHECKING:
-    import httpx
 
 log = logging.getLogger("pd.cli")
 
 _TIMEOUT_S = 2.0
 _QUIET_S = 5.0  # a frontend whose stream is silent for longer is gone
-UNANSWERED = (OSError, http.client.HTTPException, ValueError)  # ValueError: no URL, or no JSON
+UNANSWERED = (OSError, http.client.HTTPException, ValueError)  # ValueError: no URL, no JSON, or not what was asked for
 
 
-def client(url: str, key: str | None) -> httpx.AsyncClient:
-    """An HTTP client for repeated calls. `key` is the operator's. A single call uses `get`, which needs no httpx: its
-    import takes longer than the call."""
-    import httpx
-
-    return httpx.AsyncClient(timeout=_TIMEOUT_S, trust_env=False, **credentials(url, key))
-
-
-def credentials(url: str, key: str | None) -> dict[str, Any]:
-    """httpx's arguments for a request with the operator's key, if any. The server's certificate is verified only where
-    a key leaves this machine: it may be one that this machine does not know."""
-    headers = {"authorization": f"Bearer {key}"} if key else {}
-    return {"headers": headers, "verify": key is not None and not is_loopback(url)}
-
-
-async def get(handle: FleetHandle, url: str, path: str, statuses: tuple[int, ...] = (HTTPStatus.OK,)) -> Any:
-    """The JSON of a frontend's answer with one of these statuses; None for any other answer, or none."""
+async def get(
+    handle: FleetHandle,
+    url: str,
+    path: str,
+    statuses: tuple[int, ...] = (HTTPStatus.OK,),
+    read: Callable[[bytes], Any] = msgspec.json.decode,
+) -> Any:
+    """What a frontend answers with one of these statuses, as `read` reads it; None for any other answer, or none."""
     with contextlib.suppress(*UNANSWERED):
         status, body = await asyncio.to_thread(fetch, url, path, operator_key(handle, url))
         if status in statuses:
-            return msgspec.json.decode(body)
+            return read(body)
         if status == HTTPStatus.UNAUTHORIZED:
             log.warning("%s wants the operator's key: set %s", url, OPERATOR_KEY)
     return None
 
 
-def fetch(url: str, path: str, key: str | None, timeout_s: float = _TIMEOUT_S) -> tuple[int, bytes]:
-    """Status and body. Raises what is in `UNANSWERED`."""
-    parts, given = urlsplit(url), credentials(url, key)
-    connection: http.client.HTTPConnection
-    if parts.scheme == "https":
-        trust = ssl.create_default_context()
-        trust.check_hostname = given["verify"]
-        trust.verify_mode = ssl.CERT_REQUIRED if given["verify"] else ssl.CERT_NONE
-        connection = http.client.HTTPSConnection(parts.hostname or "", parts.port, timeout=timeout_s, context=trust)
-    else:
-        connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=timeout_s)
-    with contextlib.closing(connection):
-        connection.request("GET", parts.path + path, headers=given["headers"])
-        answer = connection.getresponse()
+def fetch(
+    url: str, path: str, key: str | None, timeout_s: float = _TIMEOUT_S, body: object = None
+) -> tuple[int, bytes]:
+    """Status and body of the answer to a GET, or to a POST of this body. `key`: the operator's. Raises what is in
+    `UNANSWERED`."""
+    with contextlib.closing(_connection(url, key, timeout_s)) as connection:
+        answer = _answer(connection, url, path, key, body)
         return answer.status, answer.read()
+
+
+def _connection(url: str, key: str | None, timeout_s: float) -> http.client.HTTPConnection:
+    """The server's certificate is verified only where a key leaves this machine: it may be one that this machine does
+    not know."""
+    parts = urlsplit(url)
+    if parts.scheme != "https":
+        return http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=timeout_s)
+    trust = ssl.create_default_context()
+    trust.check_hostname = key is not None and not leads_here(url)
+    trust.verify_mode = ssl.CERT_REQUIRED if trust.check_hostname else ssl.CERT_NONE
+    return http.client.HTTPSConnection(parts.hostname or "", parts.port, timeout=timeout_s, context=trust)
+
+
+def _answer(
+    connection: http.client.HTTPConnection, url: str, path: str, key: str | None, body: object = None
+) -> http.client.HTTPResponse:
+    headers = {"authorization": f"Bearer {key}"} if key else {}
+    if body is not None:
+        headers["content-type"] = "application/json"
+    sent = msgspec.json.encode(body) if body is not None else None
+    connection.request("GET" if sent is None else "POST", urlsplit(url).path + path, sent, headers)
+    return connection.getresponse()
 
 
 def operator_key(handle: FleetHandle, url: str) -> str | None:
@@ -84,12 +89,21 @@ def operator_key(handle: FleetHandle, url: str) -> str | None:
     return config.security.operator_key if config is not None else None
 
 
-async def get_text(handle: FleetHandle, url: str, path: str) -> str | None:
-    """The text of a frontend's answer with status 200; None for any other answer, or none."""
-    with contextlib.suppress(*UNANSWERED):
-        status, body = await asyncio.to_thread(fetch, url, path, operator_key(handle, url))
-        return body.decode() if status == HTTPStatus.OK else None
-    return None
+async def ask_registered(
+    handle: FleetHandle, fleet: OpenFleet, path: str, read: Callable[[bytes], Any] = msgspec.json.decode
+) -> tuple[str, Any]:
+    """The URL of the first registered frontend that answers, and its answer as `get` gives it; None where none does."""
+    registered = [frontend.url for frontend in (await fleet.registry.frontends()).values()]
+    for url in reachable(registered, handle.redis_url or ""):
+        if (answer := await get(handle, url, path, read=read)) is not None:
+            return url, answer
+    return "", None
+
+
+def reachable(urls: list[str], redis_url: str) -> list[str]:
+    """The URLs that reach this fleet's frontends, each once. A frontend of another host that is registered with a
+    loopback address is left out: here that address is this host."""
+    return [url for url in dict.fromkeys(urls) if not leads_here(url) or leads_here(redis_url)]
 
 
 def with_frontend(handle: FleetHandle) -> FleetHandle:
@@ -99,10 +113,9 @@ def with_frontend(handle: FleetHandle) -> FleetHandle:
         return handle
 
     async def find(fleet: OpenFleet) -> str:
-        registered = (await fleet.registry.frontends()).values()
-        for url in reachable([frontend.url for frontend in registered], handle.redis_url or ""):
-            if await get(handle, url, "/fleet") is not None:
-                return url
+        url, answer = await ask_registered(handle, fleet, "/fleet")
+        if answer is not None:
+            return url
         raise Refused(f"no frontend of fleet {handle.namespace!r} answers; name one with --url")
 
     return msgspec.structs.replace(handle, url=ask(handle, find))
@@ -122,13 +135,12 @@ async def fleet_status(handle: FleetHandle) -> dict[str, Any]:
     from orchestrator.store.planned import rollout_status
 
     async with open_fleet(handle) as fleet:
-        registered = (await fleet.registry.frontends()).values()
-        for url in reachable([frontend.url for frontend in registered], handle.redis_url):
-            if (seen := await get(handle, url, "/fleet")) is not None:
-                return dict(seen)
+        _, seen = await ask_registered(handle, fleet, "/fleet")
+        if seen is not None:
+            return dict(seen)
         workers = sorted((await fleet.registry.workers()).values(), key=lambda info: (info.role.value, info.id))
         depth, desired = await fleet.queue.depth(), await fleet.registry.desired()
-        rollout = await fleet.registry.configuration.rollout()
+        rollout = await fleet.registry.rollout.read()
         rolled = rollout_status(rollout, await fleet.registry.frontends()) if rollout is not None else None
     path = workers[0].identity.model if workers else None
     return {
@@ -141,52 +153,39 @@ async def fleet_status(handle: FleetHandle) -> dict[str, Any]:
     }
 
 
-def stream_errors() -> tuple[type[Exception], ...]:
-    """The exceptions of `fleet_stream`: no frontend is there, or something else answers."""
-    import httpx
-
-    return httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError
-
-
 async def fleet_stream(url: str, key: str | None) -> AsyncGenerator[tuple[str, dict[str, Any]], None]:
     """The server-sent events of a frontend's `/fleet/stream` as (event, data), until it ends. `key` is the operator's.
 
-    Raises the exceptions of `stream_errors()`.
+    Raises what is in `UNANSWERED`: no frontend is there, or something else answers.
     """
-    async with (
-        client(url, key) as asking,
-        asking.stream("GET", f"{url}/fleet/stream", timeout=_QUIET_S) as stream,
-    ):
-        stream.raise_for_status()
+    connection = _connection(url, key, _QUIET_S)
+    try:
+        answer = await asyncio.to_thread(_answer, connection, url, "/fleet/stream", key)
+        if answer.status != HTTPStatus.OK:
+            raise ValueError(f"it answers {answer.status}")
         event = ""
-        async for line in stream.aiter_lines():
+        while line := (await asyncio.to_thread(answer.readline)).decode():
             if line.startswith("event: "):
-                event = line[7:]
+                event = line[7:].strip()
             elif line.startswith("data: "):
                 yield event, msgspec.json.decode(line[6:])
-
-
-def reachable(urls: list[str], redis_url: str) -> list[str]:
-    """The URLs that reach this fleet's frontends, each once. A frontend of another host that is registered with a
-    loopback address is left out: here that address is this host."""
-    return [url for url in dict.fromkeys(urls) if not is_loopback(url) or is_loopback(redis_url)]
+    finally:
+        if connection.sock is not None:  # else the thread would read until it is told something
+            with contextlib.suppress(OSError):
+                connection.sock.shutdown(socket.SHUT_RDWR)
+        connection.close()
 
 
 def is_own_address(url: str) -> bool:
     """Whether it leads to an address of this machine; a name counts as another's."""
     host = urlsplit(url).hostname
-    if is_loopback(url) or host is None:
+    if leads_here(url) or host is None:
         return True
     with contextlib.suppress(ValueError):
         return address_towards(str(ipaddress.ip_address(host))) == host
     return False
 
 
-def is_loopback(url: str) -> bool:
-    """Whether the URL leads to this host. A unix socket does."""
-    host = urlsplit(url).hostname
-    if host is None or host == "localhost":
-        return True
-    with contextlib.suppress(ValueError):
-        return ipaddress.ip_address(host).is_loopback
-    return False
+def leads_here(url: str) -> bool:
+    """Whether the URL leads to this host, by what it says. A unix socket does."""
+    return is_loopback(urlsplit(url).hostname or "localhost")

@@ -36,7 +36,7 @@ from orchestrator.launch.host.run_folder import RunFolder
 from orchestrator.process.own_files import Foreign, open_own
 
 if TYPE_CHECKING:
-    from orchestrator.store.events import Event
+    from orchestrator.store.operator.events import Event
 
 _POLL_S = 0.3
 FollowOption = Annotated[bool, typer.Option("--follow", "-f", help="Keep printing new lines until Ctrl-C.")]
@@ -84,13 +84,13 @@ def events(
     redis: RedisOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Show workers that joined, left or were lost, role and ratio changes, and retries."""
+    """Show workers that joined, left or were lost, changes of role and ratio, and retries."""
     show = _print_event_json if as_json else _print_event
     asyncio.run(_events(find_fleet(namespace, redis), lines, follow, show))
 
 
 async def _events(handle: FleetHandle, limit: int, follow: bool, show: Callable[[Event], None]) -> None:
-    from orchestrator.store.events import BEGINNING, EventLog
+    from orchestrator.store.operator.events import BEGINNING, EventLog
 
     async with open_fleet(handle) as fleet:
         log, last = EventLog(fleet.redis, handle.namespace), BEGINNING
@@ -118,6 +118,8 @@ def describe_event(event: Event) -> str:
         case "scaled":
             said = f"desired: {fields.get('prefill')} prefill, {fields.get('decode')} decode, by {fields.get('by')}"
             return said + (f": {fields['why']}" if fields.get("why") else "")
+        case "decided":
+            return f"ratio.mode: auto: {fields.get('decision')}"
         case "retried":
             return f"{fields.get('count')} requests retried by {fields.get('frontend')}: {fields.get('why')}"
         case "repaired":

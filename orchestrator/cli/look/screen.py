@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+from http import HTTPStatus
 from typing import Any, ClassVar
 
-import httpx
+import msgspec
 from rich.text import Text
 from textual import work
 from textual.app import App, ComposeResult
@@ -14,7 +15,7 @@ from textual.containers import Grid, Vertical
 from textual.screen import ModalScreen
 from textual.widgets import DataTable, Footer, Input, Label, Sparkline, Static
 
-from orchestrator.cli.look.frontend import client, fleet_stream, stream_errors
+from orchestrator.cli.look.frontend import UNANSWERED, fetch, fleet_stream
 from orchestrator.cli.look.views import STATE_STYLE, at_rest, balance_lines, blocks_bar, in_time_line, set_by
 
 _AGAIN_S = 1.0  # between two attempts to reach a frontend
@@ -124,7 +125,7 @@ class Top(App[None]):
             try:
                 async for event, told in fleet_stream(self._url, self._key):
                     self._hear(event, told)
-            except stream_errors() as error:
+            except (*UNANSWERED, KeyError) as error:
                 why = str(error) or type(error).__name__
             self._head.update(Text(f"{self._url}: {why}; trying again", style="red"))
             await asyncio.sleep(_AGAIN_S)
@@ -227,13 +228,11 @@ class Top(App[None]):
         if not await self.push_screen_wait(Confirm(question)):
             return
         try:
-            async with client(self._url, self._key) as http:
-                answer = await http.post(f"{self._url}/operator/{path}", json=body)
-            said = answer.json()
-            refused = said.get("error") if answer.status_code != httpx.codes.OK else None
+            status, answer = await asyncio.to_thread(fetch, self._url, f"/operator/{path}", self._key, body=body)
+            refused = msgspec.json.decode(answer).get("error") if status != HTTPStatus.OK else None
             if isinstance(refused, dict):  # not an order's refusal, but that of its key
                 refused = refused.get("message")
-        except (httpx.HTTPError, ValueError) as error:
+        except UNANSWERED as error:
             refused = str(error) or type(error).__name__
         said = str(refused) if refused else "ordered"
         self.notify(said, severity="error" if refused else "information", markup=False)

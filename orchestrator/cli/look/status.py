@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Annotated, Any
 
 import typer
+from rich.console import Group
 
 from orchestrator.cli.handle import (
     OUT,
@@ -17,7 +18,7 @@ from orchestrator.cli.handle import (
     UrlOption,
     find_fleet,
     models_here,
-    print_json,
+    say,
 )
 from orchestrator.cli.look.frontend import fleet_status
 from orchestrator.cli.look.views import fleet_view
@@ -37,19 +38,14 @@ def status(
     """Show workers, their KV blocks and the queue."""
     if not watch and url is None and redis is None and len(models := models_here(namespace)) > 1:
         all_seen = {model: asyncio.run(fleet_status(find_fleet(model, None))) for model in models}
-        if as_json:
-            print_json({"models": all_seen})
-        else:
-            OUT.print(*(fleet_view(seen) for seen in all_seen.values()), sep="\n")
+        say({"models": all_seen}, Group(*map(fleet_view, all_seen.values())), as_json)
         return
     handle = find_fleet(namespace, redis, url)
     if not watch:
         seen = asyncio.run(fleet_status(handle))
-        print_json(seen) if as_json else OUT.print(fleet_view(seen))
-    elif as_json:
-        asyncio.run(_repeat(handle, print_json))
-    elif not OUT.is_terminal:
-        asyncio.run(_repeat(handle, lambda seen: OUT.print(fleet_view(seen))))
+        say(seen, fleet_view(seen), as_json)
+    elif as_json or not OUT.is_terminal:
+        asyncio.run(_repeat(handle, lambda seen: say(seen, fleet_view(seen), as_json)))
     else:
         from rich.live import Live  # imports the progress bars
 

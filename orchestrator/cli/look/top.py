@@ -10,7 +10,7 @@ from typing import Any
 import typer
 
 from orchestrator.cli.handle import JsonOption, NamespaceOption, RedisOption, UrlOption, find_fleet, print_json
-from orchestrator.cli.look.frontend import fleet_status, fleet_stream, operator_key, stream_errors, with_frontend
+from orchestrator.cli.look.frontend import UNANSWERED, fleet_status, fleet_stream, operator_key, with_frontend
 from orchestrator.config.explain import missing
 from orchestrator.config.settings import Refused
 
@@ -46,6 +46,6 @@ async def sample(url: str, key: str | None) -> dict[str, Any]:
             async for event, told in events:
                 if event == "sample" and told["point"]:
                     return told
-    except stream_errors() as error:
+    except (*UNANSWERED, KeyError) as error:
         raise Refused(f"{url}: no fleet's stream: {str(error) or type(error).__name__}") from None
     raise Refused(f"{url}: the frontend ended the stream")

@@ -69,7 +69,7 @@ def trace(
         what = f"request {request_id!r}" if request_id else "a request"
         raise Refused(f"{what} is neither in the log nor remembered by a frontend: it still runs, or ended long ago")
     if as_json:
-        told = [{**msgspec.to_builtins(line), "stages": msgspec.to_builtins(stages(line))} for line in found]
+        told = [line.with_stages() for line in found]
         print_json(told if slowest else told[0])
     else:
         for line in found:
@@ -112,7 +112,7 @@ def _ms(milliseconds: float) -> str:
 def _chosen(lines: Iterable[RequestLine], request_id: str | None, slowest: int) -> list[RequestLine]:
     """The request meant, or the slowest ones; the newest of equals."""
     if slowest:
-        return heapq.nlargest(slowest, lines, key=lambda line: line.total_ms + (line.frontend_ms or 0.0))
+        return heapq.nlargest(slowest, lines, key=lambda line: line.took_ms)
     found = None
     for line in lines:
         if request_id is None or line.id == request_id or (found is None and line.id.startswith(request_id)):
@@ -154,4 +154,4 @@ async def _recorded_requests(handle: FleetHandle, request_id: str | None, slowes
     if silent := said.get("silent_frontends"):
         typer.echo(f"without the requests of {', '.join(silent)}, which did not answer", err=True)
     lines = [msgspec.convert(line, RequestLine) for line in said.get("requests", [])]
-    return sorted(lines, key=lambda line: line.arrived_at + line.total_ms / 1e3)
+    return sorted(lines, key=lambda line: line.ended_at)

@@ -6,7 +6,7 @@ import enum
 import time
 import types
 import typing
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Annotated, Any, Literal, Union
 
 import msgspec
@@ -19,6 +19,16 @@ from orchestrator.types import IDLE, WAKE
 STATE_STYLE = {"ready": "green", "draining": "yellow", "unreachable": "red"}
 _BAR_CELLS = 6
 _AGES = ((86_400, "d"), (3600, "h"), (60, "min"), (1, "s"))
+
+
+def plain_table(columns: Sequence[str], rows: Iterable[Iterable[str | Text]]) -> Table:
+    """A plain table, whose cells wrap where the terminal is narrow."""
+    made = Table(box=None, pad_edge=False, header_style="bold")
+    for name in columns:
+        made.add_column(name, overflow="fold")
+    for row in rows:
+        made.add_row(*row)
+    return made
 
 
 def fleet_view(seen: dict[str, Any]) -> RenderableType:
@@ -150,15 +160,11 @@ def how_often(key: str) -> str:
 
 def keys_view(struct: type[msgspec.Struct]) -> RenderableType:
     """Every configuration key with its type and default, those that most people need first."""
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for name in ("key", "type", "default"):
-        table.add_column(name, overflow="fold")
+    rows: list[tuple[Text, ...]] = []
     for group in (OFTEN, SOMETIMES, SELDOM):
-        table.add_row(Text(group, style="bold"))
-        for key, kind, default in config_keys(struct):
-            if how_often(key) == group:
-                table.add_row(Text(f"  {key}"), Text(kind), Text(default))
-    return table
+        rows.append((Text(group, style="bold"),))
+        rows += [tuple(map(Text, (f"  {key}", *more))) for key, *more in config_keys(struct) if how_often(key) == group]
+    return plain_table(("key", "type", "default"), rows)
 
 
 def config_keys(struct: type[msgspec.Struct], prefix: str = "") -> Iterator[tuple[str, str, str]]:
@@ -252,4 +258,5 @@ def set_by(desired: dict[str, Any], now: float | None = None) -> str:
 def _queue_line(queue: dict[str, int] | None) -> str:
     if queue is None:
         return "queue: unknown, Redis is away"
-    return f"queue: {queue['requests']} prefills wait ({queue['tokens']} tokens), {queue['claimed']} claimed"
+    wait = "prefill waits" if queue["requests"] == 1 else "prefills wait"
+    return f"queue: {queue['requests']} {wait} ({queue['tokens']} tokens), {queue['claimed']} claimed"

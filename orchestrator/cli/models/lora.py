@@ -8,19 +8,19 @@ from __future__ import annotations
 from http import HTTPStatus
 from typing import Annotated, Any
 
+import msgspec
 import typer
-from rich.table import Table
 
 from orchestrator.cli.handle import (
-    OUT,
     JsonOption,
     NamespaceOption,
     RedisOption,
     UrlOption,
     find_fleet,
-    print_json,
+    say,
 )
-from orchestrator.cli.look.frontend import credentials, operator_key, with_frontend
+from orchestrator.cli.look.frontend import UNANSWERED, fetch, operator_key, with_frontend
+from orchestrator.cli.look.views import plain_table
 from orchestrator.config.access import OPERATOR_KEY
 from orchestrator.config.settings import Refused
 
@@ -36,18 +36,13 @@ def list_command(
     namespace: NamespaceOption = None, redis: RedisOption = None, url: UrlOption = None, as_json: JsonOption = False
 ) -> None:
     """Show the adapters, those of the configuration included."""
-    listed = _asked(namespace, redis, url, "GET", "/v1/models")
+    listed = _asked(namespace, redis, url, "/v1/models")
     cards = listed.get("data") if isinstance(listed, dict) else None
     if not isinstance(cards, list):
         raise Refused("/v1/models: lists no models; name a frontend of a running fleet by --url")
     adapters = [{"name": it["id"], "path": it["root"], "parent": it["parent"]} for it in cards if it.get("parent")]
-    if as_json:
-        print_json({"adapters": adapters})
-        return
-    table = Table("name", "of", "path", box=None, pad_edge=False, header_style="bold")
-    for it in adapters:
-        table.add_row(it["name"], it["parent"], it["path"])
-    OUT.print(table)
+    shown = plain_table(("name", "of", "path"), ((it["name"], it["parent"], it["path"]) for it in adapters))
+    say({"adapters": adapters}, shown, as_json)
 
 
 @lora_app.command("add")
@@ -61,7 +56,7 @@ def add_command(
 ) -> None:
     """Load an adapter on all workers, then let all frontends serve it."""
     body = {"lora_name": name, "lora_path": path, "load_inplace": replace}
-    _asked(namespace, redis, url, "POST", "/v1/load_lora_adapter", body)
+    _asked(namespace, redis, url, "/v1/load_lora_adapter", body)
     typer.echo(f"{name}: added")
 
 
@@ -70,33 +65,28 @@ def remove_command(
     name: NameArgument, namespace: NamespaceOption = None, redis: RedisOption = None, url: UrlOption = None
 ) -> None:
     """Let no frontend serve an adapter any more."""
-    _asked(namespace, redis, url, "POST", "/v1/unload_lora_adapter", {"lora_name": name})
+    _asked(namespace, redis, url, "/v1/unload_lora_adapter", {"lora_name": name})
     typer.echo(f"{name}: removed")
 
 
-def _asked(
-    namespace: str | None, redis: str | None, url: str | None, method: str, path: str, body: object = None
-) -> Any:
+def _asked(namespace: str | None, redis: str | None, url: str | None, path: str, body: object = None) -> Any:
     """The JSON of a frontend's answer, or its text. Raises Refused."""
-    import httpx
-
     handle = with_frontend(find_fleet(namespace, redis, url))
     at = handle.url or ""
-    given = credentials(at, operator_key(handle, at))
     try:
-        answer = httpx.request(method, at + path, json=body, timeout=_TIMEOUT_S, trust_env=False, **given)
-    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        status, answer = fetch(at, path, operator_key(handle, at), _TIMEOUT_S, body)
+    except UNANSWERED as error:
         raise Refused(f"{at}: {str(error) or type(error).__name__}") from None
     try:
-        said = answer.json()
+        said = msgspec.json.decode(answer)
     except ValueError:
-        said = answer.text
-    if answer.status_code == HTTPStatus.OK:
+        said = answer.decode(errors="replace")
+    if status == HTTPStatus.OK:
         return said
-    if answer.status_code in (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN):
+    if status in (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN):
         raise Refused(f"{at} wants the operator's key: set {OPERATOR_KEY}")
     why = said["error"]["message"] if isinstance(said, dict) and "error" in said else str(said)
-    if answer.status_code == HTTPStatus.NOT_FOUND and "Not Found" in why:
+    if status == HTTPStatus.NOT_FOUND and "Not Found" in why:
         raise Refused(
             f"{at}: takes no adapters while it runs: start the fleet with VLLM_ALLOW_RUNTIME_LORA_UPDATING=1, and "
             "workers.engine_args.enable_lora"

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import msgspec
 import typer
-from rich.table import Table
 
 from orchestrator.cli.config import located
 from orchestrator.cli.handle import (
@@ -27,15 +27,16 @@ from orchestrator.cli.handle import (
     find_whole_fleet,
     print_json,
     retry_while_away,
+    say,
 )
+from orchestrator.cli.look.views import plain_table
 from orchestrator.config.engine_args import check_engine_args
 from orchestrator.config.models import SECTION, model_config, namespace_of
 from orchestrator.config.settings import Config, Refused, WorkersConfig, overridden, read_tree
+from orchestrator.store.operator.models import ListedModel, ModelList, ModelState, ModelStore
+from orchestrator.store.planned import decided, of_launchers
+from orchestrator.store.registry import Registry
 from orchestrator.types import WorkerState
-
-if TYPE_CHECKING:
-    from orchestrator.store.operator.models import ListedModel, ModelList, ModelStore
-    from orchestrator.store.registry import Registry
 
 _LOOK_EVERY_S = 0.2
 _INCOMPLETE = 1  # the exit code when frontends that were started by hand do not follow
@@ -71,16 +72,10 @@ def list_command(namespace: WholeFleetOption = None, redis: RedisOption = None, 
         ]
 
     revision, models = ask(handle, read)
-    if as_json:
-        print_json({"revision": revision, "models": models})
-        return
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for column in ("name", "clients ask for", "state", "prefill", "decode", "frontends", "model"):
-        table.add_column(column, overflow="fold")
-    for it in models:
-        counts = (str(count) for count in (it.prefill, it.decode, it.frontends))
-        table.add_row(it.name, it.served_model_name, it.state, *counts, it.model)
-    OUT.print(table)
+    columns = ("name", "clients ask for", "state", "prefill", "decode", "frontends", "model")
+    counts = {it.name: map(str, (it.prefill, it.decode, it.frontends)) for it in models}
+    rows = ((it.name, it.served_model_name, it.state, *counts[it.name], it.model) for it in models)
+    say({"revision": revision, "models": models}, plain_table(columns, rows), as_json)
 
 
 @model_app.command("add")
@@ -126,7 +121,6 @@ def remove_command(
 
 async def _add(fleet: OpenFleet, whole: str, name: str, section: dict[str, Any], config: Config, show: Show) -> Seen:
     """Returns the model, with the frontends that do not serve it in `by_hand`. Raises Refused."""
-    from orchestrator.store.operator.models import ListedModel, ModelState
 
     def wanted(listed: ModelList) -> ModelList:
         if name in listed.models:
@@ -153,7 +147,6 @@ async def _add(fleet: OpenFleet, whole: str, name: str, section: dict[str, Any],
 
 async def _remove(fleet: OpenFleet, whole: str, name: str, patience_s: float, show: Show) -> None:
     """Raises Refused."""
-    from orchestrator.store.operator.models import ModelState
 
     def wanted(listed: ModelList) -> ModelList:
         if name not in listed.models:
@@ -168,9 +161,6 @@ async def _remove(fleet: OpenFleet, whole: str, name: str, patience_s: float, sh
 
 async def _change(fleet: OpenFleet, whole: str, wanted: Callable[[ModelList], ModelList]) -> None:
     """Raises Refused."""
-    from orchestrator.store.operator.models import ModelState
-    from orchestrator.store.planned import decided, of_launchers
-
     store = _store(fleet, whole)
 
     async def decide() -> bool | None:
@@ -190,8 +180,6 @@ async def _change(fleet: OpenFleet, whole: str, wanted: Callable[[ModelList], Mo
 async def _follow(fleet: OpenFleet, whole: str, name: str, patience_s: float, show: Show, added: bool) -> str | None:
     """Show what becomes of the model until it serves, or is gone. Returns why it could not be added. Raises Refused
     when nothing has changed for `patience_s`."""
-    from orchestrator.store.operator.models import ModelState
-
     registry, store, why = _registry(fleet, whole, name), _store(fleet, whole), ""
     last, changed_at = Seen(name, ""), time.monotonic()
     while True:
@@ -202,7 +190,7 @@ async def _follow(fleet: OpenFleet, whole: str, name: str, patience_s: float, sh
         if listed is not None:
             model = listed.models[name]
             why = why or model.why
-            seen = await retry_while_away(_looking(registry, name, model))
+            seen = await retry_while_away(partial(_look, registry, name, model))
             if seen != last:
                 show(seen)
                 last, changed_at = seen, time.monotonic()
@@ -213,14 +201,8 @@ async def _follow(fleet: OpenFleet, whole: str, name: str, patience_s: float, sh
         await asyncio.sleep(_LOOK_EVERY_S)
 
 
-def _looking(registry: Registry, name: str, model: ListedModel) -> Callable[[], Awaitable[Seen]]:
-    return lambda: _look(registry, name, model)
-
-
 async def _look(registry: Registry, name: str, model: ListedModel) -> Seen:
     """Raises RedisAway."""
-    from orchestrator.store.operator.models import ModelState
-
     reading, frontends = await registry.read(), await registry.frontends()
     idle = model.state is ModelState.SERVING and reading.desired is not None and reading.desired.idle
     ready = [info.role.value for info in reading.units.values() if info.state is WorkerState.READY]
@@ -250,14 +232,10 @@ async def _list(store: ModelStore, whole: str) -> ModelList:
 
 
 def _store(fleet: OpenFleet, whole: str) -> ModelStore:
-    from orchestrator.store.operator.models import ModelStore
-
     return ModelStore(fleet.redis, whole)
 
 
 def _registry(fleet: OpenFleet, whole: str, name: str) -> Registry:
-    from orchestrator.store.registry import Registry
-
     return Registry(fleet.redis, namespace_of(whole, name))
 
 

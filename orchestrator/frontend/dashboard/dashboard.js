@@ -63,6 +63,7 @@ function show() {
     if (!workers.some((worker) => worker.id === id)) { card.remove(); cards.delete(id); }
   }
   $("queue-requests").textContent = queue ? queue.requests : "–";
+  $("queue-wait").textContent = queue?.requests === 1 ? "prefill waits" : "prefills wait";
   $("queue-detail").textContent = queue ? `${queue.tokens} tokens, ${queue.claimed} claimed` : "Redis is away";
   const decodes = workers.some((worker) => worker.role === "decode" && worker.state === "ready");
   const by = desired ? desired.set_by : "";

@@ -11,19 +11,19 @@ import contextlib
 import time
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
-from itertools import chain
 from typing import Any
 
 import msgspec
 
+from orchestrator.fleet.queue_view import QueueView
 from orchestrator.fleet.view import Fleet
 from orchestrator.frontend.dashboard.siblings import SLOWEST, Second, Siblings, summed
 from orchestrator.process.telemetry.metrics import Metrics, counts
-from orchestrator.process.telemetry.recent import Recent, percentiles
-from orchestrator.process.telemetry.request_line import RequestLine, stages
+from orchestrator.process.telemetry.recent import percentiles
+from orchestrator.process.telemetry.request_line import RequestLine
 from orchestrator.process.ticks import ticks
 from orchestrator.store.operator.worker_status import WorkerStatus
-from orchestrator.types import DesiredRatio, QueueDepth, Role, WorkerState
+from orchestrator.types import Role, WorkerState
 
 INTERVAL_S = 1.0
 HOUR_S = 3600
@@ -74,20 +74,17 @@ class History:
         model: str,
         siblings: Siblings,
         fleet: Fleet,
-        recent: Recent,
-        depth: Callable[[], QueueDepth | None],
-        desired: Callable[[], DesiredRatio | None],
+        queue: QueueView,
         metrics: Metrics | None = None,
     ) -> None:
-        self._model, self._siblings = model, siblings
-        self._fleet, self._recent = fleet, recent
-        self._depth, self._desired = depth, desired
+        self._model, self._siblings, self._recent = model, siblings, siblings.recent
+        self._fleet, self._queue = fleet, queue
         self._metrics = metrics or Metrics()
         self.points: deque[Point] = deque(maxlen=HOUR_S)
         self._ttft: deque[list[int]] = deque(maxlen=_WINDOW)
         self._itl: deque[list[int]] = deque(maxlen=_WINDOW)
         self._wait: deque[list[int]] = deque(maxlen=_WINDOW)
-        self._judged: deque[list[tuple[str, bool, int]]] = deque(maxlen=_JUDGED_WINDOW)
+        self._judged: deque[tuple[dict[str, int], dict[str, int]]] = deque(maxlen=_JUDGED_WINDOW)
         self._decided: Counter[str] = Counter()
         self._ended = self._tokens = 0
         self._watchers: set[asyncio.Queue[bytes]] = set()
@@ -134,17 +131,13 @@ class History:
 
     def sample(self, flows: list[Flow]) -> dict[str, Any]:
         """The fleet now, as types of JSON."""
-        views = sorted(self._fleet.workers.values(), key=lambda view: (view.info.role.value, view.info.id))
         return {
-            "model": self._model,
+            **overview(self._model, self._fleet, self._queue),
             "frontends": self._siblings.count,
             "silent_frontends": self._siblings.silent,
-            "workers": msgspec.to_builtins([WorkerStatus.of(view.info, view.load, view.connected) for view in views]),
             "flows": msgspec.to_builtins(flows),
-            "queue": msgspec.to_builtins(self._depth()),
-            "desired": msgspec.to_builtins(self._desired()),
             "point": msgspec.to_builtins(self.points[-1]) if self.points else None,
-            "slowest": [described(line) for line in self._siblings.slowest(self._slowest())],
+            "slowest": [line.with_stages() for line in self._siblings.slowest(self._slowest())],
         }
 
     def _slowest(self) -> list[RequestLine]:
@@ -154,32 +147,20 @@ class History:
     def _second(self) -> Second:
         """What this frontend has counted since the last call."""
         recent = self._recent
-        placed, ended = (
-            counts(self._metrics.placements, "decision", "reason"),
-            counts(self._metrics.requests).total(),
-        )
+        placed, ended = counts(self._metrics.placements, "decision", "reason"), counts(self._metrics.requests).total()
         decisions, self._decided = placed - self._decided, placed
         requests, self._ended = ended - self._ended, ended
         tokens, self._tokens = recent.output_tokens - self._tokens, recent.output_tokens
-        moved, recent.transferred = recent.transferred, Counter()
-        judged, recent.judged = recent.judged, Counter()
-        return Second(
-            self._siblings.frontend,
-            recent.ttft.take(),
-            recent.itl.take(),
-            recent.queue_wait.take(),
-            requests,
-            tokens,
-            dict(decisions),
-            [(source, target, tokens) for (source, target), tokens in moved.items()],
-            [(name, met, requests) for (name, met), requests in judged.items()],
-        )
+        latencies = recent.ttft.take(), recent.itl.take(), recent.queue_wait.take()
+        counted = dict(decisions), recent.transferred, recent.judged, recent.met
+        recent.transferred, recent.judged, recent.met = Counter(), Counter(), Counter()
+        return Second(self._siblings.frontend, *latencies, requests, tokens, *counted)
 
     def _point(self, at: float, second: Second) -> Point:
-        depth, desired = self._depth(), self._desired()
+        depth, desired = self._queue.depth, self._fleet.desired
         for window, counted in ((self._ttft, second.ttft), (self._itl, second.itl), (self._wait, second.wait)):
             window.append(counted)
-        self._judged.append(second.judged)
+        self._judged.append((second.judged, second.met))
         ttft, itl = _ms(self._ttft, 0.5, 0.9, 0.99), _ms(self._itl, 0.5, 0.99)
         wait = _ms(self._wait, 0.5, 0.99)
         return Point(
@@ -220,15 +201,22 @@ class History:
 
     def _flows(self, second: Second) -> list[Flow]:
         found = []
-        for source, target, tokens in second.transferred:
+        for flow, tokens in second.transferred.items():
+            source, _, target = flow.partition(" ")
             view = self._fleet.workers.get(source)
             found.append(Flow(source, target, tokens * view.info.kv_bytes_per_token if view else 0))
         return found
 
 
-def described(line: RequestLine) -> dict[str, Any]:
-    """An ended request and its stages, as types of JSON."""
-    return {**msgspec.to_builtins(line), "stages": msgspec.to_builtins(stages(line))}
+def overview(model: str, fleet: Fleet, queue: QueueView) -> dict[str, Any]:
+    """The fleet now, as types of JSON."""
+    workers = sorted(fleet.workers.values(), key=lambda view: (view.info.role.value, view.info.id))
+    return {
+        "model": model,
+        "workers": msgspec.to_builtins([WorkerStatus.of(view.info, view.load, view.connected) for view in workers]),
+        "queue": msgspec.to_builtins(queue.depth),
+        "desired": msgspec.to_builtins(fleet.desired),
+    }
 
 
 def event(name: str, data: Any) -> bytes:
@@ -245,12 +233,12 @@ async def samples(watcher: asyncio.Queue[bytes], ended: Callable[[], bool]) -> A
             yield sample
 
 
-def _in_time(window: Iterable[list[tuple[str, bool, int]]]) -> dict[str, float]:
-    met, ended = Counter[str](), Counter[str]()
-    for name, in_time, requests in chain.from_iterable(window):
-        ended[name] += requests
-        met[name] += requests * in_time
-    return {name: round(met[name] / ended[name], 4) for name in sorted(ended)}
+def _in_time(window: Iterable[tuple[dict[str, int], dict[str, int]]]) -> dict[str, float]:
+    judged, met = Counter[str](), Counter[str]()
+    for of_second, met_in_second in window:
+        judged.update(of_second)
+        met.update(met_in_second)
+    return {name: round(met[name] / judged[name], 4) for name in sorted(judged)}
 
 
 def _ms(windows: deque[list[int]], *shares: float) -> list[float | None]:

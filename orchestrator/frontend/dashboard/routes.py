@@ -11,6 +11,7 @@ import heapq
 import importlib.util
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,8 @@ from fastapi.responses import FileResponse, JSONResponse, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from orchestrator.config.settings import Refused
-from orchestrator.frontend.dashboard.history import History, described, event, samples
-from orchestrator.frontend.dashboard.siblings import Question, Siblings, ended_at, found, took_ms
+from orchestrator.frontend.dashboard.history import History, event, samples
+from orchestrator.frontend.dashboard.siblings import Question, Siblings, found
 from orchestrator.process.telemetry.recent import KEPT
 from orchestrator.store.client import RedisAway
 from orchestrator.store.steering import Steering
@@ -91,11 +92,10 @@ def stream_routes(history: History, siblings: Siblings, ended: Callable[[], bool
         """Ended requests of all frontends with their stages: the slowest of the last hour, or the latest."""
         count = max(0, min(slowest or latest or 20, KEPT))
         lines, silent = await siblings.ask(slowest=count if slowest else 0, latest=0 if slowest else count)
-        if slowest:
-            lines = heapq.nlargest(count, [*siblings.recent.slowest(count, time.monotonic()), *lines], took_ms)
-        else:
-            lines = heapq.nlargest(count, [*siblings.recent.latest(count), *lines], ended_at)
-        return {"frontend": siblings.frontend, "requests": [*map(described, lines)], "silent_frontends": silent}
+        mine = siblings.recent.slowest(count, time.monotonic()) if slowest else siblings.recent.latest(count)
+        lines = heapq.nlargest(count, [*mine, *lines], attrgetter("took_ms" if slowest else "ended_at"))
+        told = [line.with_stages() for line in lines]
+        return {"frontend": siblings.frontend, "requests": told, "silent_frontends": silent}
 
     @routes.get("/requests/{request_id:path}")  # an id may have slashes
     async def request(request_id: str) -> Response:
@@ -103,7 +103,7 @@ def stream_routes(history: History, siblings: Siblings, ended: Callable[[], bool
         if not lines:
             lines, silent = await siblings.ask(request_id=request_id)
         if lines:
-            return JSONResponse({"requests": [*map(described, lines)]})
+            return JSONResponse({"requests": [line.with_stages() for line in lines]})
         without = f"; {', '.join(silent)} did not answer" if silent else ""
         why = f"request {request_id!r} is not among the latest{without}"
         return JSONResponse({"error": why, "silent_frontends": silent}, status_code=404)

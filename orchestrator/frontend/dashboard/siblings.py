@@ -13,8 +13,9 @@ import itertools
 import logging
 import time
 from collections import Counter
-from collections.abc import Iterable
-from typing import Union
+from collections.abc import Iterable, Sequence
+from operator import attrgetter
+from typing import Any, Union
 
 import msgspec
 
@@ -34,9 +35,8 @@ _UNSENT = 5
 
 
 class Second(msgspec.Struct, tag="second", frozen=True):
-    """What one frontend counted in one second. Latencies as of `Latencies.take`; `transferred`: prompt tokens by
-    prefill and decode worker; `judged`: ended requests by class, and whether they met their objectives; `slowest` is
-    None where it is as before."""
+    """What one frontend counted in one second. Latencies as of `Latencies.take`; `transferred`, `judged`, `met` as of
+    `Recent`; `slowest` is None where it is as before."""
 
     frontend: str
     ttft: list[int]
@@ -45,8 +45,9 @@ class Second(msgspec.Struct, tag="second", frozen=True):
     requests: int
     output_tokens: int
     decisions: dict[str, int]
-    transferred: list[tuple[str, str, int]]
-    judged: list[tuple[str, bool, int]] = []
+    transferred: dict[str, int]
+    judged: dict[str, int] = {}
+    met: dict[str, int] = {}
     slowest: list[RequestLine] | None = None
 
 
@@ -86,33 +87,6 @@ def found(recent: Recent, question: Question, now: float) -> list[RequestLine]:
     return recent.slowest(question.slowest, now) if question.slowest else recent.latest(question.latest)
 
 
-def took_ms(line: RequestLine) -> float:
-    return line.total_ms + (line.frontend_ms or 0.0)
-
-
-def ended_at(line: RequestLine) -> float:
-    """Unix seconds."""
-    return line.arrived_at + took_ms(line) / 1e3
-
-
-class _Asked:
-    """A question, and the answers to it so far."""
-
-    def __init__(self, expected: set[str]) -> None:
-        self.answers: dict[str, list[RequestLine]] = {}
-        self.complete = asyncio.Event()
-        self._expected = expected
-        self._look()
-
-    def take(self, frontend: str, lines: list[RequestLine]) -> None:
-        self.answers[frontend] = lines
-        self._look()
-
-    def _look(self) -> None:
-        if self.answers.keys() >= self._expected:
-            self.complete.set()
-
-
 class Siblings:
     """Start `run()` as a task."""
 
@@ -123,7 +97,8 @@ class Siblings:
         self._slowest: dict[str, list[RequestLine]] = {}
         self._heard_at: dict[str, float] = {}  # monotonic
         self._unsent: asyncio.Queue[Told] = asyncio.Queue(_UNSENT)
-        self._numbers, self._asked = itertools.count(), dict[int, _Asked]()
+        self._numbers = itertools.count()
+        self._asked: dict[int, dict[str, asyncio.Future[list[RequestLine]]]] = {}  # answers by question and frontend
         self._said: list[RequestLine] = []
         self._ticks = 0
 
@@ -166,7 +141,7 @@ class Siblings:
 
     def slowest(self, own: Iterable[RequestLine]) -> list[RequestLine]:
         """The slowest of all frontends, as last told."""
-        return heapq.nlargest(SLOWEST, [*own, *itertools.chain(*self._slowest.values())], took_ms)
+        return heapq.nlargest(SLOWEST, [*own, *itertools.chain(*self._slowest.values())], attrgetter("took_ms"))
 
     async def ask(
         self, *, request_id: str = "", slowest: int = 0, latest: int = 0
@@ -175,16 +150,18 @@ class Siblings:
         if not self._heard_at:
             return [], []
         question = Question(self.frontend, next(self._numbers), request_id, slowest, latest)
-        asked = self._asked[question.number] = _Asked(self._heard_at.keys() - set(self.silent))
+        new, silent = asyncio.get_running_loop().create_future, self.silent
+        answers: dict[str, asyncio.Future[list[RequestLine]]] = {name: new() for name in self._heard_at}
+        self._asked[question.number] = answers
         try:
             with contextlib.suppress(RedisAway, TimeoutError):
                 async with asyncio.timeout(_ANSWER_S):
                     await self._publish(question)
-                    await asked.complete.wait()
+                    await asyncio.gather(*(answer for name, answer in answers.items() if name not in silent))
         finally:  # also of a client that leaves
             del self._asked[question.number]
-        lines = [line for lines in asked.answers.values() for line in lines]
-        return lines, sorted(self._heard_at.keys() - asked.answers.keys())
+        told = {name: answer.result() for name, answer in answers.items() if answer.done() and not answer.cancelled()}
+        return list(itertools.chain(*told.values())), sorted(answers.keys() - told.keys())
 
     async def _publish(self, told: Told) -> None:
         """Raises RedisAway."""
@@ -217,8 +194,9 @@ class Siblings:
                 with contextlib.suppress(RedisAway):
                     await self._publish(Answer(self.frontend, told.frontend, told.number, lines))
             case Answer():
-                if told.to == self.frontend and told.number in self._asked:
-                    self._asked[told.number].take(told.frontend, _requests.decode(told.requests))
+                answers = self._asked.get(told.number, {}) if told.to == self.frontend else {}
+                if (answer := answers.get(told.frontend)) is not None and not answer.done():
+                    answer.set_result(_requests.decode(told.requests))
             case Bye():
                 self._forget(told.frontend)
 
@@ -229,29 +207,14 @@ class Siblings:
 
 def summed(seconds: list[Second]) -> Second:
     """Of all frontends, as of one. There is one at least."""
-    columns = (
-        [sum(column) for column in zip(*counts, strict=True)] for counts in zip(*map(_latencies, seconds), strict=True)
-    )
-    ttft, itl, wait = columns
-    decisions, moved, judged = Counter[str](), Counter[tuple[str, str]](), Counter[tuple[str, bool]]()
-    for second in seconds:
-        decisions.update(second.decisions)
-        for source, target, tokens in second.transferred:
-            moved[source, target] += tokens
-        for name, met, requests in second.judged:
-            judged[name, met] += requests
-    return Second(
-        "",
-        ttft,
-        itl,
-        wait,
-        sum(second.requests for second in seconds),
-        sum(second.output_tokens for second in seconds),
-        dict(decisions),
-        [(source, target, tokens) for (source, target), tokens in moved.items()],
-        [(name, met, requests) for (name, met), requests in judged.items()],
-    )
+    counts = (msgspec.structs.astuple(second)[1:-1] for second in seconds)
+    return Second("", *map(_sum, zip(*counts, strict=True)))
 
 
-def _latencies(second: Second) -> tuple[list[int], ...]:
-    return second.ttft, second.itl, second.wait
+def _sum(counts: Sequence[Any]) -> Any:
+    match counts[0]:
+        case list():
+            return [sum(column) for column in zip(*counts, strict=True)]
+        case dict():
+            return dict(sum(map(Counter, counts), Counter[str]()))
+    return sum(counts)

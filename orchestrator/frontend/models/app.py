@@ -113,17 +113,7 @@ async def build_model_app(
     refuse_what_trips(app)
     streaming.watch(app, args)
     route.install(app, args)
-    ours = fleet_routes(
-        config.name_served,
-        connection.fleet,
-        lambda: connection.queue.depth,
-        lambda: connection.desired,
-        connection.rollout,
-        registry,
-        connection.router.learning.predictor,
-        connection.history.in_time,
-        lambda: connection.rest.away,
-    )
+    ours = fleet_routes(config.name_served, connection, registry)
     streams = stream_routes(connection.history, connection.siblings, lambda: _is_stopping(app))
     routes = [*ours.routes, *streams.routes]
     if config.frontend.dashboard:

@@ -42,7 +42,7 @@ def served_models(options: argparse.Namespace) -> list[Served]:
 async def rolled_out_config(config: Config, redis: Redis) -> tuple[Config, int]:
     """The configuration and generation of a frontend that no launcher starts: its own configuration, with the values
     of the last settled rollout. Raises ConfigError, RedisAway."""
-    rollout = await Registry(redis, config.namespace).configuration.rollout()
+    rollout = await Registry(redis, config.namespace).rollout.read()
     if rollout is None:
         return config, 0
     version = rollout.settled

@@ -25,7 +25,7 @@ from orchestrator.store.client import RedisAway
 from orchestrator.store.fields import Launcher, WorkerOrders
 from orchestrator.store.planned import Holder, PlannedWorker, Seen, decided, of_launchers
 from orchestrator.store.registry import Registry
-from orchestrator.types import DesiredRatio, Role, WorkerInfo, WorkerState
+from orchestrator.types import DesiredRatio, Role, WorkerInfo
 
 log = logging.getLogger("pd.launcher")
 
@@ -203,8 +203,7 @@ class WorkerPool:
     def _follow_registration(self, slot: Slot, info: WorkerInfo, snapshot: Snapshot) -> None:
         slot.process.seen()
         slot.generation = info.generation
-        if info.state is not WorkerState.STARTING:
-            slot.process.mark_ready()
+        slot.process.mark_ready()
         orders = snapshot.orders.get(info.id)
         # If it dies while it changes its role, it starts again in the new one.
         slot.role = (orders.role if orders else None) or info.role

@@ -56,9 +56,10 @@ class Recent:
 
     def __init__(self) -> None:
         self.ttft, self.itl, self.queue_wait = Latencies(), Latencies(), Latencies()
-        self.transferred: Counter[tuple[str, str]] = Counter()  # prompt tokens, by prefill and decode worker
-        # Ended requests, by class and whether they met their objectives; not those whose client left.
-        self.judged: Counter[tuple[str, bool]] = Counter()
+        self.transferred: Counter[str] = Counter()  # prompt tokens, by "PREFILL-WORKER DECODE-WORKER"
+        # Ended requests by class, and those of them that met their objectives; not those whose client left.
+        self.judged: Counter[str] = Counter()
+        self.met: Counter[str] = Counter()
         self.output_tokens = 0
         self._ended: deque[RequestLine] = deque(maxlen=KEPT)
         self._slow: deque[tuple[int, list[tuple[float, int, RequestLine]]]] = deque(maxlen=MINUTES)
@@ -76,7 +77,7 @@ class Recent:
         if not self._slow or self._slow[-1][0] != minute:
             self._slow.append((minute, []))
         slow = self._slow[-1][1]
-        entry = (line.total_ms + (line.frontend_ms or 0.0), self._count, line)
+        entry = (line.took_ms, self._count, line)
         heapq.heappush(slow, entry) if len(slow) < SLOWEST_PER_MINUTE else heapq.heappushpop(slow, entry)
 
     def latest(self, count: int) -> list[RequestLine]:

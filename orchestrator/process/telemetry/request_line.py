@@ -5,6 +5,8 @@ The router writes it; the dashboard, the exporter of traces and the command line
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 
 
@@ -33,6 +35,20 @@ class RequestLine(msgspec.Struct, frozen=True, omit_defaults=True):
     frontend_ms: float | None = None  # from arrival to the router: parsing, the chat template, tokenizing
     sent_ms: float | None = None  # from arrival at the router until a decode worker was given the last attempt
     chunks_ms: list[float] = []  # ends of a remote prefill's chunks, from its begin; the last one's is `prefill_ms`
+
+    @property
+    def took_ms(self) -> float:
+        """From its arrival at the frontend to its end."""
+        return self.total_ms + (self.frontend_ms or 0.0)
+
+    @property
+    def ended_at(self) -> float:
+        """Unix seconds."""
+        return self.arrived_at + self.took_ms / 1e3
+
+    def with_stages(self) -> dict[str, Any]:
+        """As types of JSON."""
+        return {**msgspec.to_builtins(self), "stages": msgspec.to_builtins(stages(self))}
 
 
 class Stage(msgspec.Struct, frozen=True):

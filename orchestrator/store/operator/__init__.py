@@ -1,1 +1,1 @@
-"""Lists that operators change while a fleet runs, and that its processes follow."""
+"""What operators set and look at while a fleet runs: lists that its processes follow, and events."""

@@ -15,6 +15,7 @@ import msgspec
 
 from orchestrator.config.models import namespace_of
 from orchestrator.store.client import Redis
+from orchestrator.store.documents import Document
 from orchestrator.store.keys import KEPT_S, REGISTRY, Keys
 from orchestrator.store.planned import of_launchers
 from orchestrator.store.registry import Registry
@@ -52,21 +53,16 @@ class ModelList(msgspec.Struct, frozen=True):
         return ModelList(self.revision + 1, {other: model for other, model in self.models.items() if other != name})
 
 
-class ModelStore:
-    """Every method raises RedisAway."""
-
+class ModelStore(Document[ModelList]):
     def __init__(self, redis: Redis, fleet: str) -> None:
         """`fleet`: the namespace of the whole."""
-        self._redis, self._fleet, self._keys = redis, fleet, Keys(fleet)
+        super().__init__(redis, fleet, "models", ModelList)
+        self._fleet = fleet
 
     async def read(self) -> ModelList | None:
-        """The list, which is kept for `KEPT_S` more; None if there is none, or another release wrote it."""
-        found: bytes | None = await self._redis.execute_command("GET", self._keys.models)
-        await self._redis.execute_command("EXPIRE", self._keys.models, KEPT_S)
-        try:
-            return msgspec.json.decode(found, type=ModelList) if found else None
-        except msgspec.DecodeError:
-            return None
+        """The list, which is kept for `KEPT_S` more: no member renews it."""
+        await self._redis.execute_command("EXPIRE", self._key, KEPT_S)
+        return await super().read()
 
     async def is_followed(self, listed: ModelList, has_ended: Callable[[str], bool]) -> bool:
         """Whether a launcher runs the fleet of this list, which outlives it. `has_ended`: whether a launcher is known
@@ -76,16 +72,6 @@ class ModelStore:
             if any(not has_ended(launcher) for launcher in launchers):
                 return True
         return False
-
-    async def change(self, seen: ModelList | None, wanted: ModelList) -> bool:
-        """Replace the list `seen` by `wanted`. False if another process has changed it meanwhile."""
-        was = msgspec.json.encode(seen) if seen is not None else b""
-        args = (self._keys.prefix, was, msgspec.json.encode(wanted))
-        return bool(await self._redis.call(REGISTRY, "write_models", *args))
-
-    async def delete(self) -> None:
-        """That of a fleet that has ended, so that the next one starts with its own file."""
-        await self._redis.execute_command("DEL", self._keys.models)
 
 
 async def forget_namespace(redis: Redis, namespace: str) -> bool:

@@ -40,6 +40,17 @@ def test_each_value_of_one_of_several_models_says_where_it_is_from(tmp_path: Pat
     assert rows["slo.ttft_s"] == (1.0, str(file)) and rows["slo.tpot_s"] == (0.2, str(file))
     assert rows["kv.verify"] == (True, "--set")
     assert shown(str(file), "--model", "a")["slo.tpot_s"][1] == "default"
+    assert shown(str(file), "--namespace", "default.b") == shown(str(file), "--model", "b")
+    added = shown(str(file), "--model", "new", "--set", "models.new.model=other")
+    assert added["model"] == ("other", "--set") and added["slo.ttft_s"] == (1.0, str(file))
+
+
+def test_a_file_of_one_model_may_be_asked_for_its_namespace(tmp_path: Path):
+    file = tmp_path / "c.yaml"
+    file.write_text("model: demo\nnamespace: mine\n")
+    assert shown(str(file), "--namespace", "mine") == shown(str(file))
+    wrong = runner.invoke(app, ["config", "show", str(file), "--namespace", "yours"]).exception
+    assert "has one: leave --model out" in str(wrong)
 
 
 @pytest.mark.parametrize(("gpus", "fleet"), [(0, (1, 1)), (1, (1, 1)), (2, (1, 1)), (5, (2, 3)), (8, (4, 4))])

@@ -22,7 +22,7 @@ from orchestrator.process.parent import identity_of
 ANOTHER = 54_321
 ASKING = [
     *(["status"], ["top", "--json"], ["scale", "prefill=3"], ["queue"], ["drain", "decode-0"], ["join"], ["events"]),
-    *(["logs"], ["trace", "--last"], ["ratio", "history"], ["log-level", "DEBUG"]),
+    *(["logs"], ["trace", "--last"], ["log-level", "DEBUG"]),
 ]
 
 

@@ -48,8 +48,8 @@ async def fleet(server: Server, namespace: str) -> AsyncIterator[OpenFleet]:
 
 async def test_rollout_follows_through_redis_outage(server: Server, fleet: OpenFleet) -> None:
     begun = Rollout(Version(0, {}), Version(1, {}))
-    configuration, show = fleet.registry.configuration, Mock()
-    assert await configuration.change_rollout(None, begun)
+    rollout, show = fleet.registry.rollout, Mock()
+    assert await rollout.change(None, begun)
     assert await claim_ids(fleet.registry, "launcher", Role.DECODE, ttl_s=600)
     following = asyncio.create_task(follow(fleet, begun, show))
     await asyncio.sleep(0.1)
@@ -57,7 +57,7 @@ async def test_rollout_follows_through_redis_outage(server: Server, fleet: OpenF
     await asyncio.sleep(1)
     assert not following.done()
     server.start()
-    assert await retry_while_away(lambda: configuration.change_rollout(None, begun.to(Phase.DONE)))
+    assert await retry_while_away(lambda: rollout.change(None, begun.to(Phase.DONE)))
     assert (await following).phase is Phase.DONE
     assert show.mock_calls[-1].args == (Event("done", generation=1),)
 
@@ -174,7 +174,7 @@ async def test_interrupted_restart_tells_no_more_workers_and_the_next_one_begins
     restarting.cancel()
     with pytest.raises(asyncio.CancelledError):
         await restarting
-    rollout = await workers.registry.configuration.rollout()
+    rollout = await workers.registry.rollout.read()
     assert rollout is not None and (rollout.phase, rollout.why) == (Phase.UNDONE, "interrupted")
     await workers.join("a", process="2")
     assert "b" not in (await workers.registry.read()).orders

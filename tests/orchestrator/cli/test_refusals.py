@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from support_wait import DEADLINE_S
 
-from orchestrator.cli.config import checked
+from orchestrator.cli.config import checked_models
 from orchestrator.config.settings import ConfigError
 from orchestrator.config.yaml_text import line_of
 from orchestrator.types import Role
@@ -47,7 +47,7 @@ def test_engine_arguments_are_refused_alike(tmp_path: Path, argument: str, line:
     if "no_such" in argument or "pipeline" in argument:
         pytest.importorskip("vllm")
     with pytest.raises(ConfigError, match=rf"fleet\.yaml, line {5 if ENGINE in line else 3}: {line}"):
-        checked(file)
+        checked_models(file)
     with pytest.raises(ConfigError, match=line):
         parse(Role.DECODE, ["--config", str(file)])
 
@@ -63,9 +63,9 @@ def test_overlapping_batches_are_refused_by_layer_only(tmp_path: Path, more: str
     file = written(tmp_path, "enable_dbo: true", more)
     if line:
         with pytest.raises(ConfigError, match=line):
-            checked(file)
+            checked_models(file)
     else:
-        checked(file)
+        checked_models(file)
 
 
 @pytest.mark.parametrize(
@@ -88,13 +88,13 @@ def test_a_host_tier_that_could_keep_nothing_is_refused(tmp_path: Path, argument
     file = written(tmp_path, argument, f"kv:\n  {more}\n")
     if line:
         with pytest.raises(ConfigError, match=f"line 7: kv.host_tier_bytes: {line}"):
-            checked(file)
+            checked_models(file)
     else:
-        checked(file)
+        checked_models(file)
 
 
 def test_what_is_switched_off_is_taken(tmp_path: Path) -> None:
-    checked(
+    checked_models(
         written(tmp_path, "{enable_return_routed_experts: false, kv_offloading_size: null, enable_sleep_mode: false}")
     )
 
@@ -102,13 +102,13 @@ def test_what_is_switched_off_is_taken(tmp_path: Path) -> None:
 def test_environment_that_unpickles_is_refused(tmp_path: Path) -> None:
     file = written(tmp_path, "dtype: float32", '  env: {VLLM_ALLOW_INSECURE_SERIALIZATION: "1"}\n')
     with pytest.raises(ConfigError, match="VLLM_ALLOW_INSECURE_SERIALIZATION: .*; unset it"):
-        checked(file)
+        checked_models(file)
 
 
 def test_sequence_of_a_simulated_engine_must_fit(tmp_path: Path) -> None:
     file = written(tmp_path, "num_gpu_blocks_override: 10\n    max_model_len: 400", "engine: sim\n")
     with pytest.raises(ConfigError, match="workers.engine_args.max_model_len: expected at most 160"):
-        checked(file)
+        checked_models(file)
 
 
 @pytest.mark.parametrize(
@@ -126,17 +126,19 @@ def test_sequence_of_a_simulated_engine_must_fit(tmp_path: Path) -> None:
 )
 def test_backends_that_cannot_carry_kv_are_refused(tmp_path: Path, backends: str, line: str) -> None:
     with pytest.raises(ConfigError, match=line):
-        checked(written(tmp_path, "dtype: float32", f"kv:\n  backends: {backends}\n"))
+        checked_models(written(tmp_path, "dtype: float32", f"kv:\n  backends: {backends}\n"))
 
 
 def test_parameters_of_ucx_are_taken(tmp_path: Path) -> None:
-    checked(written(tmp_path, "dtype: float32", "kv: {backends: {UCX: {num_workers: 2, ucx_devices: mlx5_0}}}\n"))
+    checked_models(
+        written(tmp_path, "dtype: float32", "kv: {backends: {UCX: {num_workers: 2, ucx_devices: mlx5_0}}}\n")
+    )
 
 
 def test_override_is_not_looked_for_in_the_file(tmp_path: Path) -> None:
     file = written(tmp_path, "enable_sleep_mode: false")
     with pytest.raises(ConfigError, match=f"^{ENGINE}.enable_sleep_mode: sleep"):
-        checked(file, [f"{ENGINE}.enable_sleep_mode=true"])
+        checked_models(file, [f"{ENGINE}.enable_sleep_mode=true"])
 
 
 def test_line_of_a_key_or_of_what_is_there_of_it() -> None:

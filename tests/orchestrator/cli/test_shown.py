@@ -26,7 +26,7 @@ from orchestrator.cli.steer import log_level, queue, queue_show
 from orchestrator.config.settings import Refused
 from orchestrator.launch.console import Console
 from orchestrator.store.client import connect
-from orchestrator.store.events import Event
+from orchestrator.store.operator.events import Event
 from orchestrator.store.queue import PrefillQueue
 
 ODD = "cmpl-[/x][red]:100:[link=a]"  # a client's x-request-id becomes a part of such a name

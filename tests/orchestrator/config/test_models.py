@@ -60,6 +60,10 @@ def test_one_model_of_a_file_is_chosen_by_its_name(tmp_path: Path) -> None:
     shared = ["slo.tpot_s=3", "slo.ttft_s=2", "models.small.slo.tpot_s=4"]
     slos = [load_model(several, shared, name).slo for name in ("qwen2.5", "small")]
     assert [(slo.ttft_s, slo.tpot_s) for slo in slos] == [(2.0, 3.0), (2.0, 4.0)], "over the model's own section too"
+    assert load_model(plain, [], "default") == load_config(plain), "its namespace means it too"
+    assert load_model(several, ["slo.ttft_s=2"], "default.small") == load_model(several, ["slo.ttft_s=2"], "small")
+    added = load_model(several, ["models.new.model=other"], "new")
+    assert (added.model, added.namespace) == ("other", "default.new")
     assert load_model(plain, ["namespace=n"]) == load_config(plain, ["namespace=n"])
     for file, name, why in [
         (several, None, "several.yaml has small, qwen2.5: name one with --model"),

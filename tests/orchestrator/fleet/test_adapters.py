@@ -13,8 +13,7 @@ from support_wait import until
 from orchestrator.fleet import adapters
 from orchestrator.fleet.adapters import AdapterFailed, AdapterRefused, AdapterView, refusal
 from orchestrator.store.client import Redis, connect
-from orchestrator.store.keys import Keys
-from orchestrator.store.operator.adapters import Adapter, AdapterList, AdapterStore
+from orchestrator.store.operator.adapters import Adapter, AdapterList
 from orchestrator.store.registry import Frontend, Registry
 
 X, Y = Adapter("x", "/a/x", 100_001), Adapter("y", "/a/y", 100_002)
@@ -35,9 +34,16 @@ class Fleet:
         self.redis, self.namespace = redis, fresh_namespace()
         self.registry, self.tasks = Registry(redis, self.namespace), dict[str, asyncio.Task[None]]()
 
+    def view(self, name: str, url: str = "http://f") -> AdapterView:
+        async def announce() -> None:
+            await self.registry.refresh_frontend(Frontend(name, url, "p", adapters=view.serves), 60.0)
+
+        view = AdapterView(self.registry, Calls(), announce)
+        return view
+
     async def join(self, name: str) -> AdapterView:
-        view = AdapterView(name, AdapterStore(self.redis, self.namespace), Calls())
-        await self.registry.refresh_frontend(Frontend(id=name, url="http://f", process="p"), 60.0)
+        view = self.view(name)
+        await view._announce()
         self.tasks[name] = asyncio.create_task(view.run())
         await view.asked.wait()
         await view.begin()
@@ -84,8 +90,8 @@ async def test_a_loaded_adapter_is_served_by_all_when_the_call_ends(fleet: Fleet
 
 async def test_a_frontend_that_starts_is_not_waited_for_and_reads_the_list_before_it_serves(fleet: Fleet):
     first = await fleet.join("f1")
-    starts = AdapterView("f2", AdapterStore(fleet.redis, fleet.namespace), Calls())
-    await fleet.registry.refresh_frontend(Frontend(id="f2", url="", process="p"), 60.0)
+    starts = fleet.view("f2", url="")
+    await starts._announce()
     await first.load(X, replacing=False)
     await starts.begin()
     assert starts.known.adapters == {"x": X}
@@ -130,19 +136,31 @@ async def test_frontends_put_back_a_list_that_redis_has_lost(fleet: Fleet, monke
     monkeypatch.setattr(adapters, "POLL_S", 0.05)
     first, second = await fleet.join("f1"), await fleet.join("f2")
     await first.load(X, replacing=False)
-    keys = Keys(fleet.namespace)
     for load in (lambda: second.load(Y, replacing=False), lambda: asyncio.sleep(0)):
-        await fleet.redis.delete(keys.adapters, keys.adapters_revision)
+        await fleet.registry.adapters.delete()
         await load()  # at once: before anybody has noticed
-        store = AdapterStore(fleet.redis, fleet.namespace)
-        await until(lambda store=store: listed(store), "the list is back")
-    assert await listed(AdapterStore(fleet.redis, fleet.namespace)) == {"x", "y"}
+        await until(fleet.registry.adapters.read, "the list is back")
+    assert await fleet.registry.adapters.read() == first.known
     assert first.known.adapters == second.known.adapters == {"x": X, "y": Y}
 
 
-async def listed(store: AdapterStore) -> set[str]:
-    found = await store.follow("nobody", 0)
-    return set(found.adapters) if found is not None else set()
+async def test_a_list_that_cannot_be_read_is_replaced(fleet: Fleet):
+    await fleet.redis.set(f"{fleet.registry.keys.prefix}adapters", "{")
+    first = await fleet.join("f1")
+    assert first.known.adapters == {}
+    await first.load(X, replacing=False)
+    assert await fleet.registry.adapters.read() == first.known
+
+
+async def test_a_list_that_is_made_again_is_newer_than_the_one_that_was_lost(fleet: Fleet):
+    first = await fleet.join("f1")
+    await first.load(X, replacing=False)
+    await fleet.stop("f1")
+    await fleet.registry.adapters.delete()
+    later = await fleet.join("f2")
+    await fleet.registry.leave_frontend("f1")
+    await later.load(Y, replacing=False)
+    assert later.known.revision > first.known.revision > 0
 
 
 async def test_nothing_is_done_while_redis_is_away(tmp_path):

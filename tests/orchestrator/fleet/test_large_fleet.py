@@ -16,7 +16,6 @@ import zmq
 from orchestrator.fleet.membership import Membership
 from orchestrator.fleet.prefixes import PrefixView
 from orchestrator.fleet.view import Fleet
-from orchestrator.store.events import Resync
 from orchestrator.types import EngineIdentity, KVEndpoint, Role, WorkerInfo, WorkerLoad, WorkerState
 from orchestrator.wire.framing import Assembler, frames_of
 from orchestrator.wire.messages import Abort, Rejected, Welcome, decode_to_worker, encode
@@ -67,7 +66,7 @@ class FullRegistry:
         return self.infos
 
     async def watch(self):
-        yield Resync()
+        yield
         await asyncio.Event().wait()
 
 

@@ -13,7 +13,6 @@ from orchestrator.fleet.membership import RECONNECT_S, Membership
 from orchestrator.fleet.prefixes import PrefixView
 from orchestrator.fleet.view import Fleet
 from orchestrator.store.client import RedisAway
-from orchestrator.store.events import Resync
 from orchestrator.types import Role, WorkerLoad
 from orchestrator.wire.addresses import Listening
 from orchestrator.wire.messages import Hello, Welcome
@@ -123,7 +122,7 @@ class Scene:
         await until(lambda: self.fleet.workers[name].connected)
 
     async def changed(self):
-        await self.registry.events.put(Resync())
+        await self.registry.events.put(None)
 
 
 @pytest.fixture

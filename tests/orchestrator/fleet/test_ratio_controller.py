@@ -17,17 +17,17 @@ from orchestrator.fleet.view import Fleet
 from orchestrator.policy.predict.predictor import Predictor
 from orchestrator.policy.ratio import decision
 from orchestrator.policy.ratio.reuse import ReuseCounter
-from orchestrator.store.events import KEPT, RatioHistory
+from orchestrator.store.operator.events import EventLog
 from orchestrator.store.planned import Seen
 from orchestrator.store.registry import Frontend, Registry
-from orchestrator.types import DesiredRatio, KVCounters, Offered, Role, WorkerLoad, WorkerState
+from orchestrator.types import DesiredRatio, KVCounters, Offered, Role, WorkerLoad
 
 
 @pytest.fixture
 def registry(redis):
     namespace = fresh_namespace()
     registry = Registry(redis, namespace)
-    registry.redis, registry.history = redis, RatioHistory(redis, namespace)
+    registry.redis, registry.log = redis, EventLog(redis, namespace)
     return registry
 
 
@@ -58,17 +58,14 @@ async def test_only_leader_changes_ratio_it_has_read(registry):
 
 async def test_load_counts_publish_no_event(registry):
     await registry.refresh_frontend(Frontend("f", "http://x", "1"), 60)
-    async with contextlib.aclosing(registry.watch()) as events:
-        await anext(events)
+    async with contextlib.aclosing(registry.redis.listen(registry.keys.events)) as told:
+        await anext(told)
         await registry.refresh_frontend(Frontend("f", "http://x", "1", offered=Offered(3, 400, 50.5)), 60)
         await registry.refresh_frontend(Frontend("f", "http://y", "1", offered=Offered(4, 500, 60.5)), 60)
-        event = await asyncio.wait_for(anext(events), DEADLINE_S)
         assert (await registry.frontends())["f"].offered == Offered(4, 500, 60.5)
-        assert type(event).__name__ == "Changed"
-        await registry.leave_frontend("f")
-        assert type(await asyncio.wait_for(anext(events), DEADLINE_S)).__name__ == "Left", (
-            "one change only: that of the URL"
-        )
+        await registry.redis.publish(registry.keys.events, "the end")
+        async with asyncio.timeout(DEADLINE_S):
+            assert [await anext(told), await anext(told)] == [b"", b"the end"], "one change only: that of the URL"
 
 
 # ---- looking ---------------------------------------------------------------------------------------------------
@@ -78,10 +75,10 @@ def load(name, running=0, waiting=0, free=512, waiting_tokens=0):
     return WorkerLoad(name, 1, 512, free, running, waiting, waiting_tokens, step_ms=10.0)
 
 
-def fleet_of(*roles, state=WorkerState.READY, **loads):
+def fleet_of(*roles, **loads):
     fleet = Fleet("f")
     for number, role in enumerate(roles):
-        info = worker(f"w{number}", role, state=state)
+        info = worker(f"w{number}", role)
         fleet.upsert(info, 0.0)
         fleet.workers[info.id].connected = True
         fleet.take_load(load(info.id, **(loads if role is Role.DECODE else {})), 0.0)
@@ -133,9 +130,7 @@ def quick(monkeypatch):
 async def running(registry, fleet, frontend_id="f", **ratio):
     config = parse_config({"model": "m", "ratio": {"mode": "auto", **ratio}})
     learned = Predictor(0.0005), ReuseCounter()
-    ratio_controller = RatioController(
-        frontend_id, config, registry, registry.history, fleet, *learned, interval_s=0.02
-    )
+    ratio_controller = RatioController(frontend_id, config, registry, registry.log, fleet, *learned, interval_s=0.02)
     task = asyncio.create_task(ratio_controller.run())
     try:
         yield ratio_controller
@@ -190,7 +185,7 @@ async def test_long_answers_move_all_prefill_workers_and_are_logged(registry):
     async with running(registry, fleet_of(P, P, P, D, running=64, waiting=190)), offering(registry, *LONG_ANSWERS):
         ratio = await until(lambda: is_desired(registry, 0, 4), "every worker prefills what it decodes")
         assert ratio.set_by == "ratio" and "times what arrives" in ratio.why
-    history = [noted.decision for noted in await registry.history.read()]
+    history = [event.fields["decision"] for event in await registry.log.read() if event.type == "decided"]
     assert [line.split(":")[0] for line in history] == ["3P1D -> 0P4D"]
     assert "requests/s" in history[0]
 
@@ -206,26 +201,23 @@ async def test_shift_to_prefill_keeps_min_decode(registry):
         assert await is_desired(registry, 2, 2)
 
 
-@pytest.mark.parametrize(
-    "why", ["idle", "a worker loads", "cooling down after the operator", "another leads", "nothing was set"]
-)
+@pytest.mark.parametrize("why", ["idle", "cooling down after the operator", "another leads", "nothing was set"])
 async def test_ratio_is_kept_while(registry, why, monkeypatch):
     if why != "nothing was set":
         await set_desired(registry, 3, 1, "scale")
-    state = WorkerState.STARTING if why == "a worker loads" else WorkerState.READY
     if why == "cooling down after the operator":
         monkeypatch.setattr(decision, "COOL_DOWN_S", 600.0)
     if why == "another leads":
         await registry.lead("other", 600.0)
     load = contextlib.nullcontext() if why == "idle" else offering(registry, *LONG_ANSWERS)
-    async with load, running(registry, fleet_of(P, P, P, D, state=state)) as mine:
+    async with load, running(registry, fleet_of(P, P, P, D)) as mine:
         if why == "another leads":
             await asyncio.sleep(0.3)
             assert not mine.window
         else:
             await observed(mine)
     assert await registry.desired() is None if why == "nothing was set" else await is_desired(registry, 3, 1)
-    assert await registry.history.read() == []
+    assert not [event for event in await registry.log.read() if event.type == "decided"]
 
 
 async def test_when_the_leader_dies_another_goes_on(registry, monkeypatch):
@@ -240,16 +232,8 @@ async def test_when_the_leader_dies_another_goes_on(registry, monkeypatch):
     assert await registry.redis.get(f"{registry.keys.prefix}ratio_leader") in (b"second", None)
 
 
-async def test_the_history_is_bounded_and_what_cannot_be_read_is_left_out(registry):
-    for number in range(KEPT + 5):
-        await registry.history.note(float(number), f"decision {number}")
-    await registry.redis.execute_command("LPUSH", registry.keys.ratio_history, "damaged")
-    noted = await registry.history.read()
-    assert len(noted) == KEPT and (noted[0].at, noted[0].decision) == (KEPT + 4.0, f"decision {KEPT + 4}")
-
-
 async def test_ratio_mode_off_changes_nothing(registry):
     config = parse_config({"model": "m", "ratio": {"mode": "off"}})
-    mine = RatioController("f", config, registry, registry.history, Fleet("f"), Predictor(), ReuseCounter())
+    mine = RatioController("f", config, registry, registry.log, Fleet("f"), Predictor(), ReuseCounter())
     await asyncio.wait_for(mine.run(), DEADLINE_S)
     assert await registry.redis.exists(f"{registry.keys.prefix}ratio_leader") == 0

@@ -113,7 +113,7 @@ def test_stall_of_this_process_is_not_silence():
 
 
 def test_candidates_are_ready_connected_decode_workers_and_avoidance_is_a_preference():
-    fleet = fleet_of(worker("d0"), worker("d1"), worker("p", Role.PREFILL), worker("s", state=WorkerState.STARTING))
+    fleet = fleet_of(worker("d0"), worker("d1"), worker("p", Role.PREFILL), worker("s", state=WorkerState.DRAINING))
     fleet.upsert(worker("unconnected"), now=0.0)
     names = {c.worker_id for c in fleet.candidates().decode}
     assert names == {"d0", "d1"} and fleet.ready(Role.PREFILL) == 1

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from types import SimpleNamespace
 from typing import Annotated
 
 import httpx
@@ -11,6 +12,7 @@ import uvicorn
 from fastapi import Body, FastAPI, Request, Response
 from fastapi.responses import StreamingResponse
 from prometheus_client import CollectorRegistry
+from support_siblings import queue_of
 from support_wait import DEADLINE_S
 
 from orchestrator.config.access import LimitsConfig, SecurityConfig
@@ -51,13 +53,21 @@ def fleet():
 def app(fleet):
     app = FastAPI()
     registry = CollectorRegistry()
-    depth, desired = (lambda: QueueDepth(3, 4000, 1)), (lambda: DesiredRatio(1, 2, "ratio", 5.0))
-    registry.register(pages.FleetCollector(fleet.workers.values, depth, desired))
+    fleet.desired, queue = DesiredRatio(1, 2, "ratio", 5.0), queue_of(QueueDepth(3, 4000, 1))
+    registry.register(pages.FleetCollector(fleet, queue))
 
     async def rollout():
         return RolloutStatus(Phase.BACK, 0, 1, "it cannot start")
 
-    ours = pages.fleet_routes("demo", fleet, depth, desired, rollout, registry, Predictor(), dict)
+    connection = SimpleNamespace(
+        fleet=fleet,
+        queue=queue,
+        rollout=rollout,
+        rest=SimpleNamespace(away=False),
+        history=SimpleNamespace(in_time=dict),
+        router=SimpleNamespace(learning=SimpleNamespace(predictor=Predictor())),
+    )
+    ours = pages.fleet_routes("demo", connection, registry)
     app.router.routes[:0] = ours.routes
 
     @app.get("/refuse")

@@ -11,8 +11,8 @@ import pytest
 from orchestrator.config.settings import Config, ConfigError, parse_config
 from orchestrator.config.shared import shared
 from orchestrator.store.client import Redis
-from orchestrator.store.configuration import Configuration, Phase, Rollout, Version
-from orchestrator.store.keys import Keys
+from orchestrator.store.configuration import Phase, Rollout, Version
+from orchestrator.store.registry import Registry
 
 pytest.importorskip("vllm")
 
@@ -110,11 +110,11 @@ async def test_frontend_without_launcher_takes_rolled_out_config(redis: Redis):
     own = config(max_logprobs=3)
     fleets = msgspec.structs.replace(own, sim=msgspec.structs.replace(own.sim, speed=32))
     rollout = Rollout(Version(4, shared(own)), Version(5, shared(fleets)))
-    stored = Configuration(redis, Keys(own.namespace))
+    stored = Registry(redis, own.namespace).rollout
     assert await rolled_out_config(own, redis) == (own, 0)
-    await stored.change_rollout(None, rollout)
+    await stored.change(None, rollout)
     assert await rolled_out_config(own, redis) == (own, 4), "it has not ended"
-    await stored.change_rollout(rollout, rollout.to(Phase.DONE))
+    await stored.change(rollout, rollout.to(Phase.DONE))
     taken, generation = await rolled_out_config(own, redis)
     assert generation == 5 and taken.sim.speed == 32
     assert taken.frontend == own.frontend, "what is a frontend's own stays"

@@ -24,10 +24,10 @@ from orchestrator.types import Role, WorkerState
 )
 def test_a_fleet_is_connected_when_each_serving_frontend_reaches_all_ready_workers(reaches, connected):
     ready = [msgspec.structs.replace(worker(name), state=WorkerState.READY) for name in ("a", "b")]
-    loading = msgspec.structs.replace(worker("c"), state=WorkerState.STARTING)
+    leaves = msgspec.structs.replace(worker("c"), state=WorkerState.DRAINING)
     serving = {f"f{n}": Frontend(f"f{n}", "http://x", "1", reaches=r) for n, r in enumerate(reaches)}
     leaving = {"old": Frontend("old", "", "2", reaches=0)}
-    snapshot = Snapshot(workers={info.id: info for info in [*ready, loading]}, frontends=serving | leaving)
+    snapshot = Snapshot(workers={info.id: info for info in [*ready, leaves]}, frontends=serving | leaving)
     assert snapshot.connected() is connected
 
 

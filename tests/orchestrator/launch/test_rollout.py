@@ -62,11 +62,11 @@ class Leader:
         reading = msgspec.structs.asdict(await self.registry.read())
         snapshot = Snapshot(
             **reading | {"launchers": {"a": Launcher(generation=self.workers.setup.generation), **others}},
-            rollout=await self.registry.configuration.rollout(),
+            rollout=await self.registry.rollout.read(),
             read_at=self.now,
         )
         await self.rolling.follow(snapshot, leads=True)
-        return set((await self.registry.workers_and_orders())[1])
+        return set((await self.registry.read()).orders)
 
 
 @pytest.fixture
@@ -80,7 +80,7 @@ async def leader(tmp_path: Path) -> AsyncIterator[Leader]:
     for info in (worker("decode-0", Role.DECODE), worker("decode-1", Role.DECODE)):
         await registry.join(info, 60)
     old, new = Version(0, shared(config)), Version(1, shared(config))
-    assert await registry.configuration.change_rollout(None, Rollout(old, new))
+    assert await registry.rollout.change(None, Rollout(old, new))
     while leader.workers.setup.generation == 0:  # it prepares in a task
         assert await leader.sees({}) == set()
     yield leader
@@ -90,7 +90,7 @@ async def leader(tmp_path: Path) -> AsyncIterator[Leader]:
 
 
 async def phase(leader: Leader) -> tuple[Phase, str]:
-    rollout = await leader.registry.configuration.rollout()
+    rollout = await leader.registry.rollout.read()
     assert rollout is not None
     return rollout.phase, rollout.why
 
@@ -161,12 +161,12 @@ async def test_unrestarted_worker_rolls_back(leader: Leader):
 @pytest.fixture
 async def restarted(leader: Leader) -> Leader:
     """Both workers are this launcher's, nothing was rolled out, and a restart of them is ordered."""
-    configuration, units = leader.registry.configuration, await leader.registry.workers()
-    await configuration.forget_rollout()
+    rollout, units = leader.registry.rollout, await leader.registry.workers()
+    await rollout.delete()
     leader.workers.setup = msgspec.structs.replace(leader.workers.setup, generation=0)
     as_started = Version(0, {})
     ordered = Rollout(as_started, as_started, restart={name: info.process for name, info in units.items()})
-    assert await configuration.change_rollout(None, ordered)
+    assert await rollout.change(None, ordered)
     return leader
 
 

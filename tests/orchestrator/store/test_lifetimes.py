@@ -11,23 +11,23 @@ from support_steering import claim_ids, order_drain, set_desired
 from orchestrator.store import keys
 from orchestrator.store.client import Redis
 from orchestrator.store.configuration import Rollout, Version
-from orchestrator.store.events import EventLog, RatioHistory
 from orchestrator.store.keys import Keys
-from orchestrator.store.operator.adapters import Adapter, AdapterStore
+from orchestrator.store.operator.adapters import Adapter, AdapterList
+from orchestrator.store.operator.events import EventLog
 from orchestrator.store.operator.log_levels import LogLevels
 from orchestrator.store.queue import PrefillQueue
 from orchestrator.store.registry import Frontend, Registry
 from orchestrator.types import PrefillJob, Role
 
 DOCS = Path(__file__).parents[3] / "docs" / "redis.md"
-STEERED = ("desired", "config", "rollout", "noted", "ratio_history", "log_levels", "adapters", "adapters_revision")
+STEERED = ("desired", "config", "rollout", "noted", "log_levels", "adapters")
 
 
 async def fleet_begins(redis: Redis, namespace: str) -> None:
     """Everybody who writes to Redis does."""
     registry = Registry(redis, namespace)
     await registry.configuration.write(Version(0, {}))
-    assert await registry.configuration.change_rollout(None, Rollout(Version(0, {}), Version(1, {})))
+    assert await registry.rollout.change(None, Rollout(Version(0, {}), Version(1, {})))
     await claim_ids(registry, "launcher", Role.DECODE)
     assert await registry.claim_id("by-hand:h/1/1", Role.PREFILL, 60, "hand")
     await registry.refresh_frontend(Frontend("f1", "http://h", "1", mesh_key="k"), 60)
@@ -38,9 +38,8 @@ async def fleet_begins(redis: Redis, namespace: str) -> None:
     await registry.lead("f1", 60)
     await registry._call("prune")
     await LogLevels(redis, namespace).set("DEBUG")
-    await RatioHistory(redis, namespace).note(1.0, "1P1D")
     await EventLog(redis, namespace).note("retried", why="test")
-    assert await AdapterStore(redis, namespace).change("x", Adapter("x", "/x", 1), 0)
+    assert await registry.adapters.change(None, AdapterList(1, {"x": Adapter("x", "/x", 1)}))
 
 
 async def fleet_works(redis: Redis, namespace: str) -> None:

@@ -280,22 +280,6 @@ async def test_lua_claims_equal_policy(make, claimers, redis, seed, affine):
                 await redis.hset(queue.keys.job(older.request_id), "arrived_at", time.time() - older.waited_s)
 
 
-async def test_the_leases_of_a_dead_worker_end_and_count_as_deliveries(make, claimers, redis):
-    queue = make(max_deliveries=2)
-    for request_id in "abc":
-        await queue.enqueue(job(request_id))
-    assert await ids(queue, "dead", max_jobs=2) == ["a", "b"] and await ids(queue, "lives") == ["c"]
-    await claimers("dead")
-    assert await queue.expire_leases("dead") == 0, "it is registered: it renews them itself"
-    await redis.delete(queue.keys.worker("dead"))
-    assert await queue.expire_leases("dead") == 2
-    assert await queue.expire_leases("dead") == 0, "one is the first"
-    assert sorted((await queue.sweep()).returned) == ["a", "b"]
-    assert await ids(queue, "dead") == ["a", "b"] and await queue.expire_leases("nobody") == 0
-    assert await queue.expire_leases("dead") == 2
-    assert sorted(failed[0] for failed in (await queue.sweep()).failed) == ["a", "b"]
-
-
 async def test_a_window_drops_what_is_corrupt_or_orphaned(make, claimers, redis):
     queue = make()
     await claimers("w2")
@@ -324,21 +308,6 @@ async def test_window_with_binary_id_drops_it(make, claimers, redis):
 
 
 # ---- holding and letting go ------------------------------------------------------------------------------------
-
-
-async def test_unreported_claims_are_released(make):
-    queue = make()
-    for name in ("known", "unheard", "others"):
-        await queue.enqueue(job(name))
-    assert await ids(queue, max_jobs=2) == ["known", "unheard"]
-    assert await ids(queue, worker="other") == ["others"]
-    assert await queue.release_unknown("w", ["known"]) == ["unheard"]
-    assert await queue.depth() == QueueDepth(requests=1, tokens=job("unheard").uncached_tokens, claimed=2)
-    again = (await claim_head(queue, "w", ALL, 10))[0]
-    assert again.job.request_id == "unheard" and again.job.deliveries == 1
-    assert await queue.release_unknown("w", ["known", "unheard"]) == []
-    for name, worker in (("known", "w"), ("unheard", "w"), ("others", "other")):
-        assert await queue.ack(worker, name, 1)
 
 
 async def test_returned_job_keeps_its_score(make, redis):

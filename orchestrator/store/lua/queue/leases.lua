@@ -43,39 +43,6 @@ local function release(keys, args)
   return 1
 end
 
--- args: worker, ttl, ids that the worker knows it holds. Every other claim of it waits again now. Returns their ids.
-local function release_unknown(keys, args)
-  local q, worker, now = open(keys), args[1], clock()
-  local known, released = {}, {}
-  for i = 3, #args do known[args[i]] = true end
-  for _, id in ipairs(call('ZRANGE', q.claims .. worker, 0, -1)) do
-    if not known[id] then
-      local job = read_job(q, id)
-      if job and job.state == 'claimed' and job.claimed_by == worker then
-        give_back(q, id, job, args[2], now)
-        released[#released + 1] = id
-      else
-        call('ZREM', q.claims .. worker, id)
-      end
-    end
-  end
-  return released
-end
-
--- args: worker. Its leases end now, and the next sweep returns its claims; not those of a worker that is registered,
--- which renews them. Returns how many.
-local function expire_leases(keys, args)
-  local q, worker, expired = open(keys), args[1], 0
-  if call('EXISTS', q.prefix .. 'worker:' .. worker) == 1 then return 0 end
-  local now = clock()
-  for _, id in ipairs(call('ZRANGE', q.claims .. worker, 0, -1)) do
-    if try('HGET', q.job .. id, 'claimed_by') == worker then
-      expired = expired + call('ZADD', q.leases, 'XX', 'LT', 'CH', now, id)
-    end
-  end
-  return expired
-end
-
 -- args: id, attempt. Removes this attempt, or an older one; a newer one is left alone. Returns what was removed.
 local function cancel(keys, args)
   local q, id, removed = open(keys), args[1], 'absent'

@@ -37,8 +37,9 @@ local function typed(key, wanted)
   return key
 end
 
--- To frontends and launchers. Workers do not listen: each event would reach all of them.
-local function publish(prefix, event) redis.call('PUBLISH', prefix .. 'events', cjson.encode(event)) end
+-- Tells frontends and launchers that something has changed; of the desired ratio also what it is now. Workers do not listen:
+-- all would hear of each change.
+local function publish(prefix, ratio) redis.call('PUBLISH', prefix .. 'events', ratio and cjson.encode(ratio) or '') end
 
 local function version_now(prefix) return redis.call('GET', typed(prefix .. 'version', 'string')) or '0' end
 
@@ -61,7 +62,7 @@ end
 local function domain_key(prefix, domain) return prefix .. 'domain:' .. domain end
 local function decoders_key(prefix, domain) return prefix .. 'decoders:' .. domain end
 
--- Keeps an event for operators (store/events.py): fields and values.
+-- Keeps an event for operators (store/operator/events.py): fields and values.
 local function note(prefix, ...)
   redis.call('XADD', typed(prefix .. 'noted', 'stream'), 'MAXLEN', '~', NOTED, '*', ...)
   redis.call('EXPIRE', prefix .. 'noted', KEPT_S)

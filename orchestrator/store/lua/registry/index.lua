@@ -16,8 +16,7 @@ local function depart(prefix, id)
   local domain = kept[#ENDPOINT]
   redis.call('SREM', typed(domain_key(prefix, domain), 'set'), id)
   redis.call('SREM', typed(decoders_key(prefix, domain), 'set'), id)
-  local claims = redis.pcall('ZCARD', prefix .. 'claims:' .. id)
-  local departed = { id, kept[1], kept[2], kept[3], kept[4], type(claims) == 'number' and claims > 0 }
+  local departed = { id, kept[1], kept[2], kept[3], kept[4] }
   local key = typed(prefix .. 'departed', 'stream')
   redis.call('XADD', key, 'MAXLEN', '~', DEPARTED, '*', 'worker', cjson.encode(departed))
   redis.call('EXPIRE', key, INDEX_S)
@@ -57,7 +56,7 @@ local function live(prefix, kind)
     else
       redis.call('SREM', index_key(prefix, kind), id)
       gone(prefix, kind, id)
-      publish(prefix, { type = 'left', id = id, kind = kind })
+      publish(prefix)
       note(prefix, 'type', 'lost', 'kind', kind, 'id', id, 'why', 'silent')
     end
   end
@@ -70,13 +69,13 @@ local TYPES = {
   affine = 'string', sweep_cursor = 'string', dropped = 'hash',
   workers = 'set', frontends = 'set', launchers = 'set', endpoints = 'hash', kinds = 'hash', version = 'string',
   changed = 'zset', departed = 'stream', noted = 'stream', log_levels = 'hash',
-  adapters = 'hash', adapters_revision = 'string', desired = 'hash', ratio_leader = 'string', ratio_history = 'list', config = 'string', rollout = 'string'
+  adapters = 'string', desired = 'hash', ratio_leader = 'string', config = 'string', rollout = 'string'
 }
 
 -- The keys of them that no member has for itself: how long they outlive the last member, seconds.
 local LIVES = {
-  noted = KEPT_S, ratio_history = KEPT_S, desired = KEPT_S, config = KEPT_S, rollout = KEPT_S, log_levels = LEVELS_S,
-  adapters = KEPT_S, adapters_revision = KEPT_S,
+  noted = KEPT_S, desired = KEPT_S, config = KEPT_S, rollout = KEPT_S, adapters = KEPT_S,
+  log_levels = LEVELS_S,
 }
 
 -- Removes what is of another type: it makes every call fail that reads or writes it. What removed it before is made

@@ -50,10 +50,10 @@ local function put_member(keys, args)
   if kind == 'launcher' and (fresh or changed) then bump(prefix) end
   if fresh then
     redis.call('SET', typed(prefix .. 'begun', 'string'), SECONDS:format(clock()), 'NX', 'EX', INDEX_S)
-    publish(prefix, { type = 'joined', id = id, kind = kind })
+    publish(prefix)
     note(prefix, 'type', 'joined', 'kind', kind, 'id', id, 'role', mine.role or '')
   elseif changed then
-    publish(prefix, { type = 'changed', id = id, kind = kind })
+    publish(prefix)
     local unit = string.match(mine.ranks or '', '^[^,]+')
     if unit then redis.call('PUBLISH', prefix .. 'orders:' .. unit, '') end -- the other ranks may wait for this
     if was and mine.role and was ~= mine.role then
@@ -138,7 +138,7 @@ local function remove_member(keys, args)
   local removed = redis.call('DEL', member_key(prefix, kind, id)) + redis.call('SREM', index_key(prefix, kind), id)
   if removed > 0 then
     gone(prefix, kind, id)
-    publish(prefix, { type = 'left', id = id, kind = kind })
+    publish(prefix)
     note(prefix, 'type', 'left', 'kind', kind, 'id', id)
   end
   return removed
@@ -207,7 +207,7 @@ local function take_id(prefix, launcher, ttl_ms, role, wanted, name)
   redis.call('SADD', index_key(prefix, 'launcher'), launcher)
   redis.call('EXPIRE', index_key(prefix, 'launcher'), INDEX_S + math.ceil(ttl_ms / 1000))
   bump(prefix)
-  publish(prefix, { type = 'changed', id = launcher, kind = 'launcher' })
+  publish(prefix)
   return id
 end
 

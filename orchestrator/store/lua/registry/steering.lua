@@ -9,7 +9,7 @@ local function order(prefix, kind, id, field, value)
   local sequence = math.max(order_sequence(key) + 1, math.floor(clock() * 1000))
   redis.call('HSET', key, field, value, 'order_sequence', sequence)
   if kind == 'worker' then touch(prefix, id) end
-  publish(prefix, { type = 'ordered', id = id })
+  publish(prefix)
   redis.call('PUBLISH', prefix .. 'orders:' .. id, '')
 end
 
@@ -33,8 +33,7 @@ local function write_desired(prefix, prefill, decode, by, why, at)
   redis.call('HSET', key, 'prefill', prefill, 'decode', decode, 'set_by', by, 'set_at', set_at, 'why', why)
   redis.call('EXPIRE', key, KEPT_S)
   -- With the ratio: who hears of it can restore it, also where it is lost before it is read.
-  local ratio = { prefill = prefill, decode = decode, set_by = by, set_at = set_at, why = why }
-  publish(prefix, { type = 'desired_changed', ratio = ratio })
+  publish(prefix, { prefill = prefill, decode = decode, set_by = by, set_at = set_at, why = why })
   note(prefix, 'type', 'scaled', 'prefill', prefill, 'decode', decode, 'by', by, 'why', why)
 end
 
@@ -92,26 +91,20 @@ local function lead(keys, args)
   return SECONDS:format(clock())
 end
 
--- ---- rollouts ----------------------------------------------------------------------------------------------------
+-- ---- documents ---------------------------------------------------------------------------------------------------
 
--- args: what the rollout is believed to be ('' for none), and what it becomes. Returns 1, or 0 when it is another by now.
-local function write_rollout(keys, args)
-  local key = keys[1] .. 'rollout'
-  if (redis.call('GET', key) or '') ~= args[1] then return 0 end
-  redis.call('SET', key, args[2], 'EX', KEPT_S)
-  bump(keys[1]) -- who is to restart follows from it
-  publish(keys[1], { type = 'desired_changed' })
-  return 1
-end
-
--- ---- models ------------------------------------------------------------------------------------------------------
-
--- args: what the fleet's list of models is believed to be ('' for none), and what it becomes. Returns 1, or 0 when it is
--- another by now.
-local function write_models(keys, args)
-  local key = typed(keys[1] .. 'models', 'string')
-  if (redis.call('GET', key) or '') ~= args[1] then return 0 end
-  redis.call('SET', key, args[2], 'EX', KEPT_S)
+-- args: the name of a document (store/documents.py), what it is believed to be ('' for none), and what it becomes. Returns 1,
+-- or 0 when it is another by now.
+local function write_document(keys, args)
+  local prefix, name = keys[1], args[1]
+  local key = typed(prefix .. name, 'string')
+  if (redis.call('GET', key) or '') ~= args[2] then return 0 end
+  redis.call('SET', key, args[3], 'EX', KEPT_S)
+  redis.call('PUBLISH', key .. '_changed', '')
+  if name == 'rollout' then
+    bump(prefix) -- who is to restart follows from it
+    publish(prefix)
+  end
   return 1
 end
 

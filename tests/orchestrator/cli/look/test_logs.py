@@ -21,7 +21,7 @@ from orchestrator.cli.look.logs import app, describe_event
 from orchestrator.config.settings import Refused
 from orchestrator.launch.host.run_folder import RunFolder
 from orchestrator.store.client import RedisAway, connect
-from orchestrator.store.events import Event, EventLog
+from orchestrator.store.operator.events import Event, EventLog
 from orchestrator.store.registry import Registry
 
 ROOT = Path(__file__).parents[4]
@@ -144,6 +144,7 @@ def test_events_are_shown(tmp_path: Path):
             Event("1", 0.0, "flipped", {"kind": "worker", "id": "w", "from": "a", "to": "b"}),
             "worker w changed from a to b",
         ),
+        (Event("1", 0.0, "decided", {"decision": "3P1D -> 0P4D: x"}), "ratio.mode: auto: 3P1D -> 0P4D: x"),
         (Event("1", 0.0, "retried", {"frontend": "f", "why": "x", "count": "3"}), "3 requests retried by f: x"),
         (Event("1", 0.0, "left", {"kind": "frontend", "id": "f"}), "frontend f left"),
     ],

@@ -15,7 +15,7 @@ import uvicorn
 from fastapi import FastAPI
 from fastapi.responses import PlainTextResponse
 from support_info import fleet_of, worker_info
-from support_siblings import alone
+from support_siblings import alone, queue_of
 
 from orchestrator.cli.look.screen import Confirm, Top
 from orchestrator.cli.look.top import sample, top
@@ -50,9 +50,9 @@ async def frontend(steered: Any, monkeypatch: pytest.MonkeyPatch) -> AsyncIterat
     for name, free in (("p0", 90), ("d0", 50), ("d1", 10)):
         fleet.take_load(WorkerLoad(name, 1, 100, free, 2, 1, 30, 5.0), 0.0)
     recent = Recent()
-    recent.judged.update({("chat", True): 3, ("chat", False): 1})
-    siblings, ratio = alone(recent), DesiredRatio(1, 2, "x")
-    history = History("demo", siblings, fleet, recent, lambda: QueueDepth(3, 4000, 1), lambda: ratio)
+    recent.judged["chat"], recent.met["chat"] = 4, 3
+    siblings, fleet.desired = alone(recent), DesiredRatio(1, 2, "x")
+    history = History("demo", siblings, fleet, queue_of(QueueDepth(3, 4000, 1)))
     app = FastAPI()
     ended = False
     app.router.routes += stream_routes(history, siblings, lambda: ended).routes

@@ -8,7 +8,7 @@ import json
 import msgspec
 import pytest
 from support_info import fleet_of, worker_info
-from support_siblings import alone
+from support_siblings import alone, queue_of
 
 from orchestrator.frontend.dashboard import history as module
 from orchestrator.frontend.dashboard.history import HOUR_S, MAX_WATCHERS, History, samples
@@ -28,14 +28,8 @@ def history(recent: Recent) -> History:
     for view in fleet.workers.values():
         view.connected = True
     fleet.take_load(WorkerLoad("d0", 1, 100, 25, 2, 1, 30, 5.0), 0.0)
-    return History(
-        "m",
-        alone(recent),
-        fleet,
-        recent,
-        lambda: QueueDepth(3, 4000, 1),
-        lambda: DesiredRatio(1, 2, "scale"),
-    )
+    fleet.desired = DesiredRatio(1, 2, "scale")
+    return History("m", alone(recent), fleet, queue_of(QueueDepth(3, 4000, 1)))
 
 
 def test_point_counts_since_previous_point(history: History, recent: Recent):
@@ -61,10 +55,11 @@ def test_point_counts_since_previous_point(history: History, recent: Recent):
 def test_shares_within_objectives_are_those_of_the_last_minute_by_class(history: History, recent: Recent):
     history.take(0.0)
     assert history.in_time() == {}
-    recent.judged.update({("chat", True): 3, ("chat", False): 1, ("", True): 2})
+    recent.judged.update({"chat": 4, "": 2})
+    recent.met.update({"chat": 3, "": 2})
     history.take(1.0)
-    recent.judged["batch", False] += 1
-    recent.judged["chat", True] += 4
+    recent.judged.update({"batch": 1, "chat": 4})
+    recent.met["chat"] += 4
     history.take(2.0)
     assert history.in_time() == {"": 1.0, "batch": 0.0, "chat": 0.875}
     for second in range(59):
@@ -86,7 +81,7 @@ async def test_watchers_get_samples_with_transfers(history: History, recent: Rec
     monkeypatch.setattr(module, "INTERVAL_S", 0.01)
     ended = False
     with history.watching() as watcher:
-        recent.transferred["p0", "d0"] += 5
+        recent.transferred["p0 d0"] += 5
         history.take(1.0)
         stream = samples(watcher, lambda: ended)
         name, _, data = (await anext(stream)).partition(b"\ndata: ")
@@ -130,6 +125,6 @@ def test_groups_are_counted_as_the_desired_ratio_counts_them(recent: Recent):
     fleet = fleet_of(*infos, half, worker_info("p0", Role.PREFILL))
     for view in fleet.workers.values():
         view.connected = True
-    history = History("m", alone(recent), fleet, recent, lambda: None, lambda: DesiredRatio(1, 2, "scale"))
+    history = History("m", alone(recent), fleet, queue_of(None))
     history.take(1.0)
     assert (history.points[-1].prefill_ready, history.points[-1].decode_ready) == (1, 1)

@@ -12,7 +12,7 @@ import pytest
 pytest.importorskip("fastapi")
 
 from fastapi import FastAPI
-from support_siblings import alone
+from support_siblings import alone, queue_of
 from support_wait import until
 
 from orchestrator.fleet.view import Fleet
@@ -25,7 +25,7 @@ from orchestrator.process.telemetry.request_line import RequestLine
 def made() -> tuple[FastAPI, History, Recent]:
     recent, app = Recent(), FastAPI()
     siblings = alone(recent)
-    history = History("m", siblings, Fleet("f"), recent, lambda: None, lambda: None)
+    history = History("m", siblings, Fleet("f"), queue_of(None))
     app.include_router(stream_routes(history, siblings, lambda: False))
     return app, history, recent
 

@@ -15,6 +15,7 @@ pytest.importorskip("fastapi")
 
 from fastapi import FastAPI
 from support_redis import Server, fresh_namespace, running_server
+from support_siblings import queue_of
 from support_wait import until
 
 from orchestrator.fleet.view import Fleet
@@ -34,7 +35,7 @@ class Frontend:
     def __init__(self, name: str, redis: Redis, namespace: str) -> None:
         self.recent, app = Recent(), FastAPI()
         self.siblings = Siblings(name, redis, namespace, self.recent)
-        self.history = History("m", self.siblings, Fleet(name), self.recent, lambda: None, lambda: None)
+        self.history = History("m", self.siblings, Fleet(name), queue_of(None))
         app.include_router(stream_routes(self.history, self.siblings, lambda: False))
         self.http = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://f")
         self.running = asyncio.create_task(self.siblings.run())
@@ -111,7 +112,7 @@ async def test_requests_of_all_frontends_are_found_whichever_answers(two: tuple[
 async def test_one_that_does_not_answer_is_named_and_not_waited_for(two: tuple[Frontend, Frontend], server: Server):
     mine, other = two
     other.answers("b", 800.0, 2.0)
-    ghost = Second("ghost", [0] * 160, [0] * 160, [0] * 160, 0, 0, {}, [])
+    ghost = Second("ghost", [0] * 160, [0] * 160, [0] * 160, 0, 0, {}, {})
     channel = mine.siblings._channel
     await mine.siblings._redis.execute_command("PUBLISH", channel, msgspec.json.encode(ghost))
     await mine.siblings._redis.execute_command("PUBLISH", channel, b"{")
@@ -132,13 +133,9 @@ async def test_one_that_leaves_is_forgotten_at_once(two: tuple[Frontend, Fronten
 
 
 def test_latencies_decisions_and_flows_add_up():
-    one = Second("a", [1, 0], [0, 0], [2, 2], 1, 5, {"remote": 1}, [("p", "d", 7)], [("chat", True, 1)])
-    two = Second(
-        "b", [1, 3], [1, 0], [0, 0], 2, 6, {"remote": 1, "local": 2}, [("p", "d", 1), ("p", "e", 2)],
-        [("chat", True, 2), ("chat", False, 1)],
-    )  # fmt: skip
-    assert summed([one, two]) == Second(
-        "", [2, 3], [1, 0], [2, 2], 3, 11, {"remote": 2, "local": 2}, [("p", "d", 8), ("p", "e", 2)],
-        [("chat", True, 3), ("chat", False, 1)],
-    )  # fmt: skip
+    one = Second("a", [1, 0], [0, 0], [2, 2], 1, 5, {"remote": 1}, {"p d": 7}, {"chat": 1}, {"chat": 1})
+    more = {"remote": 1, "local": 2}, {"p d": 1, "p e": 2}, {"chat": 3}, {"chat": 2}
+    two = Second("b", [1, 3], [1, 0], [0, 0], 2, 6, *more)
+    both = {"remote": 2, "local": 2}, {"p d": 8, "p e": 2}, {"chat": 4}, {"chat": 3}
+    assert summed([one, two]) == Second("", [2, 3], [1, 0], [2, 2], 3, 11, *both)
     assert summed([one]) == msgspec.structs.replace(one, frontend="")

@@ -14,7 +14,6 @@ from support_wait import until
 from orchestrator.fleet.adapters import AdapterView
 from orchestrator.fleet.control_calls import CallFailed
 from orchestrator.store.client import Redis
-from orchestrator.store.operator.adapters import AdapterStore
 from orchestrator.store.registry import Frontend, Registry
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
@@ -55,8 +54,13 @@ class Fleet:
         from orchestrator.frontend.engine import FleetLLM
         from orchestrator.frontend.models.adapters import FleetModels
 
-        view = AdapterView(name, AdapterStore(self.redis, self.namespace), self.workers)
-        await Registry(self.redis, self.namespace).refresh_frontend(Frontend(name, "http://f", "p"), 60.0)
+        registry = Registry(self.redis, self.namespace)
+
+        async def announce() -> None:
+            await registry.refresh_frontend(Frontend(name, "http://f", "p", adapters=view.serves), 60.0)
+
+        view = AdapterView(registry, self.workers, announce)
+        await announce()
         self.tasks.append(asyncio.create_task(view.run()))
         await view.begin()
 

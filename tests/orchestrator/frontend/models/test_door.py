@@ -93,7 +93,7 @@ class Behind:
         self.apps = {"a": app_of("org/a", self.lives, "lora"), "b": app_of("b", self.lives)}
         for app in self.apps.values():
             app.root_path = root_path
-        edge = EdgeMiddleware(ModelDoor(self.apps, root_path), 1000, Access(security, LimitsConfig(), root_path), None)
+        edge = EdgeMiddleware(ModelDoor(self.apps, root_path), 1000, Access(security, LimitsConfig(), root_path))
         self.asgi = ModelPaths(edge, frozenset(self.apps), root_path)
 
     async def ask(self, method: str, path: str, **said: Any) -> httpx.Response:

@@ -19,7 +19,7 @@ RATIO = DesiredRatio(0, 1, "launcher")
 
 
 def at(now: float, idle_s: tuple[float, ...] = (900.0, 900.0), ready: bool = True, **more: Any) -> Snapshot:
-    state = WorkerState.READY if ready else WorkerState.STARTING
+    state = WorkerState.READY if ready else WorkerState.DRAINING
     workers = {"w": msgspec.structs.replace(worker("w", Role.DECODE), state=state)}
     frontends = {str(i): Frontend(str(i), "http://x", "1", idle_s=each) for i, each in enumerate(idle_s)}
     return Snapshot(workers=workers, frontends=frontends, read_at=now, **more)

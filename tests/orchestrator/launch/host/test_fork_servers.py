@@ -48,10 +48,11 @@ class Run:
     """A process of a module in the folder, and what it said."""
 
     imports: tuple[str, ...] = ("heavy",)
+    needs = 1
 
     def __init__(self, folder: Path, forks: ForkServers, module: str, *arguments: str, **env: str) -> None:
         self.lines: list[str] = []
-        program = Forkable((sys.executable,), module, arguments, self.imports, needs=1)
+        program = Forkable((sys.executable,), module, arguments, self.imports, self.needs)
         path = os.pathsep.join([str(folder), *sys.path])
         spec = ProcessSpec(module, program.command, {"PYTHONPATH": path, **env}, forkable=program)
         self.process = LocalProcess(spec, lambda name, line: self.lines.append(line), forks)
@@ -108,11 +109,24 @@ async def test_modules_are_imported_once_for_each_environment_that_they_may_read
 async def test_a_module_that_has_changed_is_imported_again(modules: Path, forks: ForkServers):
     assert await Run(modules, forks, "tells", "0").ended() == 0
     (modules / "heavy.py").write_text(HEAVY.replace("yes", "anew"))
-    later = os.stat(modules / "heavy.py").st_mtime_ns + 2_000_000_000  # whatever the file system's resolution
+    later = os.stat(modules / "heavy.py").st_mtime_ns + 3_600_000_000_000  # no import is under way then
     os.utime(modules / "heavy.py", ns=(later, later))
     changed = Run(modules, forks, "tells", "0")
     assert await changed.ended() == 0
     assert changed.was_forked and changed.lines[1].endswith("anew")
+
+
+@pytest.mark.parametrize("imports", [("heavy",), ("heavy", "heavier")])
+async def test_a_module_that_changes_while_it_or_another_is_imported_counts_as_changed(
+    modules: Path, forks: ForkServers, monkeypatch: pytest.MonkeyPatch, imports: tuple[str, ...]
+):
+    changes = f"import os, pathlib\nos.utime({str(modules / 'heavy.py')!r})\n"
+    (modules / imports[-1]).with_suffix(".py").write_text(changes + HEAVY)
+    monkeypatch.setattr(Run, "imports", imports)
+    monkeypatch.setattr(Run, "needs", len(imports))
+    run = Run(modules, forks, "tells", "0")
+    assert await run.ended() == 0
+    assert not run.was_forked, "what was imported may not be what is there, twice"
 
 
 async def test_it_is_forked_once_what_it_needs_is_imported(

@@ -6,7 +6,7 @@ from support_redis import fresh_namespace, job, keys_of, worker
 from support_steering import set_desired
 
 from orchestrator.store.configuration import Rollout, Version
-from orchestrator.store.events import EventLog, RatioHistory
+from orchestrator.store.operator.events import EventLog
 from orchestrator.store.operator.log_levels import LogLevels
 from orchestrator.store.operator.models import ListedModel, ModelList, ModelState, ModelStore, forget_namespace
 from orchestrator.store.queue import PrefillQueue
@@ -35,14 +35,13 @@ async def test_everything_of_a_namespace_goes_once_its_last_member_has(redis):
     namespace, other = fresh_namespace(), fresh_namespace()
     registry, queue = Registry(redis, namespace), PrefillQueue(redis, namespace)
     await registry.configuration.write(Version(0, {}))
-    assert await registry.configuration.change_rollout(None, Rollout(Version(0, {}), Version(3, {})))
+    assert await registry.rollout.change(None, Rollout(Version(0, {}), Version(3, {})))
     await registry.refresh_frontend(Frontend("f1", "http://h", "1", mesh_key="k"), 60)
     await registry.join(worker("decode-0", Role.DECODE), 60)
     await set_desired(registry, 1, 1)
     await registry._call("prune")
     await queue.enqueue(job("waits"))
     await LogLevels(redis, namespace).set("DEBUG")
-    await RatioHistory(redis, namespace).note(1.0, "1P1D")
     await EventLog(redis, namespace).note("retried", why="test")
     await Registry(redis, other).configuration.write(Version(0, {}))
     there = await keys_of(redis, other)

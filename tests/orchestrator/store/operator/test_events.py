@@ -6,7 +6,7 @@ import msgspec
 from support_redis import fresh_namespace, keys_of, worker
 from support_steering import set_desired
 
-from orchestrator.store.events import EventLog
+from orchestrator.store.operator.events import EventLog
 from orchestrator.store.registry import Registry
 from orchestrator.types import Role
 
