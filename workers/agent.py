@@ -114,7 +114,9 @@ class Agent:
         """Make the parts of the worker, in the order of their dependencies."""
         self._frontends = Frontends(self._transport.send)
         timeout_s = self._config.workers.timeout_s
-        self._peers = Peers(info.id, self._registry, self._attempts, timeout_s, self._peer_died)
+        self._peers = Peers(
+            info.id, self._registry, self._attempts, timeout_s, lambda: self.life.claims, self._peer_died
+        )
         self._meetings = Meetings(self._registry, self._engine)
         mesh = self._transport
         self._load = LoadReporter(
@@ -315,6 +317,7 @@ class Agent:
         except RuntimeError as error:  # this engine may be dead too
             log.info("the engine was not told that %s is dead: %s", peer.worker_id, error)
         self._load.dirty.set()
+        await self._claims.peer_died(peer.worker_id)
 
     # ---- the data path -----------------------------------------------------------------------------------------
 

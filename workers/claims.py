@@ -150,7 +150,19 @@ class ClaimLoop:
             # All prefill workers sweep; the jitter spreads them.
             await asyncio.sleep(self._lease_s / 2 * random.uniform(0.75, 1.25))
             try:
-                for request_id, number, reply_to in (await self._queue.sweep()).failed:
-                    self._prefills.give_job_up(request_id, number, reply_to)
+                await self._sweep()
             except RedisAway as error:
                 log.debug("no sweep: %s", error)
+
+    async def _sweep(self) -> None:
+        """Raises RedisAway."""
+        for request_id, number, reply_to in (await self._queue.sweep()).failed:
+            self._prefills.give_job_up(request_id, number, reply_to)
+
+    async def peer_died(self, worker_id: str) -> None:
+        """Expire the leases of a dead worker, so that claims unknown to frontends need not wait for them."""
+        try:
+            if self._active() and await self._queue.expire_leases(worker_id):
+                await self._sweep()  # only by the worker that expired them
+        except RedisAway as error:
+            log.debug("the leases of %s will run out: %s", worker_id, error)

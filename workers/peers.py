@@ -136,11 +136,13 @@ class Peers:
         registry: Registry,
         attempts: Attempts,
         timeout_s: float,
+        claims: Callable[[], bool],
         on_dead: Callable[[Departed], Awaitable[None]],
     ) -> None:
-        """`timeout_s`: how long a host may be unreachable before its engines count as dead."""
+        """`timeout_s`: how long a host may be unreachable before its engines count as dead. `claims`: whether this
+        worker takes prefill jobs now, also those that others leave behind."""
         self._worker_id, self._registry, self._attempts = worker_id, registry, attempts
-        self._timeout_s, self._on_dead = timeout_s, on_dead
+        self._timeout_s, self._claims, self._on_dead = timeout_s, claims, on_dead
         self._probes: dict[str, asyncio.Task[None]] = {}
         self.sources: set[str] = set()  # engines that may push KV to this one
 
@@ -152,7 +154,7 @@ class Peers:
     @property
     def concerned(self) -> bool:
         """Some departures may matter here."""
-        return bool(self.sources) or self._attempts.pushes
+        return bool(self.sources) or self._attempts.pushes or self._claims()
 
     def note(self, departed: Iterable[Departed], idle: bool) -> None:
         """Take note of workers that left or were lost. `idle`: this engine holds no KV, so it exchanges none."""
@@ -162,7 +164,7 @@ class Peers:
         for worker in departed:
             # Only the engine knows to which engines it pushes.
             exchanges = worker.engine_id in self.sources or self._attempts.pushes
-            if worker.worker_id != self._worker_id and exchanges:
+            if worker.worker_id != self._worker_id and (exchanges or (worker.claims and self._claims())):
                 self.suspect(worker)
 
     def suspect(self, departed: Departed) -> None:

@@ -77,6 +77,7 @@ class Departed(msgspec.Struct, frozen=True, array_like=True):
     request_address: str
     kv_host: str
     kv_port: int
+    claims: bool  # whether it held claims in the prefill queue
 
 
 class Heartbeat(msgspec.Struct, frozen=True):

@@ -186,6 +186,13 @@ class PrefillQueue:
         """Give a job back to its old place in the queue. False when this worker did not hold this attempt."""
         return bool(await self._call("release", worker_id, request_id, attempt, JOB_TTL_S))
 
+    async def expire_leases(self, worker_id: str) -> int:
+        """End the leases of a dead worker now, unless it is registered again. The next sweep returns its claims.
+
+        Returns how many leases were ended.
+        """
+        return int(await self._call("expire_leases", worker_id))
+
     async def cancel(self, request_id: str, attempt: int) -> Literal["waiting", "claimed", "absent"]:
         """Remove this attempt, or an older one, claimed or not. Returns its state before."""
         outcome: Literal["waiting", "claimed", "absent"] = (await self._call("cancel", request_id, attempt)).decode()

@@ -15,6 +15,7 @@ from support_workers import Workers, expected, running_workers
 
 from orchestrator.launch.host.redis_server import EmbeddedRedis
 from orchestrator.store.client import RedisAway
+from orchestrator.store.fields import Departed
 from orchestrator.store.registry import Frontend, IncompatibleWorker, Registry
 from orchestrator.types import Role, WorkerInfo
 from orchestrator.wire import framing
@@ -419,3 +420,20 @@ async def test_many_requests_in_a_small_memory_all_end(workers: Workers) -> None
     await workers.assert_no_leaks()
     await asyncio.sleep(0)
     assert frontend.late_outputs == 0
+
+
+async def test_dead_peer_frees_claims_despite_engine_error(workers: Workers, monkeypatch: pytest.MonkeyPatch) -> None:
+    worker, dead = await workers.start(Role.DECODE), await workers.start(Role.PREFILL)
+    heard = []
+
+    async def fail(engine_id: str) -> None:
+        raise RuntimeError("no answer")
+
+    async def hear(peer: str) -> None:
+        heard.append(peer)
+
+    monkeypatch.setattr(worker.engine, "fail_peer", fail)
+    monkeypatch.setattr(worker.agent._claims, "peer_died", hear)
+    at = ("an-engine", "tcp://127.0.0.1:1", "127.0.0.1", 1)
+    await worker.agent._peer_died(Departed(dead.id, *at, claims=True))
+    assert heard == [dead.id]

@@ -286,6 +286,26 @@ async def test_kill_of_the_prefill_worker_while_decode_waits(redis_server: Embed
 
 
 @pytest.mark.slow
+async def test_claims_of_dead_worker_return_before_lease_end(
+    redis_server: EmbeddedRedis,
+) -> None:
+    """Killed between claiming a job and telling its frontend, which waits for a claim and knows of none."""
+    async with running_workers(redis_server) as workers:
+        dies, decode = await workers.spawn(Role.PREFILL), await workers.start(Role.DECODE)
+        frontend = await workers.frontend(decode, binds_to=decode)
+        request = frontend.new(PROMPT)
+        dies.kill(signal.SIGSTOP)
+        await frontend.enqueue(request)
+        held = PrefillQueue(workers.redis, workers.config.namespace, lease_s=600.0)
+        assert [claim.job.request_id for claim in await claim_head(held, dies.id, 1000, 1)] == [request.id]
+        other = await workers.start(Role.PREFILL)
+        await frontend.meet(other.info)
+        dies.kill()
+        await frontend.finished(request)
+        assert request.claimed_by[0] == other.id
+
+
+@pytest.mark.slow
 async def test_a_stopped_prefill_worker_loses_its_claim_to_another(redis_server: EmbeddedRedis) -> None:
     """SIGSTOP: leases run out, another worker takes the job over; woken up, the first one gives way."""
     slow = {"speed": 1.0, "prefill_us_per_token": 2000.0}

@@ -40,20 +40,21 @@ class FakeRegistry:
         return self.engines.get(worker_id) == engine_id
 
 
-def departed(name: str, request_port: int, kv_port: int) -> Departed:
-    return Departed(name, f"engine-{name}", f"tcp://127.0.0.1:{request_port}", "127.0.0.1", kv_port)
+def departed(name: str, request_port: int, kv_port: int, claims: bool = False) -> Departed:
+    return Departed(name, f"engine-{name}", f"tcp://127.0.0.1:{request_port}", "127.0.0.1", kv_port, claims)
 
 
 class Watched:
     """Peers of a worker that receives KV from the engines that its tests name."""
 
     def __init__(self, *sources: str, timeout_s: float = 60.0) -> None:
-        self.registry, self.dead, self.attempts = FakeRegistry(), list[str](), Attempts()
+        self.registry, self.dead, self.attempts, self.claims = FakeRegistry(), list[str](), Attempts(), False
         self.peers = Peers(
             "me",
             self.registry,  # type: ignore[arg-type]
             self.attempts,
             timeout_s,
+            lambda: self.claims,
             self._died,
         )
         self.peers.sources.update(sources)
@@ -110,19 +111,24 @@ async def test_returned_worker_is_not_probed(alive: tuple[Listener, Listener]) -
 
 
 async def test_only_departures_that_matter_here_are_probed() -> None:
-    ended = departed("a", 1, 1)
+    ended, claimed = departed("a", 1, 1), departed("b", 1, 1, claims=True)
     watched = Watched()
     assert not watched.peers.concerned
-    watched.peers.note([ended, departed("me", 1, 1)], idle=False)
+    watched.peers.note([ended, claimed, departed("me", 1, 1, claims=True)], idle=False)
     assert not watched.peers.suspects
+    watched.claims = True  # it takes what they leave behind
+    assert watched.peers.concerned
+    watched.peers.note([ended, claimed, departed("me", 1, 1, claims=True)], idle=False)
+    assert watched.peers.suspects == {"engine-b"}
+    watched.claims = False
     # It pushes to an engine that the agent does not know: any may be it, until it has ended.
     watched.attempts.note_pushing(Attempt("k", "r", 1, "f", Phase.PREFILL, 10, 0.0))
     assert watched.peers.concerned
-    watched.peers.note([ended, departed("me", 1, 1)], idle=False)
-    assert watched.peers.suspects == {"engine-a"}
+    watched.peers.note([ended], idle=False)
+    assert watched.peers.suspects == {"engine-a", "engine-b"}
     watched.peers.sources.add("engine-c")
     watched.peers.note([departed("c", 1, 1)], idle=True)
-    assert watched.peers.suspects == {"engine-a"} and not watched.peers.concerned
+    assert watched.peers.suspects == {"engine-a", "engine-b"} and not watched.peers.concerned
     await watched.peers.close()
 
 

@@ -280,6 +280,22 @@ async def test_lua_claims_equal_policy(make, claimers, redis, seed, affine):
                 await redis.hset(queue.keys.job(older.request_id), "arrived_at", time.time() - older.waited_s)
 
 
+async def test_the_leases_of_a_dead_worker_end_and_count_as_deliveries(make, claimers, redis):
+    queue = make(max_deliveries=2)
+    for request_id in "abc":
+        await queue.enqueue(job(request_id))
+    assert await ids(queue, "dead", max_jobs=2) == ["a", "b"] and await ids(queue, "lives") == ["c"]
+    await claimers("dead")
+    assert await queue.expire_leases("dead") == 0, "it is registered: it renews them itself"
+    await redis.delete(queue.keys.worker("dead"))
+    assert await queue.expire_leases("dead") == 2
+    assert await queue.expire_leases("dead") == 0, "one is the first"
+    assert sorted((await queue.sweep()).returned) == ["a", "b"]
+    assert await ids(queue, "dead") == ["a", "b"] and await queue.expire_leases("nobody") == 0
+    assert await queue.expire_leases("dead") == 2
+    assert sorted(failed[0] for failed in (await queue.sweep()).failed) == ["a", "b"]
+
+
 async def test_a_window_drops_what_is_corrupt_or_orphaned(make, claimers, redis):
     queue = make()
     await claimers("w2")

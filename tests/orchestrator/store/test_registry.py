@@ -469,8 +469,8 @@ async def test_most_heartbeats_write_only_expiry(registry, redis):
     assert (await registry.workers())["a"] == draining, "what has changed is written at once"
 
 
-def departed(info):
-    return Departed(info.id, info.kv.engine_id, info.request_address, info.kv.host, info.kv.port)
+def departed(info, claims=False):
+    return Departed(info.id, info.kv.engine_id, info.request_address, info.kv.host, info.kv.port, claims)
 
 
 async def test_heartbeat_returns_departed_workers(registry, redis):
@@ -480,12 +480,13 @@ async def test_heartbeat_returns_departed_workers(registry, redis):
     told = await registry.refresh(me, TTL_S)
     assert told.workers == 3 and told.departed == []
     await registry.join(lost, 0.05)
+    await redis.zadd(f"{registry.keys.prefix}claims:left", {"r": 1})
     await registry.leave("left")
     await registry.leave("left")
     again = msgspec.structs.replace(restarted, kv=msgspec.structs.replace(restarted.kv, engine_id="another"))
     await registry.join(again, TTL_S)
     await registry.join(again, TTL_S)  # the answer was lost
-    heard = [departed(left), departed(restarted)]
+    heard = [departed(left, claims=True), departed(restarted)]
     assert (await registry.refresh(me, TTL_S, told.last_departure)).departed[:2] == heard
 
     async def is_told():

@@ -43,6 +43,20 @@ local function release(keys, args)
   return 1
 end
 
+-- args: worker. Its leases end now, and the next sweep returns its claims; not those of a worker that is registered,
+-- which renews them. Returns how many.
+local function expire_leases(keys, args)
+  local q, worker, expired = open(keys), args[1], 0
+  if call('EXISTS', q.prefix .. 'worker:' .. worker) == 1 then return 0 end
+  local now = clock()
+  for _, id in ipairs(call('ZRANGE', q.claims .. worker, 0, -1)) do
+    if try('HGET', q.job .. id, 'claimed_by') == worker then
+      expired = expired + call('ZADD', q.leases, 'XX', 'LT', 'CH', now, id)
+    end
+  end
+  return expired
+end
+
 -- args: id, attempt. Removes this attempt, or an older one; a newer one is left alone. Returns what was removed.
 local function cancel(keys, args)
   local q, id, removed = open(keys), args[1], 'absent'

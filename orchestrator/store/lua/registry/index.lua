@@ -16,7 +16,8 @@ local function depart(prefix, id)
   local domain = kept[#ENDPOINT]
   redis.call('SREM', typed(domain_key(prefix, domain), 'set'), id)
   redis.call('SREM', typed(decoders_key(prefix, domain), 'set'), id)
-  local departed = { id, kept[1], kept[2], kept[3], kept[4] }
+  local claims = redis.pcall('ZCARD', prefix .. 'claims:' .. id)
+  local departed = { id, kept[1], kept[2], kept[3], kept[4], type(claims) == 'number' and claims > 0 }
   local key = typed(prefix .. 'departed', 'stream')
   redis.call('XADD', key, 'MAXLEN', '~', DEPARTED, '*', 'worker', cjson.encode(departed))
   redis.call('EXPIRE', key, INDEX_S)
