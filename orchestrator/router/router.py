@@ -300,8 +300,9 @@ class Router:
         """Retry the requests of a worker that is gone.
 
         The requests that it decoded continue on another worker. The prompts that it was computing are prefilled
-        locally. Where its prefill had ended, the KV may have arrived already, so `overdue` waits a moment. It also
-        finds the jobs that the worker had claimed unknown to this frontend.
+        locally. Where its prefill had ended, the KV may have arrived already, so `overdue` waits a moment. A job that
+        it had claimed unknown to this frontend returns to the queue when another prefill worker sees its death, or when
+        the lease expires.
         """
         self.learning.forget(worker_id)
         for active in self._requests.all():
