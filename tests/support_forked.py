@@ -18,7 +18,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -39,6 +39,10 @@ _MAX_BYTES = 1 << 18
 # Not when vLLM is imported, but by the server that is made then, by a launcher, or by a client.
 _READ_LATER = {"OTEL_TRACES_SAMPLER_ARG", "SSL_CERT_FILE", "TERM", "XDG_RUNTIME_DIR"}
 _READ_LATER |= {"VLLM_ALLOW_RUNTIME_LORA_UPDATING", "VLLM_SERVER_DEV_MODE"}
+# What vLLM sets where it makes a configuration, as tests have it do in this process. A launcher's user has none of it.
+_BY_VLLM = {"LD_PRELOAD", "LOCAL_WORLD_SIZE", "NUMEXPR_MAX_THREADS", "TORCHINDUCTOR_COMPILE_THREADS"}
+_BY_VLLM |= {"TORCHINDUCTOR_CPP_DYNAMIC_THREADS", "VLLM_ALLOW_LONG_MAX_MODEL_LEN", "VLLM_DISABLE_SHARED_EXPERTS_STREAM"}
+_BY_VLLM |= {"VLLM_MAX_N_SEQUENCES", "VLLM_SSM_CONV_STATE_LAYOUT", "VLLM_WORKER_MULTIPROC_METHOD"}
 
 
 class _Start(msgspec.Struct):
@@ -48,6 +52,10 @@ class _Start(msgspec.Struct):
     folder: str
     env: dict[str, str]
     nohup: bool = False
+
+
+def _users(env: Mapping[str, str]) -> dict[str, str]:
+    return {name: value for name, value in env.items() if name not in _BY_VLLM}
 
 
 def _imported_with(env: dict[str, str]) -> frozenset[tuple[str, str]]:
@@ -69,7 +77,7 @@ class ForkedLauncher:
         self.returncode: int | None = None
         self._told, tell = os.pipe()
         nohup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
-        start = _Start(list(arguments), str(folder), dict(os.environ), nohup)
+        start = _Start(list(arguments), str(folder), _users(os.environ), nohup)
         socket.send_fds(self._serving(), [msgspec.msgpack.encode(start)], [output, tell])
         os.close(tell)
         self.pid = int(self._line())  # ValueError: no process could be forked
@@ -83,7 +91,7 @@ class ForkedLauncher:
                 process = subprocess.Popen(
                     [sys.executable, "-c", _PROGRAM, str(theirs.fileno()), *program.imports],
                     cwd=_CHECKOUT,
-                    env=whole_environment(env),
+                    env=_users(whole_environment(env)),
                     stdin=subprocess.DEVNULL,
                     stderr=subprocess.DEVNULL,
                     pass_fds=[theirs.fileno()],
