@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import logging
 import os
@@ -12,6 +13,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+import httpx
 import hypothesis
 import pytest
 
@@ -29,6 +31,18 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 # A busy machine makes an example slow, not wrong.
 hypothesis.settings.register_profile("busy", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
 hypothesis.settings.load_profile("busy")
+
+
+@functools.cache
+def _certificates(file: str | None, *how: object) -> object:
+    return _read_certificates(*how)
+
+
+# A client takes 24 ms to read which certificates to trust, and tests make clients by the thousand.
+_read_certificates = httpx._transports.default.create_ssl_context
+httpx._transports.default.create_ssl_context = lambda verify=True, cert=None, trust_env=True: _certificates(
+    os.environ.get("SSL_CERT_FILE"), verify, cert, trust_env
+)
 
 # Loading all test files and vLLM makes millions of objects, hardly one of them garbage.
 gc.disable()

@@ -40,6 +40,7 @@ class RunningFleet(FleetClient):
         self,
         config: str | None,
         *sets: str,
+        options: Sequence[str] = (),
         namespace: str = "",
         terminal: bool = False,
         api_key: str = "",
@@ -48,16 +49,17 @@ class RunningFleet(FleetClient):
         start_timeout_s: float = START_TIMEOUT_S,
         forked: bool = True,
     ) -> None:
-        """`config`: a file in configs/, or none. `namespace`: made up by default. `terminal`: the launcher writes to
-        one, else to a pipe. `program`: `orchestrator` as it is called, in `folder`. `forked`: that of this checkout
-        need not import vLLM (`support_forked`); benchmarks, which pytest does not run, start what users start."""
+        """`config`: a file in configs/, or none. `options`: of `up`. `namespace`: made up by default. `terminal`: the
+        launcher writes to one, else to a pipe. `program`: `orchestrator` as it is called, in `folder`. `forked`: that
+        of this checkout need not import vLLM (`support_forked`); benchmarks, which pytest does not run, start what
+        users start."""
         self.program, self.folder = program, folder
         self.namespace = namespace or f"test-{uuid.uuid4().hex[:8]}"
         self.log: list[str] = []
         self.reading = threading.Event()  # cleared: nobody reads what the launcher shows
         self.reading.set()
         arguments = [f"namespace={self.namespace}", "frontend.port=0", *sets]
-        up = ["up", *([str(ROOT / "configs" / config)] if config is not None else [])]
+        up = ["up", *([str(ROOT / "configs" / config)] if config is not None else []), *options]
         for item in arguments:
             up += ["--set", item]
         self.log_file = Path(tempfile.gettempdir()) / f"pd-{self.namespace}.log"

@@ -18,7 +18,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -36,16 +36,26 @@ _CHECKOUT = Path(__file__).parents[1]
 _TESTS = str(_CHECKOUT / "tests")
 _PROGRAM = f"import sys; sys.path.append({_TESTS!r}); import support_forked as s; s.main(*sys.argv[1:])"
 _MAX_BYTES = 1 << 18
-# Not when vLLM is imported, but by the server that is made then, or by a client.
-_READ_LATER = {"SSL_CERT_FILE", "VLLM_ALLOW_RUNTIME_LORA_UPDATING", "VLLM_SERVER_DEV_MODE"}
+# Not when vLLM is imported, but by the server that is made then, by a launcher, or by a client.
+_READ_LATER = {"OTEL_TRACES_SAMPLER_ARG", "SSL_CERT_FILE", "TERM", "XDG_RUNTIME_DIR"}
+_READ_LATER |= {"VLLM_ALLOW_RUNTIME_LORA_UPDATING", "VLLM_SERVER_DEV_MODE"}
+# What vLLM sets where it makes a configuration, as tests have it do in this process. A launcher's user has none of it.
+_BY_VLLM = {"LD_PRELOAD", "LOCAL_WORLD_SIZE", "NUMEXPR_MAX_THREADS", "TORCHINDUCTOR_COMPILE_THREADS"}
+_BY_VLLM |= {"TORCHINDUCTOR_CPP_DYNAMIC_THREADS", "VLLM_ALLOW_LONG_MAX_MODEL_LEN", "VLLM_DISABLE_SHARED_EXPERTS_STREAM"}
+_BY_VLLM |= {"VLLM_MAX_N_SEQUENCES", "VLLM_SSM_CONV_STATE_LAYOUT", "VLLM_WORKER_MULTIPROC_METHOD"}
 
 
 class _Start(msgspec.Struct):
-    """A command line from its module on; where; with which environment."""
+    """A command line from its module on; where; with which environment. `nohup`: SIGHUP is ignored."""
 
     arguments: list[str]
     folder: str
     env: dict[str, str]
+    nohup: bool = False
+
+
+def _users(env: Mapping[str, str]) -> dict[str, str]:
+    return {name: value for name, value in env.items() if name not in _BY_VLLM}
 
 
 def _imported_with(env: dict[str, str]) -> frozenset[tuple[str, str]]:
@@ -66,7 +76,8 @@ class ForkedLauncher:
         """`arguments`: of `orchestrator`. `output`: where it writes to."""
         self.returncode: int | None = None
         self._told, tell = os.pipe()
-        start = _Start(list(arguments), str(folder), dict(os.environ))
+        nohup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+        start = _Start(list(arguments), str(folder), _users(os.environ), nohup)
         socket.send_fds(self._serving(), [msgspec.msgpack.encode(start)], [output, tell])
         os.close(tell)
         self.pid = int(self._line())  # ValueError: no process could be forked
@@ -80,7 +91,7 @@ class ForkedLauncher:
                 process = subprocess.Popen(
                     [sys.executable, "-c", _PROGRAM, str(theirs.fileno()), *program.imports],
                     cwd=_CHECKOUT,
-                    env=whole_environment(env),
+                    env=_users(whole_environment(env)),
                     stdin=subprocess.DEVNULL,
                     stderr=subprocess.DEVNULL,
                     pass_fds=[theirs.fileno()],
@@ -126,6 +137,7 @@ class ForkedLauncher:
 
 def main(descriptor: str, *imports: str) -> None:
     fork_server._show(sys.orig_argv)  # the first call finds its place, beside an environment as the kernel made it
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # whatever the first launcher is to have
     imported_with = _imported_with(dict(os.environ))
     gc.disable()
     for module in (*imports, "orchestrator.cli.main", "orchestrator.launch.launcher"):
@@ -140,7 +152,7 @@ def main(descriptor: str, *imports: str) -> None:
         if os.fork() == 0:
             control.close()
             if (run := _watched(msgspec.msgpack.decode(message, type=_Start), *descriptors, imported_with)) is not None:
-                run()
+                fork_server.end_with(run)
             return
         for each in descriptors:
             os.close(each)
@@ -166,6 +178,8 @@ def _watched(
     os.chdir(start.folder)
     os.environ.clear()
     os.environ.update(start.env)
+    if start.nohup:
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     launcher = os.getpid()
     if (forked := os.fork()) == 0:

@@ -98,52 +98,98 @@ async def plain(model: str, adapters: list[Path]) -> list[list[list[int]]]:
     return answers
 
 
-def test_adapters_of_several_frontends_answer_as_one_engine_does(tmp_path: Path) -> None:
-    model = small_model(tmp_path / "model")
-    one, two, three = (lora_adapter(Path(model), tmp_path / f"adapter-{seed}", seed) for seed in (1, 2, 3))
-    truth = asyncio.run(plain(model, [one, two, three]))
-    assert truth[0] != truth[1] != truth[2] != truth[0]
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return small_model(tmp_path_factory.mktemp("model") / "small")
+
+
+@pytest.fixture(scope="module")
+def paths(model: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Of four adapters, by their names."""
+    folder = tmp_path_factory.mktemp("adapters")
+    return {name: lora_adapter(Path(model), folder / name, seed) for seed, name in enumerate("xyzw", 1)}
+
+
+@pytest.fixture(scope="module")
+def truth(model: str, paths: dict[str, Path]) -> dict[str, list[list[int]]]:
+    """What one engine answers with each adapter; they say different things."""
+    truth = dict(zip(paths, asyncio.run(plain(model, list(paths.values()))), strict=True))
+    assert all(one != other for one, other in itertools.combinations(truth.values(), 2))
+    return truth
+
+
+@pytest.fixture(scope="module", autouse=True)
+def allowed() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_ALLOW_RUNTIME_LORA_UPDATING", "1")
-        with running_fleet("demo-1p1d-cpu.yaml", f"model={model}", *SETS) as fleet:
-            frontends = Frontends(fleet)
-            first, second = frontends.both()
+        yield
 
-            def answers(name: str) -> list[list[list[int]]]:
-                return [[said(client, name, prompt) for prompt in (SHORT, LONG)] for client in (first, second)]
 
-            # Each by another frontend: both know both at once, and nobody is given the other's weights.
-            assert (load(first, "x", one).status_code, load(second, "y", two).status_code) == (200, 200)
-            assert listed(first) == listed(second) == {"x", "y"}
-            assert answers("x") == [truth[0]] * 2
-            assert answers("y") == [truth[1]] * 2
+def test_two_decode_workers_with_one_slot_each_keep_an_adapter_each(
+    model: str, paths: dict[str, Path], truth: dict[str, list[list[int]]]
+) -> None:
+    """The first here: a fleet at a time has the cores."""
+    sets = [one for one in SETS if not one.startswith("frontend.") and "max_loras" not in one]
+    split = ["workers.prefill.replicas=0", "workers.decode.replicas=2", "workers.engine_args.max_loras=1"]
+    with (
+        running_fleet("demo-1p1d-cpu.yaml", f"model={model}", *sets, *split) as fleet,
+        httpx.Client(base_url=fleet.url, timeout=120) as client,
+    ):
+        where: dict[str, list[str]] = {"x": [], "y": []}
+        for name in where:
+            assert load(client, name, paths[name]).status_code == 200
+        for name in "xyxxyyxyyyxxxyxy":
+            assert said(client, name, SHORT) == truth[name][0]
+            where[name].append(client.get("/requests?latest=1").json()["requests"][0]["decode_worker"])
+        assert {len(set(workers)) for workers in where.values()} == {1}, where
+        assert where["x"][0] != where["y"][0]
+        fleet.assert_no_leaks()
 
-            again = load(second, "x", three)
-            assert again.status_code == 400 and "load_inplace" in again.text
-            missing = load(first, "z", tmp_path / "nowhere")
-            assert missing.status_code == 404 and "worker" in missing.text and listed(second) == {"x", "y"}
 
-            # A frontend that starts again knows them, and numbers the next one as no other.
-            os.kill(frontend_pids(fleet)[0], signal.SIGKILL)
-            first, second = frontends.both()
-            assert listed(first) == listed(second) == {"x", "y"}
-            for client in (first, second):
-                assert load(client, "z", three, load_inplace=True).status_code == 200
-            assert answers("z") == [truth[2]] * 2
-            assert answers("x") == [truth[0]] * 2
+@pytest.fixture(scope="module")
+def fleet(model: str, truth: dict[str, list[list[int]]]) -> Iterator[RunningFleet]:
+    """After `truth`: an engine at a time needs a core. Every test leaves it without adapters."""
+    with running_fleet("demo-1p1d-cpu.yaml", f"model={model}", *SETS) as running:
+        yield running
 
-            # Other weights under a known name and path: no weights and no KV of the old ones are used.
-            lora_adapter(Path(model), one, seed=3)
-            assert load(first, "x", one, load_inplace=True).status_code == 200
-            assert answers("x") == [truth[2]] * 2
 
-            assert second.post("/v1/unload_lora_adapter", json={"lora_name": "x"}).status_code == 200
-            for client in (first, second):
-                assert listed(client) == {"y", "z"}
-                gone = client.post("/v1/completions", json={"model": "x", "prompt": "a", "max_tokens": 1})
-                assert gone.status_code == 404
-            assert answers("y") == [truth[1]] * 2
-            fleet.assert_no_leaks()
+def test_adapters_of_several_frontends_answer_as_one_engine_does(
+    fleet: RunningFleet, model: str, paths: dict[str, Path], truth: dict[str, list[list[int]]], tmp_path: Path
+) -> None:
+    first, second = Frontends(fleet).both()
+
+    def answers(name: str) -> list[list[list[int]]]:
+        return [[said(client, name, prompt) for prompt in (SHORT, LONG)] for client in (first, second)]
+
+    # Each by another frontend: both know both at once, and nobody is given the other's weights.
+    one = lora_adapter(Path(model), tmp_path / "one", seed=1)
+    assert (load(first, "x", one).status_code, load(second, "y", paths["y"]).status_code) == (200, 200)
+    assert listed(first) == listed(second) == {"x", "y"}
+    assert answers("x") == [truth["x"]] * 2
+    assert answers("y") == [truth["y"]] * 2
+
+    again = load(second, "x", paths["z"])
+    assert again.status_code == 400 and "load_inplace" in again.text
+    missing = load(first, "z", tmp_path / "nowhere")
+    assert missing.status_code == 404 and "worker" in missing.text and listed(second) == {"x", "y"}
+    for client in (first, second):
+        assert load(client, "z", paths["z"], load_inplace=True).status_code == 200
+    assert answers("z") == [truth["z"]] * 2
+    assert answers("x") == [truth["x"]] * 2
+
+    # Other weights under a known name and path: no weights and no KV of the old ones are used.
+    lora_adapter(Path(model), one, seed=3)
+    assert load(first, "x", one, load_inplace=True).status_code == 200
+    assert answers("x") == [truth["z"]] * 2
+
+    for gone, left in (("x", {"y", "z"}), ("z", {"y"}), ("y", set())):
+        assert second.post("/v1/unload_lora_adapter", json={"lora_name": gone}).status_code == 200
+        for client in (first, second):
+            assert listed(client) == left
+            unknown = client.post("/v1/completions", json={"model": gone, "prompt": "a", "max_tokens": 1})
+            assert unknown.status_code == 404
+        assert [answers(name) == [truth[name]] * 2 for name in left] == [True] * len(left)
+    fleet.assert_no_leaks()
 
 
 def frontend_pids(fleet: RunningFleet) -> list[int]:
@@ -188,52 +234,50 @@ class Load:
                 self.wrong.append((name, at, tokens))
 
 
-def test_four_adapters_under_load_while_one_comes_and_goes_and_processes_are_killed(tmp_path: Path) -> None:
-    model = small_model(tmp_path / "model")
-    paths = {name: lora_adapter(Path(model), tmp_path / name, seed) for seed, name in enumerate("xyzw", 1)}
-    truth = dict(zip(paths, asyncio.run(plain(model, list(paths.values()))), strict=True))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("VLLM_ALLOW_RUNTIME_LORA_UPDATING", "1")
-        with running_fleet("demo-1p1d-cpu.yaml", f"model={model}", *SETS) as fleet:
-            frontends = Frontends(fleet)
-            for name in "xyz":
-                fleet.cli("lora", "add", name, str(paths[name]))
-            shown = json.loads(fleet.cli("lora", "list", "--json").stdout)["adapters"]
-            assert {one["name"]: one["path"] for one in shown} == {name: str(paths[name]) for name in "xyz"}
-            refused = fleet.cli("lora", "add", "x", str(paths["w"]), check=False)
-            assert refused.returncode == 2 and "load_inplace" in refused.stderr
+def test_four_adapters_under_load_while_one_comes_and_goes_and_processes_are_killed(
+    fleet: RunningFleet, paths: dict[str, Path], truth: dict[str, list[list[int]]]
+) -> None:
+    frontends = Frontends(fleet)
+    for name in "xyz":
+        fleet.cli("lora", "add", name, str(paths[name]))
+    shown = json.loads(fleet.cli("lora", "list", "--json").stdout)["adapters"]
+    assert {one["name"]: one["path"] for one in shown} == {name: str(paths[name]) for name in "xyz"}
+    refused = fleet.cli("lora", "add", "x", str(paths["w"]), check=False)
+    assert refused.returncode == 2 and "load_inplace" in refused.stderr
 
-            def comes_and_goes() -> None:
-                for which in (0, 1):
-                    client = frontends.both()[which]  # a look for both closes those to a frontend that has ended
-                    assert load(client, "w", paths["w"]).status_code == 200
-                    for other in frontends.both():
-                        assert [said(other, "w", prompt) for prompt in (SHORT, LONG)] == truth["w"]
-                    unloaded = frontends.both()[which].post("/v1/unload_lora_adapter", json={"lora_name": "w"})
-                    assert unloaded.status_code == 200, unloaded.text
-                    for other in frontends.both():
-                        assert listed(other) == {"x", "y", "z"}
-                        gone = other.post("/v1/completions", json={"model": "w", "prompt": "a", "max_tokens": 1})
-                        assert gone.status_code == 404
+    def comes_and_goes() -> None:
+        for which in (0, 1):
+            client = frontends.both()[which]  # a look for both closes those to a frontend that has ended
+            assert load(client, "w", paths["w"]).status_code == 200
+            for other in frontends.both():
+                assert [said(other, "w", prompt) for prompt in (SHORT, LONG)] == truth["w"]
+            unloaded = frontends.both()[which].post("/v1/unload_lora_adapter", json={"lora_name": "w"})
+            assert unloaded.status_code == 200, unloaded.text
+            for other in frontends.both():
+                assert listed(other) == {"x", "y", "z"}
+                gone = other.post("/v1/completions", json={"model": "w", "prompt": "a", "max_tokens": 1})
+                assert gone.status_code == 404
 
-            asked = Load(fleet.url, {name: truth[name] for name in "xyz"})
-            with asked.running(threads=3):
-                comes_and_goes()
-                os.kill(frontend_pids(fleet)[0], signal.SIGKILL)
-                comes_and_goes()
-                for role in ("prefill", "decode"):
-                    (killed,) = fleet.workers(role)
-                    os.kill(killed["pid"], signal.SIGKILL)
-                    fleet.until(
-                        lambda role=role, killed=killed: [w for w in fleet.workers(role) if w["pid"] != killed["pid"]],
-                        f"another {role} worker takes its place",
-                        timeout_s=START_TIMEOUT_S,
-                    )
-                    comes_and_goes()
-            assert asked.wrong == [] and asked.answered > 30
-            fleet.cli("lora", "remove", "z")
-            assert [listed(client) for client in frontends.both()] == [{"x", "y"}] * 2
-            fleet.assert_no_leaks()
+    asked = Load(fleet.url, {name: truth[name] for name in "xyz"})
+    with asked.running(threads=3):
+        comes_and_goes()
+        # A frontend that starts again knows them, and numbers the next one as no other.
+        os.kill(frontend_pids(fleet)[0], signal.SIGKILL)
+        comes_and_goes()
+        for role in ("prefill", "decode"):
+            (killed,) = fleet.workers(role)
+            os.kill(killed["pid"], signal.SIGKILL)
+            fleet.until(
+                lambda role=role, killed=killed: [w for w in fleet.workers(role) if w["pid"] != killed["pid"]],
+                f"another {role} worker takes its place",
+                timeout_s=START_TIMEOUT_S,
+            )
+            comes_and_goes()
+    assert asked.wrong == [] and asked.answered > 30
+    for name, left in (("z", {"x", "y"}), ("x", {"y"}), ("y", set())):
+        fleet.cli("lora", "remove", name)
+        assert [listed(client) for client in frontends.both()] == [left] * 2
+    fleet.assert_no_leaks()
 
 
 def _command(pid: int) -> list[str]:
@@ -241,26 +285,3 @@ def _command(pid: int) -> list[str]:
         return psutil.Process(pid).cmdline()
     except psutil.NoSuchProcess:
         return []
-
-
-def test_two_decode_workers_with_one_slot_each_keep_an_adapter_each(tmp_path: Path) -> None:
-    model = small_model(tmp_path / "model")
-    paths = {name: lora_adapter(Path(model), tmp_path / name, seed) for seed, name in enumerate("xy", 1)}
-    truth = dict(zip(paths, asyncio.run(plain(model, list(paths.values()))), strict=True))
-    sets = [one for one in SETS if not one.startswith("frontend.") and "max_loras" not in one]
-    split = ["workers.prefill.replicas=0", "workers.decode.replicas=2", "workers.engine_args.max_loras=1"]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("VLLM_ALLOW_RUNTIME_LORA_UPDATING", "1")
-        with (
-            running_fleet("demo-1p1d-cpu.yaml", f"model={model}", *sets, *split) as fleet,
-            httpx.Client(base_url=fleet.url, timeout=120) as client,
-        ):
-            for name, path in paths.items():
-                assert load(client, name, path).status_code == 200
-            where: dict[str, list[str]] = {"x": [], "y": []}
-            for name in "xyxxyyxyyyxxxyxy":
-                assert said(client, name, SHORT) == truth[name][0]
-                where[name].append(client.get("/requests?latest=1").json()["requests"][0]["decode_worker"])
-            assert {len(set(workers)) for workers in where.values()} == {1}, where
-            assert where["x"][0] != where["y"][0]
-            fleet.assert_no_leaks()

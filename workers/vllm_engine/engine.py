@@ -165,7 +165,7 @@ class VllmEngine:
         model, scheduling = config.model_config, config.scheduler_config
         room = self._blocks_total * config.cache_config.block_size // 2
         most_tokens = min(scheduling.max_num_batched_tokens, model.max_model_len - 1, room)
-        return await measure_speed(self, model.get_vocab_size(), most_tokens, scheduling.max_num_seqs)
+        return await measure_speed(self, model.get_vocab_size(), most_tokens, scheduling.max_num_seqs, compiles(config))
 
     def _start_blocking(self) -> tuple[EngineCoreClient, Any]:
         config = build_config(

@@ -3,7 +3,7 @@
 vLLM compiles some operations when a request first needs them, and all requests on the engine wait for that. The
 policies use the measured speed before the first request. A short and a long prompt, each alone, give the time of a
 prefill; one sequence, and then several together, give the time of a decode step. Afterwards the prefix cache is
-emptied.
+emptied. No client is served meanwhile, so where nothing is compiled each prompt is computed once.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ log = logging.getLogger("pd.worker")
 BUDGET_S = 3.0  # for the whole measurement; a slower engine reports no speed
 PROMPT_S = 0.25  # prompts grow by `GROWTH`, at least once, while the next one is expected to take less than this
 SHORT_TOKENS, GROWTH = 16, 4
-DECODE_TOKENS, STEPS, SEQUENCES = 4, 6, 16  # of a prompt; tokens generated; most sequences at once
+DECODE_TOKENS, STEPS, SEQUENCES = 4, 4, 16  # of a prompt; tokens generated; most sequences at once
 
 
 WARM_TOKENS, WARM_STEPS = 4, 2
@@ -69,17 +69,22 @@ async def warm_up(engine: Measured, vocabulary: int, most_sequences: int, compil
 
 
 async def measure_speed(
-    engine: Measured, vocabulary: int, most_tokens: int, most_sequences: int, budget_s: float = BUDGET_S
+    engine: Measured,
+    vocabulary: int,
+    most_tokens: int,
+    most_sequences: int,
+    compiles: bool = True,
+    budget_s: float = BUDGET_S,
 ) -> EngineSpeed:
-    """Measure the engine's speed. `most_tokens`: of a prompt that one step computes. All times are 0 if the measurement
-    takes longer than `budget_s`. Raises EngineDead.
+    """Measure the speed of an engine that is warmed up. `most_tokens`: of a prompt that one step computes. All times
+    are 0 if the measurement takes longer than `budget_s`. Raises EngineDead.
     """
     test = _SpeedTest(engine, vocabulary)
     began = time.monotonic()
     speed = EngineSpeed()
     try:
         async with asyncio.timeout(budget_s):
-            fixed_s, per_token_s = await _prefill(test, most_tokens)
+            fixed_s, per_token_s = await _prefill(test, most_tokens, 2 if compiles else 1)
             step_s, per_sequence_s = await _decode(test, min(SEQUENCES, most_sequences), most_tokens)
             speed = EngineSpeed(fixed_s, per_token_s, step_s, per_sequence_s)
     except TimeoutError:
@@ -95,15 +100,14 @@ async def measure_speed(
     return speed
 
 
-async def _prefill(test: _SpeedTest, most_tokens: int) -> tuple[float, float]:
-    """The fixed time of a prompt in seconds, and seconds per token."""
+async def _prefill(test: _SpeedTest, most_tokens: int, times: int) -> tuple[float, float]:
+    """The fixed time of a prompt in seconds, and seconds per token. `times`: of each length; the last one counts, since
+    before it something may be compiled for this length."""
     short = long = min(SHORT_TOKENS, max(1, most_tokens // 2))
-    await test.prompt_s(short)  # the first prompt includes one-time set-up
-    short_s = long_s = await test.prompt_s(short)
+    short_s = long_s = await test.prompt_s(short, times)
     while long < most_tokens and (long == short or long_s * GROWTH < PROMPT_S):
         long = min(most_tokens, long * GROWTH)
-        await test.prompt_s(long)
-        long_s = await test.prompt_s(long)
+        long_s = await test.prompt_s(long, times)
     if long == short or long_s <= short_s:
         return 0.0, long_s / long
     slope = (long_s - short_s) / (long - short)
@@ -126,11 +130,12 @@ class _SpeedTest:
         self._random, self._numbers = random.Random(0), count()
         self.running: set[str] = set()
 
-    async def prompt_s(self, tokens: int) -> float:
-        """Seconds from giving a prompt to the engine to its first token."""
-        began = time.monotonic()
-        await self.add(tokens, 1)
-        await self.end()
+    async def prompt_s(self, tokens: int, times: int) -> float:
+        """Seconds from giving a prompt to the engine to its first token, the last of so many times."""
+        for _ in range(times):
+            began = time.monotonic()
+            await self.add(tokens, 1)
+            await self.end()
         return time.monotonic() - began
 
     async def step_s(self, sequences: int, prompt_tokens: int) -> float:

@@ -10,7 +10,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -207,40 +206,13 @@ def test_a_killed_launcher_takes_everything_with_it_and_the_next_one_cleans_up(b
     assert done.returncode == 0 and not background.folder.path.exists()
 
 
-def test_a_terminal_shows_a_live_table(tmp_path):
-    """Under a pseudo-terminal: spinners while it loads, all output if it is verbose, Ctrl-C typed into it ends it."""
-    pty = pytest.importorskip("pty")
-    parent, child = pty.openpty()
-    namespace = f"tty-{uuid.uuid4().hex[:6]}"
-    sets = [f"namespace={namespace}", "frontend.port=0", *ONE_EACH]
-    command = [sys.executable, "-m", "orchestrator.cli.main", "up", "configs/sim-2p2d.yaml"]
-    command += ["--verbose", *(part for item in sets for part in ("--set", item))]
-    process = subprocess.Popen(
-        command,
-        cwd=ROOT,
-        stdin=child,
-        stdout=child,
-        stderr=child,
-        start_new_session=True,
-        env={**os.environ, "TERM": "xterm"},
-    )
-    os.close(child)
-    shown = bytearray()
-
-    def read() -> None:
-        with contextlib.suppress(OSError):
-            while data := os.read(parent, 65536):
-                shown.extend(data)
-
-    reader = threading.Thread(target=read, daemon=True)
-    reader.start()
+def test_a_terminal_shows_a_live_table(monkeypatch):
+    """Under a pseudo-terminal: spinners while it loads, all output if it is verbose; Ctrl-C ends it."""
+    monkeypatch.setenv("TERM", "xterm")
+    fleet = RunningFleet("sim-2p2d.yaml", *ONE_EACH, options=["--verbose"], terminal=True)
     try:
-        until(lambda: b"Ready  http://" in shown or process.poll() is not None, "ready")
-        text = shown.decode(errors="replace")
-        assert "Ready  http://" in text and "✓" in text and "loading" in text and "[worker-1]" in text
-        process.send_signal(signal.SIGINT)
-        assert process.wait(30) == 0
+        text = "\n".join(fleet.log)
+        assert "✓" in text and "loading" in text and "[worker-1]" in text
     finally:
-        process.kill()
-        process.wait()
-        os.close(parent)
+        fleet.end()
+    assert fleet.process.returncode == 0

@@ -31,7 +31,7 @@ def fleet() -> Iterator[RunningFleet]:
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup starts a program
     try:
         one_each = ("workers.prefill.replicas=1", "workers.decode.replicas=1")
-        with running_fleet("sim-2p2d.yaml", *one_each, forked=False) as running:  # a forked one does not inherit it
+        with running_fleet("sim-2p2d.yaml", *one_each) as running:
             yield running
     finally:
         signal.signal(signal.SIGHUP, before)

@@ -27,6 +27,7 @@ class Engine:
         self.now, self._slower = 100.0, slower
         self.together: list[int] = []  # sequences of each step
         self.sampled: list[tuple[float, int | None]] = []  # temperature and log-probabilities of each request
+        self.prompts: list[int] = []  # tokens of each
         self.left: dict[str, int] = {}  # tokens out that are left
         self._uncomputed: dict[str, int] = {}
         self.calls: list[Any] = []
@@ -34,6 +35,7 @@ class Engine:
 
     async def give(self, request: Any) -> None:
         self._uncomputed[request.request_id] = len(request.prompt_token_ids)
+        self.prompts.append(len(request.prompt_token_ids))
         self.left[request.request_id] = request.sampling_params.max_tokens
         self.sampled.append((request.sampling_params.temperature, request.sampling_params.logprobs))
         assert request.sampling_params.seed is None, "a seed's sampling is not what vLLM compiles"
@@ -60,12 +62,16 @@ class Engine:
         self.calls.append((method, args, kwargs))
 
 
-async def test_measurement_finds_prompt_and_step_time(monkeypatch) -> None:
+@pytest.mark.parametrize("compiles", [True, False])
+async def test_measurement_finds_prompt_and_step_time(monkeypatch, compiles: bool) -> None:
     engine = Engine(monkeypatch)
-    found = await measure_speed(engine, 500, 8192, 256)
+    found = await measure_speed(engine, 500, 8192, 256, compiles)
     assert (found.prefill_s, found.prefill_s_per_token) == pytest.approx((STEP_S, TOKEN_S))
     assert (found.step_s, found.step_s_per_sequence) == pytest.approx((STEP_S, SEQUENCE_S))
     assert engine.calls == [("abort", []), ("reset_prefix_cache", [], {})]
+    prompts = engine.prompts[: -1 - speed.SEQUENCES]
+    again = prompts[1::2] if compiles else prompts
+    assert len({*prompts}) == len(again) > 2 and sorted({*prompts}) == again, "each once, or each twice"
 
 
 async def test_slow_engine_measures_shorter_prompts(monkeypatch) -> None:

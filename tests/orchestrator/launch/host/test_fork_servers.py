@@ -24,6 +24,18 @@ print(sys.argv[1:], heavy.imported_by == os.getpid(), os.environ.get("OWN"), os.
 print("parent", os.getppid(), "session", os.getsid(0) == os.getpid(), "main", __name__, os.environ.get("SET_BY_IMPORT"))
 sys.exit(int(sys.argv[1]))
 """
+ENDS = """
+import atexit, heavy, os, sys, threading, time
+
+class Part:
+    def __del__(self, write=os.write):
+        write(1, b"taken apart\\n")
+
+sys.part = Part()  # as long as there is an interpreter
+atexit.register(print, "at exit")
+threading.Thread(target=lambda: (time.sleep(0.2), print("a thread"))).start()
+sys.exit("text" if sys.argv[1] == "text" else int(sys.argv[1]))
+"""
 HEAVY = "import os\nimported_by = os.getpid()\nos.environ['SET_BY_IMPORT'] = 'yes'\n"
 
 
@@ -96,6 +108,17 @@ async def test_exit_codes_and_signals_are_told(modules: Path, forks: ForkServers
     await waiting.process.stop(5)
     assert await waiting.process.wait() == -signal.SIGTERM
     assert not waiting.process.running
+
+
+@pytest.mark.parametrize(("given", "code"), [("0", 0), ("7", 7), ("text", 1)])
+async def test_a_forked_process_ends_as_python_does_and_is_not_taken_apart(
+    modules: Path, forks: ForkServers, given: str, code: int
+):
+    (modules / "ends.py").write_text(ENDS)
+    forked, executed = (Run(modules, how, "ends", given) for how in (forks, None))
+    assert [await forked.ended(), await executed.ended()] == [code, code]
+    assert executed.lines[-1] == "taken apart"
+    assert forked.lines == (executed.lines if given == "text" else executed.lines[:-1])
 
 
 async def test_modules_are_imported_once_for_each_environment_that_they_may_read(modules: Path, forks: ForkServers):
