@@ -19,7 +19,8 @@ from vllm.logger import init_logger
 from connectors import handshake, sockets
 from connectors.agent import agent_settings
 from connectors.push import actions as do
-from connectors.push import verify, wire, writer
+from connectors.push import wire, writer
+from connectors.push.blocks import verify
 from connectors.push.inbound import Inbound
 from connectors.push.metadata import PushOptions, PushStats
 from connectors.push.outbound import Outbound

@@ -118,9 +118,9 @@ class PushConnector(NixlPushConnector):
 
     @property
     def lends(self) -> bool:
-        """Scheduler side: whether prefixes can be lent and fetched: KV that only goes whole cannot."""
+        """Scheduler side: whether prefixes can be lent and fetched: KV that only goes whole cannot, nor can states."""
         assert self.connector_scheduler is not None
-        return self.connector_scheduler.by_position
+        return self.connector_scheduler.lends
 
     def lend(self, key: str, hashes: Sequence[BlockHash], tokens: int) -> None:
         """Scheduler side: send these blocks of the prefix cache, the first `tokens` of a prompt, to whoever asks for

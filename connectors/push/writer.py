@@ -12,17 +12,15 @@ import numpy as np
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.base_worker import _SHARED_REGION_GROUP_ID
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import RemoteMeta, ReqMeta
 from vllm.logger import init_logger
+from vllm.v1.kv_cache_interface import MambaSpec
 
 from connectors.push.actions import NO_BLOCK, Chunk, Post
+from connectors.push.blocks.pairs import LayoutError, is_whole, pair_blocks, upwards
 
 if TYPE_CHECKING:
     from vllm.distributed.kv_transfer.kv_connector.v1.nixl.push_worker import NixlPushConnectorWorker
 
 logger = init_logger("vllm.pd.push")
-
-
-class LayoutError(ValueError):
-    """The two ends' blocks do not line up."""
 
 
 # What vLLM's own plans raise where the two ends' blocks do not fit. The connection is whole.
@@ -45,55 +43,40 @@ def same_layout(worker: NixlPushConnectorWorker, engine: str) -> bool:
 
 
 def takes_chunks(worker: NixlPushConnectorWorker, engine: str) -> bool:
-    """Whether blocks of a connected engine can be written one by one: the same layout, and attention only."""
+    """Whether blocks of a connected engine can be written one by one: the same layout, of what `descriptors` knows."""
     return bool(
         same_layout(worker, engine)
         and worker.dst_region_group_ids[engine] == worker.region_group_ids
-        and not worker._has_mamba
+        and not worker._is_csa_linear
         and not worker._transfer_layer_group_ids
     )
 
 
-def pair_blocks(
-    chunks: Sequence[Chunk], total_blocks: int, remote: Sequence[int], group: int = 0
-) -> tuple[list[int], list[int]]:
-    """Local and remote block ids of what decode still needs of this KV cache group of `chunks`.
+def descriptors(
+    worker: NixlPushConnectorWorker, engine: str, group: int, blocks: Sequence[int], regions: Sequence[int]
+) -> np.ndarray:
+    """NIXL's descriptors, in `engine`, of logical blocks of this KV cache group in these regions, region by region.
 
-    `remote` is for the last `len(remote)` blocks of the prompt: the decode engine has the earlier ones in its prefix
-    cache, or they are outside of the group's window. Raises LayoutError.
+    One per region and kernel block of attention. After all of those come the states: of each region that has any, one
+    per part of a state and logical block (`_build_mamba_local` in base_worker.py).
     """
-    skip = total_blocks - len(remote)
-    if skip < 0:
-        raise LayoutError(f"decode reserved {len(remote)} blocks for a prompt of {total_blocks}")
-    mine: list[int] = []
-    theirs: list[int] = []
-    for chunk in chunks:
-        blocks = chunk.blocks[group]
-        first = max(0, skip - chunk.start)
-        end = chunk.start + len(blocks) - skip
-        if end > len(remote):
-            raise LayoutError(f"blocks {chunk.start}..{chunk.start + len(blocks)} of a prompt of {total_blocks}")
-        if first < len(blocks):
-            mine.extend(blocks[first:])
-            theirs.extend(remote[chunk.start + first - skip : end])
-    if NO_BLOCK in mine:
-        kept = [(own, other) for own, other in zip(mine, theirs, strict=True) if own != NO_BLOCK]
-        return [own for own, _ in kept], [other for _, other in kept]
-    return mine, theirs
+    ratio = worker._physical_blocks_per_logical_kv_block
+    region_blocks = worker.dst_region_num_blocks[engine]
+    if not is_state(worker, group):
+        return _region_by_region(kernel_blocks(blocks, ratio), region_blocks, regions)
+    with_states, parts = worker._ssm_region_indices, len(worker._conv_decomp.local_conv_offsets) + 1
+    places = [at * parts + part for at, it in enumerate(with_states) if it in regions for part in range(parts)]
+    sizes = [region_blocks[0] // ratio] * (parts * len(with_states))
+    return sum(region_blocks) + _region_by_region(np.asarray(blocks, dtype=np.int64), sizes, places)
 
 
-def upwards(mine: Sequence[int], theirs: Sequence[int]) -> tuple[list[int], list[int]]:
-    """The same pairs by local block. NIXL copies neighbours as one where both ids go up, and vLLM's pool hands the
-    blocks of an ended request out again from the last one."""
-    pairs = sorted(zip(mine, theirs, strict=True))
-    return [own for own, _ in pairs], [other for _, other in pairs]
+def is_state(worker: NixlPushConnectorWorker, group: int) -> bool:
+    """Whether a block of this KV cache group is a recurrent state, and has no kernel blocks."""
+    return issubclass(worker._group_spec_types[group], MambaSpec)
 
 
-def descriptors(blocks: np.ndarray, region_blocks: Sequence[int], regions: Sequence[int] | None) -> np.ndarray:
-    """NIXL descriptor indices: region-major, one descriptor per kernel block and region (base_worker.py)."""
-    offsets = np.cumsum([0, *region_blocks[:-1]], dtype=np.int64)
-    if regions is not None:
-        offsets = offsets[list(regions)]
+def _region_by_region(blocks: np.ndarray, region_blocks: Sequence[int], regions: Sequence[int]) -> np.ndarray:
+    offsets = np.cumsum([0, *region_blocks[:-1]], dtype=np.int64)[list(regions)]
     return (offsets[:, None] + blocks[None, :]).ravel()
 
 
@@ -103,21 +86,19 @@ def post_chunks(worker: NixlPushConnectorWorker, post: Post, record: Callable[[A
     groups = len(worker.kv_cache_config.transfer_groups)
     if len(post.order.blocks) != groups:
         raise LayoutError(f"decode has {len(post.order.blocks)} KV cache groups, prefill {groups}")
-    mine_total, theirs_total = worker.dst_region_num_blocks[worker.engine_id], worker.dst_region_num_blocks[engine]
-    ratio = worker._physical_blocks_per_logical_kv_block
+    their_total = min(worker.dst_region_num_blocks[engine]) // worker._physical_blocks_per_logical_kv_block
     local: list[np.ndarray] = []
     remote: list[np.ndarray] = []
     for some, chunks in _by_regions(post.chunks):
         for group, reserved in enumerate(post.order.blocks):
-            pairs = pair_blocks(chunks, post.total_blocks, reserved, group)
-            mine, theirs = (kernel_blocks(ids, ratio) for ids in upwards(*pairs))
-            if not mine.size:
+            mine, theirs = upwards(*pair_blocks(chunks, post.total_blocks, reserved, group))
+            if not mine:
                 continue
-            if theirs.min() < 0 or theirs.max() >= min(theirs_total):
-                raise LayoutError(f"decode named blocks {theirs.min()} to {theirs.max()} of {min(theirs_total)}")
+            if min(theirs) < 0 or max(theirs) >= their_total:
+                raise LayoutError(f"decode named blocks {min(theirs)} to {max(theirs)} of {their_total}")
             regions = [region for region in _regions_of(worker, group) if some is None or region in some]
-            local.append(descriptors(mine, mine_total, regions))
-            remote.append(descriptors(theirs, theirs_total, regions))
+            local.append(descriptors(worker, worker.engine_id, group, mine, regions))
+            remote.append(descriptors(worker, engine, group, theirs, regions))
     if not sum(ids.size for ids in local):
         return
     (side,) = worker.dst_xfer_side_handles[engine].values()
@@ -204,23 +185,6 @@ def _all_blocks(post: Post) -> tuple[list[int], ...]:
         raise LayoutError(f"{len(blocks)} blocks of a prompt of {post.total_blocks}, which is sent whole")
     in_order = [blocks[at] for at in sorted(blocks)]
     return tuple([block for block in group if block != NO_BLOCK] for group in zip(*in_order, strict=True))
-
-
-def is_whole(post: Post) -> bool:
-    """All that decode needs, in blocks that positions in the prompt do not describe: a window has only the last."""
-    return any(chunk.whole for chunk in post.chunks)
-
-
-def pairs_of(post: Post) -> list[tuple[list[int], list[int]]]:
-    """(local, remote) logical block ids that `post` writes, by KV cache group. Raises LayoutError."""
-    if not is_whole(post):
-        groups = enumerate(post.order.blocks)
-        return [pair_blocks(post.chunks, post.total_blocks, reserved, group) for group, reserved in groups]
-    (chunk,) = post.chunks
-    return [
-        (list(mine[len(mine) - len(theirs) :]), list(theirs))
-        for mine, theirs in zip(chunk.blocks, post.order.blocks, strict=True)
-    ]
 
 
 def _by_regions(chunks: Sequence[Chunk]) -> list[tuple[tuple[int, ...] | None, list[Chunk]]]:

@@ -16,14 +16,14 @@ import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.base_worker import _SHARED_REGION_GROUP_ID
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.push_worker import NixlPushConnectorWorker
 from vllm.logger import init_logger
-from vllm.v1.kv_cache_interface import MambaSpec
 
 from connectors.push import actions as do
 from connectors.push import wire
 from connectors.push.actions import NO_BLOCK, Post
+from connectors.push.blocks.pairs import pairs_of
 from connectors.push.inbound import Inbound
 from connectors.push.metadata import PushStats
-from connectors.push.writer import kernel_blocks, pairs_of, same_layout
+from connectors.push.writer import is_state, kernel_blocks, same_layout
 
 logger = init_logger("vllm.pd.push")
 
@@ -107,7 +107,7 @@ def _parts(worker: Any, blocks: Sequence[Sequence[int]]) -> Iterable[torch.Tenso
             if not ids or worker.region_group_ids[region] not in (group, _SHARED_REGION_GROUP_ID):
                 continue
             stride, length = worker.block_stride_per_layer[region], worker.block_len_per_layer[region]
-            if issubclass(worker._group_spec_types[group], MambaSpec):  # one state per logical block, and padding
+            if is_state(worker, group):  # one per logical block, and padding
                 rows, stride, length = np.asarray(ids), stride * ratio, sum(worker._mamba_ssm_size)
             else:
                 rows = kernel_blocks(ids, ratio)
