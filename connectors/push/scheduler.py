@@ -76,10 +76,12 @@ class PushScheduler(NixlPushConnectorScheduler):
         # What is known by position, and computed on one pipeline stage, is shipped as it grows. Anything else is
         # shipped whole, when vLLM hands over the final block lists. So is the KV of drafters that read several tokens
         # ahead: the last tokens of a chunk are not final.
-        self._positions = Positions(kv_cache_config, self.block_size)
+        shards = parallel.decode_context_parallel_size
+        self._positions = Positions(kv_cache_config, self.block_size, shards)
         final = vllm_config.num_prefill_lookahead_tokens <= 1
         self.by_position = self._positions.known and final and stages == 1
-        self.lends = self.by_position and not self._has_mamba  # a state is that of its whole prompt only
+        # A state is that of its whole prompt only.
+        self.lends = self.by_position and not self._has_mamba and shards == 1
         if not self.by_position and self.options.transfer != "whole":
             logger.info("This model or topology cannot stream its KV: each prompt is pushed whole (transfer: whole)")
         self._prefills: dict[str, _Prefill] = {}
@@ -184,7 +186,7 @@ class PushScheduler(NixlPushConnectorScheduler):
         request = prefill.request
         done = min(request.num_computed_tokens + scheduled_tokens, request.num_prompt_tokens)
         closed = done >= request.num_prompt_tokens
-        full = prefill.total_blocks if closed else done // self.block_size
+        full = prefill.total_blocks if closed else self._positions.full(done)
         if self.options.transfer == "whole" and not closed:
             return
         if full <= prefill.sent_blocks and not closed:

@@ -15,7 +15,7 @@ from vllm.logger import init_logger
 from vllm.v1.kv_cache_interface import MambaSpec
 
 from connectors.push.actions import NO_BLOCK, Chunk, Post
-from connectors.push.blocks.pairs import LayoutError, is_whole, pair_blocks, upwards
+from connectors.push.blocks.pairs import WHOLE, LayoutError, Shard, is_whole, pair_blocks, upwards
 
 if TYPE_CHECKING:
     from vllm.distributed.kv_transfer.kv_connector.v1.nixl.push_worker import NixlPushConnectorWorker
@@ -27,25 +27,30 @@ logger = init_logger("vllm.pd.push")
 MISFITS = (ValueError, AssertionError, LookupError, NotImplementedError)
 
 
-def same_layout(worker: NixlPushConnectorWorker, engine: str) -> bool:
-    """Whether a connected engine has the same ranks, stages and blocks, so that a block of ours is a block there."""
+def shards(worker: NixlPushConnectorWorker, engine: str) -> dict[int, Shard]:
+    """By rank of a connected engine that this one writes to, what that rank has of each prompt. Empty where its blocks
+    are not like ours: of the same size, and written by a rank with the same heads."""
     topology = worker.transfer_topo
-    if topology is None or engine not in worker.tp_mappings or len(worker.dst_xfer_side_handles[engine]) != 1:
-        return False
-    info = topology.get_engine_info(engine)
-    return bool(
-        topology.tp_ratio(info.remote_tp_size) == 1
-        and info.remote_block_size == worker.block_size
+    if topology is None or engine not in worker.tp_mappings:
+        return {}
+    info, ranks = topology.get_engine_info(engine), sorted(worker.dst_xfer_side_handles[engine])
+    alike = (
+        info.remote_block_size == worker.block_size
         and info.remote_physical_blocks_per_logical == worker._physical_blocks_per_logical_kv_block
         and len(worker.dst_region_num_blocks[engine]) == len(worker.dst_region_num_blocks[worker.engine_id])
         and worker.pp_size == 1
     )
+    if alike and len(ranks) == 1 and info.remote_dcp_size == worker.dcp_size:
+        return {rank: WHOLE for rank in ranks if topology.tp_ratio(info.remote_tp_size) == 1}
+    if alike and info.remote_dcp_size > worker.dcp_size == 1:  # latents only: each rank of ours has all heads
+        return {rank: Shard(rank % info.remote_dcp_size, info.remote_dcp_size) for rank in ranks}
+    return {}
 
 
 def takes_chunks(worker: NixlPushConnectorWorker, engine: str) -> bool:
-    """Whether blocks of a connected engine can be written one by one: the same layout, of what `descriptors` knows."""
+    """Whether blocks of a connected engine can be written one by one: blocks like ours, of what `descriptors` knows."""
     return bool(
-        same_layout(worker, engine)
+        shards(worker, engine)
         and worker.dst_region_group_ids[engine] == worker.region_group_ids
         and not worker._is_csa_linear
         and not worker._transfer_layer_group_ids
@@ -81,17 +86,40 @@ def _region_by_region(blocks: np.ndarray, region_blocks: Sequence[int], regions:
 
 
 def post_chunks(worker: NixlPushConnectorWorker, post: Post, record: Callable[[Any], None]) -> None:
-    """One WRITE for all of `post`, if it needs one. `record` gets its handle. Raises LayoutError, NIXL's errors."""
+    """A WRITE for all of `post` to each rank, if it needs one. `record` gets its handle. Raises LayoutError, NIXL's
+    errors."""
     engine = post.order.decode.engine_id
     groups = len(worker.kv_cache_config.transfer_groups)
     if len(post.order.blocks) != groups:
         raise LayoutError(f"decode has {len(post.order.blocks)} KV cache groups, prefill {groups}")
+    for rank, shard in shards(worker, engine).items():
+        local, remote = _described(worker, post, shard)
+        if not local.size:
+            continue
+        handle = worker.nixl_wrapper.make_prepped_xfer(
+            "WRITE",
+            worker.src_xfer_handles_by_block_size[worker.block_size],
+            local,
+            worker.dst_xfer_side_handles[engine][rank],
+            remote,
+        )
+        record(handle)
+        try:
+            worker.nixl_wrapper.transfer(handle)
+        except Exception:
+            # Part of it may be in flight: the handle's own state shows when it ends, and how.
+            logger.exception("NIXL could not post a WRITE of %s", post.stream)
+
+
+def _described(worker: NixlPushConnectorWorker, post: Post, shard: Shard) -> tuple[np.ndarray, np.ndarray]:
+    """Descriptors here and there of what a rank gets. Raises LayoutError."""
+    engine = post.order.decode.engine_id
     their_total = min(worker.dst_region_num_blocks[engine]) // worker._physical_blocks_per_logical_kv_block
-    local: list[np.ndarray] = []
-    remote: list[np.ndarray] = []
+    local: list[np.ndarray] = [np.empty(0, np.int64)]
+    remote = local.copy()
     for some, chunks in _by_regions(post.chunks):
         for group, reserved in enumerate(post.order.blocks):
-            mine, theirs = upwards(*pair_blocks(chunks, post.total_blocks, reserved, group))
+            mine, theirs = upwards(*pair_blocks(chunks, post.total_blocks, reserved, group, shard))
             if not mine:
                 continue
             if min(theirs) < 0 or max(theirs) >= their_total:
@@ -99,22 +127,7 @@ def post_chunks(worker: NixlPushConnectorWorker, post: Post, record: Callable[[A
             regions = [region for region in _regions_of(worker, group) if some is None or region in some]
             local.append(descriptors(worker, worker.engine_id, group, mine, regions))
             remote.append(descriptors(worker, engine, group, theirs, regions))
-    if not sum(ids.size for ids in local):
-        return
-    (side,) = worker.dst_xfer_side_handles[engine].values()
-    handle = worker.nixl_wrapper.make_prepped_xfer(
-        "WRITE",
-        worker.src_xfer_handles_by_block_size[worker.block_size],
-        np.concatenate(local),
-        side,
-        np.concatenate(remote),
-    )
-    record(handle)
-    try:
-        worker.nixl_wrapper.transfer(handle)
-    except Exception:
-        # Part of it may be in flight: the handle's own state shows when it ends, and how.
-        logger.exception("NIXL could not post a WRITE of %s", post.stream)
+    return np.concatenate(local), np.concatenate(remote)
 
 
 def _regions_of(worker: NixlPushConnectorWorker, group: int) -> list[int]:
@@ -129,8 +142,11 @@ def post_whole(worker: NixlPushConnectorWorker, post: Post) -> None:
     LayoutError, and what the plan raises: others may be in flight then.
     """
     engine = post.order.decode.engine_id
-    their_ratio = worker.transfer_topo.get_engine_info(engine).remote_physical_blocks_per_logical
-    their_total = worker.dst_num_blocks[engine] // their_ratio
+    info = worker.transfer_topo.get_engine_info(engine)
+    if info.remote_dcp_size != worker.dcp_size:
+        sizes = f"{info.remote_dcp_size} ranks of decode share each prompt, and {worker.dcp_size} of prefill"
+        raise LayoutError(f"{sizes}: its blocks cannot be sent whole")
+    their_total = worker.dst_num_blocks[engine] // info.remote_physical_blocks_per_logical
     for block in (block for group in post.order.blocks for block in group):
         if not 0 <= block < their_total:
             raise LayoutError(f"decode named block {block} of {their_total}")

@@ -1,8 +1,14 @@
-"""Which block here goes into which block of decode. Pure functions of block ids; no NIXL, no memory."""
+"""Which block here goes into which block of decode. Pure functions of block ids; no NIXL, no memory.
+
+With decode context parallelism a rank of decode has a part of each prompt only. vLLM deals the tokens out in turns of
+`cp_kv_cache_interleave_size`, which is the block size here, so that whole blocks go to one rank: block p of the prompt
+to rank p modulo their number, as its part of decode's block p divided by their number.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from connectors.push.actions import NO_BLOCK, Chunk, Post
 
@@ -11,28 +17,53 @@ class LayoutError(ValueError):
     """The two ends' blocks do not line up."""
 
 
-def pair_blocks(
-    chunks: Sequence[Chunk], total_blocks: int, remote: Sequence[int], group: int = 0
-) -> tuple[list[int], list[int]]:
-    """Local and remote block ids of what decode still needs of this KV cache group of `chunks`.
+class Shard(NamedTuple):
+    """What a rank of decode has of each prompt: one of `size` blocks."""
 
-    `remote` is for the last `len(remote)` blocks of the prompt: the decode engine has the earlier ones in its prefix
+    rank: int = 0
+    size: int = 1
+
+    def skipped(self, total_blocks: int, reserved: Sequence[int]) -> int:
+        """How many of decode's blocks for a prompt of so many blocks are in its prefix cache, or outside of a window.
+        Raises LayoutError."""
+        theirs = -(-total_blocks // self.size)
+        if len(reserved) > theirs:
+            raise LayoutError(f"decode reserved {len(reserved)} blocks for a prompt of {theirs}")
+        return theirs - len(reserved)
+
+    def held(self, total_blocks: int, reserved: Sequence[int]) -> list[int]:
+        """Of the reserved blocks those in which this rank has KV: the last one may have too little for all ranks."""
+        if self.size == 1:
+            return list(reserved)
+        skip = self.skipped(total_blocks, reserved)
+        count = max(0, -(-(total_blocks - self.rank) // self.size) - skip)
+        return list(reserved[:count])
+
+
+WHOLE = Shard()
+
+
+def pair_blocks(
+    chunks: Sequence[Chunk], total_blocks: int, remote: Sequence[int], group: int = 0, shard: Shard = WHOLE
+) -> tuple[list[int], list[int]]:
+    """Local and remote block ids of what a rank of decode still needs of this KV cache group of `chunks`.
+
+    `remote` is for the last `len(remote)` of decode's blocks for the prompt: it has the earlier ones in its prefix
     cache, or they are outside of the group's window. Raises LayoutError.
     """
-    skip = total_blocks - len(remote)
-    if skip < 0:
-        raise LayoutError(f"decode reserved {len(remote)} blocks for a prompt of {total_blocks}")
+    skip = shard.skipped(total_blocks, remote)
     mine: list[int] = []
     theirs: list[int] = []
     for chunk in chunks:
         blocks = chunk.blocks[group]
-        first = max(0, skip - chunk.start)
-        end = chunk.start + len(blocks) - skip
-        if end > len(remote):
+        if chunk.start + len(blocks) > total_blocks:
             raise LayoutError(f"blocks {chunk.start}..{chunk.start + len(blocks)} of a prompt of {total_blocks}")
-        if first < len(blocks):
-            mine.extend(blocks[first:])
-            theirs.extend(remote[chunk.start + first - skip : end])
+        first = chunk.start + (shard.rank - chunk.start) % shard.size
+        first = max(first, skip * shard.size + shard.rank)
+        found = blocks[first - chunk.start :: shard.size]
+        at = first // shard.size - skip
+        mine.extend(found)
+        theirs.extend(remote[at : at + len(found)])
     if NO_BLOCK in mine:
         kept = [(own, other) for own, other in zip(mine, theirs, strict=True) if own != NO_BLOCK]
         return [own for own, _ in kept], [other for _, other in kept]
@@ -51,11 +82,11 @@ def is_whole(post: Post) -> bool:
     return any(chunk.whole for chunk in post.chunks)
 
 
-def pairs_of(post: Post) -> list[tuple[list[int], list[int]]]:
-    """(local, remote) logical block ids that `post` writes, by KV cache group. Raises LayoutError."""
+def pairs_of(post: Post, shard: Shard = WHOLE) -> list[tuple[list[int], list[int]]]:
+    """(local, remote) logical block ids that `post` writes to a rank, by KV cache group. Raises LayoutError."""
     if not is_whole(post):
         groups = enumerate(post.order.blocks)
-        return [pair_blocks(post.chunks, post.total_blocks, reserved, group) for group, reserved in groups]
+        return [pair_blocks(post.chunks, post.total_blocks, reserved, group, shard) for group, reserved in groups]
     (chunk,) = post.chunks
     return [
         (list(mine[len(mine) - len(theirs) :]), list(theirs))

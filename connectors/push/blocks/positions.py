@@ -21,22 +21,26 @@ BlockIds = Sequence[Sequence[int]]  # logical, by KV cache group
 
 
 class Positions:
-    """Of a model whose blocks have `block_size` tokens."""
+    """Of a model whose blocks have `block_size` tokens on a rank, of which `shards` share each block (decode context
+    parallelism)."""
 
-    def __init__(self, kv_cache_config: KVCacheConfig, block_size: int) -> None:
+    def __init__(self, kv_cache_config: KVCacheConfig, block_size: int, shards: int = 1) -> None:
         self._specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
-        self._block_size = block_size
+        self._block_size = block_size * shards
         all_are_sent = len(kv_cache_config.transfer_groups) == len(self._specs)
         # What a prompt needs of each group is known by position, so that it can be sent while it is computed.
-        self.known = all_are_sent and all(self._is_known(spec) for spec in self._specs)
+        self.known = all_are_sent and all(self._is_known(spec, block_size) for spec in self._specs)
 
-    def _is_known(self, spec: Any) -> bool:
+    def _is_known(self, spec: Any, block_size: int) -> bool:
         """Whether block p of a request has the KV of its tokens from p times the block size on, or there is one."""
         attention = isinstance(spec, FullAttentionSpec) or type(spec) is SlidingWindowSpec
-        return isinstance(spec, MambaSpec) or (attention and spec.block_size == self._block_size)
+        return isinstance(spec, MambaSpec) or (attention and spec.block_size == block_size)
 
     def count(self, tokens: int) -> int:
         return -(-tokens // self._block_size)
+
+    def full(self, tokens: int) -> int:
+        return tokens // self._block_size
 
     def first_kept(self, tokens: int) -> list[int]:
         """By group, the first block that decode needs: the first that the prompt's last token attends to. The prefill

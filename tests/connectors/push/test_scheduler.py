@@ -21,10 +21,16 @@ STATE = "state"
 
 
 def scheduler(
-    *, mamba: bool = False, stages: int = 1, windows: tuple[int | str | None, ...] = (None,), lookahead: int = 0
+    *,
+    mamba: bool = False,
+    stages: int = 1,
+    windows: tuple[int | str | None, ...] = (None,),
+    lookahead: int = 0,
+    shards: int = 1,
 ) -> Any:
     """`windows`: of each KV cache group; None for one that attends to everything, STATE for a recurrent one, with a
-    scratch block for speculation. `lookahead`: tokens of the prompt that a drafter reads ahead."""
+    scratch block for speculation. `lookahead`: tokens of the prompt that a drafter reads ahead. `shards`: how many
+    ranks share each block."""
     pytest.importorskip("vllm")  # takes seconds
     import torch
     from vllm.distributed.kv_transfer.kv_connector.v1.nixl.push_scheduler import NixlPushConnectorScheduler
@@ -42,7 +48,12 @@ def scheduler(
 
     config = SimpleNamespace(
         kv_transfer_config=SimpleNamespace(get_from_extra_config=lambda key, default: default),
-        parallel_config=SimpleNamespace(use_ubatching=False, tensor_parallel_size=1, pipeline_parallel_size=stages),
+        parallel_config=SimpleNamespace(
+            use_ubatching=False,
+            tensor_parallel_size=shards,
+            pipeline_parallel_size=stages,
+            decode_context_parallel_size=shards,
+        ),
         num_prefill_lookahead_tokens=lookahead,
     )
     layout = {"block_size": 16, "num_kv_heads": 1, "head_size": 32, "dtype": torch.float32}
@@ -210,9 +221,27 @@ def test_a_recurrent_state_is_shipped_with_the_last_chunk() -> None:
     ]
 
 
-def test_a_prefix_with_a_state_is_not_lent() -> None:
-    """The state of its end is not cached as a rule, and would be one of more tokens than were asked for."""
-    lends = scheduler(windows=(None, STATE))
+def test_ranks_that_share_prompts_have_a_block_for_as_many_tokens_together() -> None:
+    """100 tokens in 4 blocks of 2 x 16."""
+    decode, prefill = scheduler(shards=2), scheduler(shards=2)
+    request = Request(100, do_remote_prefill=True, kv_source=SOURCE)
+    blocks = SimpleNamespace(get_unhashed_block_ids_all_groups=lambda: [[2, 3, 4, 5]])
+    decode.update_state_after_alloc(request, blocks, 100)
+    assert decode._next.reserved[0].order.blocks == [[2, 3, 4, 5]]
+    request = Request(100, do_remote_decode=True)
+    prefill.update_state_after_alloc(request, None, 0)
+    assert prefill._next.started[0].total_blocks == 4
+    state = SimpleNamespace(get_block_ids=lambda key: ([11, 12],))
+    step = SimpleNamespace(kv_connector_block_state=state, num_scheduled_tokens={"x": 60}, preempted_req_ids=None)
+    (computed,) = prefill.build_connector_meta(step).computed
+    assert (computed.start, computed.blocks, computed.closed) == (0, ((11,),), False)
+
+
+@pytest.mark.parametrize("differing", [{"windows": (None, STATE)}, {"shards": 2}])
+def test_what_no_other_engine_could_use_alone_is_not_lent(differing: dict[str, Any]) -> None:
+    """The state of a prefix is not cached as a rule, and would be one of more tokens than were asked for; a rank that
+    shares prompts has a part of each."""
+    lends = scheduler(**differing)
     assert lends.by_position and not lends.lends
     lends.lend("k", [b"0" * 32], 16)
     (finished,) = lends._next.finished

@@ -44,7 +44,7 @@ def order(stream: str, *blocks: int, decode: wire.Endpoint = DECODE) -> wire.Reg
 def prefill(worker: Any, stream: str, decode: wire.Endpoint = DECODE) -> None:
     """Prefill `stream` of two blocks in one step."""
     worker.step(started=[Started(stream, 2, 32)])
-    for agent in worker._agents(decode.engine_id) or (f"{decode.engine_id}/0",):
+    for agent in worker._agents(decode.engine_id).values() or (f"{decode.engine_id}/0",):
         worker.hear(agent, order(stream, 7, 8, decode=decode))
     worker.step(computed=[Computed(stream, 0, 0, ((1, 2),), True)], finished=[Finished(stream, True, True)])
     worker.step()

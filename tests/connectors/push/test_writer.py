@@ -26,8 +26,9 @@ def writer() -> ModuleType:
     ],
 )
 def test_each_group_goes_into_its_regions(
-    writer: ModuleType, owners: list[int], mine: list[int], theirs: list[int]
+    monkeypatch: pytest.MonkeyPatch, writer: ModuleType, owners: list[int], mine: list[int], theirs: list[int]
 ) -> None:
+    monkeypatch.setattr(writer, "shards", lambda worker, engine: {0: writer.WHOLE})
     from vllm.v1.kv_cache_interface import FullAttentionSpec
 
     posted = []
