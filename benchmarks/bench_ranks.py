@@ -2,9 +2,10 @@
 
 Each way has a fleet of its own: one decode group, with `--prefill` prefill ranks before it. Prompts and answers
 are of mixed lengths, and a new request is sent when one has ended. The engines are simulated, with the times below, or
-with `--experts` vLLM's on this machine's CPU, with a tiny model of random experts.
+with `--experts` vLLM's on this machine's CPU, with a tiny model of random experts. Then `vllm` is a way too: vLLM's own
+server with as many ranks behind its own load balancer. Its steps are measured as our groups' (`tests/board_in_vllm`).
 
-    python benchmarks/bench_ranks.py [--ways adp round_robin] [--ranks 4] [--prefill 0] [--users 64] [--rounds 3]
+    python benchmarks/bench_ranks.py [--ways adp round_robin vllm] [--ranks 4] [--prefill 0] [--users 64] [--rounds 3]
 """
 
 from __future__ import annotations
@@ -13,21 +14,30 @@ import argparse
 import asyncio
 import contextlib
 import json
+import os
 import random
 import statistics
 import sys
 import tempfile
+import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE.parent), str(HERE.parent / "tests")]
 
-from support_fleet import DEMO_VOCABULARY, RunningFleet, running_fleet, token_prompt, with_demo_tokenizer  # noqa: E402
-from support_models import special_model  # noqa: E402
+from support_client import FleetClient  # noqa: E402
+from support_experts import MOE_ON_CPU, experts  # noqa: E402
+from support_fleet import running_fleet, token_prompt  # noqa: E402
+from support_plain_vllm import plain_vllm  # noqa: E402
+
+from orchestrator.types import StepCounters  # noqa: E402
+from workers.load import board  # noqa: E402
 
 SIMULATED = (
     "sim.step_base_ms=50",
@@ -35,6 +45,14 @@ SIMULATED = (
     "sim.decode_us_per_seq=500",
     "workers.engine_args.max_num_seqs=64",
 )
+ENGINE = {  # what real engines are started with, ours and vLLM's
+    "dtype": "float32",
+    "block_size": 32,
+    "max_model_len": 2048,
+    "max_num_batched_tokens": 2048,
+    "max_num_seqs": 64,
+    "kv_cache_memory_bytes": 1 << 27,
+}
 MEAN_IN, MEAN_OUT, SIGMA = 400, 80, 1.0  # tokens; of the logarithm of prompt lengths
 
 
@@ -48,7 +66,7 @@ def requests(count: int, seed: int, longest: int) -> list[tuple[list[int], int]]
     return made
 
 
-async def load(fleet: RunningFleet, made: list[tuple[list[int], int]], users: int) -> float:
+async def load(fleet: FleetClient, made: list[tuple[list[int], int]], users: int) -> float:
     """Seconds until all are answered, by so many at once."""
     waiting = iter(made)
     async with httpx.AsyncClient(base_url=fleet.url, timeout=300) as client:
@@ -63,19 +81,68 @@ async def load(fleet: RunningFleet, made: list[tuple[list[int], int]], users: in
         return time.monotonic() - began
 
 
-def counters(fleet: RunningFleet) -> dict[str, Any]:
+class Ours:
+    """A fleet, and what its groups say of their steps."""
+
+    def __init__(self, fleet: FleetClient) -> None:
+        self.fleet = fleet
+
+    def steps(self) -> dict[str, dict[str, Any]]:
+        """By role."""
+        workers = ((role, worker) for role in ("prefill", "decode") for worker in self.fleet.workers(role))
+        return {role: worker["group"] for role, worker in workers if worker["group"]}
+
+
+class Vllms:
+    """vLLM's own server. Its board keeps the latest steps only, so it is read all the time."""
+
+    def __init__(self, fleet: FleetClient, seen: board.Board) -> None:
+        self.fleet, self._board, self._ended = fleet, seen, threading.Event()
+        self._steps: StepCounters | None = None
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def _read(self) -> None:
+        while not self._ended.wait(0.2):
+            self._steps = self._board.counters()
+
+    def steps(self) -> dict[str, dict[str, Any]]:
+        return {"decode": msgspec.structs.asdict(self._steps)} if self._steps else {}
+
+    def end(self) -> None:
+        self._ended.set()
+
+
+@contextlib.contextmanager
+def vllms(model: str, ranks: int, folder: Path) -> Iterator[Vllms]:
+    board.announce("vllm", 0, ranks, levels=False)
+    seen = board.Board.to_measure()
+    assert seen is not None
+    arguments = [f"--{name.replace('_', '-')}={value}" for name, value in ENGINE.items()]
+    arguments += ["--enforce-eager", "--no-enable-prefix-caching", "--enable-expert-parallel"]
+    arguments += [f"--data-parallel-size={ranks}"]
+    paths = os.pathsep.join(map(str, (HERE.parent, MOE_ON_CPU, MOE_ON_CPU.parent / "board_in_vllm")))
+    more = {"PYTHONPATH": paths, "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
+    more["PD_RANK_BOARD"] = os.environ.pop("PD_RANK_BOARD")  # fleets have their own
+    with plain_vllm(model, folder / "vllm.log", *arguments, **more) as server:
+        served = Vllms(server, seen)
+        yield served
+        served.end()
+
+
+def counters(served: Ours | Vllms) -> dict[str, Any]:
     ttft = "vllm:time_to_first_token_seconds"
-    found = {
-        role: worker["group"] for role in ("prefill", "decode") for worker in fleet.workers(role) if worker["group"]
+    return {
+        **served.steps(),
+        "ttft_s": served.fleet.metric(f"{ttft}_sum"),
+        "ttfts": served.fleet.metric(f"{ttft}_count"),
     }
-    return {**found, "ttft_s": fleet.metric(f"{ttft}_sum"), "ttfts": fleet.metric(f"{ttft}_count")}
 
 
-def measure(fleet: RunningFleet, made: list[tuple[list[int], int]], users: int) -> dict[str, float]:
-    before = counters(fleet)
-    seconds = asyncio.run(load(fleet, made, users))
+def measure(served: Ours | Vllms, made: list[tuple[list[int], int]], users: int) -> dict[str, float]:
+    before = counters(served)
+    seconds = asyncio.run(load(served.fleet, made, users))
     time.sleep(1)  # the last reports
-    after = counters(fleet)
+    after = counters(served)
     tokens = sum(len(prompt) + answer for prompt, answer in made)
     result = {
         "tokens_per_s": tokens / seconds,
@@ -108,12 +175,9 @@ def settings(args: argparse.Namespace, way: str, model: str) -> tuple[str, list[
     return "demo-1p1d-cpu.yaml", [
         *sets,
         model,
-        "workers.engine_args.dtype=float32",
-        "workers.engine_args.block_size=32",
-        "workers.engine_args.max_model_len=2048",
-        "workers.engine_args.kv_cache_memory_bytes=134217728",
+        *(f"workers.engine_args.{name}={value}" for name, value in ENGINE.items()),
         "workers.decode.engine_args.enable_expert_parallel=true",
-        f"workers.env.PYTHONPATH={HERE.parent / 'tests' / 'moe_on_cpu'}",
+        f"workers.env.PYTHONPATH={HERE.parent}:{MOE_ON_CPU}",
     ]
 
 
@@ -130,13 +194,16 @@ def main() -> None:
     args = parser.parse_args()
     model = ""
     with contextlib.ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         if args.experts:
-            folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-            model = f"model={with_demo_tokenizer(special_model(folder / 'experts', 'experts', DEMO_VOCABULARY))}"
-        fleets = {}
+            model = experts(folder)
+        fleets: dict[str, Ours | Vllms] = {}
         for way in args.ways:
+            if way == "vllm":
+                fleets[way] = stack.enter_context(vllms(model.removeprefix("model="), args.ranks, folder))
+                continue
             config, sets = settings(args, way, model)
-            fleets[way] = stack.enter_context(running_fleet(config, *sets))
+            fleets[way] = Ours(stack.enter_context(running_fleet(config, *sets)))
         found: dict[str, list[dict[str, float]]] = {way: [] for way in args.ways}
         for turn in range(args.rounds):
             made = requests(args.requests, turn + 1, 1900 if args.experts else 8000)

@@ -6,13 +6,14 @@ from collections.abc import Mapping
 from typing import Any
 
 _CONTEXT = "KV can be pushed from and to whole sequences only, expected 1, got {}"
+_UNTRIED = (
+    "what a rank gets of a prompt was not compared on GPUs yet, expected 1, got {}; set kv.verify: true to have each "
+    "transfer compared"
+)
 _EXPERTS = "the experts of a prompt are not pushed with its KV; remove it"
 _OFFLOADS = "vLLM would put its own KV connector in place of the fleet's; remove it, and set kv.host_tier_bytes"
 # vLLM's engine arguments.
-_AT_MOST_ONE = {
-    "decode_context_parallel_size": _CONTEXT,
-    "prefill_context_parallel_size": _CONTEXT,
-}
+_SHARED, _PREFILL_CONTEXT = "decode_context_parallel_size", "prefill_context_parallel_size"
 _UNSET = {
     "kv_offloading_size": _OFFLOADS,
     "kv_offloading_backend": _OFFLOADS,
@@ -45,15 +46,20 @@ def unsupported_backends(backends: Mapping[str, Mapping[str, object]]) -> tuple[
     return None
 
 
-def unsupported(arguments: Mapping[str, Any], transfer: str, host_tier_bytes: int) -> tuple[str, str] | None:
+def unsupported(
+    arguments: Mapping[str, Any], transfer: str, host_tier_bytes: int, verify: bool
+) -> tuple[str, str] | None:
     """The first engine argument, or key of the configuration, that cannot be served with, and why, with the mend.
 
-    `transfer` and `host_tier_bytes`: those of kv. Values of another type than vLLM's are left for vLLM to refuse.
+    `transfer`, `host_tier_bytes` and `verify`: those of kv. Values of another type than vLLM's are left for vLLM to
+    refuse.
     """
-    for name, why in _AT_MOST_ONE.items():
-        value = arguments.get(name)
-        if isinstance(value, int) and value > 1:
-            return name, why.format(value)
+    if _above_one(arguments, _PREFILL_CONTEXT):
+        return _PREFILL_CONTEXT, _CONTEXT.format(arguments[_PREFILL_CONTEXT])
+    if _above_one(arguments, _SHARED) and not verify:
+        return _SHARED, _UNTRIED.format(arguments[_SHARED])
+    if _above_one(arguments, _SHARED) and host_tier_bytes:
+        return "kv.host_tier_bytes", f"{_SHARED} gives each rank other blocks of a prompt; set it to 0"
     for name, why in _UNSET.items():
         section, _, part = name.partition(".")
         value = arguments.get(section)
@@ -66,13 +72,17 @@ def unsupported(arguments: Mapping[str, Any], transfer: str, host_tier_bytes: in
             "kv.host_tier_bytes",
             "it keeps what a prefix cache evicts, and there is none; set it to 0",
         )
-    stages = arguments.get("pipeline_parallel_size")
-    if host_tier_bytes and isinstance(stages, int) and stages > 1:
+    if host_tier_bytes and _above_one(arguments, "pipeline_parallel_size"):
+        stages = arguments["pipeline_parallel_size"]
         return (
             "kv.host_tier_bytes",
             f"the caches of {stages} pipeline stages are of unequal size; set it to 0",
         )
-    batches = arguments.get("ubatch_size")
-    if transfer == "layer" and (arguments.get("enable_dbo") or (isinstance(batches, int) and batches > 1)):
+    if transfer == "layer" and (arguments.get("enable_dbo") or _above_one(arguments, "ubatch_size")):
         return "kv.transfer", "by layer it would ship the blocks of both batches of enable_dbo at each; choose auto"
     return None
+
+
+def _above_one(arguments: Mapping[str, Any], name: str) -> bool:
+    value = arguments.get(name)
+    return isinstance(value, int) and value > 1

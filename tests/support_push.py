@@ -31,6 +31,7 @@ class FakeNixl:
         self.registered: dict[str, list[wire.Register]] = defaultdict(list)  # by agent, what was heard
         self.writes: dict[int, str] = {}  # handle -> state
         self.posted: list[tuple[Any, Any]] = []  # descriptors here and there, of each
+        self.sides: list[str] = []  # and whose memory
         self.broken: set[str] = set()  # agents, and descriptor lists of their memory
         self.removed: list[str] = []
 
@@ -39,6 +40,7 @@ class FakeNixl:
             raise RuntimeError("NIXL_ERR_REMOTE_DISCONNECT")
         self.writes[len(self.writes) + 1] = "PROC"
         self.posted.append((my_ids, ids))
+        self.sides.append(side)
         return len(self.writes)
 
     def transfer(self, handle: int) -> str:
@@ -90,6 +92,7 @@ def _init_without_an_engine(self: Any, config: Any, engine_id: str, kv_cache_con
     rank, tp_size = config.rank, config.tp_size
     self.engine_id, self.world_size, self.tp_rank, self.pp_size = "P", tp_size, rank, 1
     self.block_size, self._physical_blocks_per_logical_kv_block = BLOCK_TOKENS, 1
+    self.dcp_size, self.dcp_rank = 1, 0
     self.use_mla = self._has_mamba = self._is_csa_linear = self.use_host_buffer = False
     self._uses_region_group_mapping = False
     self._group_spec_types = (FullAttentionSpec,)
@@ -163,8 +166,8 @@ class FakeWorker(PushWorker):
         self.turn()  # they are seen to have ended
         self.turn()  # and that follows
 
-    def know(self, engine: str, tp_size: int, ranks: list[int]) -> None:
-        """A full handshake with these ranks of `engine` has succeeded."""
+    def know(self, engine: str, tp_size: int, ranks: list[int], shards: int = 1) -> None:
+        """A full handshake with these ranks of `engine` has succeeded. So many of them share each prompt."""
         topology = self.transfer_topo
         topology.register_remote_engine(
             engine,
@@ -173,6 +176,7 @@ class FakeWorker(PushWorker):
                 remote_block_size=BLOCK_TOKENS,
                 remote_block_len=1,
                 remote_physical_blocks_per_logical=1,
+                remote_dcp_size=shards,
             ),
         )
         self.tp_mappings[engine] = compute_tp_mapping(topology, tp_size, self._group_spec_types)

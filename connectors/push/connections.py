@@ -19,7 +19,8 @@ from vllm.logger import init_logger
 from connectors import handshake, sockets
 from connectors.agent import agent_settings
 from connectors.push import actions as do
-from connectors.push import verify, wire, writer
+from connectors.push import wire, writer
+from connectors.push.blocks import verify
 from connectors.push.inbound import Inbound
 from connectors.push.metadata import PushOptions, PushStats
 from connectors.push.outbound import Outbound
@@ -122,7 +123,7 @@ class Connections(verify.Verifying):
         if engine in self._connecting:
             self._keep(engine, agent, message)
             return
-        for name in self._agents(engine):
+        for name in self._agents(engine).values():
             if (agent is None or agent == name) and not self._sent(engine, name, message):
                 self._keep(engine, name, message)
 
@@ -177,10 +178,10 @@ class Connections(verify.Verifying):
             case wire.Computing(request=request):
                 return self._inbound.computing(request, agent, now)
             case wire.Landed(request=request, digest=digest):
-                if digest is None or not (blocks := self._inbound.blocks_of(request)):
+                if digest is None or not (blocks := self._arriving(request)):
                     return self._inbound.landed(request, agent, now)
                 compare = functools.partial(self._on_checksum, request, agent, digest, blocks)
-                self._check(verify.in_order(blocks), lambda found: self._run(functools.partial(compare, found)))
+                self._check(blocks, lambda found: self._run(functools.partial(compare, found)))
                 return ()
             case wire.Gone(request=request, why=why, failed_epoch=failed_epoch):
                 return self._inbound.gone(request, agent, why, now, failed_epoch)
@@ -248,17 +249,18 @@ class Connections(verify.Verifying):
         self._handshake(peer, messages_only=True)
         return ()
 
-    def _agents(self, engine: str) -> tuple[str, ...]:
+    def _agents(self, engine: str) -> dict[tuple[int, int], str]:
+        """By stage and rank."""
         with self._handshake_lock:
-            names = list((self._remote_agents.get(engine) or {}).values())
+            names = dict(self._remote_agents.get(engine) or {})
         # NIXL returns bytes where it loads an agent, and text where it names a notification's sender.
-        return tuple(name.decode() if isinstance(name, bytes) else name for name in names)
+        return {rank: name.decode() if isinstance(name, bytes) else name for rank, name in names.items()}
 
     def _on_connected(self, engine: str, now: float) -> Iterable[Any]:
         self._connecting.discard(engine)
         self._connected_at = now
         self._pongs.made(engine)
-        agents = self._agents(engine)
+        agents = tuple(self._agents(engine).values())
         # After `Hello`: decode then knows this connection when it cuts one on which a WRITE has failed, and cuts once.
         undelivered = [do.Tell(engine, message, agent) for agent, message in self._undelivered.pop(engine, [])]
         chunkwise = writer.takes_chunks(self, engine)

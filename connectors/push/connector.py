@@ -82,7 +82,7 @@ class PushConnector(NixlPushConnector):
             "aux_output_config": {"enable_return_routed_experts": vllm_config.aux_output_config.enabled},
             "attention_config": {"hisparse_config": vllm_config.attention_config.hisparse_config},
         }
-        options = (kv.get_from_extra_config(name, "") for name in ("transfer", "host_tier_bytes"))
+        options = (kv.get_from_extra_config(name, "") for name in ("transfer", "host_tier_bytes", "verify"))
         if (found := unsupported(settings, *options)) is not None:
             raise ValueError(": ".join(found))
         device = current_platform.device_type
@@ -94,10 +94,31 @@ class PushConnector(NixlPushConnector):
                 f"{kv.kv_buffer_device!r}; remove the setting"
             )
         heads, ranks = model.get_total_num_kv_heads(), parallel.tensor_parallel_size
+        if parallel.decode_context_parallel_size > 1:
+            PushConnector._refuse_shards(vllm_config, device)
         if not model.use_mla and heads % ranks and ranks % heads:
             raise ValueError(
                 f"tensor_parallel_size: {heads} KV heads cannot be divided among {ranks} ranks; choose a divisor or a "
                 f"multiple of {heads}"
+            )
+
+    @staticmethod
+    def _refuse_shards(vllm_config: VllmConfig, device: str) -> None:
+        """Raises ValueError where blocks of a prompt cannot be dealt out to the ranks of decode, one block to each."""
+        parallel, name = vllm_config.parallel_config, "decode_context_parallel_size"
+        shards, ranks, latent = getattr(parallel, name), parallel.tensor_parallel_size, vllm_config.model_config.use_mla
+        block_size, interleave = vllm_config.cache_config.block_size, parallel.cp_kv_cache_interleave_size
+        if device == "cpu":
+            raise ValueError(f"{name}: vLLM has no kernels for it on CPUs, expected 1, got {shards}; remove it")
+        if not latent or shards != ranks:
+            raise ValueError(
+                f"{name}: prompts can be shared by all ranks of a model with latent attention, expected "
+                f"{ranks if latent else 1}, got {shards}"
+            )
+        if interleave != block_size:
+            raise ValueError(
+                f"cp_kv_cache_interleave_size: KV can be pushed if a block is one rank's, expected the block size, "
+                f"{block_size}, got {interleave}"
             )
 
     def fail_engine(self, engine_id: str) -> None:
@@ -118,9 +139,9 @@ class PushConnector(NixlPushConnector):
 
     @property
     def lends(self) -> bool:
-        """Scheduler side: whether prefixes can be lent and fetched: KV that only goes whole cannot."""
+        """Scheduler side: whether prefixes can be lent and fetched: KV that only goes whole cannot, nor can states."""
         assert self.connector_scheduler is not None
-        return self.connector_scheduler.by_position
+        return self.connector_scheduler.lends
 
     def lend(self, key: str, hashes: Sequence[BlockHash], tokens: int) -> None:
         """Scheduler side: send these blocks of the prefix cache, the first `tokens` of a prompt, to whoever asks for

@@ -69,10 +69,10 @@ class Inbound:
         given_up = [it.order.blocks for it in self._waiting.values() if it.state is Inbox.WITHDRAWING]
         return sum(len(group) for groups in given_up for group in groups)
 
-    def blocks_of(self, request: str) -> list[list[int]]:
-        """The blocks of this request that wait for KV; empty for an unknown request."""
+    def order_of(self, request: str) -> Register | None:
+        """What was asked for this request, while its blocks wait for KV."""
         waiting = self._waiting.get(request)
-        return waiting.order.blocks if waiting is not None else []
+        return waiting.order if waiting is not None else None
 
     # ---- from the scheduler ------------------------------------------------------------------------------------
 

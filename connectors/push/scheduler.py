@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.push_scheduler import NixlPushConnectorScheduler
 from vllm.logger import init_logger
-from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec, SlidingWindowSpec
 from vllm.v1.request import RequestStatus
 
 from connectors import handshake
 from connectors.lending import Lending
 from connectors.push.actions import NO_BLOCK
+from connectors.push.blocks.positions import Positions
 from connectors.push.metadata import (
     Computed,
     Finished,
@@ -73,15 +73,15 @@ class PushScheduler(NixlPushConnectorScheduler):
         parallel, key = vllm_config.parallel_config, handshake.public_key()
         ranks, stages = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
         self._endpoint = Endpoint(engine_id, host, self.side_channel_port, ranks, stages, key)
-        # Attention in blocks of one size, computed on one pipeline stage, is shipped by block position as it grows.
-        # Anything else is shipped whole, when vLLM hands over the final block lists.
-        groups = kv_cache_config.kv_cache_groups
-        self.by_position = (
-            len(kv_cache_config.transfer_groups) == len(groups)
-            and all(self._is_positional(group.kv_cache_spec) for group in groups)
-            and self._prefill_backoff() == 0
-            and stages == 1
-        )
+        # What is known by position, and computed on one pipeline stage, is shipped as it grows. Anything else is
+        # shipped whole, when vLLM hands over the final block lists. So is the KV of drafters that read several tokens
+        # ahead: the last tokens of a chunk are not final.
+        shards = parallel.decode_context_parallel_size
+        self._positions = Positions(kv_cache_config, self.block_size, shards)
+        final = vllm_config.num_prefill_lookahead_tokens <= 1
+        self.by_position = self._positions.known and final and stages == 1
+        # A state is that of its whole prompt only.
+        self.lends = self.by_position and not self._has_mamba and shards == 1
         if not self.by_position and self.options.transfer != "whole":
             logger.info("This model or topology cannot stream its KV: each prompt is pushed whole (transfer: whole)")
         self._prefills: dict[str, _Prefill] = {}
@@ -141,8 +141,7 @@ class PushScheduler(NixlPushConnectorScheduler):
         ids = self.get_exchange_clipped_blocks(blocks.get_unhashed_block_ids_all_groups())
         tokens = self._get_remote_prefill_token_count(request.num_prompt_tokens)
         if self.by_position:  # what a window drops is not sent
-            total = -(-tokens // self.block_size)
-            ids = tuple(group[-(total - kept) :] for group, kept in zip(ids, self._first_kept(tokens), strict=True))
+            ids = self._positions.reserved(ids, tokens)
         source = _source(params)
         order = Register(
             stream=source.key,
@@ -164,7 +163,7 @@ class PushScheduler(NixlPushConnectorScheduler):
     # ---- prefill: while it computes ----------------------------------------------------------------------------
 
     def _begin(self, request: Request) -> None:
-        total = -(-request.num_prompt_tokens // self.block_size)
+        total = self._positions.count(request.num_prompt_tokens)
         self._prefills[request.request_id] = _Prefill(request, total, epoch=request.num_preemptions)
         self._next.started.append(Started(request.request_id, total, request.num_prompt_tokens))
 
@@ -187,31 +186,14 @@ class PushScheduler(NixlPushConnectorScheduler):
         request = prefill.request
         done = min(request.num_computed_tokens + scheduled_tokens, request.num_prompt_tokens)
         closed = done >= request.num_prompt_tokens
-        full = prefill.total_blocks if closed else done // self.block_size
+        full = prefill.total_blocks if closed else self._positions.full(done)
         if self.options.transfer == "whole" and not closed:
             return
         if full <= prefill.sent_blocks and not closed:
             return
         start, prefill.sent_blocks, prefill.closed = prefill.sent_blocks, full, closed
-        firsts = (min(max(start, first), full) for first in self._first_kept(request.num_prompt_tokens))
-        blocks = tuple(
-            (NO_BLOCK,) * (first - start) + tuple(group[first:full])
-            for group, first in zip(state.get_block_ids(key), firsts, strict=True)
-        )
+        blocks = self._positions.computed(state.get_block_ids(key), request.num_prompt_tokens, start, full)
         self._next.computed.append(Computed(key, prefill.epoch, start, blocks, closed))
-
-    def _is_positional(self, spec: Any) -> bool:
-        """Whether block p of a request has the KV of its tokens from p times the block size on."""
-        attention = isinstance(spec, FullAttentionSpec) or type(spec) is SlidingWindowSpec
-        return attention and spec.block_size == self.block_size
-
-    def _first_kept(self, prompt_tokens: int) -> list[int]:
-        """By group, the first block that the prompt's last token attends to. The prefill engine frees none from there
-        on before it ends, since it computes no later token: no WRITE reads a block that was given away."""
-        windows = (
-            getattr(group.kv_cache_spec, "sliding_window", None) for group in self.kv_cache_config.kv_cache_groups
-        )
-        return [max(0, prompt_tokens - (window or prompt_tokens)) // self.block_size for window in windows]
 
     # ---- both: the end of a request ----------------------------------------------------------------------------
 
@@ -243,7 +225,7 @@ class PushScheduler(NixlPushConnectorScheduler):
         ok = ended_well and prefill is not None and held
         if ok and not self.by_position:
             assert prefill is not None
-            of_prompt = self._of_prompt(block_ids, prefill.request.num_prompt_tokens)
+            of_prompt = self._positions.of_prompt(block_ids, prefill.request.num_prompt_tokens)
             blocks = tuple(tuple(group) for group in self.get_exchange_clipped_blocks(of_prompt))
             self._next.computed.append(Computed(key, prefill.epoch, 0, blocks, closed=True, whole=True))
         # Also when it failed: WRITEs of its blocks may be in flight, and decode must hear of it.
@@ -252,22 +234,14 @@ class PushScheduler(NixlPushConnectorScheduler):
             self._held.add(key)
         return held
 
-    def _of_prompt(self, block_ids: Any, tokens: int) -> Any:
-        """Block ids without those that speculation reserves for later tokens: both ends have the same number."""
-        specs = [group.kv_cache_spec for group in self.kv_cache_config.kv_cache_groups]
-        return tuple(
-            ids[: -(-tokens // spec.block_size)] if isinstance(spec, AttentionSpec) else ids
-            for ids, spec in zip(block_ids, specs, strict=True)
-        )
-
     def lend(self, key: str, hashes: Sequence[BlockHash], tokens: int) -> None:
         """Send the first `tokens` of a prompt, whose blocks have these hashes, from this cache to the engine that
         registers for `key`, once the host tier has loaded what only it has. It hears `Gone` where they are not all
         cached. The next step, which this call causes, tells the worker half. Asked again for a key, it does nothing."""
         if key in self._held or key in self.lending.loading:
             return
-        whole_blocks = self.by_position and len(hashes) * self.block_size == tokens
-        firsts = self._first_kept(tokens)
+        whole_blocks = self.lends and len(hashes) * self.block_size == tokens
+        firsts = self._positions.first_kept(tokens)
         if not (pinned := self.lending.pin(key, hashes, firsts) if whole_blocks else ()):
             self._refuse([key])
             return

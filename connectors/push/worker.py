@@ -22,6 +22,7 @@ from vllm.platforms import current_platform
 from connectors.layers import StepLayers
 from connectors.push import actions as do
 from connectors.push import writer
+from connectors.push.blocks.pairs import LayoutError, is_whole
 from connectors.push.connections import Connections
 from connectors.push.metadata import Computed, PushMetadata, PushStats, RankReports
 from connectors.wake import WakeEvent
@@ -274,8 +275,8 @@ class PushWorker(Connections):
         posted, why = self._handle_count, ""
         try:
             if engine in self._unwritable:
-                raise writer.LayoutError(self._unwritable[engine])
-            chunkwise = writer.takes_chunks(self, engine) and not writer.is_whole(post)
+                raise LayoutError(self._unwritable[engine])
+            chunkwise = writer.takes_chunks(self, engine) and not is_whole(post)
             if chunkwise:
                 writer.post_chunks(self, post, functools.partial(self._record, engine, post.stream))
             else:

@@ -12,8 +12,10 @@ import numpy as np
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.base_worker import _SHARED_REGION_GROUP_ID
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import RemoteMeta, ReqMeta
 from vllm.logger import init_logger
+from vllm.v1.kv_cache_interface import MambaSpec
 
 from connectors.push.actions import NO_BLOCK, Chunk, Post
+from connectors.push.blocks.pairs import WHOLE, LayoutError, Shard, is_whole, pair_blocks, upwards
 
 if TYPE_CHECKING:
     from vllm.distributed.kv_transfer.kv_connector.v1.nixl.push_worker import NixlPushConnectorWorker
@@ -21,119 +23,111 @@ if TYPE_CHECKING:
 logger = init_logger("vllm.pd.push")
 
 
-class LayoutError(ValueError):
-    """The two ends' blocks do not line up."""
-
-
 # What vLLM's own plans raise where the two ends' blocks do not fit. The connection is whole.
 MISFITS = (ValueError, AssertionError, LookupError, NotImplementedError)
 
 
-def same_layout(worker: NixlPushConnectorWorker, engine: str) -> bool:
-    """Whether a connected engine has the same ranks, stages and blocks, so that a block of ours is a block there."""
+def shards(worker: NixlPushConnectorWorker, engine: str) -> dict[int, Shard]:
+    """By rank of a connected engine that this one writes to, what that rank has of each prompt. Empty where its blocks
+    are not like ours: of the same size, and written by a rank with the same heads."""
     topology = worker.transfer_topo
-    if topology is None or engine not in worker.tp_mappings or len(worker.dst_xfer_side_handles[engine]) != 1:
-        return False
-    info = topology.get_engine_info(engine)
-    return bool(
-        topology.tp_ratio(info.remote_tp_size) == 1
-        and info.remote_block_size == worker.block_size
+    if topology is None or engine not in worker.tp_mappings:
+        return {}
+    info, ranks = topology.get_engine_info(engine), sorted(worker.dst_xfer_side_handles[engine])
+    alike = (
+        info.remote_block_size == worker.block_size
         and info.remote_physical_blocks_per_logical == worker._physical_blocks_per_logical_kv_block
         and len(worker.dst_region_num_blocks[engine]) == len(worker.dst_region_num_blocks[worker.engine_id])
         and worker.pp_size == 1
     )
+    if alike and len(ranks) == 1 and info.remote_dcp_size == worker.dcp_size:
+        return {rank: WHOLE for rank in ranks if topology.tp_ratio(info.remote_tp_size) == 1}
+    if alike and info.remote_dcp_size > worker.dcp_size == 1:  # latents only: each rank of ours has all heads
+        return {rank: Shard(rank % info.remote_dcp_size, info.remote_dcp_size) for rank in ranks}
+    return {}
 
 
 def takes_chunks(worker: NixlPushConnectorWorker, engine: str) -> bool:
-    """Whether blocks of a connected engine can be written one by one: the same layout, and attention only."""
+    """Whether blocks of a connected engine can be written one by one: blocks like ours, of what `descriptors` knows."""
     return bool(
-        same_layout(worker, engine)
+        shards(worker, engine)
         and worker.dst_region_group_ids[engine] == worker.region_group_ids
-        and not worker._has_mamba
+        and not worker._is_csa_linear
         and not worker._transfer_layer_group_ids
     )
 
 
-def pair_blocks(
-    chunks: Sequence[Chunk], total_blocks: int, remote: Sequence[int], group: int = 0
-) -> tuple[list[int], list[int]]:
-    """Local and remote block ids of what decode still needs of this KV cache group of `chunks`.
+def descriptors(
+    worker: NixlPushConnectorWorker, engine: str, group: int, blocks: Sequence[int], regions: Sequence[int]
+) -> np.ndarray:
+    """NIXL's descriptors, in `engine`, of logical blocks of this KV cache group in these regions, region by region.
 
-    `remote` is for the last `len(remote)` blocks of the prompt: the decode engine has the earlier ones in its prefix
-    cache, or they are outside of the group's window. Raises LayoutError.
+    One per region and kernel block of attention. After all of those come the states: of each region that has any, one
+    per part of a state and logical block (`_build_mamba_local` in base_worker.py).
     """
-    skip = total_blocks - len(remote)
-    if skip < 0:
-        raise LayoutError(f"decode reserved {len(remote)} blocks for a prompt of {total_blocks}")
-    mine: list[int] = []
-    theirs: list[int] = []
-    for chunk in chunks:
-        blocks = chunk.blocks[group]
-        first = max(0, skip - chunk.start)
-        end = chunk.start + len(blocks) - skip
-        if end > len(remote):
-            raise LayoutError(f"blocks {chunk.start}..{chunk.start + len(blocks)} of a prompt of {total_blocks}")
-        if first < len(blocks):
-            mine.extend(blocks[first:])
-            theirs.extend(remote[chunk.start + first - skip : end])
-    if NO_BLOCK in mine:
-        kept = [(own, other) for own, other in zip(mine, theirs, strict=True) if own != NO_BLOCK]
-        return [own for own, _ in kept], [other for _, other in kept]
-    return mine, theirs
+    ratio = worker._physical_blocks_per_logical_kv_block
+    region_blocks = worker.dst_region_num_blocks[engine]
+    if not is_state(worker, group):
+        return _region_by_region(kernel_blocks(blocks, ratio), region_blocks, regions)
+    with_states, parts = worker._ssm_region_indices, len(worker._conv_decomp.local_conv_offsets) + 1
+    places = [at * parts + part for at, it in enumerate(with_states) if it in regions for part in range(parts)]
+    sizes = [region_blocks[0] // ratio] * (parts * len(with_states))
+    return sum(region_blocks) + _region_by_region(np.asarray(blocks, dtype=np.int64), sizes, places)
 
 
-def upwards(mine: Sequence[int], theirs: Sequence[int]) -> tuple[list[int], list[int]]:
-    """The same pairs by local block. NIXL copies neighbours as one where both ids go up, and vLLM's pool hands the
-    blocks of an ended request out again from the last one."""
-    pairs = sorted(zip(mine, theirs, strict=True))
-    return [own for own, _ in pairs], [other for _, other in pairs]
+def is_state(worker: NixlPushConnectorWorker, group: int) -> bool:
+    """Whether a block of this KV cache group is a recurrent state, and has no kernel blocks."""
+    return issubclass(worker._group_spec_types[group], MambaSpec)
 
 
-def descriptors(blocks: np.ndarray, region_blocks: Sequence[int], regions: Sequence[int] | None) -> np.ndarray:
-    """NIXL descriptor indices: region-major, one descriptor per kernel block and region (base_worker.py)."""
-    offsets = np.cumsum([0, *region_blocks[:-1]], dtype=np.int64)
-    if regions is not None:
-        offsets = offsets[list(regions)]
+def _region_by_region(blocks: np.ndarray, region_blocks: Sequence[int], regions: Sequence[int]) -> np.ndarray:
+    offsets = np.cumsum([0, *region_blocks[:-1]], dtype=np.int64)[list(regions)]
     return (offsets[:, None] + blocks[None, :]).ravel()
 
 
 def post_chunks(worker: NixlPushConnectorWorker, post: Post, record: Callable[[Any], None]) -> None:
-    """One WRITE for all of `post`, if it needs one. `record` gets its handle. Raises LayoutError, NIXL's errors."""
+    """A WRITE for all of `post` to each rank, if it needs one. `record` gets its handle. Raises LayoutError, NIXL's
+    errors."""
     engine = post.order.decode.engine_id
     groups = len(worker.kv_cache_config.transfer_groups)
     if len(post.order.blocks) != groups:
         raise LayoutError(f"decode has {len(post.order.blocks)} KV cache groups, prefill {groups}")
-    mine_total, theirs_total = worker.dst_region_num_blocks[worker.engine_id], worker.dst_region_num_blocks[engine]
-    ratio = worker._physical_blocks_per_logical_kv_block
-    local: list[np.ndarray] = []
-    remote: list[np.ndarray] = []
+    for rank, shard in shards(worker, engine).items():
+        local, remote = _described(worker, post, shard)
+        if not local.size:
+            continue
+        handle = worker.nixl_wrapper.make_prepped_xfer(
+            "WRITE",
+            worker.src_xfer_handles_by_block_size[worker.block_size],
+            local,
+            worker.dst_xfer_side_handles[engine][rank],
+            remote,
+        )
+        record(handle)
+        try:
+            worker.nixl_wrapper.transfer(handle)
+        except Exception:
+            # Part of it may be in flight: the handle's own state shows when it ends, and how.
+            logger.exception("NIXL could not post a WRITE of %s", post.stream)
+
+
+def _described(worker: NixlPushConnectorWorker, post: Post, shard: Shard) -> tuple[np.ndarray, np.ndarray]:
+    """Descriptors here and there of what a rank gets. Raises LayoutError."""
+    engine = post.order.decode.engine_id
+    their_total = min(worker.dst_region_num_blocks[engine]) // worker._physical_blocks_per_logical_kv_block
+    local: list[np.ndarray] = [np.empty(0, np.int64)]
+    remote = local.copy()
     for some, chunks in _by_regions(post.chunks):
         for group, reserved in enumerate(post.order.blocks):
-            pairs = pair_blocks(chunks, post.total_blocks, reserved, group)
-            mine, theirs = (kernel_blocks(ids, ratio) for ids in upwards(*pairs))
-            if not mine.size:
+            mine, theirs = upwards(*pair_blocks(chunks, post.total_blocks, reserved, group, shard))
+            if not mine:
                 continue
-            if theirs.min() < 0 or theirs.max() >= min(theirs_total):
-                raise LayoutError(f"decode named blocks {theirs.min()} to {theirs.max()} of {min(theirs_total)}")
+            if min(theirs) < 0 or max(theirs) >= their_total:
+                raise LayoutError(f"decode named blocks {min(theirs)} to {max(theirs)} of {their_total}")
             regions = [region for region in _regions_of(worker, group) if some is None or region in some]
-            local.append(descriptors(mine, mine_total, regions))
-            remote.append(descriptors(theirs, theirs_total, regions))
-    if not sum(ids.size for ids in local):
-        return
-    (side,) = worker.dst_xfer_side_handles[engine].values()
-    handle = worker.nixl_wrapper.make_prepped_xfer(
-        "WRITE",
-        worker.src_xfer_handles_by_block_size[worker.block_size],
-        np.concatenate(local),
-        side,
-        np.concatenate(remote),
-    )
-    record(handle)
-    try:
-        worker.nixl_wrapper.transfer(handle)
-    except Exception:
-        # Part of it may be in flight: the handle's own state shows when it ends, and how.
-        logger.exception("NIXL could not post a WRITE of %s", post.stream)
+            local.append(descriptors(worker, worker.engine_id, group, mine, regions))
+            remote.append(descriptors(worker, engine, group, theirs, regions))
+    return np.concatenate(local), np.concatenate(remote)
 
 
 def _regions_of(worker: NixlPushConnectorWorker, group: int) -> list[int]:
@@ -148,8 +142,11 @@ def post_whole(worker: NixlPushConnectorWorker, post: Post) -> None:
     LayoutError, and what the plan raises: others may be in flight then.
     """
     engine = post.order.decode.engine_id
-    their_ratio = worker.transfer_topo.get_engine_info(engine).remote_physical_blocks_per_logical
-    their_total = worker.dst_num_blocks[engine] // their_ratio
+    info = worker.transfer_topo.get_engine_info(engine)
+    if info.remote_dcp_size != worker.dcp_size:
+        sizes = f"{info.remote_dcp_size} ranks of decode share each prompt, and {worker.dcp_size} of prefill"
+        raise LayoutError(f"{sizes}: its blocks cannot be sent whole")
+    their_total = worker.dst_num_blocks[engine] // info.remote_physical_blocks_per_logical
     for block in (block for group in post.order.blocks for block in group):
         if not 0 <= block < their_total:
             raise LayoutError(f"decode named block {block} of {their_total}")
@@ -204,23 +201,6 @@ def _all_blocks(post: Post) -> tuple[list[int], ...]:
         raise LayoutError(f"{len(blocks)} blocks of a prompt of {post.total_blocks}, which is sent whole")
     in_order = [blocks[at] for at in sorted(blocks)]
     return tuple([block for block in group if block != NO_BLOCK] for group in zip(*in_order, strict=True))
-
-
-def is_whole(post: Post) -> bool:
-    """All that decode needs, in blocks that positions in the prompt do not describe: a window has only the last."""
-    return any(chunk.whole for chunk in post.chunks)
-
-
-def pairs_of(post: Post) -> list[tuple[list[int], list[int]]]:
-    """(local, remote) logical block ids that `post` writes, by KV cache group. Raises LayoutError."""
-    if not is_whole(post):
-        groups = enumerate(post.order.blocks)
-        return [pair_blocks(post.chunks, post.total_blocks, reserved, group) for group, reserved in groups]
-    (chunk,) = post.chunks
-    return [
-        (list(mine[len(mine) - len(theirs) :]), list(theirs))
-        for mine, theirs in zip(chunk.blocks, post.order.blocks, strict=True)
-    ]
 
 
 def _by_regions(chunks: Sequence[Chunk]) -> list[tuple[tuple[int, ...] | None, list[Chunk]]]:

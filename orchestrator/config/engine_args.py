@@ -245,7 +245,7 @@ def check_arguments(config: Config, arguments: Mapping[str, Any], section: str, 
             raise ConfigError(f"{section}.{name}: is set by the fleet; set {_GROUP} alone")
     _check_names(section, arguments, _engine_names())
     kv = config.kv
-    found = unsupported(arguments, kv.transfer, kv.host_tier_bytes) or unsupported_backends(kv.backends)
+    found = unsupported(arguments, kv.transfer, kv.host_tier_bytes, kv.verify) or unsupported_backends(kv.backends)
     if found is not None:
         key, why = found
         raise ConfigError(f"{key if key.startswith('kv.') else f'{section}.{key}'}: {why}")

@@ -132,19 +132,25 @@ def _pd_load(engine: Any) -> list[int]:
     """[free blocks, running, waiting] now, even if no step has run since blocks were freed."""
     scheduler = engine.scheduler
     running, waiting = scheduler.get_request_counts()
-    return [scheduler.kv_cache_manager.block_pool.get_num_free_blocks(), running, waiting]
+    return [scheduler.kv_cache_manager.block_pool.get_num_free_blocks() * _shards(engine), running, waiting]
+
+
+def _shards(engine: Any) -> int:
+    """Blocks of a prompt that one of the scheduler's has: each rank has one of them (decode context parallelism)."""
+    return int(engine.vllm_config.parallel_config.decode_context_parallel_size)
 
 
 def _pd_describe(engine: Any) -> dict[str, Any]:
     """Its id as peers know it, usable KV blocks, bytes of KV per token over all layers and ranks of the engine,
     attention backend, the process ids of ranks in other processes, and whether its KV can go block by block."""
     config = engine.scheduler.kv_cache_config
-    tokens = config.num_blocks * engine.vllm_config.cache_config.block_size
+    blocks = config.num_blocks * _shards(engine)
+    tokens = blocks * engine.vllm_config.cache_config.block_size
     ranks = engine.vllm_config.parallel_config.world_size
     total = sum(tensor.size for tensor in config.kv_cache_tensors) * ranks
     return {
         "engine_id": engine.vllm_config.kv_transfer_config.engine_id,
-        "blocks_total": config.num_blocks - 1,
+        "blocks_total": blocks - _shards(engine),
         "kv_bytes_per_token": total // max(1, tokens),
         "rank_pids": [rank.proc.pid for rank in getattr(engine.model_executor, "workers", []) if hasattr(rank, "proc")],
         "lends": bool(getattr(engine.scheduler.get_kv_connector(), "lends", False)),

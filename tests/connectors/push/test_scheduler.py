@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from types import SimpleNamespace
 from typing import Any
@@ -16,30 +17,49 @@ pytestmark = pytest.mark.vllm
 SOURCE = {"endpoint": {"engine_id": "P", "host": "host", "port": 1}, "key": "x"}
 
 
-def scheduler(*, mamba: bool = False, stages: int = 1, windows: tuple[int | None, ...] = (None,)) -> Any:
-    """`windows`: of each KV cache group; None for one that attends to everything."""
+STATE = "state"
+
+
+def scheduler(
+    *,
+    mamba: bool = False,
+    stages: int = 1,
+    windows: tuple[int | str | None, ...] = (None,),
+    lookahead: int = 0,
+    shards: int = 1,
+) -> Any:
+    """`windows`: of each KV cache group; None for one that attends to everything, STATE for a recurrent one, with a
+    scratch block for speculation. `lookahead`: tokens of the prompt that a drafter reads ahead. `shards`: how many
+    ranks share each block."""
     pytest.importorskip("vllm")  # takes seconds
     import torch
     from vllm.distributed.kv_transfer.kv_connector.v1.nixl.push_scheduler import NixlPushConnectorScheduler
-    from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, SlidingWindowSpec
 
     from connectors.push.scheduler import PushScheduler
 
     def init_without_an_engine(self: Any, config: Any, engine_id: str, kv_cache_config: Any) -> None:
         self.engine_id, self.block_size, self.vllm_config = engine_id, 16, config
         self.side_channel_host, self.side_channel_port = "host", 1
-        self._is_hma_required = self._has_mamba = mamba
+        self._is_hma_required = self._has_mamba = mamba or STATE in windows
         self._bounded_replay = False
         self.kv_cache_config = kv_cache_config
         self.get_exchange_clipped_blocks = lambda blocks: blocks
 
     config = SimpleNamespace(
         kv_transfer_config=SimpleNamespace(get_from_extra_config=lambda key, default: default),
-        parallel_config=SimpleNamespace(use_ubatching=False, tensor_parallel_size=1, pipeline_parallel_size=stages),
-        num_prefill_lookahead_tokens=0,
+        parallel_config=SimpleNamespace(
+            use_ubatching=False,
+            tensor_parallel_size=shards,
+            pipeline_parallel_size=stages,
+            decode_context_parallel_size=shards,
+        ),
+        num_prefill_lookahead_tokens=lookahead,
     )
     layout = {"block_size": 16, "num_kv_heads": 1, "head_size": 32, "dtype": torch.float32}
-    specs = [SlidingWindowSpec(**layout, sliding_window=it) if it else FullAttentionSpec(**layout) for it in windows]
+    made = {None: FullAttentionSpec(**layout)}
+    made[STATE] = MambaSpec(block_size=16, shapes=((8,),), dtypes=(torch.float32,), num_speculative_blocks=1)
+    specs = [made.get(it) or SlidingWindowSpec(**layout, sliding_window=it) for it in windows]
     groups = [SimpleNamespace(kv_cache_spec=spec) for spec in specs]
     caches = SimpleNamespace(transfer_groups=groups, kv_cache_groups=groups)
     with patch.object(NixlPushConnectorScheduler, "__init__", init_without_an_engine):
@@ -173,14 +193,115 @@ def test_no_block_that_is_shipped_is_given_away_while_the_prompt_is_computed(win
 
     prefill, rule = scheduler(windows=(window,)), SimpleNamespace(sliding_window=window, extra_retained_tokens=0)
     for tokens in range(1, 100):
-        (first,) = prefill._first_kept(tokens)
+        (first,) = prefill._positions.first_kept(tokens)
         skipped = [SlidingWindowManager.get_num_skipped_tokens(rule, computed) // 16 for computed in range(tokens)]
         assert max(skipped) == first
 
 
+def test_a_recurrent_state_is_shipped_with_the_last_chunk() -> None:
+    """It moves from block to block while the prompt is computed, and nobody needs those that it leaves."""
+    prefill = scheduler(windows=(None, STATE))
+    request = Request(101, do_remote_decode=True)
+    prefill.on_new_request(request)
+    prefill.update_state_after_alloc(request, None, 0)
+    assert prefill._next.started[0].prompt_tokens == 100, "decode computes the last token from the state before it"
+    shipped = []
+    for tokens, states in ((40, [0, 0, 30, 90]), (40, [0, 0, 30, 0, 31, 90]), (20, [0, 0, 0, 0, 31, 0, 32, 90])):
+        attention = [*range(10, 10 + len(states) - 1)]
+        state = SimpleNamespace(get_block_ids=lambda key, ids=(attention, states): ids)
+        (computed,) = prefill.build_connector_meta(
+            SimpleNamespace(kv_connector_block_state=state, num_scheduled_tokens={"x": tokens}, preempted_req_ids=None)
+        ).computed
+        shipped.append((computed.start, computed.blocks, computed.closed))
+        request.num_computed_tokens += tokens
+    assert shipped == [
+        (0, ((10, 11), (0, 0)), False),
+        (2, ((12, 13, 14), (0, 0, 0)), False),
+        (5, ((15, 16), (0, 32)), True),
+    ]
+
+
+def test_ranks_that_share_prompts_have_a_block_for_as_many_tokens_together() -> None:
+    """100 tokens in 4 blocks of 2 x 16."""
+    decode, prefill = scheduler(shards=2), scheduler(shards=2)
+    request = Request(100, do_remote_prefill=True, kv_source=SOURCE)
+    blocks = SimpleNamespace(get_unhashed_block_ids_all_groups=lambda: [[2, 3, 4, 5]])
+    decode.update_state_after_alloc(request, blocks, 100)
+    assert decode._next.reserved[0].order.blocks == [[2, 3, 4, 5]]
+    request = Request(100, do_remote_decode=True)
+    prefill.update_state_after_alloc(request, None, 0)
+    assert prefill._next.started[0].total_blocks == 4
+    state = SimpleNamespace(get_block_ids=lambda key: ([11, 12],))
+    step = SimpleNamespace(kv_connector_block_state=state, num_scheduled_tokens={"x": 60}, preempted_req_ids=None)
+    (computed,) = prefill.build_connector_meta(step).computed
+    assert (computed.start, computed.blocks, computed.closed) == (0, ((11,),), False)
+
+
+@pytest.mark.parametrize("differing", [{"windows": (None, STATE)}, {"shards": 2}])
+def test_what_no_other_engine_could_use_alone_is_not_lent(differing: dict[str, Any]) -> None:
+    """The state of a prefix is not cached as a rule, and would be one of more tokens than were asked for; a rank that
+    shares prompts has a part of each."""
+    lends = scheduler(**differing)
+    assert lends.by_position and not lends.lends
+    lends.lend("k", [b"0" * 32], 16)
+    (finished,) = lends._next.finished
+    assert not finished.ok and not finished.held
+
+
+@pytest.mark.parametrize(("prompt_tokens", "hit"), [(65, 64), (66, 0)])
+def test_what_decode_has_without_its_state_is_no_hit(prompt_tokens: int, hit: int) -> None:
+    """vLLM's own cache, after a push: the state that came is that of all tokens but the last, which is the state of a
+    whole block for a prompt of 65 tokens only. The next prompt gets what it lacks: that of 66 its state alone."""
+    decode = scheduler(windows=(None, STATE))
+    from vllm.sampling_params import SamplingParams
+    from vllm.utils.hashing import sha256
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
+    from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
+    from vllm.v1.request import Request as VllmRequest
+
+    attention, state = (group.kv_cache_spec for group in decode.kv_cache_config.kv_cache_groups)
+    state = dataclasses.replace(state, mamba_cache_mode="align", num_speculative_blocks=0)
+    groups = [KVCacheGroupSpec(["a"], attention), KVCacheGroupSpec(["s"], state)]
+    manager = KVCacheManager(
+        KVCacheConfig(64, [], groups, cache_hit_alignment_tokens=16),
+        max_model_len=1024,
+        scheduler_block_size=16,
+        hash_block_size=16,
+        enable_caching=True,
+    )
+    init_none_hash(sha256)
+
+    def asks(key: str, tokens: list[int]) -> tuple[list[int], int]:
+        """How many blocks of each group are reserved for a push, and how many tokens vLLM takes for cached."""
+        manager.new_step_starts()
+        request = VllmRequest(key, tokens, SamplingParams(), None, block_hasher=get_request_block_hasher(16, sha256))
+        alone = manager.get_computed_blocks(request)[1]
+        cached, local, _, diverged = manager.get_computed_blocks_for_connector(request)
+        assert diverged == (local > alone)
+        asked = Request(len(tokens), do_remote_prefill=True, kv_source=SOURCE)
+        pushed, _ = decode.get_num_new_matched_tokens(asked, local)
+        assert manager.allocate_slots(
+            request, 0, local, cached, num_external_computed_tokens=pushed, delay_cache_blocks=True
+        )
+        decode.update_state_after_alloc(asked, manager.get_blocks(key), pushed)
+        manager.cache_blocks(request, local + pushed)
+        manager.free(request)
+        return [len(group) for group in decode._next.reserved.pop().order.blocks], alone
+
+    assert asks("first", list(range(prompt_tokens))) == ([-(-(prompt_tokens - 1) // 16), 1], 0)
+    assert asks("second", [*range(prompt_tokens), *range(1000, 1020)]) == ([2, 1], hit)
+
+
 @pytest.mark.parametrize(
     ("differing", "streams"),
-    [({}, True), ({"windows": (None, 40)}, True), ({"stages": 2}, False), ({"mamba": True}, False)],
+    [
+        ({}, True),
+        ({"windows": (None, 40)}, True),
+        ({"windows": (None, STATE)}, True),
+        ({"stages": 2}, False),
+        ({"lookahead": 2}, False),
+    ],
 )
 def test_what_streams(differing: dict[str, Any], streams: bool) -> None:
     assert scheduler(**differing).by_position is streams

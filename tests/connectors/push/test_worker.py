@@ -44,7 +44,7 @@ def order(stream: str, *blocks: int, decode: wire.Endpoint = DECODE) -> wire.Reg
 def prefill(worker: Any, stream: str, decode: wire.Endpoint = DECODE) -> None:
     """Prefill `stream` of two blocks in one step."""
     worker.step(started=[Started(stream, 2, 32)])
-    for agent in worker._agents(decode.engine_id) or (f"{decode.engine_id}/0",):
+    for agent in worker._agents(decode.engine_id).values() or (f"{decode.engine_id}/0",):
         worker.hear(agent, order(stream, 7, 8, decode=decode))
     worker.step(computed=[Computed(stream, 0, 0, ((1, 2),), True)], finished=[Finished(stream, True, True)])
     worker.step()
@@ -554,7 +554,7 @@ class LateChecksum:
 
 @pytest.fixture
 def late(push: Any, monkeypatch: pytest.MonkeyPatch) -> type[LateChecksum]:
-    from connectors.push import verify
+    from connectors.push.blocks import verify
 
     monkeypatch.setattr(verify, "Checksum", LateChecksum)
     monkeypatch.setattr(LateChecksum, "ready", False)
@@ -563,7 +563,7 @@ def late(push: Any, monkeypatch: pytest.MonkeyPatch) -> type[LateChecksum]:
 
 
 def test_blocks_are_kept_and_landed_is_told_when_their_checksum_is_known(equal: Any, late: Any) -> None:
-    from connectors.push.verify import Shipments
+    from connectors.push.blocks.verify import Shipments
 
     equal._shipments = Shipments()
     prefill(equal, "s", NEAR)
@@ -620,7 +620,7 @@ def test_gpu_checksum_equals_cpu_checksum(push: Any, monkeypatch: Any) -> None:
     import torch
     from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec
 
-    from connectors.push import verify
+    from connectors.push.blocks import verify
 
     memory = torch.arange(2 * 10 * 64, dtype=torch.uint8).view(2, 10, 64)  # two layers, ten kernel blocks of 64 bytes
     worker = SimpleNamespace(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from types import ModuleType, SimpleNamespace
 
-import numpy as np
 import pytest
 
 from connectors.push.actions import Chunk, Post
@@ -18,32 +17,6 @@ def writer() -> ModuleType:
     return pytest.importorskip("connectors.push.writer")  # imports vLLM, which takes seconds
 
 
-def chunk(start: int, *blocks: int) -> Chunk:
-    return Chunk(start, (blocks,))
-
-
-@pytest.mark.parametrize(
-    ("chunks", "remote", "pairs"),
-    [
-        ([chunk(0, 1, 2, 3, 4)], [11, 12, 13, 14], ([1, 2, 3, 4], [11, 12, 13, 14])),
-        ([chunk(0, 1, 2), chunk(2, 3, 4)], [13, 14], ([3, 4], [13, 14])),  # decode has two blocks cached
-        ([chunk(1, 2, 3)], [12, 13, 14], ([2, 3], [12, 13])),
-        ([chunk(0, 1, 2)], [13, 14], ([], [])),
-    ],
-)
-def test_decode_gets_the_blocks_that_it_has_not_cached(
-    writer: ModuleType, chunks: list[Chunk], remote: list[int], pairs: tuple[list[int], list[int]]
-) -> None:
-    assert writer.pair_blocks(chunks, 4, remote) == pairs
-
-
-def test_what_a_window_drops_is_not_sent(writer: ModuleType) -> None:
-    chunks = [Chunk(0, ((1, 2), (0, 0))), Chunk(2, ((3, 4), (0, 6)))]
-    assert writer.pair_blocks(chunks, 4, [11, 12, 13, 14], 0) == ([1, 2, 3, 4], [11, 12, 13, 14])
-    assert writer.pair_blocks(chunks, 4, [16], 1) == ([6], [16])
-    assert writer.pair_blocks(chunks, 4, [15, 16], 1) == ([6], [16])
-
-
 @pytest.mark.parametrize(
     ("owners", "mine", "theirs"),
     [
@@ -53,8 +26,11 @@ def test_what_a_window_drops_is_not_sent(writer: ModuleType) -> None:
     ],
 )
 def test_each_group_goes_into_its_regions(
-    writer: ModuleType, owners: list[int], mine: list[int], theirs: list[int]
+    monkeypatch: pytest.MonkeyPatch, writer: ModuleType, owners: list[int], mine: list[int], theirs: list[int]
 ) -> None:
+    monkeypatch.setattr(writer, "shards", lambda worker, engine: {0: writer.WHOLE})
+    from vllm.v1.kv_cache_interface import FullAttentionSpec
+
     posted = []
     nixl = SimpleNamespace(
         make_prepped_xfer=lambda *arguments: posted.append((arguments[2].tolist(), arguments[4].tolist())),
@@ -67,6 +43,7 @@ def test_each_group_goes_into_its_regions(
         dst_region_num_blocks={"P": [100, 100], "D": [100, 100]},
         _physical_blocks_per_logical_kv_block=1,
         region_group_ids=[writer._SHARED_REGION_GROUP_ID if owner < 0 else owner for owner in owners],
+        _group_spec_types=(FullAttentionSpec, FullAttentionSpec),
         dst_xfer_side_handles={"D": {0: "theirs"}},
         src_xfer_handles_by_block_size={16: "mine"},
         nixl_wrapper=nixl,
@@ -85,24 +62,43 @@ def test_a_streamed_prompt_is_sent_whole_to_an_engine_of_other_ranks(writer: Mod
     assert writer._all_blocks(post) == ([1, 2, 3], [6])
 
 
-def test_blocks_that_do_not_line_up_are_refused(writer: ModuleType) -> None:
-    with pytest.raises(writer.LayoutError, match="reserved 5 blocks for a prompt of 4"):
-        writer.pair_blocks([chunk(0, 1)], 4, [1, 2, 3, 4, 5])
-    with pytest.raises(writer.LayoutError, match=r"blocks 3\.\.5 of a prompt of 4"):
-        writer.pair_blocks([chunk(3, 1, 2)], 4, [1, 2, 3, 4])
+def hybrid(writer: ModuleType, owners: list[int], ratio: int) -> SimpleNamespace:
+    """Attention (group 0) and a state of three parts (group 1), in regions of ten logical blocks. `owners`: each
+    region's group, -1 where both share it."""
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec
+
+    return SimpleNamespace(
+        engine_id="P",
+        _has_mamba=True,
+        _group_spec_types=(FullAttentionSpec, MambaSpec),
+        _physical_blocks_per_logical_kv_block=ratio,
+        _conv_decomp=SimpleNamespace(local_conv_offsets=[(0, 1), (1, 1)]),
+        _ssm_region_indices=[region for region, owner in enumerate(owners) if owner != 0],
+        _transfer_layer_group_ids=(),
+        _ple_group_index=None,
+        num_regions=len(owners),
+        region_group_ids=[writer._SHARED_REGION_GROUP_ID if owner < 0 else owner for owner in owners],
+        dst_region_num_blocks={"P": [10 * ratio] * len(owners)},
+    )
 
 
-def test_descriptors_go_region_by_region(writer: ModuleType) -> None:
-    blocks = np.array([1, 3])
-    assert writer.descriptors(blocks, [10, 10, 10], None).tolist() == [1, 3, 11, 13, 21, 23]
-    assert writer.descriptors(blocks, [10, 10, 10], (1,)).tolist() == [11, 13]
-    assert writer.descriptors(blocks, [10, 10, 10], (0, 2)).tolist() == [1, 3, 21, 23]
+@pytest.mark.parametrize("ratio", [1, 3])
+def test_descriptors_are_vllms_own(writer: ModuleType, ratio: int) -> None:
+    """Of blocks 1 and 3 of attention and of state 4, in regions that both groups share."""
+    from vllm.distributed.kv_transfer.kv_connector.v1.nixl.base_worker import NixlBaseConnectorWorker
+
+    worker = hybrid(writer, [-1, -1], ratio)
+    kernel = writer.kernel_blocks([1, 3], ratio).tolist()
+    right = NixlBaseConnectorWorker._compute_desc_ids(worker, [kernel, [4]], 10 * ratio, None, ratio).tolist()
+    attention, state = ([1, 3], 0), ([4], 1)
+    found = [writer.descriptors(worker, "P", group, ids, [0, 1]).tolist() for ids, group in (attention, state)]
+    assert [*found[0], *found[1]] == right
+    assert writer.descriptors(worker, "P", 1, [4], [1]).tolist() == right[-3:], "the second region alone"
 
 
-def test_blocks_pair_by_position_or_from_the_end(writer: ModuleType) -> None:
-    order = Register("s", "r", Endpoint("D", "host", 1), [[13, 14]], 64)
-    by_position = Post("s", order, (chunk(0, 1, 2), chunk(2, 3, 4)), 4)
-    assert writer.pairs_of(by_position) == [([3, 4], [13, 14])]
-    both = Register("s", "r", Endpoint("D", "host", 1), [[13, 14], [15]], 64)
-    whole = Post("s", both, (Chunk(0, ((1, 2, 3, 4), (5, 6)), whole=True),), 4)
-    assert writer.pairs_of(whole) == [([3, 4], [13, 14]), ([6], [15])]
+def test_a_state_has_descriptors_in_its_own_regions_only(writer: ModuleType) -> None:
+    """After the thirty of attention."""
+    worker = hybrid(writer, [0, 1, 0], ratio=1)
+    assert writer.descriptors(worker, "P", 1, [4], [0, 1, 2]).tolist() == [34, 44, 54]
+    assert writer.descriptors(worker, "P", 1, [4], [0, 2]).tolist() == []
+    assert writer.descriptors(worker, "P", 0, [1, 3], [0, 2]).tolist() == [1, 3, 21, 23]

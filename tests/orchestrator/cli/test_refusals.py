@@ -19,7 +19,7 @@ from workers.arguments import parse
 ENGINE = "workers.engine_args"
 REFUSED = [
     ("data_parallel_rank: 1", f"{ENGINE}.data_parallel_rank: is set by the fleet; set data_parallel_size alone"),
-    ("decode_context_parallel_size: 2", f"{ENGINE}.decode_context_parallel_size: .* whole sequences only, .* got 2"),
+    ("decode_context_parallel_size: 2", f"{ENGINE}.decode_context_parallel_size: .* got 2; set kv.verify: true"),
     ("prefill_context_parallel_size: 4", f"{ENGINE}.prefill_context_parallel_size: .*expected 1, got 4"),
     ("enable_sleep_mode: true", f"{ENGINE}.enable_sleep_mode: sleep would free KV memory .*; remove it"),
     ("kv_offloading_size: 4", f"{ENGINE}.kv_offloading_size: vLLM would put its own .*; remove it"),

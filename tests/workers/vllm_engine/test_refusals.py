@@ -123,6 +123,35 @@ def test_context_parallel_is_refused(model: Path, name: str) -> None:
         PushConnector.refuse_unsupported(config)
 
 
+@pytest.mark.parametrize(
+    ("device", "ranks", "latent", "interleave", "line"),
+    [
+        ("cpu", 2, True, 16, "decode_context_parallel_size: vLLM has no kernels for it on CPUs, expected 1, got 2"),
+        ("cuda", 2, False, 16, "decode_context_parallel_size: .* latent attention, expected 1, got 2"),
+        ("cuda", 4, True, 16, "decode_context_parallel_size: .* latent attention, expected 4, got 2"),
+        ("cuda", 2, True, 1, "cp_kv_cache_interleave_size: .* expected the block size, 16, got 1"),
+        ("cuda", 2, True, 16, ""),
+    ],
+)
+def test_ranks_share_prompts_on_gpus_under_verification(
+    model: Path, monkeypatch: pytest.MonkeyPatch, device: str, ranks: int, latent: bool, interleave: int, line: str
+) -> None:
+    from connectors.push import connector
+
+    config = build(model, kv=KVConfig(verify=True), block_size=16)
+    parallel = config.parallel_config
+    parallel.decode_context_parallel_size, parallel.tensor_parallel_size = 2, ranks
+    parallel.cp_kv_cache_interleave_size = interleave
+    monkeypatch.setattr(type(config.model_config), "use_mla", latent)
+    monkeypatch.setattr(connector, "current_platform", types.SimpleNamespace(device_type=device))
+    config.kv_transfer_config.kv_buffer_device = device
+    if not line:
+        connector.PushConnector.refuse_unsupported(config)
+        return
+    with pytest.raises(ValueError, match=line):
+        connector.PushConnector.refuse_unsupported(config)
+
+
 def test_overlapping_batches_are_refused_by_layer_only(model: Path) -> None:
     from connectors.push.connector import PushConnector
 

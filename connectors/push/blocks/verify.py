@@ -1,11 +1,12 @@
 """`kv.verify`: checksums of what was shipped and of what arrived, over every kind of KV of a model.
 
-Between engines of equal ranks and block sizes; others cut blocks apart. On a GPU blocks are copied on a stream of their
-own, so that neither the engine nor the writer waits for a copy.
+Between engines whose blocks are alike (`writer.shards`); others cut blocks apart. On a GPU blocks are copied on a
+stream of their own, so that neither the engine nor the writer waits for a copy.
 """
 
 from __future__ import annotations
 
+import functools
 import queue
 import zlib
 from collections.abc import Callable, Iterable, Sequence
@@ -16,14 +17,14 @@ import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.base_worker import _SHARED_REGION_GROUP_ID
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.push_worker import NixlPushConnectorWorker
 from vllm.logger import init_logger
-from vllm.v1.kv_cache_interface import MambaSpec
 
 from connectors.push import actions as do
 from connectors.push import wire
 from connectors.push.actions import NO_BLOCK, Post
+from connectors.push.blocks.pairs import Shard, pairs_of
 from connectors.push.inbound import Inbound
 from connectors.push.metadata import PushStats
-from connectors.push.writer import kernel_blocks, pairs_of, same_layout
+from connectors.push.writer import is_state, kernel_blocks, shards
 
 logger = init_logger("vllm.pd.push")
 
@@ -32,19 +33,22 @@ Record = Callable[[PushStats], None]
 
 
 class Shipments:
-    """Which local block went into which block of decode, by request and KV cache group, until the transfer ends."""
+    """Which local block went into which block of a rank of decode, by request and KV cache group, until the transfer
+    ends."""
 
     def __init__(self) -> None:
-        self._of: dict[str, tuple[str, list[dict[int, int]]]] = {}  # request -> stream, theirs -> mine by group
+        # request -> stream, and by rank theirs -> mine by group
+        self._of: dict[str, tuple[str, dict[int, list[dict[int, int]]]]] = {}
 
     def add(self, worker: NixlPushConnectorWorker, post: Post) -> None:
         """Nothing where the two ends' blocks cannot be compared."""
         order = post.order
-        if not same_layout(worker, order.decode.engine_id):
-            return
-        _, groups = self._of.setdefault(order.request, (post.stream, [{} for _ in order.blocks]))
-        for group, (mine, theirs) in zip(groups, pairs_of(post), strict=True):
-            group.update(zip(theirs, mine, strict=True))
+        for rank, shard in shards(worker, order.decode.engine_id).items():
+            _, ranks = self._of.setdefault(order.request, (post.stream, {}))
+            groups = ranks.setdefault(rank, [{} for _ in order.blocks])
+            for at, (mine, theirs) in enumerate(pairs_of(post, shard)):
+                held = set(theirs if worker.dcp_size == 1 else held_here(worker, order)[at])
+                groups[at].update({block: own for own, block in zip(mine, theirs, strict=True) if block in held})
 
     def __bool__(self) -> bool:
         return bool(self._of)
@@ -53,18 +57,24 @@ class Shipments:
         """Whether this tells decode that nothing more comes of what was shipped: `Computing` says that more will."""
         return message.request in self._of and not isinstance(message, wire.Computing)
 
-    def take(self, request: str) -> list[list[int]]:
-        """Local blocks, in the order of decode's."""
-        _, groups = self._of.pop(request)
-        return [[mine for theirs, mine in sorted(group.items()) if theirs != NO_BLOCK] for group in groups]
+    def take(self, request: str) -> dict[int, list[list[int]]]:
+        """By rank, local blocks in the order of decode's."""
+        _, ranks = self._of.pop(request)
+        return {
+            rank: [[mine for theirs, mine in sorted(group.items()) if theirs != NO_BLOCK] for group in groups]
+            for rank, groups in ranks.items()
+        }
 
     def end(self, stream: str) -> None:
         self._of = {request: kept for request, kept in self._of.items() if kept[0] != stream}
 
 
-def in_order(blocks: Iterable[Sequence[int]]) -> list[list[int]]:
-    """Decode's blocks, in the order in which `Shipments.take` names prefill's."""
-    return [sorted(block for block in group if block != NO_BLOCK) for group in blocks]
+def held_here(worker: NixlPushConnectorWorker, order: wire.Register) -> list[list[int]]:
+    """By KV cache group those of decode's blocks in which a rank like this one has KV, in the order in which
+    `Shipments.take` names prefill's."""
+    shard, total = Shard(worker.dcp_rank, worker.dcp_size), -(-order.prompt_tokens // worker.block_size)
+    held = (shard.held(total, group) for group in order.blocks)
+    return [sorted(block for block in group if block != NO_BLOCK) for group in held]
 
 
 class Checksum:
@@ -107,7 +117,7 @@ def _parts(worker: Any, blocks: Sequence[Sequence[int]]) -> Iterable[torch.Tenso
             if not ids or worker.region_group_ids[region] not in (group, _SHARED_REGION_GROUP_ID):
                 continue
             stride, length = worker.block_stride_per_layer[region], worker.block_len_per_layer[region]
-            if issubclass(worker._group_spec_types[group], MambaSpec):  # one state per logical block, and padding
+            if is_state(worker, group):  # one per logical block, and padding
                 rows, stride, length = np.asarray(ids), stride * ratio, sum(worker._mamba_ssm_size)
             else:
                 rows = kernel_blocks(ids, ratio)
@@ -131,28 +141,44 @@ class Verifying(NixlPushConnectorWorker):
     def _carry_out_all(self, actions: list[Any]) -> None:
         raise NotImplementedError
 
+    def _agents(self, engine: str) -> dict[tuple[int, int], str]:
+        raise NotImplementedError
+
     def _check(self, blocks: list[list[int]], then: Callable[[int], None]) -> None:
         self._checks.append((Checksum(self, blocks), then))
 
     def _sign(self, tell: do.Tell, shipments: Shipments, rest: list[Any]) -> None:
-        """Says `Landed` with the checksum of what was shipped, and then does `rest`, which may give the blocks back."""
+        """Says `Landed` with the checksum of what was shipped to each rank, and then does `rest`, which may give the
+        blocks back."""
         request = tell.message.request
-        blocks = shipments.take(request)
+        shipped = shipments.take(request)
         if not isinstance(tell.message, wire.Landed):
             self._carry_out_all([tell, *rest])
             return
+        agents = self._agents(tell.engine)
+        signed: list[do.Tell] = []
 
-        def tell_signed(digest: int) -> None:
-            self._signing.remove(request)
-            self._carry_out_all([do.Tell(tell.engine, wire.Landed(request, digest), tell.peer), *rest])
+        def sign(rank: int, digest: int) -> None:
+            peer = agents.get((0, rank), tell.peer)
+            for_all = peer is None and len(shipped) > 1  # the connection was lost meanwhile: it is told unsigned
+            signed.append(do.Tell(tell.engine, wire.Landed(request, None if for_all else digest), peer))
+            if len(signed) == len(shipped):
+                self._signing.remove(request)
+                self._carry_out_all([*signed, *rest])
 
-        self._check(blocks, tell_signed)
         self._signing.add(request)
+        for rank, blocks in shipped.items():
+            self._check(blocks, functools.partial(sign, rank))
+
+    def _arriving(self, request: str) -> list[list[int]]:
+        """The blocks of this request into which this rank gets KV; empty for an unknown request."""
+        order = self._inbound.order_of(request)
+        return held_here(self, order) if order is not None else []
 
     def _on_checksum(
         self, request: str, agent: str, expected: int, blocks: list[list[int]], found: int, now: float
     ) -> Iterable[Any]:
-        if self._inbound.blocks_of(request) != blocks:
+        if self._arriving(request) != blocks:
             return ()  # it was given up, and its blocks may belong to other requests by now
         if found == expected:
             self._records.put(lambda s: s.record(PushStats.VERIFIED))

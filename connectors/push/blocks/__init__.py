@@ -1,0 +1,1 @@
+"""Where a prompt's blocks are, and which goes into which of decode's."""

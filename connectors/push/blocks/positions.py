@@ -1,0 +1,74 @@
+"""Where the KV of a prompt is: the blocks of a request, by KV cache group and position in the prompt.
+
+Attention has a block for each position. A recurrent state has one for the whole prompt: it counts as that of the last
+position, like a window of one token. Pure functions of block lists, which vLLM's scheduler hands out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from vllm.distributed.kv_transfer.kv_connector.utils import clip_ssm_state_blocks
+from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec, MambaSpec, SlidingWindowSpec
+
+from connectors.push.actions import NO_BLOCK
+
+if TYPE_CHECKING:
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+BlockIds = Sequence[Sequence[int]]  # logical, by KV cache group
+
+
+class Positions:
+    """Of a model whose blocks have `block_size` tokens on a rank, of which `shards` share each block (decode context
+    parallelism)."""
+
+    def __init__(self, kv_cache_config: KVCacheConfig, block_size: int, shards: int = 1) -> None:
+        self._specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
+        self._block_size = block_size * shards
+        all_are_sent = len(kv_cache_config.transfer_groups) == len(self._specs)
+        # What a prompt needs of each group is known by position, so that it can be sent while it is computed.
+        self.known = all_are_sent and all(self._is_known(spec, block_size) for spec in self._specs)
+
+    def _is_known(self, spec: Any, block_size: int) -> bool:
+        """Whether block p of a request has the KV of its tokens from p times the block size on, or there is one."""
+        attention = isinstance(spec, FullAttentionSpec) or type(spec) is SlidingWindowSpec
+        return isinstance(spec, MambaSpec) or (attention and spec.block_size == block_size)
+
+    def count(self, tokens: int) -> int:
+        return -(-tokens // self._block_size)
+
+    def full(self, tokens: int) -> int:
+        return tokens // self._block_size
+
+    def first_kept(self, tokens: int) -> list[int]:
+        """By group, the first block that decode needs: the first that the prompt's last token attends to. The prefill
+        engine frees none from there on before it ends, since it computes no later token: no WRITE reads a block that
+        was given away."""
+        windows = (1 if isinstance(it, MambaSpec) else getattr(it, "sliding_window", None) for it in self._specs)
+        return [max(0, tokens - (window or tokens)) // self._block_size for window in windows]
+
+    def computed(self, ids: BlockIds, tokens: int, start: int, end: int) -> tuple[tuple[int, ...], ...]:
+        """Of a prompt of so many tokens, the blocks from `start` to `end`, which are computed; NO_BLOCK for those that
+        decode does not need. `ids`: all that the request has."""
+        found = []
+        for group, spec, first in zip(ids, self._specs, self.first_kept(tokens), strict=True):
+            first = min(max(start, first), end)
+            kept = group[first:end]
+            if isinstance(spec, MambaSpec) and first < end:  # it moves from block to block until the prompt ends
+                kept = clip_ssm_state_blocks(list(group), spec.num_speculative_blocks)
+            found.append((NO_BLOCK,) * (first - start) + tuple(kept))
+        return tuple(found)
+
+    def reserved(self, ids: BlockIds, tokens: int) -> list[list[int]]:
+        """Of the blocks that decode has for a prompt, and not from its prefix cache: those that it needs."""
+        total = self.count(tokens)
+        return [list(group[kept - total :]) for group, kept in zip(ids, self.first_kept(tokens), strict=True)]
+
+    def of_prompt(self, ids: BlockIds, tokens: int) -> tuple[Sequence[int], ...]:
+        """Block ids without those that speculation reserves for later tokens: both ends have the same number."""
+        return tuple(
+            group[: -(-tokens // spec.block_size)] if isinstance(spec, AttentionSpec) else group
+            for group, spec in zip(ids, self._specs, strict=True)
+        )
