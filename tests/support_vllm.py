@@ -223,6 +223,8 @@ class Driver:
     async def _state(self) -> str:
         try:
             return str(await asyncio.wait_for(self.engine.call_engine("test_kv_state"), 5.0))
+        except TimeoutError:
+            return "does not answer: it is stopped, or hangs"
         except Exception as error:
             return f"does not tell its state: {error!r}"
 
