@@ -152,7 +152,7 @@ class PrefillRank(Rank):
 
     def __init__(self, world: World, engine: PrefillEngine, index: int) -> None:
         super().__init__(world, engine, index)
-        self.end = self.outbound = Outbound(lease_s=TIMEOUT_S, expect_s=TIMEOUT_S)
+        self.end = self.outbound = Outbound(lease_s=world.timeout_s, expect_s=world.timeout_s)
         self.outbound.regions = REGIONS
         self.pongs = Pongs()
         self.writes: dict[int, Write] = {}
@@ -230,7 +230,7 @@ class DecodeRank(Rank):
 
     def __init__(self, world: World, engine: DecodeEngine, index: int) -> None:
         super().__init__(world, engine, index)
-        self.end = self.inbound = Inbound(timeout_s=TIMEOUT_S)
+        self.end = self.inbound = Inbound(timeout_s=world.timeout_s)
         self.pings = Pings()
 
     def peers(self, engine: str) -> list[str]:
@@ -435,9 +435,11 @@ class DecodeEngine:
 
 
 class World:
-    def __init__(self, *, ranks: tuple[int, int] = (1, 1), chunkwise: bool = True) -> None:
+    def __init__(
+        self, *, ranks: tuple[int, int] = (1, 1), chunkwise: bool = True, timeout_s: float = TIMEOUT_S
+    ) -> None:
         """`ranks`: of a prefill and of a decode engine. Unequal ones push whole prompts."""
-        self.now = 0.0
+        self.now, self.timeout_s = 0.0, timeout_s
         self.ranks, self.chunkwise = ranks, chunkwise and ranks[0] == ranks[1]
         self.handles = itertools.count(1)
         self.network: list[tuple[Rank, str, Message, float, int]] = []  # sender, recipient agent, ..., sent at, socket

@@ -7,6 +7,7 @@ import json
 import os
 import time
 import uuid
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -93,8 +94,27 @@ def frames(prompt: list[int], max_tokens: int = 8, *, lora: Any = None, **sampli
     return [bytes(frame) for frame in MsgpackEncoder().encode(request)]
 
 
+def kv_state(engine: Any) -> str:
+    """An engine utility for tests: what its end of all KV transfers, over this rank, waits for."""
+    from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
+
+    worker = getattr(get_kv_transfer_group(), "connector_worker", None) if has_kv_transfer_group() else None
+    if worker is None or not hasattr(worker, "_inbound"):
+        return "no KV connector in this process"
+    ends = [*worker._inbound._waiting.values(), *worker._outbound._streams.values()]
+    links = {"connecting": worker._connecting, "lost": worker._lost, "links of prefill": dict(worker._outbound._links)}
+    links |= {"peers of decode": worker._inbound._peers, "WRITEs in flight": worker._writes}
+    links |= {"unanswered pings": worker._pings._unanswered, "pongs": worker._pongs._sent}
+    scheduler = engine.scheduler.get_kv_connector().connector_scheduler
+    held = {"held": scheduler._held, "lent": list(scheduler.lending.pinned), "loading": list(scheduler.lending.loading)}
+    lines = [*map(str, ends), *(f"{name}: {value}" for name, value in (links | held).items())]
+    return "\n".join(line[:1000] for line in [f"at {time.monotonic():.1f}", *lines])
+
+
 class Driver:
     """One engine with its outputs collected per request."""
+
+    running: list[Driver] = []  # in this process; where a wait fails it shows what each of them waits for
 
     def __init__(self, engine: Any, info: EngineInfo) -> None:
         self.engine, self.info = engine, info
@@ -110,6 +130,8 @@ class Driver:
 
     @classmethod
     async def start(cls, model: Path, *, kv: KVConfig | None = None, name: str = "e", **args: Any) -> Driver:
+        from vllm.v1.engine.core import EngineCore
+
         from workers.vllm_engine.engine import VllmEngine
 
         # Its hooks lock around each mmap: a process that is forked meanwhile waits for that lock forever.
@@ -118,6 +140,7 @@ class Driver:
         profile, warm = args.pop("profile", False), args.pop("warm", False)
         kv_port = args.pop("kv_port", None) or next(free_ports("127.0.0.1"))
         group, kv_advertise = args.pop("group", Group()), args.pop("kv_advertise", "")
+        EngineCore.test_kv_state = kv_state  # engines are forked from here
         defaults = {
             "skip_tokenizer_init": True,
             "dtype": "float32",
@@ -140,7 +163,9 @@ class Driver:
             profile=profile,
             warm=warm,
         )
-        return cls(engine, await engine.start(group))
+        driver = cls(engine, await engine.start(group))
+        cls.running.append(driver)
+        return driver
 
     async def _collect(self) -> None:
         try:
@@ -175,7 +200,7 @@ class Driver:
         await self.engine.submit(EngineRequest(key, Phase.DECODE, body, source, **more))
 
     async def done(self, key: str, timeout_s: float = 30.0) -> list[int]:
-        await until(lambda: key in self.finished or self.error, f"the end of {key}", timeout_s)
+        await self._until(lambda: key in self.finished or self.error, f"the end of {key}", timeout_s)
         assert self.error is None, self.error
         return self.tokens[key]
 
@@ -186,9 +211,26 @@ class Driver:
             load = await self.engine.load()
             return (load.running, load.waiting, load.blocks_free) == (0, 0, self.info.blocks_total)
 
-        await until(empty, f"all blocks of {self.info.kv.engine_id} free", timeout_s)
+        await self._until(empty, f"all blocks of {self.info.kv.engine_id} free", timeout_s)
+
+    async def _until(self, condition: Callable[[], Any], what: str, timeout_s: float) -> None:
+        try:
+            await until(condition, what, timeout_s)
+        except AssertionError as error:
+            states = [f"{driver.info.kv.engine_id} {await driver._state()}" for driver in Driver.running]
+            raise AssertionError("\n".join([str(error), *states])) from None
+
+    async def _state(self) -> str:
+        try:
+            return str(await asyncio.wait_for(self.engine.call_engine("test_kv_state"), 5.0))
+        except TimeoutError:
+            return "does not answer: it is stopped, or hangs"
+        except Exception as error:
+            return f"does not tell its state: {error!r}"
 
     async def stop(self) -> None:
+        if self in Driver.running:
+            Driver.running.remove(self)
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
         await self.engine.stop()

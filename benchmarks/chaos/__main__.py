@@ -126,7 +126,7 @@ def _failed(row: Row, error: Exception) -> None:
 
 def _once(place: World, fault: Fault, row: Row, runs: float, began: float) -> bool:
     """One run. `began`: monotonic seconds from which its time counts. Returns False if the fleet does not heal."""
-    before, healed = len(row.seen.gaps_s), True
+    before, queued, healed = len(row.seen.gaps_s), len(row.seen.queued_s), True
     try:
         asyncio.run(place.run(fault, row.seen))
     except (NotSeen, FleetFailed, AssertionError) as error:
@@ -136,7 +136,8 @@ def _once(place: World, fault: Fault, row: Row, runs: float, began: float) -> bo
     row.spent_s += time.monotonic() - began
     print(
         f"{row.tries}/{runs:g} {fault.name}: {seen.errors.total()} errors, {seen.wrong} wrong, {seen.leaks} leaks; "
-        f"longest gap {max(gaps, default=0.0):.2f} s, healed in {seen.heal_s[-1] if seen.heal_s else -1:.1f} s",
+        f"longest gap {max(gaps, default=0.0):.2f} s, in the queue {max(seen.queued_s[queued:], default=0.0):.2f} s, "
+        f"healed in {seen.heal_s[-1] if seen.heal_s else -1:.1f} s",
         flush=True,
     )
     return healed

@@ -30,6 +30,7 @@ class Seen:
     own_errors: int = 0  # connections that broke because their process was killed
     wrong: int = 0
     gaps_s: list[float] = field(default_factory=list)  # the longest silence within each answer
+    queued_s: list[float] = field(default_factory=list)  # of each run, the longest wait in the prefill queue
     heal_s: list[float] = field(default_factory=list)  # until the fleet had its shape again
     gone_s: list[float] = field(default_factory=list)  # until the work of a process that died was gone everywhere
     leaks: int = 0

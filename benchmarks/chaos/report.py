@@ -42,7 +42,11 @@ class Row:
         missed += [f"{seen.leaks} leaks"] if seen.leaks else []
         missed += [f"{seen.false_losses} workers were taken for dead"] if seen.false_losses else []
         if fault.gap_s is not None and max(seen.gaps_s, default=0.0) > fault.gap_s:
-            missed.append(f"a gap of {max(seen.gaps_s):.2f} s, at most {fault.gap_s:g} s")
+            queued_s = max(seen.queued_s, default=0.0)  # fewer workers, or the load's own bursts
+            missed.append(
+                f"a gap of {max(seen.gaps_s):.2f} s, at most {fault.gap_s:g} s; the longest wait in the prefill queue "
+                f"was {queued_s:.2f} s"
+            )
         if fault.gone_s is not None and max(seen.gone_s, default=0.0) > fault.gone_s:
             missed.append(f"work gone after {max(seen.gone_s):.2f} s, at most {fault.gone_s:g} s")
         return missed

@@ -81,6 +81,7 @@ class World:
     async def run(self, fault: Fault, seen: Seen) -> None:
         """Make the fault under load, and add what clients saw to `seen`. Raises NotSeen, FleetFailed."""
         self._seen = seen
+        asked_at = time.time()
         self._victims.clear()  # earlier victims are gone, and other processes may have their pids now
         async with Load(self.fleet.url, self.questions, fault.streams, seen, fault.once) as self._load:
             await asyncio.sleep(self.random.uniform(0.3, 0.8))
@@ -89,11 +90,18 @@ class World:
             await asyncio.to_thread(self.fleet.until, self.healed, fault.name, HEAL_TIMEOUT_S)
             seen.heal_s.append(time.monotonic() - began)
         seen.runs += 1
+        seen.queued_s.append(self._queued_s(asked_at))
         try:
             await asyncio.to_thread(self.fleet.assert_no_leaks)
         except FleetFailed as error:
             seen.leaks += 1
             print(error)
+
+    def _queued_s(self, since: float) -> float:
+        """The longest wait in the prefill queue of a request that came later, seconds; 0 where no launcher logs it."""
+        lines = self.fleet.request_lines() if isinstance(self.fleet, RunningFleet) else []
+        waits = [line["queued_ms"] for line in lines if "queued_ms" in line and line["arrived_at"] >= since]
+        return max(waits, default=0.0) / 1e3
 
     def healed(self) -> bool:
         """Whether there are as many workers of each role as at first, none of them a victim, and the queue answers."""

@@ -227,7 +227,10 @@ class Connections(verify.Verifying):
     def _nixl_handshake(self, host: str, port: int, ranks: int, engine: str, *args: Any, **kwargs: Any) -> Any:
         """In a thread of its own."""
         with handshake.expecting(self._endpoints[engine].key):
-            return super()._nixl_handshake(host, port, ranks, engine, *args, **kwargs)
+            agents, offset = super()._nixl_handshake(host, port, ranks, engine, *args, **kwargs)
+        with self._handshake_lock:  # as vLLM's callback does, which may come after ours where the writer was held up
+            self._remote_agents[engine] = agents
+        return agents, offset
 
     def _handshake_done(self, peer: wire.Endpoint, messages_only: bool, future: Future[Any]) -> None:
         error = future.exception()

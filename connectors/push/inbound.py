@@ -18,9 +18,8 @@ from connectors.push.wire import Endpoint, Message, Register, Unregister
 
 Action = Union[Connect, Send, Cut, Finish]
 
-_RESEND_MAX_S = 4.0
+_RESEND_MAX_S = 4.0  # between two repeats of what is not answered: a link may have lost it, or the answer
 _CUT_AGAIN_S = 1.0  # between two attempts to make sure that a peer cannot write here
-_REPEATS = 8  # of an unanswered registration within its validity: a cut link may have lost it, or the answer
 
 
 class Inbound:
@@ -263,23 +262,27 @@ class Inbound:
         return actions + self._ask_for_kv(waiting, waiting.unanswered, now)
 
     def _repeat(self, waiting: Waiting, now: float) -> list[Action]:
-        """Repeat the last message until it is answered. `Register` and `Unregister` are idempotent."""
+        """Repeat the last message until it is answered. `Register` and `Unregister` are idempotent. Without a
+        connection, try to make one, also after a handshake that failed."""
         if waiting.source.engine_id not in self._peers:
-            waiting.resend_at = now + waiting.resend_s
+            self._repeat_later(waiting, now)
             return [Connect(waiting.source)]
         if waiting.state is Inbox.WITHDRAWING:
             return self._ask_to_stop(waiting, now)
         return self._ask_for_kv(waiting, waiting.unanswered, now)
 
+    def _repeat_later(self, waiting: Waiting, now: float) -> None:
+        waiting.resend_at = now + waiting.resend_s
+        waiting.resend_s = min(2 * waiting.resend_s, _RESEND_MAX_S)
+
     def _ask_for_kv(self, waiting: Waiting, peers: set[str], now: float) -> list[Action]:
-        waiting.resend_at = now + self._timeout_s / _REPEATS
+        self._repeat_later(waiting, now)
         waiting.registered.update(peers)
         order = msgspec.structs.replace(waiting.order, valid_s=max(0.0, waiting.deadline - now))
         return [Send(waiting.source.engine_id, peer, self._connections.name_in(order, peer)) for peer in sorted(peers)]
 
     def _ask_to_stop(self, waiting: Waiting, now: float) -> list[Action]:
-        waiting.resend_at = now + waiting.resend_s
-        waiting.resend_s = min(2 * waiting.resend_s, _RESEND_MAX_S)
+        self._repeat_later(waiting, now)
         order = waiting.order
         message = Unregister(order.stream, order.request, order.decode)
         return [Send(waiting.source.engine_id, peer, message) for peer in sorted(waiting.unanswered)]
@@ -332,7 +335,7 @@ class Inbound:
         if after is Inbox.WITHDRAWING:
             # Peers post no WRITE once the registration has expired.
             waiting.settled_at = max(now, waiting.deadline) + max(self._timeout_s, self._grace_s)
-            waiting.give_up_at = waiting.settled_at
+            waiting.give_up_at, waiting.resend_s = waiting.settled_at, self._resend_s
             return self._ask_to_stop(waiting, now)
         if after in INBOX_ENDS:
             del self._waiting[waiting.order.request]

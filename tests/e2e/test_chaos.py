@@ -40,7 +40,10 @@ def row(**seen):
         ({"errors": Counter({"500: no": 2})}, ["2 times 500: no"]),
         ({"wrong": 1}, ["1 wrong answers"]),
         ({"leaks": 1}, ["1 leaks"]),
-        ({"gaps_s": [0.1, 3.2]}, ["a gap of 3.20 s, at most 3 s"]),
+        (
+            {"gaps_s": [0.1, 3.2], "queued_s": [0.2, 2.9]},
+            ["a gap of 3.20 s, at most 3 s; the longest wait in the prefill queue was 2.90 s"],
+        ),
         ({"gone_s": [0.1, 2.5]}, ["work gone after 2.50 s, at most 2 s"]),
         ({"false_losses": 1}, ["1 workers were taken for dead"]),
     ],

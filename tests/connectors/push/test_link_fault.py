@@ -14,15 +14,12 @@ import pytest
 from support_vllm import Driver, frames, tiny_model
 from support_wait import until
 
-from connectors.push.inbound import _REPEATS
 from orchestrator.config.settings import KVConfig
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
 
 TOKENS = 600
 TIMEOUT_S = 120.0  # longer than a test waits for an end: no request waits for a whole time-out
-# Without signs of life decode would ask again only then.
-ASKED_AGAIN_S = TIMEOUT_S / _REPEATS
 
 
 def cut_all_connections() -> None:
@@ -85,10 +82,8 @@ async def test_the_next_request_is_transferred_again(tmp_path: Path, monkeypatch
         for side in sides:
             await until(lambda side=side: not (tmp_path / side).exists(), what="the cut")
         for name, either in (("after", True), ("later", False)):
-            began = time.monotonic()
             # The first may be computed by decode, if its WRITE failed.
             assert await is_transferred(f"{name}-{number}") or either
-            assert time.monotonic() - began < ASKED_AGAIN_S
         await prefill.idle()
         await decode.idle()
     await prefill.stop()

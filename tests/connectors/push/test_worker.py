@@ -391,6 +391,7 @@ def test_a_link_that_was_cut_is_noticed_without_any_further_registration(push: A
     nixl, began = worker.nixl_wrapper, time.monotonic()
     nixl.told()
     nixl.broken = {"P2/0"}
+    worker._inbound._waiting["r-s"].resend_at = began + 60.0
     for passed_s in (1.0, 2.0):
         monkeypatch.setattr(time, "monotonic", lambda passed_s=passed_s: began + passed_s)
         worker.turn()
@@ -519,6 +520,19 @@ def test_a_handshake_that_raises_is_tried_again(push: Any) -> None:
     worker.step(reserved=[Reserved(order("t", 7, 8), source)])
     worker.turn()
     assert [message.stream for message in worker.nixl_wrapper.told()] == ["t"]
+
+
+def test_the_agents_of_a_handshake_are_known_before_anybody_hears_that_it_has_ended(
+    push: Any, monkeypatch: Any
+) -> None:
+    """vLLM's callback notes them too, but runs after ours where the writer was held up for the whole handshake: decode
+    would then have registered with nobody."""
+    worker = push.FakeWorker(0, 1)
+    vllms = push.NixlPushConnectorWorker
+    monkeypatch.setattr(vllms, "_nixl_handshake", lambda *arguments: ({(0, 0): b"P2/0"}, 0.0))
+    worker._endpoints["P2"] = wire.Endpoint("P2", "host", 2, 1)
+    assert worker._nixl_handshake("host", 2, 1, "P2") == ({(0, 0): b"P2/0"}, 0.0)
+    assert worker._agents("P2") == ("P2/0",)
 
 
 @pytest.mark.parametrize("second", [zmq.Again(), None])

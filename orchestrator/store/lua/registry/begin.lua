@@ -22,8 +22,8 @@ local function clock()
   return time[1] + time[2] / 1000000
 end
 
--- Indexes that only these functions use: pruned, workers, frontends, launchers, version, changed, domain:D, decoders:D,
--- kinds, endpoints, departed, frontend_key:KEY; and begun, when Redis first heard of the fleet.
+-- Indexes that only these functions use: pruned, workers, frontends, launchers, version, changed, domains, domain:D,
+-- decoders:D, kinds, endpoints, departed, frontend_key:KEY; and begun, when Redis first heard of the fleet.
 local function index_key(prefix, kind) return prefix .. kind .. 's' end
 local function member_key(prefix, kind, id) return prefix .. kind .. ':' .. id end
 local function frontend_key(prefix, mesh_key) return prefix .. 'frontend_key:' .. mesh_key end

@@ -6,6 +6,11 @@ local function endpoint_of(prefix, id)
   if sound and type(kept) == 'table' and #kept == #ENDPOINT then return kept end
 end
 
+local function leave_domain(prefix, domain, id)
+  redis.call('SREM', typed(domain_key(prefix, domain), 'set'), id)
+  redis.call('SREM', typed(decoders_key(prefix, domain), 'set'), id)
+end
+
 -- Takes a worker out of it, and keeps where it was for those that exchange KV with its engine.
 local function depart(prefix, id)
   local kept = endpoint_of(prefix, id)
@@ -13,9 +18,7 @@ local function depart(prefix, id)
   redis.call('HDEL', prefix .. 'endpoints', id)
   bump(prefix)
   if not kept then return end
-  local domain = kept[#ENDPOINT]
-  redis.call('SREM', typed(domain_key(prefix, domain), 'set'), id)
-  redis.call('SREM', typed(decoders_key(prefix, domain), 'set'), id)
+  leave_domain(prefix, kept[#ENDPOINT], id)
   local claims = redis.pcall('ZCARD', prefix .. 'claims:' .. id)
   local departed = { id, kept[1], kept[2], kept[3], kept[4], type(claims) == 'number' and claims > 0 }
   local key = typed(prefix .. 'departed', 'stream')
@@ -29,15 +32,18 @@ local function note_worker(prefix, id, mine, fresh, ttl_s)
   if fresh then
     local before, endpoint = endpoint_of(prefix, id), {}
     if before and before[1] ~= mine.kv_engine_id then depart(prefix, id) end -- another process had this id
+    if before and before[#ENDPOINT] ~= domain then leave_domain(prefix, before[#ENDPOINT], id) end
     for i, name in ipairs(ENDPOINT) do endpoint[i] = mine[name] or '' end
     endpoint[#ENDPOINT] = domain
     redis.call('HSET', key, id, cjson.encode(endpoint))
     touch(prefix, id)
   end
   local all, decoders = typed(domain_key(prefix, domain), 'set'), typed(decoders_key(prefix, domain), 'set')
+  local domains = typed(prefix .. 'domains', 'set')
+  redis.call('SADD', domains, domain)
   redis.call('SADD', all, id)
   redis.call(mine.role == 'decode' and mine.state == 'ready' and 'SADD' or 'SREM', decoders, id)
-  for _, index in ipairs({ key, all, decoders, prefix .. 'version', prefix .. 'changed' }) do
+  for _, index in ipairs({ key, domains, all, decoders, prefix .. 'version', prefix .. 'changed' }) do
     redis.call('EXPIRE', index, INDEX_S + ttl_s)
   end
 end
@@ -68,7 +74,7 @@ end
 local TYPES = {
   queue = 'zset', queued_tokens = 'string', leases = 'zset', idle = 'zset', busy = 'zset', told = 'zset',
   affine = 'string', sweep_cursor = 'string', dropped = 'hash',
-  workers = 'set', frontends = 'set', launchers = 'set', endpoints = 'hash', kinds = 'hash', version = 'string',
+  workers = 'set', frontends = 'set', launchers = 'set', domains = 'set', endpoints = 'hash', kinds = 'hash', version = 'string',
   changed = 'zset', departed = 'stream', noted = 'stream', log_levels = 'hash',
   adapters = 'string', desired = 'hash', ratio_leader = 'string', config = 'string', rollout = 'string'
 }

@@ -115,7 +115,15 @@ local function forget(keys)
     if #live(prefix, kind) > 0 then return 0 end
   end
   for _, index in ipairs({ 'queue', 'leases' }) do
-    for _, id in ipairs(redis.call('ZRANGE', typed(prefix .. index, 'zset'), 0, -1)) do redis.call('DEL', prefix .. 'job:' .. id) end
+    for _, id in ipairs(redis.call('ZRANGE', typed(prefix .. index, 'zset'), 0, -1)) do
+      local claimed_by = redis.pcall('HGET', prefix .. 'job:' .. id, 'claimed_by')
+      if type(claimed_by) == 'string' then redis.call('DEL', prefix .. 'claims:' .. claimed_by) end
+      redis.call('DEL', prefix .. 'job:' .. id)
+    end
+  end
+  -- Of workers too that were never seen to leave, or to change.
+  for _, domain in ipairs(redis.call('SMEMBERS', typed(prefix .. 'domains', 'set'))) do
+    redis.call('DEL', domain_key(prefix, domain), decoders_key(prefix, domain))
   end
   for name in pairs(TYPES) do redis.call('DEL', prefix .. name) end
   redis.call('DEL', prefix .. 'begun', prefix .. 'pruned')

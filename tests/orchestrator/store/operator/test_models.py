@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from support_redis import fresh_namespace, job, keys_of, worker
+import msgspec
+from support_redis import claim_head, fresh_namespace, job, keys_of, worker
 from support_steering import set_desired
 
 from orchestrator.store.configuration import Rollout, Version
@@ -51,3 +52,29 @@ async def test_everything_of_a_namespace_goes_once_its_last_member_has(redis):
     assert await forget_namespace(redis, namespace) and await forget_namespace(redis, namespace)
     assert await keys_of(redis, namespace) == set()
     assert await keys_of(redis, other) == there != set()
+
+
+async def test_nothing_stays_of_a_worker_that_moved_to_another_domain_with_a_claim(redis):
+    namespace = fresh_namespace()
+    registry, queue = Registry(redis, namespace), PrefillQueue(redis, namespace)
+    moves = worker("worker-0", Role.PREFILL)
+    await registry.join(moves, 60)
+    await registry.refresh_frontend(Frontend("f1", "http://h", "1", mesh_key="k"), 60)
+    await queue.enqueue(job("claimed"))
+    assert await claim_head(queue, "worker-0", 1000, 1)
+    await registry.refresh(msgspec.structs.replace(moves, generation=3), 60)
+    domains = {name for name in await keys_of(redis, namespace) if name.startswith(("domain:", "claims:"))}
+    assert domains == {"domain:3", "claims:worker-0"}, "it counts in one domain"
+    await registry.leave_frontend("f1")
+    await registry.leave("worker-0")
+    assert await forget_namespace(redis, namespace)
+    assert await keys_of(redis, namespace) == set()
+
+
+async def test_nothing_stays_of_a_worker_that_nobody_saw_leave(redis):
+    namespace = fresh_namespace()
+    registry = Registry(redis, namespace)
+    await registry.join(worker("decode-0", Role.DECODE), 60)
+    await redis.delete(registry.keys.worker("decode-0"), registry.keys.workers, registry.keys.prefix + "endpoints")
+    assert await forget_namespace(redis, namespace)
+    assert await keys_of(redis, namespace) == set()
