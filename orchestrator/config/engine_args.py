@@ -115,16 +115,15 @@ def unit_size(config: Config) -> int:
     sizes = [group_size(config, role) for role in Role]
     if (difference := _difference(config, _GROUP, 1)) is not None:
         raise ConfigError(
-            f"{difference}: ratio.mode auto changes the roles of groups, and so does a node of a Ray cluster that is lost, "
-            "which takes groups of one size; set it once, in workers.engine_args, or ratio.mode to off and "
-            "launcher.kind to local"
+            f"{difference}: ratio.mode auto changes the roles of groups, which keep their size; set it once, in "
+            "workers.engine_args, or ratio.mode to off"
         )
     return sizes[0]
 
 
 def _check_groups(config: Config) -> None:
     """Raises ConfigError for a data-parallel group that this fleet cannot have."""
-    if config.ratio.mode == "auto" or config.launcher.kind == "ray":
+    if config.ratio.mode == "auto":
         unit_size(config)
     for role in Role:
         size = group_size(config, role) if pool(config, role).replicas else 1
