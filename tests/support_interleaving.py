@@ -80,7 +80,7 @@ class Launcher(WorkerPool):
     """A launcher's real pool; it plans on the last reading, as `FleetProcesses` does."""
 
     def __init__(self, world: World, registry: Registry, name: str) -> None:
-        machines = SimpleNamespace(take=lambda *_: None, give_back=lambda _: None, room=None)
+        machines = SimpleNamespace(fitting=list, room=None)
         setup = Setup(0, world.config, Path("unused"))
         super().__init__(world.config, registry, machines, print, print, setup, name)  # type: ignore[arg-type]
         self._world = world

@@ -50,6 +50,13 @@ class FakeCluster:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
 
+    def places(self, namespace: str) -> list[str]:
+        """The units of a fleet that have a placement group."""
+        prefix = f"pd-{namespace}/"
+        tables = self._cluster.global_state.placement_group_table().values()
+        there = [table["name"] for table in tables if table["state"] != "REMOVED"]
+        return sorted(name.removeprefix(prefix) for name in there if name.startswith(prefix))
+
     def kill_head(self) -> None:
         """The process that knows the cluster: nodes and what runs there."""
         self._cluster.head_node.kill_gcs_server()

@@ -333,8 +333,8 @@ class Workers:
         worker = await self.start(role, **sim)
         return worker, await self.frontend(worker)
 
-    async def spawn(self, role: Role, *arguments: str, wait: bool = True) -> WorkerProcess:
-        worker_id = f"{role.value}-{next(self._numbers)}"
+    async def spawn(self, role: Role, *arguments: str, wait: bool = True, name: str = "") -> WorkerProcess:
+        worker_id = name or f"{role.value}-{next(self._numbers)}"
         folder = Path(tempfile.mkdtemp(prefix="pd-test-"))
         (folder / "fleet.yaml").write_text(yaml.safe_dump(self.tree))
         command = [sys.executable, "-m", "workers.main", role.value, "--redis", self.url, "--id", worker_id]

@@ -153,6 +153,7 @@ class Agent:
             prefix=self._prefix,
             refusal=self.life.refusal,
             source=self._peers.sources.add,
+            link=self._link,
         )
         drain = Drain(
             engine=self._engine,

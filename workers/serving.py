@@ -37,10 +37,10 @@ from workers.engine import Engine, EngineDead, EngineOutput, EngineRequest, Engi
 from workers.load.reports import LoadReporter, PrefixReporter
 from workers.peers import IDLE_FRONTENDS_CHECK_S, Frontends
 from workers.prefills import Prefills
+from workers.unit.link import GroupLink
+from workers.unit.pause import CALL_TIMEOUT_S, EnginePause
 
 log = logging.getLogger("pd.worker")
-
-CALL_TIMEOUT_S = 55.0
 
 
 class Serving:
@@ -57,6 +57,7 @@ class Serving:
         prefix: PrefixReporter,
         refusal: Callable[[], str | None],
         source: Callable[[str], None],
+        link: GroupLink,
     ) -> None:
         """`refusal`: why no submission is taken now, or None. `source(engine_id)`: called when that engine will push KV
         to this one."""
@@ -65,7 +66,8 @@ class Serving:
         self._load, self._prefix, self._refusal, self._source = load, prefix, refusal, source
         self._idle_checked_at = 0.0  # when frontends without requests here were last checked
         self._calls: set[asyncio.Task[None]] = set()
-        self._pausing, self._engine_pause = asyncio.Lock(), PauseState()
+        self._pause = EnginePause(engine, link, load.paused, prefix.cleared)
+        self._start(self._pause.run())
 
     # ---- from frontends ----------------------------------------------------------------------------------------
 
@@ -206,8 +208,6 @@ class Serving:
                 self._prefix.cleared()
         except Exception as error:  # every error of the engine goes to the caller
             why = "no answer in time" if isinstance(error, TimeoutError) else f"{error or type(error).__name__}"
-            if call.method == "set_pause":
-                log.error("could not follow the fleet's pause: %s", why)  # the caller may have left
             failed = CallReply(call.call_id, error=f"{call.method}: {why}")
             self._frontends.send(frontend_id, failed)
 
@@ -215,24 +215,8 @@ class Serving:
         if call.method not in METHODS:
             raise ValueError("not a control method")
         if call.method == "set_pause":
-            return await self._pause(PauseState(*call.args))
+            return await self._pause.set(PauseState(*call.args))
         return await self._engine.call(call.method, call.args, call.kwargs)
-
-    async def _pause(self, state: PauseState) -> None:
-        """The engine follows the newest state, in whichever order the news of it comes."""
-        if state > self._load.pause:
-            self._load.paused(state)
-        async with self._pausing:
-            before, now = self._engine_pause, self._load.pause
-            if before == now:
-                return
-            self._engine_pause = now  # also if the call fails: it may have had an effect
-            if now.engines:
-                await self._engine.call("pause_scheduler", [], {"mode": now.mode, "clear_cache": now.clear_cache})
-                if now.clear_cache:
-                    self._prefix.cleared()
-            elif before.engines:
-                await self._engine.call("resume_scheduler", [], {})
 
     # ---- from the engine ---------------------------------------------------------------------------------------
 

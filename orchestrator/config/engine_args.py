@@ -54,6 +54,21 @@ def engine_args(config: Config, role: Role) -> dict[str, Any]:
     return {**config.workers.engine_args, **pool(config, role).engine_args}
 
 
+def _key(config: Config, role: Role, name: str) -> str:
+    """Where it is set which value of this argument the workers of this role have."""
+    own = f"{role.value}." if name in pool(config, role).engine_args else ""
+    return f"workers.{own}engine_args.{name}"
+
+
+def _difference(config: Config, name: str, default: object = None) -> str | None:
+    """The key of an argument that the two roles have with different values, and these; None where they are equal."""
+    role = Role.PREFILL if name in config.workers.prefill.engine_args else Role.DECODE
+    its, others = (engine_args(config, each).get(name, default) for each in (role, role.other))
+    if its == others:
+        return None
+    return f"{_key(config, role, name)}: {its!r} for {role.value}, and {others!r} for {role.other.value}"
+
+
 def environment(config: Config, role: Role) -> dict[str, str]:
     """Environment variables for the workers of this role; an engine reads many of them when it is imported."""
     return {**config.workers.env, **pool(config, role).env}
@@ -82,7 +97,7 @@ def ranks(config: Config, role: Role) -> int:
     for name in ("tensor_parallel_size", "pipeline_parallel_size"):
         value = arguments.get(name, 1)
         if not isinstance(value, int) or value < 1:
-            raise ConfigError(f"workers.engine_args.{name}: expected an integer >= 1, got {value!r}")
+            raise ConfigError(f"{_key(config, role, name)}: expected an integer >= 1, got {value!r}")
         product *= value
     return product
 
@@ -91,35 +106,32 @@ def group_size(config: Config, role: Role) -> int:
     """How many workers a unit of this role has: the ranks of a data-parallel group. Raises ConfigError."""
     size = engine_args(config, role).get(_GROUP, 1)
     if not isinstance(size, int) or size < 1:
-        raise ConfigError(f"workers.{role.value}.engine_args.{_GROUP}: expected an integer >= 1, got {size!r}")
+        raise ConfigError(f"{_key(config, role, _GROUP)}: expected an integer >= 1, got {size!r}")
     return size
 
 
 def unit_size(config: Config) -> int:
     """How many workers change roles together. Raises ConfigError where units of the two roles differ in it."""
-    prefill, decode = (group_size(config, role) for role in (Role.PREFILL, Role.DECODE))
-    if prefill != decode:
+    sizes = [group_size(config, role) for role in Role]
+    if (difference := _difference(config, _GROUP, 1)) is not None:
         raise ConfigError(
-            f"workers.prefill.engine_args.{_GROUP}: {prefill}, and {decode} for decode: ratio.mode auto changes roles "
-            "of groups, and so does a node of a Ray cluster that is lost, which takes groups of one size; set it once, "
-            "in workers.engine_args, or ratio.mode to off and launcher.kind to local"
+            f"{difference}: ratio.mode auto changes the roles of groups, which keep their size; set it once, in "
+            "workers.engine_args, or ratio.mode to off"
         )
-    return decode
+    return sizes[0]
 
 
 def _check_groups(config: Config) -> None:
     """Raises ConfigError for a data-parallel group that this fleet cannot have."""
-    if config.ratio.mode == "auto" or config.launcher.kind == "ray":
+    if config.ratio.mode == "auto":
         unit_size(config)
     for role in Role:
-        name, size = f"workers.{role.value}.engine_args.{_GROUP}: {engine_args(config, role).get(_GROUP)}", 1
-        if pool(config, role).replicas:
-            size = group_size(config, role)
+        size = group_size(config, role) if pool(config, role).replicas else 1
         if size > 1 and config.launcher.kind == "ray" and not config.security.trust_network:
             raise ConfigError(
-                f"{name}: on a Ray cluster a group's ranks may be on several nodes, and whoever reaches vLLM's ports "
-                "between them can run programs there; set security.trust_network: true where nobody else is on that "
-                "network, or this to 1"
+                f"{_key(config, role, _GROUP)}: {size}: on a Ray cluster a group's ranks may be on several nodes, and "
+                "whoever reaches vLLM's ports between them can run programs there; set security.trust_network: true "
+                "where nobody else is on that network, or this to 1"
             )
 
 
@@ -130,8 +142,7 @@ def _check_sizes(config: Config) -> None:
         if not pool(config, role).replicas or not arguments.keys() & _SHARES or arguments.keys() & _OTHER_CONFIGS:
             continue
         for name, why in _misfits(read_model_config(config.model), arguments):
-            section = f"workers.{role.value}" if name in pool(config, role).engine_args else "workers"
-            raise ConfigError(f"{section}.engine_args.{name}: {why}")
+            raise ConfigError(f"{_key(config, role, name)}: {why}")
 
 
 def _misfits(model: Mapping[str, Any], arguments: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
@@ -163,12 +174,12 @@ def _has_experts(part: object) -> bool:
     return any(isinstance(count, int) and count > 0 for count in counts) or any(map(_has_experts, part.values()))
 
 
-def check_stages(arguments: Mapping[str, Any], role: Role) -> None:
+def _check_stages(config: Config, arguments: Mapping[str, Any], role: Role) -> None:
     """Raises ConfigError for a decode worker of several pipeline stages: an engine receives KV in one stage only."""
     stages = arguments.get("pipeline_parallel_size", 1)
     if role is Role.DECODE and stages != 1:
         raise ConfigError(
-            f"workers.decode.engine_args.pipeline_parallel_size: expected 1, got {stages!r}; split a decode worker by "
+            f"{_key(config, role, 'pipeline_parallel_size')}: expected 1, got {stages!r}; split a decode worker by "
             "tensor_parallel_size, and set stages in workers.prefill.engine_args"
         )
 
@@ -227,13 +238,9 @@ def check_engine_args(config: Config) -> None:
     check_server_args(config)
     _check_names("frontend.server_args", config.frontend.server_args, _engine_names() | _server_names())
     if workers.prefill.replicas and workers.decode.replicas:
-        prefill, decode = engine_args(config, Role.PREFILL), engine_args(config, Role.DECODE)
         for name in _FLEET_WIDE:
-            if prefill.get(name) != decode.get(name):
-                raise ConfigError(
-                    f"workers.prefill.engine_args.{name}: is {prefill.get(name)!r}, but decode workers have "
-                    f"{decode.get(name)!r}; set it once, in workers.engine_args"
-                )
+            if (difference := _difference(config, name)) is not None:
+                raise ConfigError(f"{difference}; set it once, in workers.engine_args")
 
 
 def check_arguments(config: Config, arguments: Mapping[str, Any], section: str, role: Role | None = None) -> None:
@@ -250,7 +257,7 @@ def check_arguments(config: Config, arguments: Mapping[str, Any], section: str, 
         key, why = found
         raise ConfigError(f"{key if key.startswith('kv.') else f'{section}.{key}'}: {why}")
     if role is not None:
-        check_stages(arguments, role)
+        _check_stages(config, arguments, role)
 
 
 def _check_names(section: str, arguments: Mapping[str, Any], known: frozenset[str]) -> None:

@@ -116,7 +116,7 @@ class FleetProcesses:
         missing = [Role.PREFILL] * (wanted.prefill - there.count(Role.PREFILL))
         missing += [Role.DECODE] * (wanted.decode - there.count(Role.DECODE))
         try:
-            missing = self._pool.fitting(missing)
+            missing = self._machines.fitting(missing)
         except ConfigError as error:
             if not there and self.config.idle_after_s is not None:
                 idle = msgspec.structs.replace(self.desired, set_by=IDLE, why=str(error))  # others have its room now
@@ -213,15 +213,14 @@ class FleetProcesses:
             await self.registry.workers(),
             self._pool.workers_of_others(await self.registry.launchers()),
         )
-        for worker_id in left:
-            if worker_id in others:
-                continue  # another launcher lives, and runs it
-            info = registered.get(worker_id)
-            if (role := info.role if info is not None else await self._machines.started_as(worker_id)) is None:
-                log.warning("%s: runs already, and does not say as what; it is left alone", worker_id)
+        left = [unit for unit in left if unit not in others]  # else another launcher lives, and runs it
+        for unit, role in zip(left, await asyncio.gather(*map(self._machines.take_over, left)), strict=True):
+            if role is None:
+                log.warning("%s: ending what an earlier launcher left of it", unit)
+                await self._machines.give_back(unit)
                 continue
-            log.info("%s: runs already; taking it over", worker_id)
-            self._pool.supervise(worker_id, role)
+            log.info("%s: runs already; taking it over", unit)
+            self._pool.supervise(unit, registered[unit].role if unit in registered else role)
 
     async def _refresh_machines(self) -> None:
         async for _ in ticks(_MACHINES_EVERY_S):

@@ -55,7 +55,8 @@ class Setup(msgspec.Struct, frozen=True):
 
 
 class Machines(Protocol):
-    """`take` room for a unit, wait until it is `placed`, then make its processes, one after the other."""
+    """`take` room for a unit, wait until it is `placed`, then make its processes, one after the other; `give_back` when
+    the last has ended."""
 
     device: str  # what the engines compute on, for the line that says that the fleet is ready
     remote: bool  # other machines, where processes run on when the launcher is killed, for the next one to take over
@@ -66,21 +67,25 @@ class Machines(Protocol):
         """Read anew which machines there are. May take as long as they do not answer."""
 
     async def left_running(self) -> list[str]:
-        """Names of the workers and frontends that an earlier launcher left running."""
+        """Names of the frontends, and of the units, that an earlier launcher left, or of which it left anything."""
 
-    async def started_as(self, worker_id: str) -> Role | None:
-        """The role in which a worker that was left running was started; None where it cannot be told."""
+    async def take_over(self, unit: str) -> Role | None:
+        """Let the next processes of this unit be those that run, as they are. Returns the role in which they were
+        started; None, and nothing is done, where not all of them say that they run."""
 
-    def take(self, owner: str, role: Role) -> None:
+    def fitting(self, roles: Sequence[Role]) -> list[Role]:
+        """Of units of these roles, those that there is room for. Raises ConfigError where there is for none."""
+
+    def take(self, unit: str, role: Role) -> None:
         """Reserve room. Raises ConfigError when there is none and none will come."""
 
-    def give_back(self, owner: str) -> None:
-        """Idempotent."""
+    async def give_back(self, unit: str) -> None:
+        """What it has, and what still runs there. Idempotent. Returns in bounded time."""
 
-    async def placed(self, owner: str) -> None:
-        """Returns when what `owner` has taken is there."""
+    async def placed(self, unit: str, wanted: Callable[[], tuple[Role, Setup]]) -> None:
+        """Returns when there is what it needs in this role with this setup; room of another size is given back."""
 
-    def worker(self, worker_id: str, role: Role, setup: Setup, on_line: OnLine) -> Process:
+    def worker(self, unit: str, role: Role, setup: Setup, on_line: OnLine) -> Process:
         """A unit's process, not started yet, with the room that it has taken. Raises OSError, also where this
         setup needs other room, which is not there."""
 

@@ -1,6 +1,6 @@
 """Data-parallel groups on a Ray cluster: with ranks on several nodes they start, scale, restart and end as one.
 
-The nodes are faked on this machine, and the engines simulated. One fleet goes through all of it, in this order.
+The nodes are faked on this machine, and the engines simulated. One fleet goes through most of it, in this order.
 """
 
 from __future__ import annotations
@@ -37,9 +37,10 @@ def cluster(server: Server) -> Iterator[FakeCluster]:
 
 
 class Fleets:
-    """Launchers of one namespace, one after the other."""
+    """Launchers of one namespace, one after the other. A rank takes a GPU unless `sets` say otherwise."""
 
-    def __init__(self, server: Server, cluster: FakeCluster) -> None:
+    def __init__(self, server: Server, cluster: FakeCluster, config: str, *sets: str) -> None:
+        self._cluster, self._config = cluster, config
         self._sets = [
             f"redis.url={server.url}",
             "redis.timeout_s=5",
@@ -48,28 +49,78 @@ class Fleets:
             "launcher.gpus_per_rank=1",
             "ratio.mode=off",
             "security.trust_network=true",
-            f"workers.engine_args.data_parallel_size={SIZE}",
-            "workers.timeout_s=2",
-            "workers.decode.replicas=2",
-            "workers.prefill.replicas=1",
+            *sets,
         ]
         self.now = self._up("")
 
-    def up_again(self) -> None:
+    def up_again(self, *sets: str) -> None:
+        self._sets += sets
         self.now = self._up(self.now.namespace)
 
     def _up(self, namespace: str) -> RunningFleet:
         # Not forked: Ray reads its variables when it is imported.
-        return with_operators_key(RunningFleet("sim-2p2d.yaml", *self._sets, namespace=namespace, forked=False))
+        return with_operators_key(RunningFleet(self._config, *self._sets, namespace=namespace, forked=False))
+
+    def kill_launcher(self) -> None:
+        self.now.process.kill()
+        self.now.process.wait(30)
+        self.now.http.close()
+
+    def units(self) -> list[str]:
+        """Those that serve. Each has a place on the cluster, and nothing else has one."""
+        units = sorted({worker["unit"] for worker in self.now.workers()})
+        assert self._cluster.places(self.now.namespace) == units
+        return units
+
+    def end(self) -> None:
+        self.now.http.close()
+        self.now.stop()
+        assert processes_of(self.now.namespace) == [], "`up` ends everything on every node"
+        assert self._cluster.places(self.now.namespace) == [], "and gives all places back"
+
+
+def test_each_role_has_groups_of_its_size_and_a_group_that_starts_again_is_of_its_role(
+    server: Server, cluster: FakeCluster
+) -> None:
+    fleets = Fleets(
+        server, cluster, "sim-2p2d.yaml", "workers.decode.engine_args.data_parallel_size=2", "workers.timeout_s=2",
+        "workers.prefill.replicas=1", "workers.decode.replicas=1",
+    )  # fmt: skip
+    try:
+        fleet = fleets.now
+        fleet.until(lambda: fleet.shape() == (1, 2), "one prefills, a group of two decodes")
+        (moved,) = (worker["id"] for worker in fleet.workers("prefill"))
+
+        def moves_and_dies(role: str, before: tuple[int, int], after: tuple[int, int]) -> None:
+            fleet.cli("role", moved, role)
+            fleet.until(lambda: fleet.shape() == before, f"it is of the {role} role, as it is")
+            os.kill(ranks(fleet)[moved][2], signal.SIGKILL)
+            fleet.until(lambda: fleet.shape() == after, "it starts again as that role is")
+            assert moved in fleets.units()
+
+        moves_and_dies("decode", (0, 3), (0, 4))
+        moves_and_dies("prefill", (2, 2), (1, 2))
+        before = ranks(fleet)
+        fleets.kill_launcher()
+        fleets.up_again("workers.decode.engine_args.data_parallel_size=3")
+        fleet = fleets.now
+        assert ranks(fleet) == before, "what runs is taken over as it is"
+        fleet.cli("restart")
+        fleet.until(lambda: fleet.shape() == (1, 3), "and is of the new size once it starts again")
+        answers = asyncio.run(fleet.ask_all(PROMPTS, concurrency=6))
+        assert all(answer.ok for answer in answers), answers
+        assert len(fleets.units()) == 2
+    finally:
+        fleets.end()
 
 
 @pytest.fixture(scope="module")
 def fleets(server: Server, cluster: FakeCluster) -> Iterator[Fleets]:
-    fleets = Fleets(server, cluster)
+    sets = (f"workers.engine_args.data_parallel_size={SIZE}", "workers.timeout_s=2")
+    shape = ("workers.prefill.replicas=1", "workers.decode.replicas=2")
+    fleets = Fleets(server, cluster, "sim-2p2d.yaml", *sets, *shape)
     yield fleets
-    fleets.now.http.close()
-    fleets.now.stop()
-    assert processes_of(fleets.now.namespace) == [], "`up` ends everything on every node"
+    fleets.end()
 
 
 def ranks(fleet: RunningFleet) -> dict[str, tuple[str, str, int]]:
@@ -122,10 +173,9 @@ async def test_orders_are_of_whole_groups(fleets: Fleets) -> None:
 
 def test_a_launcher_is_killed_and_the_next_one_takes_the_groups_over(fleets: Fleets) -> None:
     before = ranks(fleets.now)
-    fleets.now.process.kill()
-    fleets.now.process.wait(30)
+    fleets.kill_launcher()
     fleets.up_again()
-    assert ranks(fleets.now) == before
+    assert ranks(fleets.now) == before and len(fleets.units()) == 3
 
 
 async def test_a_node_dies_and_its_groups_start_again_as_one(fleets: Fleets, cluster: FakeCluster) -> None:
@@ -140,4 +190,23 @@ async def test_a_node_dies_and_its_groups_start_again_as_one(fleets: Fleets, clu
         cluster.add(GPUS)  # Ray sets signal handlers, which only the main thread may
         await fleet.soon(lambda: fleet.shape() == SHAPE, "others are there")
     assert len(pids(fleet)) == sum(SHAPE) and not gone & pids(fleet)
+    fleet.assert_no_leaks()
+
+
+def test_a_launcher_dies_with_the_node_of_a_first_rank_and_nothing_is_left_behind(
+    fleets: Fleets, cluster: FakeCluster
+) -> None:
+    """The other rank's runner holds its GPU, and nobody can tell what it was for."""
+    before = ranks(fleets.now)
+    hosts = {unit: [host for each, host, _ in before.values() if each == unit] for unit, _, _ in before.values()}
+    victim = next(its[0] for its in hosts.values() if len(set(its)) == NODES)
+    fleets.kill_launcher()
+    cluster.kill(victim)
+    cluster.add(GPUS)
+    fleets.up_again()
+    fleet = fleets.now
+    fleet.until(lambda: fleet.shape() == SHAPE, "all are there again, and have room")
+    assert len(fleets.units()) == 3
+    answers = asyncio.run(fleet.ask_all(PROMPTS, concurrency=6))
+    assert all(answer.ok for answer in answers), answers
     fleet.assert_no_leaks()

@@ -161,7 +161,9 @@ class SimEngine:
     async def call(self, method: str, args: list[Any], kwargs: dict[str, Any]) -> Any:
         """Raises ValueError for a method that the simulated engine does not have."""
         if method in ("pause_scheduler", "resume_scheduler"):
-            self._paused = method == "pause_scheduler"
+            pausing = method == "pause_scheduler"
+            await self._lockstep.agree(pausing)
+            self._paused = pausing
             if kwargs.get("clear_cache"):
                 self._scheduler.cache.clear()
             self._wake.set()

@@ -10,12 +10,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable
-from typing import Union
+from typing import TypeVar, Union
 
 import msgspec
 
 from workers.engine import EngineDead, Group
 
+T = TypeVar("T")
 _CONNECT_EVERY_S = 0.1
 
 
@@ -37,8 +38,14 @@ class Go(msgspec.Struct, frozen=True, tag="go"):
     more: bool
 
 
+class Agree(msgspec.Struct, frozen=True, tag="agree"):
+    """A rank was told to pause, or to go on. From the first one: all were."""
+
+    pausing: bool
+
+
 _encode = msgspec.json.encode
-_decode = msgspec.json.Decoder(Union[Come, Wake, Go]).decode
+_decode = msgspec.json.Decoder(Union[Come, Wake, Go, Agree]).decode
 
 
 class Lockstep:
@@ -54,6 +61,8 @@ class Lockstep:
         self._peers: dict[int, asyncio.StreamWriter] = {}
         self._complete, self._ended = asyncio.Event(), asyncio.Event()
         self._met: asyncio.Future[Go] | None = None
+        self._told: dict[bool, set[int]] = {True: set(), False: set()}  # at the first rank: who is to pause, or go on
+        self._agreed: dict[bool, asyncio.Future[None]] = {}
         self._server: asyncio.Server | None = None
         self._reader: asyncio.Task[None] | None = None
 
@@ -79,28 +88,54 @@ class Lockstep:
     async def meet(self, duration_s: float, works: bool) -> float:
         """Wait until all ranks are at this step. Returns how long it takes, seconds. Raises EngineDead."""
         self.dummies += not works
-        self._met = met = asyncio.get_running_loop().create_future()
+        met: asyncio.Future[Go] = asyncio.get_running_loop().create_future()
+        self._met = met
         self.waves += not self._stepping
         self.running = self._stepping = True
         if self._group.rank == 0:
             self._arrived(0, Come(duration_s, works))
         else:
             self._send(0, Come(duration_s, works))
-        ended = asyncio.create_task(self._ended.wait())
         try:
-            await asyncio.wait((met, ended), return_when=asyncio.FIRST_COMPLETED)
-            if not met.done():
-                raise EngineDead("another rank of its group has ended")
-            go: Go = met.result()
-            return go.duration_s
+            return (await self._unless_ended(met)).duration_s
         finally:
-            ended.cancel()
             self._met = None
 
     async def met(self) -> None:
         """Returns when no step waits for another rank: an engine that waits answers nothing. Raises EngineDead."""
         while self._met is not None and not self._met.done() and not self._ended.is_set():
             await asyncio.wait({self._met}, timeout=_CONNECT_EVERY_S)
+
+    async def agree(self, pausing: bool) -> None:
+        """Returns when all ranks have been told to pause, or all to go on, as vLLM's do. Raises EngineDead."""
+        if self._group.size == 1:
+            return
+        agreed = self._agreed[pausing] = asyncio.get_running_loop().create_future()
+        if self._group.rank == 0:
+            self._note(0, Agree(pausing))
+        else:
+            self._send(0, Agree(pausing))
+        await self._unless_ended(agreed)
+
+    async def _unless_ended(self, waited: asyncio.Future[T]) -> T:
+        """Raises EngineDead."""
+        ended = asyncio.create_task(self._ended.wait())
+        try:
+            await asyncio.wait((waited, ended), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            ended.cancel()
+        if not waited.done():
+            raise EngineDead("another rank of its group has ended")
+        return waited.result()
+
+    def _note(self, rank: int, agree: Agree) -> None:
+        told = self._told[agree.pausing]
+        told.add(rank)
+        if len(told) == self._group.size:
+            told.clear()
+            for peer in self._peers:
+                self._send(peer, agree)
+            self._agreed[agree.pausing].set_result(None)
 
     async def close(self) -> None:
         for peer in self._peers.values():
@@ -146,9 +181,11 @@ class Lockstep:
                     self._send(peer, "complete")
                 self._complete.set()
             while line := await reader.readline():
-                message = _decode(line)
-                assert isinstance(message, Come)
-                self._arrived(rank, message)
+                match _decode(line):
+                    case Come() as come:
+                        self._arrived(rank, come)
+                    case Agree() as agree:
+                        self._note(rank, agree)
         self._end()
 
     async def _follow(self, reader: asyncio.StreamReader) -> None:
@@ -159,6 +196,8 @@ class Lockstep:
                         self._go(go)
                     case Wake():
                         self._woken()
+                    case Agree(pausing):
+                        self._agreed[pausing].set_result(None)
         self._end()
 
     def _end(self) -> None:

@@ -26,6 +26,7 @@ from orchestrator.process.ticks import ticks
 from orchestrator.store.client import Redis, RedisAway
 from orchestrator.store.fields import Rendezvous
 from orchestrator.store.registry import Registry
+from orchestrator.types import PauseState
 from orchestrator.wire.addresses import Listening, hold_port, in_url
 from workers.engine import Engine, EngineDead, EngineInfo, EngineStartFailed, Group, started
 from workers.load.board import announce, withdraw
@@ -66,12 +67,18 @@ class Refused(msgspec.Struct, frozen=True, tag="refused"):
     final: bool = False
 
 
+class Paused(msgspec.Struct, frozen=True, tag="paused"):
+    """See pause.py."""
+
+    state: PauseState
+
+
 class Beat(msgspec.Struct, frozen=True, tag="beat"):
     """A sign of life."""
 
 
 _encode = msgspec.json.encode
-_decode = msgspec.json.Decoder(Union[Come, Met, Refused, Beat]).decode
+_decode = msgspec.json.Decoder(Union[Come, Met, Refused, Paused, Beat]).decode
 
 
 class _Peer:
@@ -80,7 +87,7 @@ class _Peer:
     def __init__(self, writer: asyncio.StreamWriter, host: str = "") -> None:
         self.writer, self.host, self.missed = writer, host, 0
 
-    def send(self, message: Come | Met | Refused | Beat) -> None:
+    def send(self, message: Come | Met | Refused | Paused | Beat) -> None:
         if not self.writer.is_closing():
             self.writer.write(_encode(message) + b"\n")
 
@@ -99,11 +106,12 @@ class GroupLink:
         self, config: Config, redis: Redis, worker_id: str, ranks: tuple[str, ...], at: Listening, generation: int
     ) -> None:
         """`redis`: closed when all have met. `ranks`: the workers of the unit in their order; none: it is alone."""
-        self.ranks, self._id = ranks, worker_id
+        self.ranks, self._id, self.leads = ranks, worker_id, not ranks or worker_id == ranks[0]
         self._config, self._redis, self._at, self._generation = config, redis, at, generation
         self._registry = Registry(redis, config.namespace)
         self._token = secrets.token_hex(16)
         self._silence_s = _SILENT_TIMEOUTS * max(config.workers.timeout_s, _BEAT_S)
+        self.pauses: asyncio.Queue[PauseState] = asyncio.Queue()  # that other ranks tell
         self._peers: dict[str, _Peer] = {}  # the first rank has all others, they have it
         self._complete, self._outdated = asyncio.Event(), False
         self._met = self._judges = False
@@ -127,7 +135,7 @@ class GroupLink:
         if len(self.ranks) < 2:
             return Group()
         self._tasks.append(asyncio.create_task(self._beat(), name="ranks-beat"))
-        meeting = asyncio.create_task(self._gather() if self._id == self.ranks[0] else self._join(), name="ranks-meet")
+        meeting = asyncio.create_task(self._gather() if self.leads else self._join(), name="ranks-meet")
         stop = asyncio.create_task(stopped.wait())
         try:
             await asyncio.wait({meeting, stop}, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
@@ -169,7 +177,7 @@ class GroupLink:
         # Without a pause from here to the end, so that nobody leaves between.
         hosts = sorted({place.host, *(peer.host for peer in self._peers.values())})
         if why := _refusal(self._config, hosts):
-            self._send_all(Refused(why, final=True))
+            self.tell(Refused(why, final=True))
             raise ConfigError(why)
         one_host = len(hosts) == 1
         where = _ONE_HOST if one_host else place.host
@@ -177,11 +185,11 @@ class GroupLink:
             self._held, engines_port = hold_port(where, None if one_host else self._at.ports)
         except OSError as error:
             why = f"the first rank cannot listen at {where} ({error}): see its workers.advertise and workers.ports"
-            self._send_all(Refused(why))
+            self.tell(Refused(why))
             raise EngineStartFailed(why) from error
         met = Met(where, engines_port, one_host)
         self._met = True
-        self._send_all(met)
+        self.tell(met)
         return met
 
     async def _welcome(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -257,7 +265,7 @@ class GroupLink:
             return await reader.readline()
 
     def _missing(self) -> str:
-        if self._id != self.ranks[0]:  # it knows of the first one only
+        if not self.leads:  # it knows of the first one only
             return "the other ranks are"
         absent = [name for name in self.ranks if name != self._id and name not in self._peers]
         return f"{', '.join(absent)} {'is' if len(absent) == 1 else 'are'}"
@@ -280,8 +288,10 @@ class GroupLink:
     async def _follow(self, name: str, reader: asyncio.StreamReader, peer: _Peer) -> None:
         """Returns when the connection has ended."""
         with contextlib.suppress(OSError, ValueError):
-            while await reader.readline():
+            while line := await reader.readline():
                 peer.missed = 0
+                if isinstance(message := _decode(line), Paused):
+                    self.pauses.put_nowait(message.state)
         peer.close()
         if self._peers.get(name) is not peer:
             return  # it has connected again
@@ -293,7 +303,7 @@ class GroupLink:
 
     async def _beat(self) -> None:
         async for late_s in ticks(_BEAT_S):
-            self._send_all(Beat())
+            self.tell(Beat())
             for name, peer in self._peers.items():
                 peer.missed = peer.missed + 1 if late_s < _BEAT_S else 0
                 if self._judges and peer.missed * _BEAT_S > self._silence_s:
@@ -306,7 +316,8 @@ class GroupLink:
         for peer in self._peers.values():
             peer.close()
 
-    def _send_all(self, message: Met | Refused | Beat) -> None:
+    def tell(self, message: Met | Refused | Paused | Beat) -> None:
+        """The first rank tells all others, and they tell it."""
         for peer in self._peers.values():
             peer.send(message)
 

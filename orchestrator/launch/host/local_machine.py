@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from orchestrator.config.engine_args import group_size
 from orchestrator.config.settings import Config, ConfigError
@@ -13,6 +13,8 @@ from orchestrator.launch.host.process import LocalProcess
 from orchestrator.launch.host.process_group import ProcessGroup
 from orchestrator.launch.machines import OnLine, Setup, ranks_of
 from orchestrator.types import Role
+
+_NEXT = "the next worker"  # who asks the machine for room
 
 
 class LocalMachine:
@@ -34,36 +36,53 @@ class LocalMachine:
     async def left_running(self) -> list[str]:
         return []
 
-    async def started_as(self, worker_id: str) -> Role | None:
-        """Never: nothing is left running here."""
+    async def take_over(self, unit: str) -> Role | None:
+        """Nothing: none is left running here."""
         return None
 
-    def take(self, owner: str, role: Role) -> None:
-        self._take(owner, role, self._config)
+    def fitting(self, roles: Sequence[Role]) -> list[Role]:
+        units: list[str] = []
+        try:
+            for number, role in enumerate(roles):
+                self.take(unit := f"{_NEXT} but {number}" if number else _NEXT, role)
+                units.append(unit)
+        except ConfigError:
+            if not units:
+                raise
+        finally:
+            for unit in units:
+                self._give_back(unit)
+        return list(roles[: len(units)])
 
-    def _take(self, owner: str, role: Role, config: Config) -> list[Share]:
+    def take(self, unit: str, role: Role) -> None:
+        self._take(unit, role, self._config)
+
+    def _take(self, unit: str, role: Role, config: Config) -> list[Share]:
         """A share for each rank. Raises ConfigError."""
-        self._ranks[owner] = ranks = ranks_of(owner, group_size(config, role))
+        self._ranks[unit] = ranks = ranks_of(unit, group_size(config, role))
         try:
             return [self._shares.take(rank, role, config) for rank in ranks]
         except ConfigError:
-            self.give_back(owner)
+            self._give_back(unit)
             raise
 
-    def give_back(self, owner: str) -> None:
-        for rank in self._ranks.pop(owner, ()):
+    async def give_back(self, unit: str) -> None:
+        self._give_back(unit)
+
+    def _give_back(self, unit: str) -> None:
+        for rank in self._ranks.pop(unit, ()):
             self._shares.give_back(rank)
 
-    async def placed(self, owner: str) -> None:
+    async def placed(self, unit: str, wanted: Callable[[], tuple[Role, Setup]]) -> None:
         """Does nothing: a share has its place once it is taken."""
 
-    def worker(self, worker_id: str, role: Role, setup: Setup, on_line: OnLine) -> ProcessGroup:
-        self.give_back(worker_id)
+    def worker(self, unit: str, role: Role, setup: Setup, on_line: OnLine) -> ProcessGroup:
+        self._give_back(unit)
         try:
-            shares = self._take(worker_id, role, setup.config)
+            shares = self._take(unit, role, setup.config)
         except ConfigError as error:
             raise OSError(0, str(error)) from None
-        ranks = self._ranks[worker_id]
+        ranks = self._ranks[unit]
         group = ranks if len(ranks) > 1 else ()
         specs = [worker_spec(setup, role, rank, share, group) for rank, share in zip(ranks, shares, strict=True)]
         return ProcessGroup([LocalProcess(spec, on_line, self._forks) for spec in specs])

@@ -29,8 +29,6 @@ from orchestrator.types import DesiredRatio, Role, WorkerInfo
 
 log = logging.getLogger("pd.launcher")
 
-_NEXT = "the next worker"  # who asks the machine for room
-
 
 class Slot:
     """One of our workers: its process, what that was started with, and the role that its next start gets."""
@@ -84,29 +82,16 @@ class WorkerPool:
                 self.supervise(worker_id, role)
         return claimed is not None
 
-    def fitting(self, roles: Sequence[Role]) -> list[Role]:
-        """Of workers of these roles, those that the machine has room for. Raises ConfigError where it has for none."""
-        owners: list[str] = []
-        try:
-            for number, role in enumerate(roles):
-                owner = f"{_NEXT} but {number}" if number else _NEXT
-                self._machines.take(owner, role)
-                owners.append(owner)
-        except ConfigError:
-            if not owners:
-                raise
-        finally:
-            for owner in owners:
-                self._machines.give_back(owner)
-        return list(roles[: len(owners)])
-
     def supervise(self, worker_id: str, role: Role) -> None:
         """Run a worker under an id that nobody else has, or take over the process that runs as it already."""
         self._machines.take(worker_id, role)
 
+        def wanted() -> tuple[Role, Setup]:
+            return slot.role, self.setup
+
         def make() -> Process:
             slot.generation = self.setup.generation
-            return self._machines.worker(worker_id, slot.role, self.setup, self._on_line)
+            return self._machines.worker(worker_id, *wanted(), self._on_line)
 
         process = Supervised(
             worker_id,
@@ -115,7 +100,7 @@ class WorkerPool:
             self._config.workers.start_timeout_s,
             self._on_stage,
             self._deregister,
-            partial(self._machines.placed, worker_id),
+            partial(self._machines.placed, worker_id, wanted),
         )
         slot = Slot(role, process, self.setup.generation)
         self.slots[worker_id] = slot
@@ -222,7 +207,7 @@ class WorkerPool:
                     orders[worker_id] = WorkerOrders(drain=True)
         fit: list[Role] = []
         try:
-            fit = self.fitting([action.role for action in actions if isinstance(action, Start)])
+            fit = self._machines.fitting([action.role for action in actions if isinstance(action, Start)])
         except ConfigError as error:
             self._log_once(snapshot.desired, f"cannot be reached here: {error}")
         started = await self.start(snapshot.seen, fit, orders)
@@ -258,8 +243,8 @@ class WorkerPool:
         try:
             await slot.process.run()
         finally:
+            await self._machines.give_back(slot.process.name)  # before its id is free
             self.slots.pop(slot.process.name, None)
-            self._machines.give_back(slot.process.name)
 
     async def _deregister(self, process: Supervised) -> None:
         """Take it out of the registry at once: the others need not wait for its time to live to run out."""

@@ -18,7 +18,8 @@ except ModuleNotFoundError:
 
 from ray.exceptions import RayError
 from ray.util import list_named_actors
-from ray.util.placement_group import get_placement_group, placement_group_table, remove_placement_group
+
+from orchestrator.launch.ray.places import Places
 
 log = logging.getLogger("pd.launcher")
 
@@ -80,9 +81,9 @@ def end_fleet(config: Config, timeout_s: float) -> list[str]:
             ray.wait(stops, num_returns=len(stops), timeout=2 * timeout_s)
         for runner in runners:
             ray.kill(runner)
-        for table in placement_group_table().values():
-            if table["name"].startswith(group_name(config, "")) and table["state"] != "REMOVED":
-                remove_placement_group(get_placement_group(table["name"]))
+        places = Places(names_begin(config))
+        for unit in places.standing():
+            places.settle(unit)  # none is wanted
         return names
     finally:
         disconnect()
@@ -99,9 +100,9 @@ def left_running() -> list[str]:
     return ours
 
 
-def group_name(config: Config, owner: str) -> str:
-    """The name of a worker's placement group. Such names are common to all namespaces of a cluster."""
-    return f"{_namespace(config)}/{owner}"
+def names_begin(config: Config) -> str:
+    """What the names of this fleet's placement groups begin with: they are common to all namespaces of a cluster."""
+    return f"{_namespace(config)}/"
 
 
 def _namespace(config: Config) -> str:

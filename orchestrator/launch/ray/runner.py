@@ -84,6 +84,7 @@ class Runner:
 
     async def _started(self, order: Order) -> LocalProcess:
         """Raises ConfigError, OSError."""
+        self._role = order.role.value if isinstance(order, RunWorker) else ""  # at once: to fetch a model takes minutes
         adopt_orphans()
         host = ray.util.get_node_ip_address()
         folder = base_folder() / f"{order.config.namespace}@{host}"  # its files have passwords and keys
@@ -94,7 +95,6 @@ class Runner:
         write_text(file, yaml.safe_dump(msgspec.to_builtins(config), sort_keys=False))
         setup = Setup(order.generation, config, file)
         if isinstance(order, RunWorker):
-            self._role = order.role.value
             spec = worker_spec(setup, order.role, order.name, Share(), order.ranks)
         else:
             spec = frontend_spec(setup, order.name, order.index)

@@ -32,7 +32,7 @@ REFUSED = [
     ("attention_config: {hisparse_config: {}}", f"{ENGINE}.attention_config.hisparse_config: KV in host .*; remove it"),
     ("kv_transfer_config: {}", f"{ENGINE}.kv_transfer_config: is set by the fleet; use the key kv.transfer"),
     ("no_such_argument: 1", f"{ENGINE}.no_such_argument: not an argument of this vLLM"),
-    ("pipeline_parallel_size: 2", r"workers\.decode\.engine_args\.pipeline_parallel_size: expected 1, got 2"),
+    ("pipeline_parallel_size: 2", f"{ENGINE}.pipeline_parallel_size: expected 1, got 2"),
 ]
 
 

@@ -162,7 +162,7 @@ def test_a_missing_file_is_named(tmp_path):
 
 def test_workers_whose_kv_could_not_be_exchanged_are_refused(tmp_path):
     text = "model: demo\nworkers: {decode: {engine_args: {block_size: 32}}}"
-    with pytest.raises(ConfigError, match=r"workers\.prefill\.engine_args\.block_size: is None.*decode.*32"):
+    with pytest.raises(ConfigError, match=r"workers\.decode\.engine_args\.block_size: 32 for decode, and None"):
         check_engine_args(load(tmp_path, text))
     check_engine_args(load(tmp_path, text, "workers.prefill.replicas=0"))
 
@@ -190,8 +190,8 @@ def test_every_number_has_a_lower_and_an_upper_bound():
 def test_pipeline_stages_are_for_prefill_workers(tmp_path):
     stages = "engine_args: {pipeline_parallel_size: 2}"
     check_engine_args(load(tmp_path, f"model: demo\nworkers: {{prefill: {{{stages}}}}}"))
-    for section in (stages, f"decode: {{{stages}}}"):
-        with pytest.raises(ConfigError, match=r"decode\.engine_args\.pipeline_parallel_size: expected 1, got 2; split"):
+    for section, key in ((stages, ""), (f"decode: {{{stages}}}", "decode.")):
+        with pytest.raises(ConfigError, match=f"s.{key}engine_args.pipeline_parallel_size: expected 1, got 2; split"):
             check_engine_args(load(tmp_path, f"model: demo\nworkers: {{{section}}}"))
 
 
@@ -315,7 +315,7 @@ def test_a_refused_value_is_shown_in_short_and_without_its_password(tmp_path):
         ("{engine_args: {data_parallel_rank: 1}}", r"data_parallel_rank: is set by the fleet; set data_parallel_size"),
         (
             "{decode: {engine_args: {data_parallel_size: 2}}}",
-            r"prefill.*: 1, and 2 for decode: ratio.mode auto changes",
+            r"^workers.decode.engine_args.data_parallel_size: 2 for decode, and 1 for prefill: ratio.mode auto changes",
         ),
     ],
 )
@@ -401,5 +401,32 @@ def test_group_on_a_ray_cluster_needs_a_network_of_its_own(tmp_path):
     with pytest.raises(ConfigError, match=r"data_parallel_size: 2: on a Ray cluster .*security.trust_network"):
         check_engine_args(load(tmp_path, tree, *ray))
     check_engine_args(load(tmp_path, tree, *ray, trusted := "security.trust_network=true"))
-    with pytest.raises(ConfigError, match=r"data_parallel_size: 2, and 4 for decode: .*a node of a Ray cluster"):
-        check_engine_args(load(tmp_path, tree, *ray, trusted, "workers.decode.engine_args.data_parallel_size=4"))
+    check_engine_args(load(tmp_path, tree, *ray, trusted, "workers.decode.engine_args.data_parallel_size=4"))
+
+
+@pytest.mark.parametrize(
+    ("argument", "others", "said"),
+    [
+        ("data_parallel_size: 0", "", "expected an integer >= 1, got 0"),
+        ("data_parallel_size: 4", "", "4 for {role}, and 1 for {other}: ratio.mode auto"),
+        ("data_parallel_size: 4", "data_parallel_size: 2", "4 for {role}, and 2 for {other}: ratio.mode auto"),
+        ("dtype: float32", "dtype: bfloat16", "'float32' for {role}, and 'bfloat16' for {other}; set it once"),
+    ],
+)
+@pytest.mark.parametrize(("role", "other"), [("prefill", "decode"), ("decode", "prefill")])
+def test_a_value_that_is_refused_is_named_where_it_is_set(tmp_path, argument, others, said, role, other):
+    tree = f"model: demo\nworkers: {{engine_args: {{{others}}}, {role}: {{engine_args: {{{argument}}}}}}}"
+    with pytest.raises(ConfigError) as refused:
+        check_engine_args(load(tmp_path, tree))
+    key = f"workers.{role}.engine_args.{argument.partition(':')[0]}"
+    assert f"{key}: {said.format(role=role, other=other)}" in str(refused.value)
+
+
+def test_a_common_value_that_one_role_cannot_have_is_named_where_it_is_set(tmp_path):
+    for tree, said in (
+        ("{engine_args: {data_parallel_size: 2}, decode: {engine_args: {data_parallel_size: 2}}}", "decode."),
+        ("{engine_args: {data_parallel_size: 2}}", ""),
+    ):
+        sets = ("launcher.kind=ray", "redis.url=redis://h", "workers.prefill.replicas=0", "ratio.mode=off")
+        with pytest.raises(ConfigError, match=f"workers.{said}engine_args.data_parallel_size: 2: on a Ray cluster"):
+            check_engine_args(load(tmp_path, f"model: demo\nworkers: {tree}", *sets))

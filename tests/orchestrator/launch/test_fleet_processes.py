@@ -75,13 +75,20 @@ async def test_only_ended_members_leave_registry(tmp_path: Path):
 
 
 class LeftRunning(LocalMachine):
-    """As a machine on which an earlier launcher left workers, whose processes need not be looked at here."""
+    """As machines on which an earlier launcher left workers, and of one of them only a part."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self.ended: list[str] = []
 
     async def left_running(self) -> list[str]:
-        return ["counter-1", "worker-2", "frontend-of-somebody", "worker-0", "worker-1"]
+        return ["worker-2", "worker-3", "worker-0", "worker-1"]
 
-    async def started_as(self, worker_id: str) -> Role | None:
-        return {"worker-0": Role.PREFILL, "worker-1": Role.PREFILL}.get(worker_id)
+    async def take_over(self, unit: str) -> Role | None:
+        return {"worker-0": Role.PREFILL, "worker-1": Role.PREFILL}.get(unit)
+
+    async def give_back(self, unit: str) -> None:
+        self.ended.append(unit)
 
 
 async def test_launcher_takes_over_workers_of_dead_launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -92,6 +99,7 @@ async def test_launcher_takes_over_workers_of_dead_launcher(tmp_path: Path, monk
         config = parse_config({"model": "m", "engine": "sim", "namespace": fresh_namespace(), "workers": workers})
         registry = Registry(redis, config.namespace)
         await registry.join(msgspec.structs.replace(worker("worker-1"), role=Role.DECODE), 60)  # it was flipped
+        await registry.join(worker("worker-3"), 60)  # a rank of it has ended, which the others have not noticed yet
         await registry.refresh_launcher("lives/1/1", Launcher({"worker-2": Role.DECODE}), 60)
         dead = Launcher({"worker-0": Role.PREFILL, "worker-1": Role.DECODE})
         await registry.refresh_launcher("dead/1/1", dead, 0.5)
@@ -103,6 +111,7 @@ async def test_launcher_takes_over_workers_of_dead_launcher(tmp_path: Path, monk
         await fleet.start()
         await fleet.end()
         assert taken == {"worker-0": Role.PREFILL, "worker-1": Role.DECODE}
+        assert machine.ended == ["worker-3"], "worker-2 is another launcher's"
     finally:
         await redis.aclose()
         await server.stop()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import sys
 import threading
 from pathlib import Path
@@ -14,7 +13,7 @@ import msgspec
 import pytest
 from support_wait import DEADLINE_S
 
-from orchestrator.config.settings import parse_config
+from orchestrator.config.settings import Config, parse_config
 from orchestrator.launch.host.process import ProcessSpec
 from orchestrator.launch.machines import Setup
 from orchestrator.process.own_files import make_folder
@@ -25,22 +24,95 @@ pytestmark = pytest.mark.slow  # imports Ray
 ray = pytest.importorskip("ray")
 from orchestrator.launch.ray import cluster as module  # noqa: E402
 from orchestrator.launch.ray import connection as connection_module  # noqa: E402
+from orchestrator.launch.ray import places as places_module  # noqa: E402
 from orchestrator.launch.ray import process as process_module  # noqa: E402
 from orchestrator.launch.ray import runner as runner_module  # noqa: E402
+from orchestrator.launch.ray.places import Bundles  # noqa: E402
 from orchestrator.launch.ray.process import RayProcess  # noqa: E402
 from orchestrator.launch.ray.wire import NotStarted, RunWorker, Started, decode_reply, encode  # noqa: E402
 
 CONFIG = parse_config(
     {"model": "m", "engine": "sim", "redis": {"url": "redis://h"}, "launcher": {"kind": "ray", "gpus_per_rank": 2}}
 )
+BUNDLE = {"CPU": 1.0, "GPU": 2.0}
 
 
 class Group:
-    def __init__(self, has_place: bool) -> None:
-        self.has_place = has_place
+    def __init__(self, name: str, bundles: Bundles, strategy: str = "") -> None:
+        self.name, self.bundle_specs, self.strategy = name, bundles, strategy
 
     def wait(self, timeout_s: float) -> bool:
-        return self.has_place
+        return True
+
+
+class Groups:
+    """The placement groups of a cluster, in place of Ray's calls."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.there: dict[str, Group] = {}
+        self.removed: list[Group] = []
+        for name in ("get_placement_group", "placement_group", "remove_placement_group", "placement_group_table"):
+            monkeypatch.setattr(places_module, name, getattr(self, name))
+
+    def get_placement_group(self, name: str) -> Group:
+        if name not in self.there:
+            raise ValueError(f"Failed to look up placement group with name: {name}")
+        return self.there[name]
+
+    def placement_group(self, bundles: Bundles, strategy: str, name: str, lifetime: str) -> Group:
+        assert name not in self.there and lifetime == "detached", "it outlives the launcher"
+        self.there[name] = Group(name, bundles, strategy)
+        return self.there[name]
+
+    def remove_placement_group(self, group: Group) -> None:
+        self.removed.append(self.there.pop(group.name))
+
+    def placement_group_table(self) -> dict[int, dict[str, object]]:
+        return {
+            number: {
+                "name": group.name,
+                "bundles": dict(enumerate(group.bundle_specs)),
+                "state": "REMOVED" if group in self.removed else "CREATED",
+            }
+            for number, group in enumerate([*self.removed, *self.there.values()])
+        }
+
+    def sizes(self) -> dict[str, Bundles]:
+        return {name: group.bundle_specs for name, group in self.there.items()}
+
+
+@pytest.fixture
+def groups(monkeypatch: pytest.MonkeyPatch) -> Groups:
+    return Groups(monkeypatch)
+
+
+def runners(monkeypatch: pytest.MonkeyPatch, roles: dict[str, str]) -> None:
+    """Actors of these names say that they were started in these roles."""
+
+    def get_actor(name: str) -> SimpleNamespace:
+        if name not in roles:
+            raise ValueError("Failed to look up actor")
+        return SimpleNamespace(role=SimpleNamespace(remote=AsyncMock(return_value=roles[name])))
+
+    monkeypatch.setattr(module.ray, "get_actor", get_actor)
+
+
+def sized(prefill: str = "", decode: str = "") -> Config:
+    """With these engine arguments."""
+    sections = {"prefill": prefill, "decode": decode}
+    tree = msgspec.to_builtins(CONFIG) | {"security": {"trust_network": True}}
+    for role, argument in sections.items():
+        name, _, value = argument.partition("=")
+        tree["workers"][role]["engine_args"] = {name: int(value)} if name else {}
+    return parse_config(tree)
+
+
+async def started(cluster: module.RayCluster, unit: str, role: Role, config: Config = CONFIG) -> list[str]:
+    """As a launcher starts a unit; the names of its processes."""
+    setup = Setup(0, config, Path("c"))
+    async with asyncio.timeout(DEADLINE_S):
+        await cluster.placed(unit, lambda: (role, setup))
+    return [part.name for part in cluster.worker(unit, role, setup, lambda *_: None).parts]
 
 
 async def test_nodes_stay_known_while_the_head_does_not_answer(monkeypatch):
@@ -73,7 +145,7 @@ async def test_nodes_are_unknown_until_the_cluster_has_told_them(monkeypatch):
     assert cluster.frontend_nodes() == []
 
 
-async def test_a_foreign_actor_is_none_of_the_fleets_processes(monkeypatch, caplog):
+async def test_a_foreign_actor_is_none_of_the_fleets_processes(monkeypatch, groups, caplog):
     """Whoever may use the cluster may name one in our namespace."""
     ours = ["frontend-0@10.0.0.2", "frontend-12@::1", "worker-0", "worker-31", "worker-31.1"]
     foreign = [
@@ -104,24 +176,44 @@ async def test_a_foreign_actor_is_none_of_the_fleets_processes(monkeypatch, capl
     monkeypatch.setattr(connection_module.ray, "get_actor", Actor)
     monkeypatch.setattr(connection_module.ray, "wait", lambda *_, **__: None)
     monkeypatch.setattr(connection_module.ray, "kill", lambda actor: ended.append(actor.name))
-    monkeypatch.setattr(connection_module, "placement_group_table", dict)
+    groups.there = {name: Group(name, [BUNDLE]) for name in ("pd-default/worker-7", "pd-other/worker-7")}
     assert connection_module.end_fleet(CONFIG, 1.0) == ended == ours
+    assert groups.there.keys() == {"pd-other/worker-7"}
 
 
-async def test_a_worker_that_was_left_running_tells_its_role(monkeypatch, caplog):
-    """Its name does not, and while it loads the registry does not know it."""
-    said = {"worker-0": "decode", "worker-1": "", "worker-2": None}
+async def test_what_runs_is_taken_over_as_it_is_and_takes_another_place_when_it_starts_again(monkeypatch, groups):
+    """Also where this launcher's configuration has another size."""
+    earlier, cluster = module.RayCluster(CONFIG), module.RayCluster(config := sized(decode="data_parallel_size=3"))
+    assert await started(earlier, "worker-0", Role.DECODE) == ["worker-0"]
+    runners(monkeypatch, {"worker-0": "decode"})
+    monkeypatch.setattr(module, "left_running", lambda: ["worker-0", "frontend-0@10.0.0.2"])
+    assert await cluster.left_running() == ["frontend-0@10.0.0.2", "worker-0"]
+    assert await cluster.take_over("worker-0") is Role.DECODE
+    assert await started(cluster, "worker-0", Role.DECODE, config) == ["worker-0"] and not groups.removed
+    assert await started(cluster, "worker-0", Role.DECODE, config) == ["worker-0", "worker-0.1", "worker-0.2"]
+    assert groups.sizes() == {"pd-default/worker-0": [BUNDLE] * 3}
 
-    class Actor:
-        def __init__(self, name: str) -> None:
-            if (role := said[name]) is None:
-                raise ValueError("Failed to look up actor")
-            self.role = SimpleNamespace(remote=AsyncMock(return_value=role))
 
-    monkeypatch.setattr(module.ray, "get_actor", Actor)
-    cluster = module.RayCluster(CONFIG)
-    assert [await cluster.started_as(name) for name in said] == [Role.DECODE, None, None]
-    assert "worker-2: its role is not known: Failed to look up actor" in caplog.text
+@pytest.mark.parametrize(
+    ("said", "why"),
+    [
+        ({"worker-0": "decode"}, "Failed to look up actor"),
+        ({"worker-0.1": "decode"}, "Failed to look up actor"),
+        ({"worker-0": "decode", "worker-0.1": ""}, "is not a valid Role"),
+        ({}, "Failed to look up actor"),
+    ],
+)
+async def test_a_part_of_a_unit_is_not_taken_over_and_what_is_left_of_it_ends(monkeypatch, groups, caplog, said, why):
+    """The node of a rank died with the launcher, or it had placed its ranks, and not started all of them."""
+    await started(module.RayCluster(two := sized(decode="data_parallel_size=2")), "worker-0", Role.DECODE, two)
+    cluster = module.RayCluster(two)
+    monkeypatch.setattr(module, "left_running", lambda: list(said))
+    runners(monkeypatch, said)
+    assert await cluster.left_running() == ["worker-0"]
+    assert await cluster.take_over("worker-0") is None
+    assert "worker-0: is not whole" in caplog.text and why in caplog.text
+    await cluster.give_back("worker-0")
+    assert not groups.there and await cluster.take_over("worker-0") is None
 
 
 @pytest.fixture
@@ -159,63 +251,87 @@ async def test_a_runner_replaces_a_file_that_was_there(runner, tmp_path: Path):
     assert not folder.exists()
 
 
-async def test_unwanted_placement_group_is_removed(monkeypatch):
-    cluster, group = module.RayCluster(CONFIG), Group(has_place=False)
-    asked, answered, removed = threading.Event(), threading.Event(), threading.Event()
+@pytest.mark.parametrize("had", [None, [BUNDLE], [BUNDLE] * 2, [{"CPU": 1.0, "GPU": 4.0}]])
+@pytest.mark.parametrize("wanted", [None, [BUNDLE], [BUNDLE] * 2])
+async def test_what_the_cluster_has_is_made_what_is_wanted(groups, had, wanted):
+    places, others = places_module.Places("f/"), Group("g/worker-0", [BUNDLE])
+    groups.there = {others.name: others} | ({"f/worker-0": Group("f/worker-0", had)} if had else {})
+    if wanted is None:
+        await places.give_back("worker-0")
+    else:
+        assert await places.has("worker-0", wanted)
+        assert groups.there["f/worker-0"].strategy in ("", "PACK" if len(wanted) > 1 else "SPREAD")
+    assert groups.there.pop(others.name) is others
+    assert groups.sizes() == ({"f/worker-0": wanted} if wanted else {})
+    assert len(groups.removed) == (had is not None and had != wanted)
 
-    def make(name: str, bundles: list[dict[str, float]]) -> Group:
-        assert bundles == [{"CPU": 1.0, "GPU": 2.0}]
+
+async def test_a_unit_that_starts_again_in_another_role_gets_a_place_of_its_size(groups, caplog):
+    """Of ranks, and of GPUs for each."""
+    caplog.set_level("INFO", "pd.launcher")
+    for prefill, needs in (("data_parallel_size=2", [BUNDLE] * 2), ("tensor_parallel_size=2", [{"CPU": 1, "GPU": 4}])):
+        cluster = module.RayCluster(config := sized(prefill))
+        await started(cluster, "worker-0", Role.DECODE, config)
+        await started(cluster, "worker-0", Role.PREFILL, config)
+        assert groups.sizes() == {"pd-default/worker-0": needs}
+        assert len(await started(cluster, "worker-0", Role.DECODE, config)) == 1
+        assert groups.sizes() == {"pd-default/worker-0": [BUNDLE]}
+    assert "worker-0: needs 1 CPU and 2 GPU for each of 2 ranks, and gives back 1 CPU and 2 GPU" in caplog.text
+
+
+async def test_a_role_that_changes_after_a_unit_was_placed_is_no_start(groups):
+    cluster, setup = module.RayCluster(CONFIG), Setup(0, sized("data_parallel_size=3"), Path("c"))
+    await cluster.placed("worker-1", lambda: (Role.PREFILL, setup))
+    with pytest.raises(OSError, match="has 1 CPU and 2 GPU for each of 3 ranks, not 1 CPU and 2 GPU"):
+        cluster.worker("worker-1", Role.DECODE, setup, lambda *_: None)
+    processes = cluster.worker("worker-1", Role.PREFILL, setup, lambda *_: None).parts
+    assert {part._order.ranks for part in processes} == {("worker-1", "worker-1.1", "worker-1.2")}
+
+
+async def test_unwanted_placement_group_is_removed(monkeypatch, groups):
+    cluster, asked, answered = module.RayCluster(CONFIG), threading.Event(), threading.Event()
+    make = groups.placement_group
+
+    def slowly(*args: object, **kwargs: object) -> Group:
         asked.set()
         assert answered.wait(DEADLINE_S)
-        return group
+        return make(*args, **kwargs)
 
-    monkeypatch.setattr(module, "_find_or_make_group", make)
-    monkeypatch.setattr(module, "remove_placement_group", lambda which: which is group and removed.set())
-    cluster.take("worker-0", Role.PREFILL)
-    waiting = asyncio.create_task(cluster.placed("worker-0"))
+    monkeypatch.setattr(places_module, "placement_group", slowly)
+    waiting = asyncio.create_task(cluster.placed("worker-0", lambda: (Role.PREFILL, Setup(0, CONFIG, Path("c")))))
     assert await asyncio.to_thread(asked.wait, DEADLINE_S)
     waiting.cancel()
     await asyncio.gather(waiting, return_exceptions=True)
-    cluster.give_back("worker-0")
+    given_back = asyncio.create_task(cluster.give_back("worker-0"))
+    await asyncio.sleep(0)
     answered.set()
-    assert await asyncio.to_thread(removed.wait, DEADLINE_S)
-
-
-async def test_failed_placement_is_retried(monkeypatch):
-    cluster = module.RayCluster(CONFIG)
-    answers = [ray.exceptions.RaySystemError("no head"), Group(has_place=True)]
-
-    def make(name: str, bundles: list[dict[str, float]]) -> Group:
-        answer = answers.pop(0)
-        if isinstance(answer, Exception):
-            raise answer
-        return answer
-
-    monkeypatch.setattr(module, "_find_or_make_group", make)
-    cluster.take("worker-0", Role.PREFILL)
     async with asyncio.timeout(DEADLINE_S):
-        await cluster.placed("worker-0")
-    assert answers == []
+        await given_back
+    assert not groups.there and len(groups.removed) == 1
 
 
-def test_a_group_has_a_place_for_each_rank_on_as_few_nodes_as_hold_them(monkeypatch):
-    made = []
-    monkeypatch.setattr(module, "get_placement_group", lambda name: (_ for _ in ()).throw(ValueError))
-    monkeypatch.setattr(module, "placement_group", lambda bundles, strategy, **_: made.append((bundles, strategy)))
-    tree = msgspec.to_builtins(CONFIG) | {"security": {"trust_network": True}}
-    tree["workers"]["decode"]["engine_args"] = {"data_parallel_size": 3}
-    cluster = module.RayCluster(config := parse_config(tree))
-    for name, role in (("worker-0", Role.PREFILL), ("worker-1", Role.DECODE)):
-        cluster.take(name, role)
-        with contextlib.suppress(AttributeError):  # there is no group to wait for
-            cluster._has_place(name)
-    bundle = {"CPU": 1.0, "GPU": 2.0}
-    assert made == [([bundle], "SPREAD"), ([bundle] * 3, "PACK")]
-    processes = cluster.worker("worker-1", Role.DECODE, Setup(0, config, Path("c")), lambda *_: None).parts
-    assert [part.name for part in processes] == ["worker-1", "worker-1.1", "worker-1.2"]
-    assert {part._order.ranks for part in processes} == {("worker-1", "worker-1.1", "worker-1.2")}
-    with pytest.raises(OSError, match="has 1 CPU and 2 GPU for each of 3 ranks, not 1 CPU and 2 GPU"):
-        cluster.worker("worker-1", Role.DECODE, Setup(0, CONFIG, Path("c")), lambda *_: None)
+async def test_a_cluster_that_does_not_answer_keeps_nobody_waiting(monkeypatch, groups):
+    monkeypatch.setattr(places_module, "_REMOVED_WITHIN_S", 0.01)
+    answers = threading.Event()
+    monkeypatch.setattr(places_module, "get_placement_group", lambda name: answers.wait(DEADLINE_S) and None)
+    try:
+        async with asyncio.timeout(DEADLINE_S / 2):
+            await module.RayCluster(CONFIG).give_back("worker-0")
+    finally:
+        answers.set()
+
+
+async def test_failed_placement_is_retried(monkeypatch, groups):
+    cluster, find = module.RayCluster(CONFIG), groups.get_placement_group
+    answers = [ray.exceptions.RaySystemError("no head")]
+
+    def sometimes(name: str) -> Group:
+        if answers:
+            raise answers.pop()
+        return find(name)
+
+    monkeypatch.setattr(places_module, "get_placement_group", sometimes)
+    assert await started(cluster, "worker-0", Role.PREFILL) == ["worker-0"]
 
 
 async def test_a_runner_that_is_only_unavailable_is_told_again_to_stop(monkeypatch):
