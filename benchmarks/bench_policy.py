@@ -12,6 +12,8 @@ import json
 import os
 import random
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -37,7 +39,16 @@ from orchestrator.router.decider import Decider
 from orchestrator.router.learning import Learning
 from orchestrator.router.request import ActiveRequest, ParsedRequest
 from orchestrator.simulator.plot import PlotError, line_chart
-from orchestrator.types import EngineIdentity, KVEndpoint, QueueDepth, Role, WorkerInfo, WorkerLoad, WorkerState
+from orchestrator.types import (
+    EngineIdentity,
+    KVCounters,
+    KVEndpoint,
+    QueueDepth,
+    Role,
+    WorkerInfo,
+    WorkerLoad,
+    WorkerState,
+)
 from orchestrator.wire.messages import PROTOCOL_VERSION
 
 RESULTS = Path(__file__).parent / "results"
@@ -100,30 +111,27 @@ def bench_adp(results: dict[str, Any]) -> None:
 
 
 def bench_decision(results: dict[str, Any]) -> None:
-    """The time of the router's decision for one request with prefix hits, among a thousand decode workers and half as
-    many prefill workers, or none."""
+    """What the router decides for one request with prefix hits, among a thousand decode workers and half as many
+    prefill workers, or none: where it goes, who decodes it once it is claimed, and what of it is fetched from whom."""
     workers, rng = 1000, random.Random(0)
-    identity = EngineIdentity("m", "bfloat16", "auto", 16, 32_768, "sim", "1", PROTOCOL_VERSION)
-    modes: dict[str, tuple[dict[str, int], int]] = {
-        "threshold": ({"remote_prefill_min_tokens": 256}, workers // 2),
-        "cost": ({}, workers // 2),
-        "cost, no prefill worker": ({}, 0),
+    modes: dict[str, tuple[dict[str, int], int, int]] = {
+        "threshold": ({"remote_prefill_min_tokens": 256}, workers // 2, 1),
+        "cost": ({}, workers // 2, 1),
+        "cost, two generations": ({}, workers // 2, 2),
+        "cost, no prefill worker": ({}, 0, 1),
     }
 
     def load_of_worker(name: str, sequence: int) -> WorkerLoad:
         free, running, waiting = rng.randrange(2000, 24_800), rng.randrange(100), rng.randrange(9000)
-        return WorkerLoad(name, sequence, 24_800, free, running, rng.randrange(3), waiting, 5.0)
+        kv = KVCounters(link_bytes_per_s=1e9 + hash(name) % 1e9)
+        return WorkerLoad(name, sequence, 24_800, free, running, rng.randrange(3), waiting, 5.0, kv=kv)
 
-    for mode, (routing, prefill) in modes.items():
+    for mode, (routing, prefill, generations) in modes.items():
         names = [f"d{number}" for number in range(workers)] + [f"p{number}" for number in range(prefill)]
         choose = decode_choice("kv_prefix")
         fleet = Fleet("f", choose.static_score)
-        for name in names:
-            role = Role.DECODE if name[0] == "d" else Role.PREFILL
-            kv = KVEndpoint(name, "h", 1)
-            state = WorkerState.READY
-            joins = WorkerInfo(name, role, state, "h", 1, "a", "b", identity, kv, 24_800, 256, 8192, 1, 0.0, lends=True)
-            fleet.upsert(joins, 0.0)
+        for number, name in enumerate(names):
+            fleet.upsert(_worker(name, number % generations), 0.0)
             fleet.workers[name].connected = True
             fleet.take_load(load_of_worker(name, 1), 0.0)
         prefixes = PrefixView(lambda worker_id, message: True)
@@ -136,33 +144,46 @@ def bench_decision(results: dict[str, Any]) -> None:
         decider = Decider(
             "f", config, fleet, queue, prefixes, choose, Learning(Predictor(), choose, config.slo, Metrics(), Recent())
         )
-        decided, updated = [], []
+        taken: dict[str, list[float]] = {"": [], "bind_": [], "holder_": [], "load_update_": []}
+
+        def time_of(what: str, call: Callable[[], Any], taken: dict[str, list[float]] = taken) -> None:
+            started = time.perf_counter()
+            call()
+            taken[what].append(time.perf_counter() - started)
+
         for number in range(20_000):
             info = RequestInfo(f"r{number}", 12_001, 4096, 0.0)
             request = ActiveRequest(ParsedRequest(info, [], "", True, True, rng.choice(prompts)), 0.0)
-            started = time.perf_counter()
-            decider.decide(request)
-            decided.append(time.perf_counter() - started)
-            load = load_of_worker(rng.choice(names), number + 2)
-            started = time.perf_counter()
-            fleet.take_load(load, 0.0)
-            prefixes.take_load(load, 0.0)
-            updated.append(time.perf_counter() - started)
-        decided.sort()
-        updated.sort()
-        results[mode] = {
-            "workers": workers,
-            "median_us": decided[10_000] * 1e6,
-            "p99_us": decided[19_800] * 1e6,
-            "load_update_median_us": updated[10_000] * 1e6,
-        }
-        say(f"decision {mode}: median {results[mode]['median_us']:.1f} us, P99 {results[mode]['p99_us']:.1f} us")
+            asker, load = rng.choice(names), load_of_worker(rng.choice(names), number + 2)
+            time_of("", partial(decider.decide, request))
+            time_of("bind_", partial(decider.bind, request, fleet.workers[asker].info.domain))
+            time_of("holder_", partial(decider.holder, request, asker, 0))
+            time_of("load_update_", partial(_take_load, load, fleet, prefixes))
+        results[mode] = {"workers": workers}
+        for what, seconds in taken.items():
+            seconds.sort()
+            results[mode] |= {f"{what}median_us": seconds[10_000] * 1e6, f"{what}p99_us": seconds[19_800] * 1e6}
+        said = [f"{what or 'decision_'}{results[mode][f'{what}median_us']:.1f}" for what in taken]
+        say(f"decision {mode}, medians in us: {', '.join(said).replace('_', ' ')}")
     tokens = [rng.randrange(50_000) for _ in range(12_000)]
     started = time.perf_counter()
     for _ in range(50):
         prefix_keys(tokens, 16)
     results["hash_12000_tokens_us"] = (time.perf_counter() - started) / 50 * 1e6
     save("decision", results)
+
+
+def _worker(name: str, generation: int) -> WorkerInfo:
+    """A decode worker, or a prefill worker if the name begins with `p`."""
+    identity = EngineIdentity("m", "bfloat16", "auto", 16, 32_768, "sim", "1", PROTOCOL_VERSION)
+    role, kv = Role.DECODE if name[0] == "d" else Role.PREFILL, KVEndpoint(name, "h", 1)
+    info = WorkerInfo(name, role, WorkerState.READY, "h", 1, "a", "b", identity, kv, 24_800, 256, 8192, 1, 0.0)
+    return msgspec.structs.replace(info, generation=generation, lends=True)
+
+
+def _take_load(load: WorkerLoad, fleet: Fleet, prefixes: PrefixView) -> None:
+    fleet.take_load(load, 0.0)
+    prefixes.take_load(load, 0.0)
 
 
 def bench_speed(results: dict[str, Any], traces: Path) -> None:
