@@ -13,7 +13,7 @@ import os
 import random
 import time
 from collections.abc import Callable
-from functools import partial
+from itertools import count, islice
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -144,27 +144,30 @@ def bench_decision(results: dict[str, Any]) -> None:
         decider = Decider(
             "f", config, fleet, queue, prefixes, choose, Learning(Predictor(), choose, config.slo, Metrics(), Recent())
         )
-        taken: dict[str, list[float]] = {"": [], "bind_": [], "holder_": [], "load_update_": []}
-
-        def time_of(what: str, call: Callable[[], Any], taken: dict[str, list[float]] = taken) -> None:
-            started = time.perf_counter()
-            call()
-            taken[what].append(time.perf_counter() - started)
-
-        for number in range(20_000):
-            info = RequestInfo(f"r{number}", 12_001, 4096, 0.0)
-            request = ActiveRequest(ParsedRequest(info, [], "", True, True, rng.choice(prompts)), 0.0)
-            asker, load = rng.choice(names), load_of_worker(rng.choice(names), number + 2)
-            time_of("", partial(decider.decide, request))
-            time_of("bind_", partial(decider.bind, request, fleet.workers[asker].info.domain))
-            time_of("holder_", partial(decider.holder, request, asker, 0))
-            time_of("load_update_", partial(_take_load, load, fleet, prefixes))
-        results[mode] = {"workers": workers}
-        for what, seconds in taken.items():
-            seconds.sort()
-            results[mode] |= {f"{what}median_us": seconds[10_000] * 1e6, f"{what}p99_us": seconds[19_800] * 1e6}
-        said = [f"{what or 'decision_'}{results[mode][f'{what}median_us']:.1f}" for what in taken]
-        say(f"decision {mode}, medians in us: {', '.join(said).replace('_', ' ')}")
+        decisions: dict[str, Callable[[ActiveRequest, str], Any]] = {
+            "": lambda request, asker, decider=decider: decider.decide(request),
+            "bind_": lambda request, asker, decider=decider: decider.bind(request, "0"),
+            "holder_": lambda request, asker, decider=decider: decider.holder(request, asker, 0),
+        }
+        found = results[mode] = {"workers": workers}
+        numbers = count(2)
+        for what, decision in decisions.items():
+            decided, updated = [], []
+            for number in islice(numbers, 20_000):
+                info = RequestInfo(f"r{number}", 12_001, 4096, 0.0)
+                request = ActiveRequest(ParsedRequest(info, [], "", True, True, rng.choice(prompts)), 0.0)
+                asker, load = rng.choice(names), load_of_worker(rng.choice(names), number)
+                started = time.perf_counter()
+                decision(request, asker)
+                decided.append(time.perf_counter() - started)
+                started = time.perf_counter()
+                fleet.take_load(load, 0.0)
+                prefixes.take_load(load, 0.0)
+                updated.append(time.perf_counter() - started)
+            found[f"{what}median_us"], found[f"{what}p99_us"] = percentiles(decided)
+            found["load_update_median_us"], _ = percentiles(updated)
+        said = ", ".join(f"{name} {value:.1f}" for name, value in found.items() if name.endswith("_us"))
+        say(f"decision {mode}: {said}")
     tokens = [rng.randrange(50_000) for _ in range(12_000)]
     started = time.perf_counter()
     for _ in range(50):
@@ -181,9 +184,10 @@ def _worker(name: str, generation: int) -> WorkerInfo:
     return msgspec.structs.replace(info, generation=generation, lends=True)
 
 
-def _take_load(load: WorkerLoad, fleet: Fleet, prefixes: PrefixView) -> None:
-    fleet.take_load(load, 0.0)
-    prefixes.take_load(load, 0.0)
+def percentiles(seconds: list[float]) -> tuple[float, float]:
+    """The median and P99, in microseconds."""
+    ordered = sorted(seconds)
+    return ordered[len(ordered) // 2] * 1e6, ordered[int(0.99 * len(ordered))] * 1e6
 
 
 def bench_speed(results: dict[str, Any], traces: Path) -> None:

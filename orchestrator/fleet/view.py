@@ -72,6 +72,8 @@ class Fleet:
         self._leave_domain(info.id)
         self.adapters.forget(info.id)
         self._domains[info.domain] += 1
+        if self._domains[info.domain] == 1 and len(self._domains) == 2:
+            self._changed.update(self.workers)  # until now nobody had to be found by a domain
         self.workers[info.id] = WorkerView(info, now, self._changed, self._numbers)
         self._note_link(info.id, 0.0)
         if self.places.add(info):
@@ -237,7 +239,8 @@ class Fleet:
                 self._paired = None
             if self._shortlist is not None:
                 if view is not None and candidate is not None and not quiet:
-                    self._shortlist.update(candidate, (*self.places.names(worker_id), view.info.domain))
+                    domain = (view.info.domain,) if len(self._domains) > 1 else ()
+                    self._shortlist.update(candidate, (*self.places.names(worker_id), *domain))
                 else:
                     self._shortlist.remove(worker_id)
         self._changed.clear()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
 
 import msgspec
 
@@ -203,7 +204,7 @@ class Decider:
         # A prompt with media is not fetched; of one that may crash engines only the request itself may be on trial.
         if not self._fetches or active.parsed.has_media or active.crashes:
             return
-        for name, blocks in hits.longest_hits(MAX_HOLDERS).items():
+        for name, blocks in islice(hits.longest(), MAX_HOLDERS):
             view = self._fleet.workers.get(name)
             if view is None or view.load is None or not view.info.lends:
                 continue
