@@ -19,7 +19,7 @@ from orchestrator.policy.ratio.load import INTERVAL_S, MIN_WINDOWS_S, WINDOW_S, 
 from orchestrator.types import DesiredRatio
 
 COOL_DOWN_S = 10.0  # no change for this long after any change, an operator's included
-QUICK_S = 2 * INTERVAL_S  # the same where requests end between two samples: a change is made, and undone, at once
+QUICK_S = 2 * INTERVAL_S  # the same where requests end between two samples, for a change that goes on the same way
 BUSY = 0.8  # nor while the load is below this share of the fleet's capacity
 MAX_SPLITS = 32  # about as many splits of a large fleet are compared, evenly spread
 # Workers go to decode already at a headroom that is larger by this factor than the one at which they go to prefill: a
@@ -51,6 +51,11 @@ class RatioDecision(msgspec.Struct, frozen=True):
     uncached: tuple[float, float] | None = None
     kept_s: tuple[float, float] | None = None
 
+    @property
+    def more(self) -> int:
+        """How many more units prefill; negative: fewer."""
+        return self.after.prefill - self.before.prefill
+
     def __str__(self) -> str:
         t = self.traffic
         return (
@@ -81,11 +86,13 @@ def desired_ratio(
     slo: SLOConfig = SLOConfig(),
     max_step: int | None = None,
     unit_size: int = 1,
+    went: int = 0,
 ) -> RatioDecision | None:
     """A better split of the same number of units; None to keep the current one.
 
     `current`, `max_step` and the least numbers of `config` count units. Each has `unit_size` workers, which change
-    roles together and have requests of their own: the ranks of a data-parallel group, or one worker.
+    roles together and have requests of their own: the ranks of a data-parallel group, or one worker. `went`: the sign
+    of the last change, more (positive) or fewer to prefill; 0 if that is not known.
 
     The current split is kept for `COOL_DOWN_S` (`QUICK_S`) after a change, while fewer than `MIN_REQUESTS` requests
     arrive, while its headroom is above `PREFILL_LATER / BUSY` (for a move to decode: `DECODE_EARLIER / BUSY`), while
@@ -116,6 +123,8 @@ def desired_ratio(
             continue
         most = max_step * unit_size if max_step else _max_move_to_prefill(part, split)
         more = min(most, _agreed_move(part, split, config, slo))
+        if since_s < COOL_DOWN_S and more * went <= 0:  # a load that alternates would drag workers to and fro
+            continue
         if more < 0 or (more > 0 and (least_s > 0 or quick) and not _caches_filling(part)):
             return _decision(part, current, split, more, slo)
     return None

@@ -110,15 +110,23 @@ def test_hysteresis_and_cool_down(monkeypatch):
     after = decide(CODE, CODE, CODE, max_step=8).after
     assert decide(CODE, CODE, CODE, current=msgspec.structs.replace(after, set_at=-1000.0)) is None
     assert decide(CODE, CODE, CODE, current=DesiredRatio(4, 4, set_at=97.0)) is None
-    assert decide(CODE, CODE, CODE, current=DesiredRatio(4, 4, set_at=95.0)) is not None, "requests end within 2 s"
     staying = msgspec.structs.replace(offering(300, 4000, 100), sequences=150)  # for 5 s each
-    assert decide(staying, staying, staying, current=DesiredRatio(4, 4, set_at=95.0)) is None
+    assert decide(staying, staying, staying, current=DesiredRatio(4, 4, set_at=95.0), went=1) is None
     assert decide(staying, staying, staying, current=DesiredRatio(4, 4, set_at=85.0)) is not None
     ahead = DesiredRatio(4, 4, set_at=3700.0)  # by a clock that was set back by an hour since
     assert decide(CODE, CODE, CODE, current=ahead) is not None
     assert decide() is None
     monkeypatch.setattr(decision, "GAIN", 0.9)
     assert decide(CODE, CODE, CODE) is None
+
+
+@pytest.mark.parametrize("after_s", [3, 5, 15])
+@pytest.mark.parametrize("went", [-1, 0, 1])
+def test_a_change_is_taken_back_only_after_a_cool_down(went, after_s):
+    """Where requests end within two seconds it may go on the same way sooner."""
+    for load, way in ((CODE, 1), (offering(600, 15_000, 80, local_tokens=1200), -1)):
+        found = decide(load, load, load, current=DesiredRatio(4, 4, set_at=load.at - after_s), went=went)
+        assert (found is not None and found.more * way > 0) == (after_s == 15 or (after_s == 5 and went == way))
 
 
 def test_split_stays_when_headroom_is_large(monkeypatch):
