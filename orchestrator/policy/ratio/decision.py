@@ -32,7 +32,7 @@ PREFILL_LATER = 0.9
 # requests find an idle worker on either split.
 NEARLY_IDLE = 0.25
 GAIN = 0.02  # another split must bear more load by this share
-BACK_GAIN = 0.1  # and by this one to take a change back within `COOL_DOWN_S`
+BACK_GAIN = 0.05  # and by this one to take a change back within `COOL_DOWN_S`
 NEVER_S = 1e6  # a TPOT objective that every request meets
 # A move to prefill must be better even if the prefill work is this many standard errors off; a move to decode, one. The
 # last prefill worker also needs so much to go: without it a long prompt delays all that decode.
