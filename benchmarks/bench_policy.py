@@ -12,6 +12,8 @@ import json
 import os
 import random
 import time
+from collections.abc import Callable
+from itertools import count, islice
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -37,7 +39,16 @@ from orchestrator.router.decider import Decider
 from orchestrator.router.learning import Learning
 from orchestrator.router.request import ActiveRequest, ParsedRequest
 from orchestrator.simulator.plot import PlotError, line_chart
-from orchestrator.types import EngineIdentity, KVEndpoint, QueueDepth, Role, WorkerInfo, WorkerLoad, WorkerState
+from orchestrator.types import (
+    EngineIdentity,
+    KVCounters,
+    KVEndpoint,
+    QueueDepth,
+    Role,
+    WorkerInfo,
+    WorkerLoad,
+    WorkerState,
+)
 from orchestrator.wire.messages import PROTOCOL_VERSION
 
 RESULTS = Path(__file__).parent / "results"
@@ -100,30 +111,27 @@ def bench_adp(results: dict[str, Any]) -> None:
 
 
 def bench_decision(results: dict[str, Any]) -> None:
-    """The time of the router's decision for one request with prefix hits, among a thousand decode workers and half as
-    many prefill workers, or none."""
+    """What the router decides for one request with prefix hits, among a thousand decode workers and half as many
+    prefill workers, or none: where it goes, who decodes it once it is claimed, and what of it is fetched from whom."""
     workers, rng = 1000, random.Random(0)
-    identity = EngineIdentity("m", "bfloat16", "auto", 16, 32_768, "sim", "1", PROTOCOL_VERSION)
-    modes: dict[str, tuple[dict[str, int], int]] = {
-        "threshold": ({"remote_prefill_min_tokens": 256}, workers // 2),
-        "cost": ({}, workers // 2),
-        "cost, no prefill worker": ({}, 0),
+    modes: dict[str, tuple[dict[str, int], int, int]] = {
+        "threshold": ({"remote_prefill_min_tokens": 256}, workers // 2, 1),
+        "cost": ({}, workers // 2, 1),
+        "cost, two generations": ({}, workers // 2, 2),
+        "cost, no prefill worker": ({}, 0, 1),
     }
 
     def load_of_worker(name: str, sequence: int) -> WorkerLoad:
         free, running, waiting = rng.randrange(2000, 24_800), rng.randrange(100), rng.randrange(9000)
-        return WorkerLoad(name, sequence, 24_800, free, running, rng.randrange(3), waiting, 5.0)
+        kv = KVCounters(link_bytes_per_s=1e9 + hash(name) % 1e9)
+        return WorkerLoad(name, sequence, 24_800, free, running, rng.randrange(3), waiting, 5.0, kv=kv)
 
-    for mode, (routing, prefill) in modes.items():
+    for mode, (routing, prefill, generations) in modes.items():
         names = [f"d{number}" for number in range(workers)] + [f"p{number}" for number in range(prefill)]
         choose = decode_choice("kv_prefix")
         fleet = Fleet("f", choose.static_score)
-        for name in names:
-            role = Role.DECODE if name[0] == "d" else Role.PREFILL
-            kv = KVEndpoint(name, "h", 1)
-            state = WorkerState.READY
-            joins = WorkerInfo(name, role, state, "h", 1, "a", "b", identity, kv, 24_800, 256, 8192, 1, 0.0, lends=True)
-            fleet.upsert(joins, 0.0)
+        for number, name in enumerate(names):
+            fleet.upsert(_worker(name, number % generations), 0.0)
             fleet.workers[name].connected = True
             fleet.take_load(load_of_worker(name, 1), 0.0)
         prefixes = PrefixView(lambda worker_id, message: True)
@@ -136,33 +144,50 @@ def bench_decision(results: dict[str, Any]) -> None:
         decider = Decider(
             "f", config, fleet, queue, prefixes, choose, Learning(Predictor(), choose, config.slo, Metrics(), Recent())
         )
-        decided, updated = [], []
-        for number in range(20_000):
-            info = RequestInfo(f"r{number}", 12_001, 4096, 0.0)
-            request = ActiveRequest(ParsedRequest(info, [], "", True, True, rng.choice(prompts)), 0.0)
-            started = time.perf_counter()
-            decider.decide(request)
-            decided.append(time.perf_counter() - started)
-            load = load_of_worker(rng.choice(names), number + 2)
-            started = time.perf_counter()
-            fleet.take_load(load, 0.0)
-            prefixes.take_load(load, 0.0)
-            updated.append(time.perf_counter() - started)
-        decided.sort()
-        updated.sort()
-        results[mode] = {
-            "workers": workers,
-            "median_us": decided[10_000] * 1e6,
-            "p99_us": decided[19_800] * 1e6,
-            "load_update_median_us": updated[10_000] * 1e6,
+        decisions: dict[str, Callable[[ActiveRequest, str], Any]] = {
+            "": lambda request, asker, decider=decider: decider.decide(request),
+            "bind_": lambda request, asker, decider=decider: decider.bind(request, "0"),
+            "holder_": lambda request, asker, decider=decider: decider.holder(request, asker, 0),
         }
-        say(f"decision {mode}: median {results[mode]['median_us']:.1f} us, P99 {results[mode]['p99_us']:.1f} us")
+        found = results[mode] = {"workers": workers}
+        numbers = count(2)
+        for what, decision in decisions.items():
+            decided, updated = [], []
+            for number in islice(numbers, 20_000):
+                info = RequestInfo(f"r{number}", 12_001, 4096, 0.0)
+                request = ActiveRequest(ParsedRequest(info, [], "", True, True, rng.choice(prompts)), 0.0)
+                asker, load = rng.choice(names), load_of_worker(rng.choice(names), number)
+                started = time.perf_counter()
+                decision(request, asker)
+                decided.append(time.perf_counter() - started)
+                started = time.perf_counter()
+                fleet.take_load(load, 0.0)
+                prefixes.take_load(load, 0.0)
+                updated.append(time.perf_counter() - started)
+            found[f"{what}median_us"], found[f"{what}p99_us"] = percentiles(decided)
+            found["load_update_median_us"], _ = percentiles(updated)
+        said = ", ".join(f"{name} {value:.1f}" for name, value in found.items() if name.endswith("_us"))
+        say(f"decision {mode}: {said}")
     tokens = [rng.randrange(50_000) for _ in range(12_000)]
     started = time.perf_counter()
     for _ in range(50):
         prefix_keys(tokens, 16)
     results["hash_12000_tokens_us"] = (time.perf_counter() - started) / 50 * 1e6
     save("decision", results)
+
+
+def _worker(name: str, generation: int) -> WorkerInfo:
+    """A decode worker, or a prefill worker if the name begins with `p`."""
+    identity = EngineIdentity("m", "bfloat16", "auto", 16, 32_768, "sim", "1", PROTOCOL_VERSION)
+    role, kv = Role.DECODE if name[0] == "d" else Role.PREFILL, KVEndpoint(name, "h", 1)
+    info = WorkerInfo(name, role, WorkerState.READY, "h", 1, "a", "b", identity, kv, 24_800, 256, 8192, 1, 0.0)
+    return msgspec.structs.replace(info, generation=generation, lends=True)
+
+
+def percentiles(seconds: list[float]) -> tuple[float, float]:
+    """The median and P99, in microseconds."""
+    ordered = sorted(seconds)
+    return ordered[len(ordered) // 2] * 1e6, ordered[int(0.99 * len(ordered))] * 1e6
 
 
 def bench_speed(results: dict[str, Any], traces: Path) -> None:

@@ -171,14 +171,14 @@ def _decision(results: dict[str, Any]) -> Iterable[str]:
     rows = [
         [
             f"{mode} placement",
-            f"{r['median_us']:.1f} us",
-            f"{r['p99_us']:.1f} us",
+            *(f"{r[what + 'median_us']:.1f}, {r[what + 'p99_us']:.1f} us" for what in ("", "bind_", "holder_")),
             f"{r['load_update_median_us']:.1f} us",
         ]
         for mode, r in results.items()
         if isinstance(r, dict)
     ]
-    yield _table(["prefix look-up, shortlist, placement, decode choice", "median", "P99", "taking a load report"], rows)
+    head = ["where it goes: median, P99", "who decodes it", "what is fetched from whom", "taking a load report"]
+    yield _table(["", *head], rows)
     hashing_us = results["hash_12000_tokens_us"]
     yield f"Hashing a prompt of 12,000 tokens into its 750 block keys, once per request: {hashing_us:.0f} us."
 

@@ -68,6 +68,7 @@ class RatioController:
         self._counted: dict[str, Offered] | None = None
         self._offered = Offered()
         self._next_sample_at = 0.0  # the loop's clock
+        self._went = 0  # which way its last change went, as `desired_ratio` wants to know
 
     async def run(self) -> None:
         """Runs until cancelled; returns at once when it is off."""
@@ -113,14 +114,16 @@ class RatioController:
         if current is None or current.idle:
             return
         # In a thread: for a hundred workers it takes tens of milliseconds, and requests are not to wait for it.
+        went = self._went if current.set_by == "ratio" else 0
         decision = await asyncio.to_thread(
-            desired_ratio, list(self.window), current, self._ratio, self._slo, unit_size=self._unit_size
+            desired_ratio, list(self.window), current, self._ratio, self._slo, unit_size=self._unit_size, went=went
         )
         if decision is None:
             return
         seen = Seen.ratio(current, self._frontend_id)  # an operator who has set it meanwhile means it
         if await self._registry.steer(seen, desired=decision.after) is None:
             return
+        self._went = decision.more
         self._metrics.ratio_changes.inc()
         log.info("%s", decision)
         await self._events.note("decided", decision=str(decision))

@@ -51,6 +51,7 @@ class Fleet:
         self.places = Places()
         self.block_size = 0  # tokens; the same on every worker, 0 before the first is known
         self.speed = EngineSpeed()  # of the worker that joined last and measured one
+        self.link_bytes_per_s, self._fastest = 0.0, ""  # of the fastest link that any has measured lately, and whose
         self._domains: Counter[str] = Counter()  # workers of each; KV passes within one
         self._changed: set[str] = set()
         # One count for all workers: one that was thought lost and is found again remembers the last number it saw.
@@ -59,6 +60,7 @@ class Fleet:
         self._prefill: dict[str, bool] = {}
         self._decode: dict[str, Candidate] = {}
         self._quiet: dict[str, Candidate] = {}
+        self._paired: int | None = None  # usable prefill workers whose KV a decode worker may get; None: to be counted
         self._shortlist = Shortlist(static_score) if static_score is not None else None
 
     def upsert(self, info: WorkerInfo, now: float) -> bool:
@@ -71,7 +73,10 @@ class Fleet:
         self._leave_domain(info.id)
         self.adapters.forget(info.id)
         self._domains[info.domain] += 1
+        if self._domains[info.domain] == 1 and len(self._domains) == 2:
+            self._changed.update(self.workers)  # until now nobody had to be found by a domain
         self.workers[info.id] = WorkerView(info, now, self._changed, self._numbers)
+        self._note_link(info.id, 0.0)
         if self.places.add(info):
             self._changed.update(self.workers)
         self.block_size = info.identity.block_size
@@ -84,15 +89,27 @@ class Fleet:
         self._leave_domain(worker_id)
         self.adapters.forget(worker_id)
         self.places.remove(worker_id)
-        return self.workers.pop(worker_id, None)
+        view = self.workers.pop(worker_id, None)
+        self._note_link(worker_id, 0.0)
+        return view
 
     def take_load(self, load: WorkerLoad, now: float) -> None:
         if view := self.workers.get(load.worker_id):
             before, seen = view.load, load.seen.get(self.frontend_id, 0)
             view.note_load(load, seen, now)
+            if view.load is load:
+                self._note_link(load.worker_id, load.kv.link_bytes_per_s)
             if view.info.adapter_slots and view.load is load and self.adapters.take_load(load, before, seen, now):
                 self._changed.add(load.worker_id)
             self.pause.note(load.worker_id, load.pause)
+
+    def _note_link(self, worker_id: str, bytes_per_s: float) -> None:
+        """All workers are compared only when the fastest one has gone, or knows its rate no more: once in minutes."""
+        if bytes_per_s >= self.link_bytes_per_s:
+            self.link_bytes_per_s, self._fastest = bytes_per_s, worker_id
+        elif worker_id == self._fastest:
+            rates = ((view.load.kv.link_bytes_per_s, name) for name, view in self.workers.items() if view.load)
+            self.link_bytes_per_s, self._fastest = max(rates, default=(0.0, ""))
 
     def note_adapter(self, worker_id: str, adapter: int, now: float, sequence: int = 0) -> None:
         """A request with this LoRA adapter was sent to a worker, or a worker has claimed its job."""
@@ -125,31 +142,39 @@ class Fleet:
             decode_blocks, prefill_blocks = hits.longest_hits_by_kind(MAX_HIT_WORKERS, within, self._prefill)
             at_decode = {worker_id: blocks * block_size for worker_id, blocks in decode_blocks.items()}
             at_prefill = {worker_id: blocks * block_size for worker_id, blocks in prefill_blocks.items()}
-        if self._shortlist is not None and not avoid and len(usable) >= SHORTLIST_FROM:
+        if self._shortlist is not None and len(usable) >= SHORTLIST_FROM:
             some = dict.fromkeys(self.adapters.places[Role.DECODE].some(adapter), 0) if adapter else {}
             places = (*self.places.names(near), domain) if mixed else self.places.names(near)
             found = self._shortlist.pick(some | at_decode, places)
-            if mixed:
-                found = [candidate for candidate in found if self.workers[candidate.worker_id].info.domain == domain]
         else:
-            if mixed:
-                usable = {name: c for name, c in usable.items() if self.workers[name].info.domain == domain}
-            kept = [candidate for name, candidate in usable.items() if name not in avoid] if avoid else []
-            if avoid and not kept:
-                kept = [usable[name] for name in avoid if name in usable][:1]
-            found = kept or list(usable.values())
+            found = list(usable.values())
+        if mixed:
+            found = [candidate for candidate in found if self.workers[candidate.worker_id].info.domain == domain]
+        if avoid:
+            kept = [candidate for candidate in found if candidate.worker_id not in avoid]
+            found = kept or self._least_avoided(avoid, usable, domain if mixed else None)
         if hits and (held := hits.blocks_of([c.worker_id for c in found if not c.cached_tokens])):
             tokens = {name: blocks * block_size for name, blocks in held.items()}
             found = [replace(c, cached_tokens=tokens[c.worker_id]) if c.worker_id in tokens else c for c in found]
         return Candidates(found, at_prefill)
 
+    def _least_avoided(
+        self, avoid: Collection[str], usable: Mapping[str, Candidate], domain: str | None
+    ) -> list[Candidate]:
+        """All usable workers (of this domain) but those in `avoid`; if there is no other, the first of them."""
+        there = {name: c for name, c in usable.items() if domain in (None, self.workers[name].info.domain)}
+        others = [candidate for name, candidate in there.items() if name not in avoid]
+        return others or [there[name] for name in avoid if name in there][:1]
+
     def ready(self, role: Role) -> int:
         """How many workers of that role can take a request now, without quiet prefill workers."""
         self.apply_changes()
-        if role is Role.PREFILL and len(self._domains) > 1:
+        if role is Role.DECODE:
+            return len(self._decode or self._quiet)
+        if self._paired is None:
             decoded = self._decoded_domains()
-            return sum(self.workers[name].info.domain in decoded for name in self._prefill)
-        return len(self._prefill if role is Role.PREFILL else self._decode or self._quiet)
+            self._paired = sum(self.workers[name].info.domain in decoded for name in self._prefill)
+        return self._paired
 
     def _decoded_domains(self) -> Collection[str]:
         """Those whose KV could pass to a decode worker. A fleet of one domain has none that it could not."""
@@ -158,6 +183,7 @@ class Fleet:
         return {self.workers[name].info.domain for name in self._decode or self._quiet}
 
     def _leave_domain(self, worker_id: str) -> None:
+        self._paired = None
         if (view := self.workers.get(worker_id)) is not None:
             self._domains[view.info.domain] -= 1
             self._domains += Counter()  # without domains that have no worker left
@@ -170,7 +196,7 @@ class Fleet:
     def has_other_decode_worker(self, worker_id: str) -> bool:
         """Whether there is another decode worker that is not quiet."""
         self.apply_changes()
-        return bool(self._decode.keys() - {worker_id})
+        return len(self._decode) > (worker_id in self._decode)
 
     def claims(self) -> bool:
         """Whether anybody may claim from the queue: a prefill worker that is heard, or whose connection is down."""
@@ -207,12 +233,15 @@ class Fleet:
             candidate = view.candidate if view is not None and role is Role.DECODE else None
             if view is not None and view.info.adapter_slots:
                 self.adapters.update(view.info, view.load, None if quiet else role)
-            _set_or_drop(self._prefill, worker_id, True if role is Role.PREFILL and not quiet else None)
-            _set_or_drop(self._decode, worker_id, None if quiet else candidate)
-            _set_or_drop(self._quiet, worker_id, candidate if quiet else None)
+            changed = _set_or_drop(self._prefill, worker_id, True if role is Role.PREFILL and not quiet else None)
+            changed |= _set_or_drop(self._decode, worker_id, None if quiet else candidate)
+            changed |= _set_or_drop(self._quiet, worker_id, candidate if quiet else None)
+            if changed:
+                self._paired = None
             if self._shortlist is not None:
                 if view is not None and candidate is not None and not quiet:
-                    self._shortlist.update(candidate, (*self.places.names(worker_id), view.info.domain))
+                    domain = (view.info.domain,) if len(self._domains) > 1 else ()
+                    self._shortlist.update(candidate, (*self.places.names(worker_id), *domain))
                 else:
                     self._shortlist.remove(worker_id)
         self._changed.clear()
@@ -228,9 +257,11 @@ class _Within:
         return worker_id in self._usable and self._views[str(worker_id)].info.domain == self._domain
 
 
-def _set_or_drop(ordered: dict[str, T], worker_id: str, value: T | None) -> None:
-    """None: it does not belong there."""
+def _set_or_drop(ordered: dict[str, T], worker_id: str, value: T | None) -> bool:
+    """None: it does not belong there. Returns whether it has come or gone."""
+    there = worker_id in ordered
     if value is not None:
         ordered[worker_id] = value
-    else:
-        ordered.pop(worker_id, None)
+    elif there:
+        del ordered[worker_id]
+    return there is (value is None)

@@ -7,7 +7,7 @@ bounded.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Container, Iterable, Sequence
+from collections.abc import Collection, Container, Iterable, Iterator, Sequence
 from itertools import islice
 
 from orchestrator.policy.expected_prefixes import ExpectedPrefixes
@@ -58,21 +58,17 @@ class Hits:
                     break
         return found
 
-    def longest_hits(self, max_workers: int) -> dict[str, int]:
-        """Leading blocks by worker, for the `max_workers` workers that hold most. Workers with equal hits take turns,
+    def longest(self) -> Iterator[tuple[str, int]]:
+        """The workers that hold any of it, and how many leading blocks, most first. Those with equal hits take turns,
         so that a few of them do not get the whole load of a common prefix."""
-        found: dict[str, int] = {}
         for depth, mask in self._levels:
             for worker_id in self._index.holders(mask):
-                if len(found) == max_workers:
-                    return found
-                found[worker_id] = depth
-        return found
+                yield worker_id, depth
 
     def longest_hits_by_kind(
         self, max_workers: int, one: Container[str], other: Collection[str]
     ) -> tuple[dict[str, int], dict[str, int]]:
-        """`longest_hits` for each of two kinds of workers, in one walk over all holders."""
+        """The `max_workers` workers of each of two kinds that hold most, in one walk over all holders."""
         ones: dict[str, int] = {}
         others: dict[str, int] = {}
         for depth, mask in self._levels:
@@ -258,7 +254,7 @@ class PrefixIndex:
 
     def match(self, keys: Sequence[int], max_workers: int = 8) -> dict[str, int]:
         """Leading blocks by worker, for the (at most `max_workers`) workers that hold most."""
-        return self.look_up(keys).longest_hits(max_workers)
+        return dict(islice(self.look_up(keys).longest(), max_workers))
 
     def holders(self, mask: int) -> list[str]:
         """The workers of a mask, at most `MAX_HOLDERS`. With more than four, each call begins with another one."""

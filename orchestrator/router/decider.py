@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
 
 import msgspec
 
@@ -194,10 +195,7 @@ class Decider:
             for view, load, tokens in self._lenders(active, hits)
             if view is not to and view.info.domain == to.info.domain
         ]
-        # The fastest link that was measured: a worker that has sent no KV lately has none.
-        loads = (view.load for view in self._fleet.workers.values() if view.load is not None)
-        link_bytes_per_s = max((load.kv.link_bytes_per_s for load in loads), default=0.0) or PRIOR_BYTES_PER_S
-        link_s_per_token = to.info.kv_bytes_per_token / link_bytes_per_s
+        link_s_per_token = to.info.kv_bytes_per_token / (self._fleet.link_bytes_per_s or PRIOR_BYTES_PER_S)
         return choose_holder(holders, cached_tokens, self._predictor.s_per_token, link_s_per_token)
 
     def _lenders(self, active: ActiveRequest, hits: Hits) -> Iterator[tuple[WorkerView, WorkerLoad, int]]:
@@ -206,7 +204,7 @@ class Decider:
         # A prompt with media is not fetched; of one that may crash engines only the request itself may be on trial.
         if not self._fetches or active.parsed.has_media or active.crashes:
             return
-        for name, blocks in hits.longest_hits(MAX_HOLDERS).items():
+        for name, blocks in islice(hits.longest(), MAX_HOLDERS):
             view = self._fleet.workers.get(name)
             if view is None or view.load is None or not view.info.lends:
                 continue

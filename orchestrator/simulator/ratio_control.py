@@ -41,7 +41,8 @@ class RatioControl:
         self._next_at, router = now + INTERVAL_S, self._router
         if (sample := self._sampler.sample(self._observe(now), router.predictor, router.reuse.take())) is not None:
             self._window.append(sample)
-        decision = desired_ratio(list(self._window), self._current, self._config, self._slo)
+        went = self.decisions[-1].more if self.decisions else 0
+        decision = desired_ratio(list(self._window), self._current, self._config, self._slo, went=went)
         if decision is not None:
             self._apply(decision.after, now)
             self.decisions.append(decision)

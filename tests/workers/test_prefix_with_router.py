@@ -140,7 +140,7 @@ async def test_a_reset_is_known_before_the_next_step(redis_server: EmbeddedRedis
         await until(lambda: believes_all(client, *started) and not client.connection.prefixes.empty, "all events")
         await client.connection.calls.call("reset_prefix_cache", [])
         await until(
-            lambda: client.connection.prefixes.look_up(prefix_keys(PROMPT, 16)).longest_hits(8) == {}, "the reset"
+            lambda: not list(client.connection.prefixes.look_up(prefix_keys(PROMPT, 16)).longest()), "the reset"
         )
         long = placed("long_prompt")
         await client.ask(PROMPT, 4)

@@ -19,7 +19,7 @@ from orchestrator.policy.ratio.load import INTERVAL_S, MIN_WINDOWS_S, WINDOW_S, 
 from orchestrator.types import DesiredRatio
 
 COOL_DOWN_S = 10.0  # no change for this long after any change, an operator's included
-QUICK_S = 2 * INTERVAL_S  # the same where requests end between two samples: a change is made, and undone, at once
+QUICK_S = 2 * INTERVAL_S  # the same where requests end between two samples
 BUSY = 0.8  # nor while the load is below this share of the fleet's capacity
 MAX_SPLITS = 32  # about as many splits of a large fleet are compared, evenly spread
 # Workers go to decode already at a headroom that is larger by this factor than the one at which they go to prefill: a
@@ -32,6 +32,7 @@ PREFILL_LATER = 0.9
 # requests find an idle worker on either split.
 NEARLY_IDLE = 0.25
 GAIN = 0.02  # another split must bear more load by this share
+BACK_GAIN = 0.05  # and by this one to take a change back within `COOL_DOWN_S`
 NEVER_S = 1e6  # a TPOT objective that every request meets
 # A move to prefill must be better even if the prefill work is this many standard errors off; a move to decode, one. The
 # last prefill worker also needs so much to go: without it a long prompt delays all that decode.
@@ -50,6 +51,11 @@ class RatioDecision(msgspec.Struct, frozen=True):
     # an unused block. None if the caches are not known.
     uncached: tuple[float, float] | None = None
     kept_s: tuple[float, float] | None = None
+
+    @property
+    def more(self) -> int:
+        """How many more units prefill; negative: fewer."""
+        return self.after.prefill - self.before.prefill
 
     def __str__(self) -> str:
         t = self.traffic
@@ -81,16 +87,19 @@ def desired_ratio(
     slo: SLOConfig = SLOConfig(),
     max_step: int | None = None,
     unit_size: int = 1,
+    went: int = 0,
 ) -> RatioDecision | None:
     """A better split of the same number of units; None to keep the current one.
 
     `current`, `max_step` and the least numbers of `config` count units. Each has `unit_size` workers, which change
-    roles together and have requests of their own: the ranks of a data-parallel group, or one worker.
+    roles together and have requests of their own: the ranks of a data-parallel group, or one worker. `went`: how
+    many more went to prefill in the last change (negative: fewer); 0 if that is not known, or somebody else's.
 
     The current split is kept for `COOL_DOWN_S` (`QUICK_S`) after a change, while fewer than `MIN_REQUESTS` requests
     arrive, while its headroom is above `PREFILL_LATER / BUSY` (for a move to decode: `DECODE_EARLIER / BUSY`), while
     the workers are nearly idle and all requests in time, and unless another split's headroom is larger by `GAIN` in
-    spite of chance (`_gains`).
+    spite of chance (`_gains`). Within `COOL_DOWN_S` a change back needs `BACK_GAIN`: a load that alternates would drag
+    workers to and fro for little.
 
     The latest samples are evaluated first, then longer windows, whose larger number of requests shows a smaller gain.
     The whole window and both halves must call for a change in the same direction, so that a burst moves nobody. A move
@@ -112,12 +121,15 @@ def desired_ratio(
             continue
         asked = len(part)
         quick = _stay_s(part) < INTERVAL_S
-        if since_s < (QUICK_S if quick else COOL_DOWN_S):
+        if since_s < (QUICK_S if quick and went else COOL_DOWN_S):
             continue
         most = max_step * unit_size if max_step else _max_move_to_prefill(part, split)
         more = min(most, _agreed_move(part, split, config, slo))
         if more < 0 or (more > 0 and (least_s > 0 or quick) and not _caches_filling(part)):
-            return _decision(part, current, split, more, slo)
+            found = _decision(part, current, split, more, slo)
+            gain = found.headroom_after / max(1e-9, found.headroom_before) - 1
+            if since_s >= COOL_DOWN_S or more * went > 0 or gain >= BACK_GAIN:
+                return found
     return None
 
 

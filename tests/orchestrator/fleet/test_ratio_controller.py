@@ -201,6 +201,23 @@ async def test_shift_to_prefill_keeps_min_decode(registry):
         assert await is_desired(registry, 2, 2)
 
 
+async def test_it_knows_which_way_its_own_last_change_went(registry, monkeypatch):
+    asked = []
+
+    def noted(*args, went, **more):
+        asked.append(went)
+        return decision.desired_ratio(*args, went=went, **more)
+
+    monkeypatch.setattr(controller, "desired_ratio", noted)
+    await set_desired(registry, 0, 4, "launcher")
+    async with running(registry, fleet_of(P, D, D, D), min_decode=2), offering(registry, *LONG_PROMPTS):
+        await until(lambda: is_desired(registry, 2, 2), "prefill workers come back")
+        assert asked[0] == 0
+        await until(lambda: asked[-1] > 0, "more prefill by its own change")
+        await set_desired(registry, 2, 2, "scale")
+        await until(lambda: asked[-1] == 0, "an operator's change goes no way")
+
+
 @pytest.mark.parametrize("why", ["idle", "cooling down after the operator", "another leads", "nothing was set"])
 async def test_ratio_is_kept_while(registry, why, monkeypatch):
     if why != "nothing was set":

@@ -8,7 +8,7 @@ from orchestrator.fleet.view import Fleet
 from orchestrator.policy.candidate import RequestInfo
 from orchestrator.policy.decode_choice import decode_choice
 from orchestrator.policy.prefix_index import PrefixIndex
-from orchestrator.types import KVEndpoint, Role, WorkerInfo, WorkerLoad, WorkerState
+from orchestrator.types import KVCounters, KVEndpoint, Role, WorkerInfo, WorkerLoad, WorkerState
 
 
 def load(name, sequence, free, seen=0):
@@ -251,3 +251,36 @@ def test_workers_in_one_place_have_no_links_to_tell_apart():
     assert fleet.places.link("p", "e") == ("host",) and fleet.places.link("p", "gone") == ()
     fleet.remove("e")
     assert fleet.places.names("p") == ()
+
+
+def test_fastest_link_is_that_of_the_workers_that_are_there():
+    fleet = fleet_of(worker("a"), worker("b"), worker("p", Role.PREFILL))
+
+    def measured(name, sequence, rate):
+        fleet.take_load(msgspec.structs.replace(load(name, sequence, 1), kv=KVCounters(link_bytes_per_s=rate)), now=1.0)
+        return fleet.link_bytes_per_s
+
+    assert fleet.link_bytes_per_s == 0
+    assert [measured("a", 1, 3e9), measured("p", 1, 9e9), measured("b", 1, 5e9)] == [3e9, 9e9, 9e9]
+    assert measured("a", 1, 99e9) == 9e9, "an older report"
+    assert measured("p", 2, 4e9) == 5e9, "the fastest WRITE was too long ago"
+    fleet.remove("b")
+    assert fleet.link_bytes_per_s == 4e9
+    fleet.upsert(worker("p", Role.PREFILL, engine_id="restarted"), now=2.0)
+    assert fleet.link_bytes_per_s == 3e9
+    assert measured("a", 2, 0.0) == 0
+
+
+def test_a_large_fleet_offers_few_workers_to_a_request_that_avoids_some():
+    fleet = Fleet("f", decode_choice("kv_blocks").static_score)
+    for i in range(100):
+        fleet.upsert(worker(f"d{i}", pairs_within=f"r{i % 2}"), now=0.0)
+        fleet.workers[f"d{i}"].connected = True
+        fleet.take_load(load(f"d{i}", 1, free=i), now=1.0)
+    found = {c.worker_id for c in fleet.candidates(avoid=["d99"]).decode}
+    assert "d98" in found and "d99" not in found and len(found) < 20
+    best = [f"d{i}" for i in range(80, 100)]
+    assert not {c.worker_id for c in fleet.candidates(avoid=best).decode} & set(best)
+    assert all(int(c.worker_id[1:]) % 2 == 0 for c in fleet.candidates(avoid=best, domain="0:r0").decode)
+    everywhere = [f"d{i}" for i in range(100)]
+    assert [c.worker_id for c in fleet.candidates(avoid=everywhere, domain="0:r1").decode] == ["d1"]

@@ -110,15 +110,23 @@ def test_hysteresis_and_cool_down(monkeypatch):
     after = decide(CODE, CODE, CODE, max_step=8).after
     assert decide(CODE, CODE, CODE, current=msgspec.structs.replace(after, set_at=-1000.0)) is None
     assert decide(CODE, CODE, CODE, current=DesiredRatio(4, 4, set_at=97.0)) is None
-    assert decide(CODE, CODE, CODE, current=DesiredRatio(4, 4, set_at=95.0)) is not None, "requests end within 2 s"
     staying = msgspec.structs.replace(offering(300, 4000, 100), sequences=150)  # for 5 s each
-    assert decide(staying, staying, staying, current=DesiredRatio(4, 4, set_at=95.0)) is None
+    assert decide(staying, staying, staying, current=DesiredRatio(4, 4, set_at=95.0), went=1) is None
     assert decide(staying, staying, staying, current=DesiredRatio(4, 4, set_at=85.0)) is not None
     ahead = DesiredRatio(4, 4, set_at=3700.0)  # by a clock that was set back by an hour since
     assert decide(CODE, CODE, CODE, current=ahead) is not None
     assert decide() is None
     monkeypatch.setattr(decision, "GAIN", 0.9)
     assert decide(CODE, CODE, CODE) is None
+
+
+@pytest.mark.parametrize(("gain", "went"), [(gain, went) for gain in (0.03, 0.15) for went in (-1, 0, 1)])
+def test_a_change_is_taken_back_within_a_cool_down_only_for_a_large_gain(monkeypatch, gain, went):
+    """Where requests end within two seconds it may go on the same way. One that others made stays for a cool-down."""
+    monkeypatch.setattr(decision, "headroom", lambda traffic, prefill, decode, slo: 0.5 + 0.5 * gain * (prefill > 4))
+    for after_s, moved in ((3, False), (5, went > 0 or (went < 0 and gain > 0.1)), (15, True)):
+        last = DesiredRatio(4, 4, set_at=CODE.at - after_s)
+        assert (decide(CODE, CODE, CODE, current=last, went=went) is not None) == moved
 
 
 def test_split_stays_when_headroom_is_large(monkeypatch):
