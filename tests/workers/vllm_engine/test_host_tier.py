@@ -15,7 +15,7 @@ import pytest
 import pytest_asyncio
 from support_models import MODELS, special_model
 from support_vllm import BLOCK_SIZE, Driver, engine_pid, frames, tiny_model
-from support_wait import until
+from support_wait import DEADLINE_S, until
 
 from orchestrator.config.settings import KVConfig
 from orchestrator.policy.prefix_keys import reusable_keys
@@ -44,7 +44,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module", autouse=True)
 def pinned_in_host_memory() -> Any:
-    """An engine utility for these tests: the tier's blocks that may not be evicted. Engines are forked from here."""
+    """Engine utilities for these tests: the tier's blocks that may not be evicted, and whether blocks that a step in
+    flight uses stay taken. Engines are forked from here."""
     from vllm.v1.engine.core import EngineCore
 
     def pinned(engine: Any) -> int:
@@ -52,8 +53,9 @@ def pinned_in_host_memory() -> Any:
         return int(tier.num_cpu_blocks - 1 - tier.cpu_block_pool.get_num_free_blocks())
 
     EngineCore.test_pinned = pinned
+    EngineCore.test_frees_late = lambda engine: bool(engine.scheduler.defer_block_free)
     yield
-    del EngineCore.test_pinned
+    del EngineCore.test_pinned, EngineCore.test_frees_late
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -272,6 +274,45 @@ async def test_a_holder_that_loads_and_is_stopped_or_dies_costs_no_token(model: 
         await holder.stop()
 
 
+async def test_what_has_not_been_loaded_yet_is_not_sent(
+    model: Path, pair, plain: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A holder whose copies end late, as on a device that is busy."""
+    from connectors import lending
+    from connectors.host import memory
+
+    copies, copy = multiprocessing.get_context("fork").Event(), memory._Memmove.copy
+    copies.set()
+
+    def copied_late(self: Any, *blocks: Any) -> None:
+        assert copies.wait(DEADLINE_S)
+        copy(self, *blocks)
+
+    monkeypatch.setattr(memory._Memmove, "copy", copied_late)
+    monkeypatch.setattr(lending, "_LOAD_S", DEADLINE_S)
+    _, asker = pair
+    holder = await Driver.start(model, name="busy", kv=TIER, kv_cache_memory_bytes=SMALL)
+    try:
+        tokens, held = prompt(PROMPT, 25), whole_blocks(PROMPT)
+        await local(holder, "own", tokens)
+        await flood(holder, "evicts")
+        await assert_no_leaks(holder)
+        copies.clear()
+        await fetch(holder, asker, "busy~", frames(tokens), held)
+        await until(lambda: asker.loads and asker.loads[-1].waiting, "it waits for the prefix")
+        free = (await holder.engine.load()).blocks_free
+        assert free == holder.info.blocks_total - held // BLOCK_SIZE, "it is being loaded"
+        assert "busy~" not in asker.finished
+        copies.set()
+        await asker.done("busy~")
+        assert asker.stats["busy~"].num_external_cached_tokens == held
+        assert await local(asker, "after-25", tokens) == await local(plain, "after-25", tokens)
+        await assert_no_leaks(holder, asker)
+    finally:
+        copies.set()
+        await holder.stop()
+
+
 async def test_a_load_that_comes_too_late_is_not_waited_for(
     model: Path, pair, plain: Driver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -373,6 +414,8 @@ async def test_models_and_engines_of_other_kinds(tmp_path: Path, kind: str) -> N
     room = 40 * BLOCK_SIZE * plain.info.kv_bytes_per_token // ranks
     driver = await Driver.start(model, name="tier", kv=TIER, **arguments, kv_cache_memory_bytes=room)
     try:
+        # A load is in no order with the device's other work: no step in flight may use its blocks.
+        assert await driver.engine.call_engine("test_frees_late") == (kind == "asynchronous")
         said: list[list[int]] = [[] for _ in range(4)]
         for turn in range(2):
             for number, before in enumerate(said):
