@@ -71,7 +71,7 @@ async def measure(
                     await pair.stop()
             if at == 0:
                 sizes = {tokens: tokens * per_token for tokens in options.tokens}
-                written_s = await asyncio.to_thread(_raw, list(sizes.values()), options.cuda)
+                written_s = await asyncio.to_thread(raw_s, list(sizes.values()), options.cuda)
                 for tokens, size in sizes.items():
                     raw.setdefault(tokens, []).append(written_s[size])
             rows = [
@@ -103,12 +103,12 @@ async def _round(pairs: list[Pair], options: argparse.Namespace) -> dict[tuple[s
     return found
 
 
-def _raw(sizes: list[int], cuda: bool) -> dict[int, float]:
+def raw_s(sizes: list[int], cuda: bool, piece: int = 64 << 10) -> dict[int, float]:
     """Seconds of a raw WRITE by its size in bytes. A process of its own pins itself, and keeps NIXL's threads."""
     import subprocess
 
     cores = sorted(os.sched_getaffinity(0))
-    call = f"raw_write_s({sizes}, device={'cuda:0' if cuda else 'cpu'!r}, cores={(cores[0], cores[-1])})"
+    call = f"raw_write_s({sizes}, device={'cuda:0' if cuda else 'cpu'!r}, piece={piece}, cores={(cores[0], cores[-1])})"
     code = f"import sys; sys.path.insert(0, {str(HERE)!r})\nfrom kv_raw import raw_write_s\n"
     code += f"if __name__ == '__main__':\n    print('seconds', {call})\n"
     with tempfile.NamedTemporaryFile("w", suffix=".py") as script:

@@ -65,8 +65,10 @@ class Running:
                 if output.finish_reason is not None:
                     self._last[output.request_id].set_result(output)
 
-    async def submit(self, key: str, phase: Phase, body: list[bytes], source: KVSource | None = None) -> None:
-        await self.engine.submit(EngineRequest(key, phase, body, source))
+    async def submit(
+        self, key: str, phase: Phase, body: list[bytes], source: KVSource | None = None, **more: Any
+    ) -> None:
+        await self.engine.submit(EngineRequest(key, phase, body, source, **more))
 
     async def submit_stock(self, key: str, body: list[bytes], params: dict[str, Any]) -> None:
         """Submit a decode request with the parameters of vLLM's own connectors."""
@@ -170,25 +172,25 @@ async def start(
     *,
     variant: Variant = OURS,
     cores: list[int] | None = None,
-    verify: bool = False,
+    **kv: Any,
 ) -> Running:
-    """Start one engine. `cores`: those of a CPU engine; None on a GPU."""
+    """Start one engine. `cores`: those of a CPU engine; None on a GPU. `kv`: of its KVConfig."""
     engine = _engine_class(variant)(
         model,
         args,
         engine_id=f"{name}-{uuid.uuid4().hex[:8]}",
         kv_host="127.0.0.1",
         kv_port=next(free_ports("127.0.0.1")),
-        kv=KVConfig(transfer=variant.transfer or "whole", verify=verify),
+        kv=KVConfig(**{"transfer": variant.transfer or "whole"} | kv),
         cores=cores,
         encrypted=False,  # vLLM's own connectors are measured too
     )
     return Running(engine, await engine.start())
 
 
-async def start_pair(variant: Variant, model: str, args: dict[str, Any], cuda: bool, verify: bool = False) -> Pair:
-    """Start two engines. On a CPU each has half of the cores; on GPUs prefill has the first one, decode the next one if
-    there is one."""
+async def start_pair(variant: Variant, model: str, args: dict[str, Any], cuda: bool, **kv: Any) -> Pair:
+    """Start two engines, with these values of their KVConfig. On a CPU each has half of the cores; on GPUs prefill has
+    the first one, decode the next one if there is one."""
     cores = sorted(os.sched_getaffinity(0))
     halves = [cores[: len(cores) // 2] or cores, cores[len(cores) // 2 :]]
     engines = []
@@ -198,7 +200,7 @@ async def start_pair(variant: Variant, model: str, args: dict[str, Any], cuda: b
 
             os.environ["CUDA_VISIBLE_DEVICES"] = str(index % max(1, torch.cuda.device_count()))
         own = None if cuda else halves[index]
-        engines.append(await start(name, model, args, variant=variant, cores=own, verify=verify))
+        engines.append(await start(name, model, args, variant=variant, cores=own, **kv))
     return Pair(*engines, variant)
 
 

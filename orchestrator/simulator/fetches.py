@@ -72,6 +72,7 @@ class Fetches:
             source.link_free_at = worker.link_free_at = begins + occupied_s
             sent = begins + occupied_s * sim.racks.slowness(source.name, worker.name)
             came, ends = units, ends + sent - sim.now + profile.link_latency_s
+            router.link_bytes_per_s.observe(sim.link_bytes_per_s, sim.now)
         given_up = sim.now + wait_limit_s(holder.tokens, s_per_token)
         outcome = "fetched" if came and ends <= given_up else "late" if came else "missed"
         self.outcomes[outcome] += 1

@@ -1,10 +1,12 @@
 """Prefixes from other workers' caches or from host memory, on real vLLM engines: turns are prefilled where the device
-has not their history. Tokens are those of one engine that keeps all of them, also while workers are stopped and killed.
+has not their history. Tokens are those of one engine that keeps all of them, also while workers are stopped and killed
+and clients go away. PD_FETCH_REQUESTS=300 compares so many answers of each fleet.
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import signal
 import uuid
@@ -12,7 +14,8 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import pytest
-from support_fleet import RunningFleet, descendants, running_fleet, small_model, token_prompt
+from support_fleet import START_TIMEOUT_S, RunningFleet, descendants, running_fleet, small_model, token_prompt
+from support_second_host import THERE, HandWorker, redis_between, running_second_host
 from support_vllm import Driver, frames
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(900)]
@@ -34,7 +37,8 @@ SETTINGS = (
 )
 CONVERSATIONS, TURNS, MAX_TOKENS, FIRST_TOKENS, MORE_TOKENS = 6, 3, 24, 1600, 120
 LONGEST = FIRST_TOKENS + TURNS * (MAX_TOKENS + MORE_TOKENS)
-FIRST_SEEDS = (0, 100)  # of the prompts of a load without faults, and of one with them
+ROUNDS = max(2, -(-int(os.environ.get("PD_FETCH_REQUESTS", 0)) // (CONVERSATIONS * TURNS)))
+FIRST_SEEDS = range(0, 100 * ROUNDS, 100)  # of the prompts of a round without faults, and of those with them
 Said = list[list[list[int]]]  # tokens, by turn and conversation
 
 
@@ -78,10 +82,16 @@ async def said_by_one_engine(model: str) -> list[Said]:
     return said
 
 
-async def said_by(fleet: RunningFleet, seed: int) -> Said:
+async def said_by(fleet: RunningFleet, seed: int, aborts: bool = False) -> Said:
+    """`aborts`: before each request another client asks for the same history, and goes away at some moment."""
+    moments = itertools.cycle(range(10))
     async with fleet.client() as client:
 
         async def ask(prompt: list[int]) -> list[int]:
+            if aborts:
+                unwanted = asyncio.create_task(fleet.ask(client, [*prompt, *token_prompt(MORE_TOKENS)], MAX_TOKENS))
+                await asyncio.wait({unwanted}, timeout=0.05 * next(moments))
+                unwanted.cancel()
             answer = await fleet.ask(client, prompt, MAX_TOKENS)
             assert answer.ok, answer.error
             return answer.tokens
@@ -94,32 +104,73 @@ def fetches(fleet: RunningFleet, outcome: str) -> float:
 
 
 async def test_fetched_history_gives_the_same_answers_and_holders_may_fail(model, truths):
-    truth, other_truth = truths
     with running_fleet("demo-1p1d-cpu.yaml", *SETTINGS, f"model={model}") as fleet:
-        assert await said_by(fleet, FIRST_SEEDS[0]) == truth
+        assert await said_by(fleet, FIRST_SEEDS[0]) == truths[0]
         fleet.until(lambda: fetches(fleet, "fetched") >= (TURNS - 1) * CONVERSATIONS / 2, "most turns are fetched")
         assert fleet.metric("pd_kv_fetched_tokens_total") > fetches(fleet, "fetched") * FIRST_TOKENS / 2
         assert fleet.metric("pd_kv_transfer_failures_total") == 0, "what arrived is what was sent"
         fleet.assert_no_leaks()
-        failing = asyncio.create_task(fail_holders(fleet))
-        assert await said_by(fleet, FIRST_SEEDS[1]) == other_truth
-        await failing
-        fleet.assert_no_leaks()
+        await said_beside_faults(fleet, truths, fail_holders)
 
 
 async def test_history_in_host_memory_gives_the_same_answers_and_its_worker_may_be_killed(model, truths):
-    truth, other_truth = truths
     tier = ("kv.fetch=off", "workers.decode.replicas=1", f"kv.host_tier_bytes={CACHE_BYTES}", f"model={model}")
     with running_fleet("demo-1p1d-cpu.yaml", *SETTINGS, *tier) as fleet:
-        assert await said_by(fleet, FIRST_SEEDS[0]) == truth
+        assert await said_by(fleet, FIRST_SEEDS[0]) == truths[0]
         later_turns = (TURNS - 1) * CONVERSATIONS * FIRST_TOKENS
         fleet.until(lambda: fleet.metric("pd_kv_host_hit_tokens_total") > later_turns / 2, "most histories are loaded")
         assert fleet.metric("pd_kv_transfer_failures_total") == 0, "what arrived is what was sent"
         fleet.assert_no_leaks()
-        failing = asyncio.create_task(kill_prefill(fleet))
-        assert await said_by(fleet, FIRST_SEEDS[1]) == other_truth
+        await said_beside_faults(fleet, truths, kill_prefill)
+
+
+@pytest.mark.topology
+async def test_history_in_another_hosts_memory_is_fetched(model, truths, tmp_path_factory):
+    """The prefill worker is on the other host, and started anew before each turn, so that it has no history. The decode
+    worker's device has room for two conversations, its host memory for all."""
+    sets = ("workers.prefill.replicas=0", "workers.decode.replicas=1", f"kv.host_tier_bytes={CACHE_BYTES}")
+    sets += ("workers.decode.engine_args.kv_cache_memory_bytes=18874368", "workers.bind=auto")
+    sets += ("security.trust_network=true", f"model={model}")
+    with running_second_host() as there, redis_between(tmp_path_factory.mktemp("redis")) as url:
+        with running_fleet("demo-1p1d-cpu.yaml", *SETTINGS, *sets, f"redis.url={url}") as fleet:
+            far = HandWorker(fleet, "far", there, role="prefill")
+            asked = itertools.count()
+
+            def start_anew() -> None:
+                far.stop()
+                far.start()
+                far.until_joined(fleet, START_TIMEOUT_S)
+
+            async with fleet.client() as client:
+
+                async def ask(prompt: list[int]) -> list[int]:
+                    if next(asked) % CONVERSATIONS == 0:
+                        await asyncio.to_thread(start_anew)
+                    answer = await fleet.ask(client, prompt, MAX_TOKENS)
+                    assert answer.ok, answer.error
+                    return answer.tokens
+
+                try:
+                    assert await converse(ask, FIRST_SEEDS[0]) == truths[0]
+                    assert {w["id"]: w["host"] for w in fleet.workers("prefill")} == {"far": THERE}
+                    # In the last turn: the worker counts from its start.
+                    fleet.until(lambda: fetches(fleet, "fetched") > 3, "more than the decode worker's device has")
+                    assert fleet.metric("pd_kv_transfer_failures_total") == 0, "what arrived is what was sent"
+                    fleet.assert_no_leaks()
+                finally:
+                    far.stop()
+
+
+async def said_beside_faults(
+    fleet: RunningFleet, truths: list[Said], fail: Callable[[RunningFleet], Awaitable[None]]
+) -> None:
+    shape = fleet.shape()
+    for seed, truth in zip(FIRST_SEEDS[1:], truths[1:], strict=True):
+        await fleet.soon(lambda: fleet.shape() == shape, "whoever was killed is back", START_TIMEOUT_S)
+        failing = asyncio.ensure_future(fail(fleet))
+        assert await said_by(fleet, seed, aborts=True) == truth
         await failing
-        fleet.assert_no_leaks()
+    fleet.assert_no_leaks()
 
 
 async def kill_prefill(fleet: RunningFleet) -> None:

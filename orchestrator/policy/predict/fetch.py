@@ -16,8 +16,9 @@ MIN_GAIN_S = 0.01
 MAX_SHARE = 0.5  # of the time of computing the same tokens
 NEAR_SHARE = 0.8  # of the largest gain: among holders that give so much, the least busy one is asked
 MAX_HOLDERS = 8  # that are compared
-PRIOR_BYTES_PER_S = 1e9  # of a link before its first large WRITE
-PRIOR_LOAD_BYTES_PER_S = 1e10  # from host memory, before the first load
+# Of a link before its first large WRITE, and of host memory before the first load. They are high, so that the first try
+# is made, which tells the rate: where no prompt is pushed, nothing else would.
+PRIOR_BYTES_PER_S = PRIOR_LOAD_BYTES_PER_S = 1e10
 # A fetch is given up after the time in which its tokens are computed twice, within these bounds.
 MIN_WAIT_S, MAX_WAIT_S = 0.25, 2.0
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from support_wait import until
+from support_wait import DEADLINE_S, until
 
 pytestmark = pytest.mark.vllm
 
@@ -78,6 +79,95 @@ async def test_blocks_go_to_host_memory_and_back_to_other_blocks(world: Any) -> 
     for was, now in zip(before, rows(worker), strict=True):
         was[5], was[2] = was[4].clone(), was[1].clone()
         assert bool((was == now).all())
+
+
+class LateEvent:
+    """A CUDA event; `asked`: somebody waits for it."""
+
+    def __init__(self, blocking: bool = False) -> None:
+        self.done = threading.Event()
+
+    def record(self, stream: Any) -> None:
+        stream.work.submit(self.done.set)
+
+    def synchronize(self) -> None:
+        LateStream.asked.set()
+        assert self.done.wait(DEADLINE_S)
+
+
+class LateStream:
+    """A CUDA stream, which does nothing of what is queued on it before the device `runs`."""
+
+    runs, asked = threading.Event(), threading.Event()
+
+    def __init__(self, device: Any, priority: int) -> None:
+        self.work = ThreadPoolExecutor(1)
+        self.work.submit(self.runs.wait, DEADLINE_S)
+
+    @staticmethod
+    def priority_range() -> tuple[int, int]:
+        return 0, -1
+
+    def wait_event(self, event: LateEvent) -> None:
+        self.work.submit(event.done.wait, DEADLINE_S)
+
+
+@pytest.fixture
+def late(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Any, Any, threading.Event]]:
+    """The same world on a CUDA device that does its work late."""
+    import torch
+
+    from connectors.host import memory as host
+
+    def copy_blocks(sources: Sequence[int], targets: Sequence[int], parameters: Any) -> None:
+        source, target, stream = parameters
+        for name in source:
+            stream.work.submit(lambda name: target[name].__setitem__(targets, source[name][sources]), name)
+
+    monkeypatch.setattr(torch.cuda, "Stream", LateStream)
+    monkeypatch.setattr(torch.cuda, "Event", LateEvent)
+    monkeypatch.setattr(host.current_platform, "set_device", lambda device: None, raising=False)
+    monkeypatch.setattr(host, "pin_tensor", lambda rows: None)
+    monkeypatch.setattr(host, "build_params", lambda source, target, stream, order: (source, target, stream))
+    monkeypatch.setattr(host, "copy_blocks", copy_blocks)
+    worker, woken = rank(), threading.Event()
+    worker.device_type, worker.device_id = "cuda", 0
+    LateStream.runs.clear()
+    LateStream.asked.clear()
+    tier = memory(worker, woken.set)
+    yield worker, tier, woken
+    LateStream.runs.set()
+    tier.close()
+
+
+async def test_a_load_has_ended_once_the_device_has_copied_it(late: Any) -> None:
+    """Until then it is neither computed with nor sent."""
+    worker, tier, woken = late
+    tier.load(orders(load_event=1, load_cpu_blocks=[0], load_gpu_blocks=[5], load_event_to_reqs={1: ["a"]}))
+    await until(LateStream.asked.is_set)
+    assert tier.take_loaded() == set() and not woken.is_set()
+    LateStream.runs.set()
+    await until(woken.is_set)
+    assert tier.take_loaded() == {"a"}
+    assert not any(bool(cache[5].any()) for cache in rows(worker)), "what host memory had: zeros"
+
+
+async def test_a_store_copies_what_the_device_has_computed_by_its_event(late: Any) -> None:
+    worker, tier, woken = late
+    computed = LateEvent()
+    LateStream.runs.set()
+    tier.store(orders(store_event=3, store_gpu_blocks=[1], store_cpu_blocks=[2]), computed)
+    await until(LateStream.asked.is_set)
+    assert tier.take_stored() == {} and not woken.is_set()
+    for cache in worker.device_kv_caches.values():
+        cache.view(BLOCKS, -1)[1] = 101  # as the last step of the device does
+    computed.done.set()
+    await until(woken.is_set)
+    assert tier.take_stored() == {3: 1}
+    woken.clear()
+    tier.load(orders(load_event=1, load_cpu_blocks=[2], load_gpu_blocks=[4], load_event_to_reqs={1: ["a"]}))
+    await until(woken.is_set)
+    assert all(bool((cache[4] == 101).all()) for cache in rows(worker))
 
 
 async def test_a_copy_that_fails_is_said_and_wakes_the_engine(world: Any) -> None:

@@ -330,6 +330,14 @@ def test_a_fetched_prefix_is_not_computed_and_takes_its_time_of_the_link():
     assert_no_leaks(slow)
 
 
+def test_a_fleet_that_pushes_nothing_fetches_too():
+    """Nobody has measured its links before the first fetch. Its engines compute a token in 36 us."""
+    profile, load = load_profile(PROFILES / "h100-llama-8b.json"), at_rate(synthetic("agents", 400, 1), 15.0)
+    sim = simulate(load, prefill=0, decode=4, profile=profile, kv={"fetch": "auto"}, ratio={"mode": "off"}).run()
+    assert sim.fetches.outcomes["fetched"] > 5
+    assert sim.router.link_bytes_per_s.at(sim.now) == profile.link_bytes_per_s, "which a fetch tells"
+
+
 def test_a_decode_worker_that_prefills_fetches_and_counts_what_waits_for_it():
     """Two decode workers by turns, without a prefill worker: each lacks what the other generated."""
     load = conversations(count=11)  # an odd number: the next turn is on the other worker

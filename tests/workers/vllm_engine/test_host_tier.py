@@ -15,7 +15,7 @@ import pytest
 import pytest_asyncio
 from support_models import MODELS, special_model
 from support_vllm import BLOCK_SIZE, Driver, engine_pid, frames, tiny_model
-from support_wait import until
+from support_wait import DEADLINE_S, until
 
 from orchestrator.config.settings import KVConfig
 from orchestrator.policy.prefix_keys import reusable_keys
@@ -269,6 +269,45 @@ async def test_a_holder_that_loads_and_is_stopped_or_dies_costs_no_token(model: 
         assert await local(asker, "again", tokens) == expected
         await assert_no_leaks(asker)
     finally:
+        await holder.stop()
+
+
+async def test_what_has_not_been_loaded_yet_is_not_sent(
+    model: Path, pair, plain: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A holder whose copies end late, as on a device that is busy."""
+    from connectors import lending
+    from connectors.host import memory
+
+    copies, copy = multiprocessing.get_context("fork").Event(), memory._Memmove.copy
+    copies.set()
+
+    def copied_late(self: Any, *blocks: Any) -> None:
+        assert copies.wait(DEADLINE_S)
+        copy(self, *blocks)
+
+    monkeypatch.setattr(memory._Memmove, "copy", copied_late)
+    monkeypatch.setattr(lending, "_LOAD_S", DEADLINE_S)
+    _, asker = pair
+    holder = await Driver.start(model, name="busy", kv=TIER, kv_cache_memory_bytes=SMALL)
+    try:
+        tokens, held = prompt(PROMPT, 25), whole_blocks(PROMPT)
+        await local(holder, "own", tokens)
+        await flood(holder, "evicts")
+        await assert_no_leaks(holder)
+        copies.clear()
+        await fetch(holder, asker, "busy~", frames(tokens), held)
+        await until(lambda: asker.loads and asker.loads[-1].waiting, "it waits for the prefix")
+        free = (await holder.engine.load()).blocks_free
+        assert free == holder.info.blocks_total - held // BLOCK_SIZE, "it is being loaded"
+        assert "busy~" not in asker.finished
+        copies.set()
+        await asker.done("busy~")
+        assert asker.stats["busy~"].num_external_cached_tokens == held
+        assert await local(asker, "after-25", tokens) == await local(plain, "after-25", tokens)
+        await assert_no_leaks(holder, asker)
+    finally:
+        copies.set()
         await holder.stop()
 
 
