@@ -19,7 +19,7 @@ from orchestrator.cli.main import app, load
 from orchestrator.config.engine_args import _engine_names, _server_names
 from orchestrator.config.settings import Config
 from orchestrator.frontend.pages import FleetCollector
-from orchestrator.process.telemetry.metrics import Metrics
+from orchestrator.process.telemetry.metrics import Labelled, Metrics
 from orchestrator.router.router import GIVEN_UP
 from orchestrator.types import DesiredRatio, QueueDepth
 
@@ -140,7 +140,8 @@ def test_operations_names_every_command():
 
 def our_metrics() -> Iterator[tuple[str, str, str]]:
     """Name with labels, type and meaning, as a scrape shows them, without the suffixes of histograms and summaries."""
-    for counted in (value for value in vars(Metrics()).values() if isinstance(value, MetricWrapperBase)):
+    ours = (value.metric if isinstance(value, Labelled) else value for value in vars(Metrics()).values())
+    for counted in (value for value in ours if isinstance(value, MetricWrapperBase)):
         yield _as_written(counted._name, counted._labelnames), counted._type, counted._documentation
     for read in FleetCollector(list, lambda: QueueDepth(0, 0, 0), lambda: DesiredRatio(1, 1)).collect():
         yield _as_written(read.name, getattr(read, "_labelnames", ())), read.type, read.documentation
