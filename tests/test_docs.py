@@ -21,7 +21,7 @@ from orchestrator.config.engine_args import _engine_names, _server_names
 from orchestrator.config.settings import Config
 from orchestrator.fleet.view import Fleet
 from orchestrator.frontend.pages import FleetCollector
-from orchestrator.process.telemetry.metrics import Metrics
+from orchestrator.process.telemetry.metrics import Labelled, Metrics
 from orchestrator.router.router import GIVEN_UP
 from orchestrator.types import DesiredRatio, QueueDepth
 
@@ -142,7 +142,8 @@ def test_operations_names_every_command():
 
 def our_metrics() -> Iterator[tuple[str, str, str]]:
     """Name with labels, type and meaning, as a scrape shows them, without the suffixes of histograms and summaries."""
-    for counted in (value for value in vars(Metrics()).values() if isinstance(value, MetricWrapperBase)):
+    ours = (value.metric if isinstance(value, Labelled) else value for value in vars(Metrics()).values())
+    for counted in (value for value in ours if isinstance(value, MetricWrapperBase)):
         yield _as_written(counted._name, counted._labelnames), counted._type, counted._documentation
     fleet = Fleet("f")
     fleet.desired = DesiredRatio(1, 1)

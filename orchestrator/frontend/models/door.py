@@ -9,15 +9,14 @@ from __future__ import annotations
 import contextlib
 import html
 import re
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Iterable, Mapping, MutableMapping
 from http import HTTPStatus
-from itertools import chain
 from typing import Any
 
 import msgspec
 from fastapi import FastAPI
 from starlette.responses import HTMLResponse, JSONResponse, Response
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from orchestrator.frontend.plain.route import read_body, replay_body
 
@@ -31,21 +30,20 @@ _FORM_FIELD = re.compile(rb'name="?model"?[^\r\n]*\r\n(?:[^\r\n]+\r\n)*\r\n([^\r
 
 
 class _Asked(msgspec.Struct):
-    model: Any = None
+    model: str | None = None
 
 
 _asked = msgspec.json.Decoder(_Asked)
 
 
-def model_asked_for(content_type: bytes, body: bytes) -> str | None:
+def model_asked_for(headers: Iterable[tuple[bytes, bytes]], body: bytes) -> str | None:
     """The model that a request's body names; None where it names none, or is no JSON object and no form."""
-    if content_type.lower().startswith(b"multipart/"):
-        found = _FORM_FIELD.search(body)
+    try:
+        return _asked.decode(body).model
+    except (msgspec.MsgspecError, UnicodeDecodeError):  # such as a form, which is rare: its headers are read only then
+        kind = next((value for name, value in headers if name == b"content-type"), b"")
+        found = _FORM_FIELD.search(body) if kind.lower().startswith(b"multipart/") else None
         return found[1].decode(errors="replace") if found else None
-    with contextlib.suppress(msgspec.MsgspecError, UnicodeDecodeError):
-        model = _asked.decode(body).model
-        return model if isinstance(model, str) else None
-    return None
 
 
 class ModelPaths:
@@ -56,13 +54,18 @@ class ModelPaths:
         self.app, self._names, self._root_path = app, names, root_path
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] in ("http", "websocket"):
-            root = self._root_path if scope["path"].startswith(self._root_path + PREFIX) else ""
-            name, slash, rest = scope["path"].removeprefix(root + PREFIX).partition("/")
-            if scope["path"].startswith(root + PREFIX) and slash and name in self._names:
-                path = f"{root}/{rest}"
-                scope = {**scope, "path": path, "raw_path": path.encode(), _CHOSEN: name}
+        if PREFIX in scope.get("path", ""):
+            scope = self._without_name(scope)
         await self.app(scope, receive, send)
+
+    def _without_name(self, scope: Scope) -> Scope:
+        """The scope with the model that its path names; the same scope where that names none."""
+        root = self._root_path if scope["path"].startswith(self._root_path + PREFIX) else ""
+        name, slash, rest = scope["path"].removeprefix(root + PREFIX).partition("/")
+        if not (scope["path"].startswith(root + PREFIX) and slash and name in self._names):
+            return scope
+        path = f"{root}/{rest}"
+        return {**scope, "path": path, "raw_path": path.encode(), _CHOSEN: name}
 
 
 class ModelDoor:
@@ -71,6 +74,9 @@ class ModelDoor:
     def __init__(self, apps: Mapping[str, FastAPI], root_path: str = "") -> None:
         self._apps, self._root_path = apps, root_path
         self._first = next(iter(apps.values()))
+        self._of_model = {
+            path.name: app for app in apps.values() for path in app.state.openai_serving_models.base_model_paths
+        }
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -83,26 +89,25 @@ class ModelDoor:
         elif scope["method"] in ("GET", "HEAD", "OPTIONS"):
             await self._show(scope, receive, send)
         elif (body := await read_body(receive)) is not None:
-            await self._pass_on(body, scope, receive, send)
+            await self._asked_for(body, scope)(scope, replay_body(body, receive), send)
 
-    async def _pass_on(self, body: bytes, scope: Scope, receive: Receive, send: Send) -> None:
-        kind = next((value for name, value in scope["headers"] if name == b"content-type"), b"")
-        name = model_asked_for(kind, body)
-        if name is None and scope["path"].removeprefix(self._root_path) not in _OF_ANY:
-            await self._refuse(scope, receive, send)
-            return
-        app = self._first if name is None else self._app_of(name)
-        await app(scope, replay_body(body, receive), send)
+    def _asked_for(self, body: bytes, scope: Scope) -> ASGIApp:
+        """The app of the model that the body names, else the first with such an adapter, else the first, which knows no
+        such."""
+        name = model_asked_for(scope["headers"], body)
+        if name is None:
+            return self._first if self._path(scope) in _OF_ANY else self._refuse
+        if (app := self._of_model.get(name)) is not None:
+            return app
+        has_adapter = (each for each in self._apps.values() if name in each.state.openai_serving_models.lora_requests)
+        return next(has_adapter, self._first)
 
-    def _app_of(self, name: str) -> FastAPI:
-        """That of the model of this name, else the first with such an adapter, else the first, which knows no such."""
-        lists = [(app, app.state.openai_serving_models) for app in self._apps.values()]
-        of_model = (app for app, models in lists if models.is_base_model(name))
-        of_adapter = (app for app, models in lists if name in models.lora_requests)
-        return next(chain(of_model, of_adapter), self._first)
+    def _path(self, scope: Scope) -> str:
+        path: str = scope["path"]
+        return path.removeprefix(self._root_path)
 
     async def _show(self, scope: Scope, receive: Receive, send: Send) -> None:
-        path = scope["path"].removeprefix(self._root_path).rstrip("/")
+        path = self._path(scope).rstrip("/")
         if scope["method"] == "OPTIONS" or path in _OF_ANY:
             await self._first(scope, receive, send)
             return
@@ -138,8 +143,7 @@ class ModelDoor:
 
     def _unnamed(self, scope: Scope) -> str:
         names = list(self._apps)
-        path = scope["path"].removeprefix(self._root_path)
-        ways = f"name one as `model`, or ask {PREFIX}{names[0]}{path}"
+        ways = f"name one as `model`, or ask {PREFIX}{names[0]}{self._path(scope)}"
         return f"this server has several models, {', '.join(names)}: {ways}"
 
     async def _refuse(self, scope: Scope, receive: Receive, send: Send) -> None:

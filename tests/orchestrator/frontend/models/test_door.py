@@ -22,6 +22,7 @@ from starlette.websockets import WebSocketDisconnect
 pytest.importorskip("vllm")
 
 from prometheus_client import generate_latest
+from vllm.entrypoints.openai.models.protocol import BaseModelPath
 
 from orchestrator.config.access import LimitsConfig, SecurityConfig
 from orchestrator.frontend.access import Access
@@ -44,9 +45,7 @@ class Cards(BaseModel):
 class Models:
     def __init__(self, name: str, *adapters: str) -> None:
         self.name, self.lora_requests = name, dict.fromkeys(adapters)
-
-    def is_base_model(self, name: str) -> bool:
-        return name == self.name
+        self.base_model_paths = [BaseModelPath(name, "/models/" + name)]
 
     async def show_available_models(self) -> Cards:
         return Cards(data=[Card(id=name) for name in (self.name, *self.lora_requests)])
@@ -193,7 +192,7 @@ def test_apps_live_as_long_as_the_server_and_sockets_need_a_model() -> None:
 
 @given(st.binary(max_size=200), st.sampled_from([b"application/json", b"multipart/form-data; boundary=x", b""]))
 def test_any_body_names_a_model_or_none(body: bytes, content_type: bytes) -> None:
-    assert model_asked_for(content_type, body) is None or content_type
+    assert model_asked_for([(b"content-type", content_type)], body) is None or content_type
 
 
 class Of(Collector):

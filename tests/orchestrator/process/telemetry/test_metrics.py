@@ -7,6 +7,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+from prometheus_client import Counter
+
+from orchestrator.process.telemetry.metrics import Labelled
+
 _TELL = """
 from orchestrator.process.telemetry.metrics import Metrics
 metrics = Metrics({model})
@@ -61,3 +65,13 @@ for model, count in (("small", 1), ("large", 2)):
         assert f'pd_first_tokens_early_total{{model_name="{model}"}} {count}' in told
         assert f'pd_prefill_seconds_sum{{model_name="{model}"}} {count}' in told
     assert told.count("# TYPE pd_requests_total counter") == 1
+
+
+def test_what_is_counted_again_is_not_looked_up_again(monkeypatch):
+    for own in ((), ("small",)):
+        labels = (*("model_name" for _ in own), "outcome")
+        metric = Labelled(Counter("ended", "Requests", labels, registry=None), own)
+        first = metric.labels("finished")
+        other = metric.labels("failed")
+        monkeypatch.setattr(metric.metric, "labels", None)
+        assert metric.labels("finished") is first and metric.labels("failed") is other is not first
