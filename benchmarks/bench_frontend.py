@@ -126,14 +126,16 @@ async def send(session: aiohttp.ClientSession, prompt: list[int] | str, tokens: 
         return answer.count(b"data: ")
 
 
-async def round_of(fleet: Fleet, case: dict[str, Any], requests: int, tokens: int) -> tuple[float, float]:
+async def round_of(
+    fleet: Fleet, case: dict[str, Any], requests: int, options: argparse.Namespace
+) -> tuple[float, float]:
     """Send one round of requests. Returns the frontend's CPU milliseconds per request, and events per request."""
     async with aiohttp.ClientSession(fleet.url, connector=aiohttp.TCPConnector(limit=0)) as session:
-        gate = asyncio.Semaphore(16)
+        gate = asyncio.Semaphore(options.users)
 
         async def one() -> int:
             async with gate:
-                return await send(session, case["prompt"](case["prompt_tokens"]), tokens, case["stream"])
+                return await send(session, case["prompt"](case["prompt_tokens"]), options.tokens, case["stream"])
 
         before = cpu_s(fleet.frontend_pid)
         events = sum(await asyncio.gather(*(one() for _ in range(requests))))
@@ -143,11 +145,11 @@ async def round_of(fleet: Fleet, case: dict[str, Any], requests: int, tokens: in
 def measure(fleets: list[Fleet], cases: list[dict[str, Any]], options: argparse.Namespace) -> None:
     for fleet in fleets:
         for case in cases:
-            asyncio.run(round_of(fleet, case, 50, options.tokens))  # warm
+            asyncio.run(round_of(fleet, case, 50, options))  # warm
     for number in range(options.rounds):
         for case in cases:
             for fleet in fleets if number % 2 else fleets[::-1]:
-                cost, count = asyncio.run(round_of(fleet, case, options.requests, options.tokens))
+                cost, count = asyncio.run(round_of(fleet, case, options.requests, options))
                 fleet.cost_ms.setdefault(case["name"], []).append(cost)
                 fleet.events.setdefault(case["name"], []).append(count)
 
@@ -172,6 +174,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--requests", type=int, default=200)
+    parser.add_argument(
+        "--users", type=int, default=16, help="requests at once: tokens that wait for each other are joined"
+    )
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--speed", type=float, default=20, help="sim.speed; at 1 a step lasts 2.3 ms")
     parser.add_argument("--against", type=Path, help="another checkout, whose fleet takes turns with this one's")

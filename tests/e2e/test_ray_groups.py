@@ -1,6 +1,7 @@
 """Data-parallel groups on a Ray cluster: with ranks on several nodes they start, scale, restart and end as one.
 
-The nodes are faked on this machine, and the engines simulated. One fleet goes through most of it, in this order.
+The nodes are faked on this machine. Engines are real in the first test, and simulated in the others, most of which one
+fleet goes through, in this order.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ from collections.abc import Iterator
 
 import pytest
 from support_client import nobody_fails
-from support_fleet import RunningFleet, token_prompt, with_operators_key
+from support_experts import EXPERTS, experts
+from support_fleet import START_TIMEOUT_S, RunningFleet, running_fleet, token_prompt, with_operators_key
 from support_ray import FakeCluster, fake_cluster, processes_of
 from support_redis import Server, running_server
 
@@ -77,6 +79,28 @@ class Fleets:
         self.now.stop()
         assert processes_of(self.now.namespace) == [], "`up` ends everything on every node"
         assert self._cluster.places(self.now.namespace) == [], "and gives all places back"
+
+
+def test_real_engines_share_their_experts_over_nodes(
+    server: Server, cluster: FakeCluster, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    sets = [*EXPERTS, experts(tmp_path_factory.mktemp("model")), "workers.prefill.replicas=0"]
+    sets += ["workers.decode.replicas=1", "workers.engine_args.max_num_seqs=8"]
+    with running_fleet("demo-1p1d-cpu.yaml", *sets) as fleet:
+        truth = asyncio.run(fleet.ask_all(PROMPTS, concurrency=USERS))
+    sets += [f"workers.engine_args.data_parallel_size={SIZE}", "workers.engine_args.enable_expert_parallel=true"]
+    sets.append(f"launcher.gpus_per_rank={GPUS - 1}")  # a node has room for one rank
+    on_ray = Fleets(server, cluster, "demo-1p1d-cpu.yaml", *sets)
+    try:
+        fleet = on_ray.now
+        fleet.until(lambda: fleet.shape() == (0, SIZE), "both ranks are ready", START_TIMEOUT_S)
+        assert len({worker["host"] for worker in fleet.workers()}) == SIZE
+        answers = asyncio.run(fleet.ask_all(PROMPTS, concurrency=USERS))
+        assert [answer.error for answer in truth + answers if not answer.ok] == []
+        assert [answer.tokens for answer in answers] == [answer.tokens for answer in truth]
+        fleet.assert_no_leaks()
+    finally:
+        on_ray.end()
 
 
 def test_each_role_has_groups_of_its_size_and_a_group_that_starts_again_is_of_its_role(

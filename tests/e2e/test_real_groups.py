@@ -140,6 +140,19 @@ class TestDecodeGroup:
                 assert answer.tokens[:MAX_TOKENS] == right[: len(answer.tokens)]
         fleet.assert_no_leaks()
 
+    async def test_operators_who_pause_and_resume_at_once_leave_it_serving(
+        self, fleet: RunningFleet, truth: list[list[int]]
+    ) -> None:
+        """Neither rank waits in a pause, or in its end, for the other's."""
+        asked = [("/pause", "keep"), ("/resume", ""), ("/pause", "abort"), ("/resume", ""), ("/pause", "keep")]
+        async with fleet.client() as client:
+            for _ in range(3):
+                await asyncio.gather(*(client.post(path, params={"mode": mode}) for path, mode in asked))
+                assert (await client.post("/resume")).json() == {"status": "resumed"}
+                answers = await asyncio.gather(*(fleet.ask(client, prompt, MAX_TOKENS) for prompt in PROMPTS[:8]))
+                assert [answer.tokens for answer in answers] == truth[:8]
+        fleet.assert_no_leaks()
+
     @pytest.mark.parametrize(
         ("victim", "how"),
         [
