@@ -207,7 +207,7 @@ class Serving:
             if call.method == "reset_prefix_cache" and result:
                 self._prefix.cleared()
         except Exception as error:  # every error of the engine goes to the caller
-            why = "no answer in time" if isinstance(error, TimeoutError) else f"{error or type(error).__name__}"
+            why = "no answer in time" if isinstance(error, TimeoutError) else str(error) or type(error).__name__
             failed = CallReply(call.call_id, error=f"{call.method}: {why}")
             self._frontends.send(frontend_id, failed)
 

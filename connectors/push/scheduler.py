@@ -75,10 +75,11 @@ class PushScheduler(NixlPushConnectorScheduler):
         self._endpoint = Endpoint(engine_id, host, self.side_channel_port, ranks, stages, key)
         # What is known by position, and computed on one pipeline stage, is shipped as it grows. Anything else is
         # shipped whole, when vLLM hands over the final block lists. So is the KV of drafters that read several tokens
-        # ahead: the last tokens of a chunk are not final.
+        # ahead: the last tokens of a chunk are not final. And so is that of a model whose prefill stops short of the
+        # prompt's end for another reason than a state.
         shards = parallel.decode_context_parallel_size
         self._positions = Positions(kv_cache_config, self.block_size, shards)
-        final = vllm_config.num_prefill_lookahead_tokens <= 1
+        final = vllm_config.num_prefill_lookahead_tokens <= 1 and self._prefill_backoff() == int(self._has_mamba)
         self.by_position = self._positions.known and final and stages == 1
         # A state is that of its whole prompt only.
         self.lends = self.by_position and not self._has_mamba and shards == 1

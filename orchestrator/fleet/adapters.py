@@ -93,7 +93,8 @@ class AdapterView:
             revision = found.revision if found is not None else 0
             if revision < self.known.revision:
                 log.warning("Redis has lost the list of adapters or has an older one: it is put back")
-                await self._registry.adapters.change(found, self.known)
+                adapters = self._registry.adapters
+                await (adapters.put_back(self.known) if found is None else adapters.change(found, self.known))
             elif found is not None and revision > self.known.revision:
                 self.known = found
                 self.on_change(found)

@@ -142,7 +142,7 @@ class Fleet:
             decode_blocks, prefill_blocks = hits.longest_hits_by_kind(MAX_HIT_WORKERS, within, self._prefill)
             at_decode = {worker_id: blocks * block_size for worker_id, blocks in decode_blocks.items()}
             at_prefill = {worker_id: blocks * block_size for worker_id, blocks in prefill_blocks.items()}
-        if self._shortlist is not None and len(usable) >= SHORTLIST_FROM:
+        if self._shortlist is not None and len(self._decode) >= SHORTLIST_FROM:  # it has none that is quiet
             some = dict.fromkeys(self.adapters.places[Role.DECODE].some(adapter), 0) if adapter else {}
             places = (*self.places.names(near), domain) if mixed else self.places.names(near)
             found = self._shortlist.pick(some | at_decode, places)

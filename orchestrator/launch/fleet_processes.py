@@ -214,7 +214,9 @@ class FleetProcesses:
             self._pool.workers_of_others(await self.registry.launchers()),
         )
         left = [unit for unit in left if unit not in others]  # else another launcher lives, and runs it
-        for unit, role in zip(left, await asyncio.gather(*map(self._machines.take_over, left)), strict=True):
+        roles = [registered[unit].role if unit in registered else None for unit in left]
+        taken = await asyncio.gather(*map(self._machines.take_over, left, roles))
+        for unit, role in zip(left, taken, strict=True):
             if role is None:
                 log.warning("%s: ending what an earlier launcher left of it", unit)
                 await self._machines.give_back(unit)

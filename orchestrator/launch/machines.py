@@ -69,9 +69,10 @@ class Machines(Protocol):
     async def left_running(self) -> list[str]:
         """Names of the frontends, and of the units, that an earlier launcher left, or of which it left anything."""
 
-    async def take_over(self, unit: str) -> Role | None:
+    async def take_over(self, unit: str, registered: Role | None) -> Role | None:
         """Let the next processes of this unit be those that run, as they are. Returns the role in which they were
-        started; None, and nothing is done, where not all of them say that they run."""
+        started; None, and nothing is done, where not all of them run. `registered`: its role in the registry, which
+        counts where they are there, and do not answer."""
 
     def fitting(self, roles: Sequence[Role]) -> list[Role]:
         """Of units of these roles, those that there is room for. Raises ConfigError where there is for none."""

@@ -144,7 +144,7 @@ class RolloutRunner:
         rollout = snapshot.rollout
         if rollout is None:  # there was none, or Redis was restarted and has forgotten
             if self._known is not None:
-                await self._registry.rollout.change(None, self._known)
+                await self._registry.rollout.put_back(self._known)
             return
         self._known = rollout
         target = rollout.target

@@ -22,18 +22,16 @@ class Document(Generic[T]):
         self._redis, self._keys, self._name = redis, Keys(namespace), name
         self._key = self._keys.prefix + name
         self._decoder = msgspec.json.Decoder(kind)
-        self._unreadable = b""
+        self._last: tuple[T | None, bytes] = (None, b"")  # as read, and as it is in Redis
 
     async def read(self) -> T | None:
         """None if there is none, or none that can be read, as that of another release; `change` replaces that too."""
         found: bytes = await self._redis.execute_command("GET", self._key) or b""
-        self._unreadable = b""
-        if found:
-            try:
-                return self._decoder.decode(found)
-            except (msgspec.DecodeError, UnicodeDecodeError):
-                self._unreadable = found
-        return None
+        value = None
+        with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError):
+            value = self._decoder.decode(found) if found else None
+        self._last = value, found
+        return value
 
     async def write(self, wanted: T) -> None:
         """Whatever is there. It stays for `KEPT_S` when the fleet ends."""
@@ -41,7 +39,16 @@ class Document(Generic[T]):
 
     async def change(self, seen: T | None, wanted: T) -> bool:
         """Replace what was `seen`. False if another process has changed it meanwhile."""
-        was = msgspec.json.encode(seen) if seen is not None else self._unreadable
+        value, found = self._last
+        # Another release may have written other bytes for the same.
+        was = found if seen == value else b"" if seen is None else msgspec.json.encode(seen)
+        return await self._replace(was, wanted)
+
+    async def put_back(self, known: T) -> bool:
+        """After Redis has lost it. What another release wrote there stays, though it cannot be read here."""
+        return await self._replace(b"", known)
+
+    async def _replace(self, was: bytes, wanted: T) -> bool:
         verb, prefix = "write_document", self._keys.prefix
         return bool(await self._redis.call(REGISTRY, verb, prefix, self._name, was, msgspec.json.encode(wanted)))
 

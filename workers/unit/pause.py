@@ -76,7 +76,7 @@ class EnginePause:
                 elif self._reached.engines:
                     await self._engine.call("resume_scheduler", [], {})
         except Exception as error:  # every error of the engine goes to the caller, who may have left
-            log.error("could not follow the fleet's pause: %s", error or "no answer in time")
+            log.error("could not follow the fleet's pause: %s", str(error) or type(error).__name__)
             return error
         finally:
             self._reached = state  # also if the call failed: it may have had an effect

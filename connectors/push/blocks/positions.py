@@ -26,8 +26,13 @@ class Positions:
 
     def __init__(self, kv_cache_config: KVCacheConfig, block_size: int, shards: int = 1) -> None:
         self._specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
-        self._block_size = block_size * shards
+        self._shards, self._block_size = shards, block_size * shards
         all_are_sent = len(kv_cache_config.transfer_groups) == len(self._specs)
+        if shards > 1 and any(isinstance(spec, AttentionSpec) and not spec.dcp_sharded for spec in self._specs):
+            raise ValueError(
+                f"decode_context_parallel_size: KV of a drafter that every rank has whole is not pushed, expected 1, "
+                f"got {shards}; remove it or speculative_config"
+            )
         # What a prompt needs of each group is known by position, so that it can be sent while it is computed.
         self.known = all_are_sent and all(self._is_known(spec, block_size) for spec in self._specs)
 
@@ -69,6 +74,6 @@ class Positions:
     def of_prompt(self, ids: BlockIds, tokens: int) -> tuple[Sequence[int], ...]:
         """Block ids without those that speculation reserves for later tokens: both ends have the same number."""
         return tuple(
-            group[: -(-tokens // spec.block_size)] if isinstance(spec, AttentionSpec) else group
+            group[: -(-tokens // (spec.block_size * self._shards))] if isinstance(spec, AttentionSpec) else group
             for group, spec in zip(ids, self._specs, strict=True)
         )

@@ -72,7 +72,8 @@ class Shipments:
 def held_here(worker: NixlPushConnectorWorker, order: wire.Register) -> list[list[int]]:
     """By KV cache group those of decode's blocks in which a rank like this one has KV, in the order in which
     `Shipments.take` names prefill's."""
-    shard, total = Shard(worker.dcp_rank, worker.dcp_size), -(-order.prompt_tokens // worker.block_size)
+    block_size = worker.block_size * worker._physical_blocks_per_logical_kv_block
+    shard, total = Shard(worker.dcp_rank, worker.dcp_size), -(-order.prompt_tokens // block_size)
     held = (shard.held(total, group) for group in order.blocks)
     return [sorted(block for block in group if block != NO_BLOCK) for group in held]
 

@@ -36,7 +36,7 @@ class LocalMachine:
     async def left_running(self) -> list[str]:
         return []
 
-    async def take_over(self, unit: str) -> Role | None:
+    async def take_over(self, unit: str, registered: Role | None) -> Role | None:
         """Nothing: none is left running here."""
         return None
 

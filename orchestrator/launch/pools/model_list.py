@@ -82,7 +82,7 @@ class ModelFollower:
         """Raises RedisAway."""
         listed = await self._store.read()
         if listed is None:  # Redis was restarted, and has forgotten
-            await self._store.change(None, self._known)
+            await self._store.put_back(self._known)
             return
         self._known = listed
         for name in [name for name, task in self._doing.items() if task.done()]:

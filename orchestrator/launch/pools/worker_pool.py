@@ -108,7 +108,9 @@ class WorkerPool:
 
     @property
     def waiting_for_room(self) -> set[str]:
-        return {name for name, slot in self.slots.items() if slot.process.stage is Stage.PLACING}
+        """Units that have never run. One that has, and finds no room to start again, is missed."""
+        waiting = {name: slot.process for name, slot in self.slots.items() if slot.process.stage is Stage.PLACING}
+        return {name for name, process in waiting.items() if process.last_exit is None}
 
     def restart_now(self) -> None:
         """`setup` is another: what waits to be started again is started now."""

@@ -62,23 +62,18 @@ class RayCluster:
         names, units = await asyncio.to_thread(left_running), await asyncio.to_thread(self._places.standing)
         return sorted({unit_named(name) or name for name in names} | units.keys())
 
-    async def take_over(self, unit: str) -> Role | None:
+    async def take_over(self, unit: str, registered: Role | None) -> Role | None:
         try:
             bundles = (await asyncio.to_thread(self._places.standing))[unit]
             runners = [await asyncio.to_thread(ray.get_actor, rank) for rank in ranks_of(unit, len(bundles))]
-            async with asyncio.timeout(_RUNNER_ANSWERS_S):
-                said: list[str] = await asyncio.gather(*(runner.role.remote() for runner in runners))
-            roles = [Role(each) for each in said]
-        except (
-            RayError,
-            LookupError,
-            ValueError,
-            TimeoutError,
-        ) as error:  # ValueError: it has ended, or runs no worker
+            role = await _started_as(runners) or registered
+            if role is None:
+                raise TimeoutError(f"its ranks do not answer in {_RUNNER_ANSWERS_S:g} s")
+        except (RayError, LookupError, ValueError, TimeoutError, RuntimeError) as error:
             log.warning("%s: is not whole: %s", unit, first_line(error))
             return None
         self._left[unit] = bundles
-        return roles[0]
+        return role
 
     def fitting(self, roles: Sequence[Role]) -> list[Role]:
         """All: they wait for nodes."""
@@ -129,6 +124,17 @@ class RayCluster:
         if node not in (self._nodes or {}):
             raise OSError(0, f"node {node} is gone" if self._nodes is not None else "the cluster's nodes are not known")
         return RayProcess(RunFrontend(setup.config, name, index, setup.generation), place, on_line)
+
+
+async def _started_as(runners: Sequence[Any]) -> Role | None:
+    """None if one does not answer in time, as on a node that stands still. Raises RayError; ValueError where one has
+    ended, or runs no worker."""
+    try:
+        async with asyncio.timeout(_RUNNER_ANSWERS_S):
+            said: list[str] = await asyncio.gather(*(runner.role.remote() for runner in runners))
+    except TimeoutError:
+        return None
+    return [Role(each) for each in said][0]
 
 
 def _bundles(config: Config, role: Role) -> Bundles:

@@ -91,6 +91,7 @@ class Places:
             if group is not None and group.bundle_specs != wanted:
                 if wanted is not None:
                     log.info("%s: needs %s, and gives back %s", unit, shown(wanted), shown(group.bundle_specs))
+                self.groups.pop(unit, None)
                 remove_placement_group(group)
                 group = None
             if wanted is None:

@@ -532,7 +532,7 @@ def test_the_agents_of_a_handshake_are_known_before_anybody_hears_that_it_has_en
     monkeypatch.setattr(vllms, "_nixl_handshake", lambda *arguments: ({(0, 0): b"P2/0"}, 0.0))
     worker._endpoints["P2"] = wire.Endpoint("P2", "host", 2, 1)
     assert worker._nixl_handshake("host", 2, 1, "P2") == ({(0, 0): b"P2/0"}, 0.0)
-    assert worker._agents("P2") == ("P2/0",)
+    assert worker._agents("P2") == {(0, 0): "P2/0"}
 
 
 @pytest.mark.parametrize("second", [zmq.Again(), None])

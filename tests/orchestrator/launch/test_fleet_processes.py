@@ -84,7 +84,7 @@ class LeftRunning(LocalMachine):
     async def left_running(self) -> list[str]:
         return ["worker-2", "worker-3", "worker-0", "worker-1"]
 
-    async def take_over(self, unit: str) -> Role | None:
+    async def take_over(self, unit: str, registered: Role | None) -> Role | None:
         return {"worker-0": Role.PREFILL, "worker-1": Role.PREFILL}.get(unit)
 
     async def give_back(self, unit: str) -> None:

@@ -9,6 +9,7 @@ from orchestrator.fleet.prefixes import PrefixView
 from orchestrator.fleet.view import Fleet
 from orchestrator.policy.decode_choice import decode_choice
 from orchestrator.policy.predict.predictor import Predictor
+from orchestrator.policy.shortlist import SHORTLIST_FROM
 from orchestrator.process.telemetry.metrics import Metrics
 from orchestrator.process.telemetry.recent import Recent
 from orchestrator.router.decider import Decider
@@ -76,3 +77,14 @@ def looked_at(workers: int, generations: int) -> list[int]:
 def test_no_decision_looks_at_all_workers(generations):
     found = looked_at(800, generations)
     assert found[-1] > 0 and max(found) < 32
+
+
+def test_a_large_fleet_of_quiet_workers_has_candidates():
+    """As a small one has: this frontend alone may have heard nobody for a second."""
+    fleet = Fleet("f", decode_choice("kv_prefix").static_score)
+    for number in range(SHORTLIST_FROM):
+        fleet.upsert(worker_info(name := f"d{number}", Role.DECODE), now=0.0)
+        fleet.workers[name].connected = True
+        fleet.take_load(WorkerLoad(name, 1, 100, 90, 1, 0, 0, 1.0), now=0.0)
+        fleet.workers[name].mark_quiet(True)
+    assert fleet.ready(Role.DECODE) == len(fleet.candidates().decode) == SHORTLIST_FROM

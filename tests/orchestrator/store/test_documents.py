@@ -48,6 +48,20 @@ async def test_what_cannot_be_read_counts_as_none_and_is_replaced(
     assert 0 < await redis.ttl(document._key) <= KEPT_S
 
 
+async def test_what_is_put_back_replaces_nothing(document: Document[Words], redis: Redis) -> None:
+    """A launcher of an older release cannot read what a newer one wrote."""
+    await redis.set(document._key, b'{"words": 1}')
+    assert await document.read() is None and not await document.put_back(Words(["a"]))
+    await document.delete()
+    assert await document.put_back(Words(["a"])) and await document.read() == Words(["a"])
+
+
+async def test_what_another_release_wrote_otherwise_can_be_changed(document: Document[Words], redis: Redis) -> None:
+    await redis.set(document._key, b'{"words": ["a"], "later": 1}')
+    assert (seen := await document.read()) == Words(["a"])
+    assert await document.change(seen, Words(["b"])) and not await document.change(seen, Words(["c"]))
+
+
 async def test_a_key_of_another_type_is_replaced_too(document: Document[Words], redis: Redis) -> None:
     await redis.hset(document._key, "a", "b")
     with pytest.raises(RedisAway, match="WRONGTYPE"):

@@ -188,7 +188,7 @@ async def test_what_runs_is_taken_over_as_it_is_and_takes_another_place_when_it_
     runners(monkeypatch, {"worker-0": "decode"})
     monkeypatch.setattr(module, "left_running", lambda: ["worker-0", "frontend-0@10.0.0.2"])
     assert await cluster.left_running() == ["frontend-0@10.0.0.2", "worker-0"]
-    assert await cluster.take_over("worker-0") is Role.DECODE
+    assert await cluster.take_over("worker-0", None) is Role.DECODE
     assert await started(cluster, "worker-0", Role.DECODE, config) == ["worker-0"] and not groups.removed
     assert await started(cluster, "worker-0", Role.DECODE, config) == ["worker-0", "worker-0.1", "worker-0.2"]
     assert groups.sizes() == {"pd-default/worker-0": [BUNDLE] * 3}
@@ -210,10 +210,20 @@ async def test_a_part_of_a_unit_is_not_taken_over_and_what_is_left_of_it_ends(mo
     monkeypatch.setattr(module, "left_running", lambda: list(said))
     runners(monkeypatch, said)
     assert await cluster.left_running() == ["worker-0"]
-    assert await cluster.take_over("worker-0") is None
+    assert await cluster.take_over("worker-0", None) is None
     assert "worker-0: is not whole" in caplog.text and why in caplog.text
     await cluster.give_back("worker-0")
-    assert not groups.there and await cluster.take_over("worker-0") is None
+    assert not groups.there and await cluster.take_over("worker-0", None) is None
+
+
+@pytest.mark.parametrize("registered", [Role.DECODE, None])
+async def test_a_registered_unit_that_does_not_answer_goes_on(monkeypatch, groups, registered):
+    """Its node stands still for a moment."""
+    await started(module.RayCluster(CONFIG), "worker-0", Role.DECODE)
+    silent = SimpleNamespace(role=SimpleNamespace(remote=asyncio.Event().wait))
+    monkeypatch.setattr(module.ray, "get_actor", lambda name: silent)
+    monkeypatch.setattr(module, "_RUNNER_ANSWERS_S", 0.01)
+    assert await module.RayCluster(CONFIG).take_over("worker-0", registered) is registered
 
 
 @pytest.fixture
