@@ -139,7 +139,8 @@ class PushConnector(NixlPushConnector):
 
     @property
     def lends(self) -> bool:
-        """Scheduler side: whether prefixes can be lent and fetched: KV that only goes whole cannot, nor can states."""
+        """Scheduler side: whether prefixes can be lent and fetched: KV that only goes whole cannot, nor can states,
+        nor what ranks share."""
         assert self.connector_scheduler is not None
         return self.connector_scheduler.lends
 

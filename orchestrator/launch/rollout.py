@@ -142,7 +142,7 @@ class RolloutRunner:
     async def follow(self, snapshot: Snapshot, leads: bool) -> None:
         """Raises RedisAway."""
         rollout = snapshot.rollout
-        if rollout is None:  # there was none, or Redis was restarted and has forgotten
+        if rollout is None:  # none, none that this release can read, or Redis was restarted and has forgotten
             if self._known is not None:
                 await self._registry.rollout.put_back(self._known)
             return
