@@ -178,8 +178,8 @@ class Agent:
         wanted = self._config.kv.fetch == "auto"
         if wanted and not info.lends:
             log.info(
-                "kv.fetch: auto does nothing here: prefixes are not cached, the model has a recurrent state, ranks share "
-                "prompts, or KV of this model or of an engine with pipeline stages goes as whole prompts only"
+                "kv.fetch: auto does nothing here: prefixes are not cached, the model has a recurrent state, ranks "
+                "share prompts, or KV of this model or of an engine with pipeline stages goes as whole prompts only"
             )
         return wanted and info.lends
 
