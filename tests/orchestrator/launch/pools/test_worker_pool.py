@@ -239,3 +239,14 @@ async def test_status_from_the_registry_alone(tmp_path):
         assert seen["workers"][0]["blocks_free"] is None, "loads are not in the registry"
         assert seen["queue"] == {"requests": 0, "tokens": 0, "claimed": 0}
         assert (seen["desired"]["prefill"], seen["desired"]["decode"]) == (1, 1)
+
+
+def test_a_unit_that_finds_no_room_to_start_again_is_missed():
+    """Else a rollout to a size that no node has room for would drain one unit after the other."""
+    pool: WorkerPool = object.__new__(WorkerPool)
+    waits = {"new": None, "again": supervise.Exit(75, "", True)}
+    pool.slots = {
+        name: Mock(process=Mock(stage=supervise.Stage.PLACING, last_exit=last)) for name, last in waits.items()
+    }
+    pool.slots["runs"] = Mock(process=Mock(stage=supervise.Stage.STARTING, last_exit=None))
+    assert pool.waiting_for_room == {"new"}
