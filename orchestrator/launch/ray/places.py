@@ -80,6 +80,7 @@ class Places:
             return group is not None and group.wait(_WAIT_S)
         except (RayError, RuntimeError, ValueError) as error:  # ValueError: another one has this name
             log.warning("%s: the cluster finds no place: %s", unit, first_line(error))
+            self.groups.pop(unit, None)  # nobody knows: the next check is made later, not at once
             return False
 
     def settle(self, unit: str) -> PlacementGroup | None:
