@@ -49,6 +49,7 @@ gc.disable()
 
 _ALL_VLLM = re.compile(r"^pytestmark = \[?pytest\.mark\.vllm\b", re.MULTILINE)
 _LONGEST_FIRST = (
+    "e2e/test_gpu_benchmark",
     "vllm_engine/test_engine",
     "e2e/test_real_fetch",
     "e2e/test_real_fleet",
@@ -56,7 +57,6 @@ _LONGEST_FIRST = (
     "vllm_engine/test_models",
     "e2e/test_sim_frontends",
     "e2e/test_package",
-    "e2e/test_gpu_benchmark",
     "e2e/test_real_adapters",
     "vllm_engine/test_thousand",
     "e2e/test_chaos",
