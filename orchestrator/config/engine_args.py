@@ -35,8 +35,17 @@ _GROUP = "data_parallel_size"
 _UNPICKLES = "VLLM_ALLOW_INSECURE_SERIALIZATION"
 # The workers set these themselves.
 _RESERVED = {"model": "model", "kv_transfer_config": "kv.transfer", "served_model_name": "served_model_name"}
+_STAGES, _SHARDS = "pipeline_parallel_size", "decode_context_parallel_size"
+# What the workers of a role cannot have, and the mend.
+_OF_OTHER_ROLE = {
+    Role.DECODE: (
+        _STAGES,
+        "split a decode worker by tensor_parallel_size, and set stages in workers.prefill.engine_args",
+    ),
+    Role.PREFILL: (_SHARDS, "a prefill worker sends whole prompts; set it in workers.decode.engine_args"),
+}
 # How ranks share a model; and what says that another file than its config.json describes it.
-_SHARES = {"enable_expert_parallel", "tensor_parallel_size", "pipeline_parallel_size"}
+_SHARES = {"enable_expert_parallel", "tensor_parallel_size", _STAGES}
 _OTHER_CONFIGS = {"hf_overrides", "hf_config_path"}
 # Where a model's config.json has the sizes of its text part.
 _TEXT_PARTS = ("text_config", "llm_config", "language_config")
@@ -94,7 +103,7 @@ def ranks(config: Config, role: Role) -> int:
     """How many GPUs, or CPU processes, one worker of this role has. Raises ConfigError."""
     arguments = engine_args(config, role)
     product = 1
-    for name in ("tensor_parallel_size", "pipeline_parallel_size"):
+    for name in ("tensor_parallel_size", _STAGES):
         value = arguments.get(name, 1)
         if not isinstance(value, int) or value < 1:
             raise ConfigError(f"{_key(config, role, name)}: expected an integer >= 1, got {value!r}")
@@ -154,12 +163,9 @@ def _misfits(model: Mapping[str, Any], arguments: Mapping[str, Any]) -> Iterator
     if isinstance(heads, int) and isinstance(ranks, int) and ranks > 0 and heads % ranks:
         fitting = ", ".join(str(size) for size in range(1, min(heads, 64) + 1) if heads % size == 0)
         yield "tensor_parallel_size", f"{ranks} ranks cannot share this model's {heads} attention heads; use {fitting}"
-    layers, stages = text.get("num_hidden_layers"), arguments.get("pipeline_parallel_size", 1)
+    layers, stages = text.get("num_hidden_layers"), arguments.get(_STAGES, 1)
     if isinstance(layers, int) and isinstance(stages, int) and stages > layers:
-        yield (
-            "pipeline_parallel_size",
-            f"this model's {layers} layers are too few for {stages} stages; use at most {layers}",
-        )
+        yield _STAGES, f"this model's {layers} layers are too few for {stages} stages; use at most {layers}"
 
 
 def _has_experts(part: object) -> bool:
@@ -174,14 +180,11 @@ def _has_experts(part: object) -> bool:
     return any(isinstance(count, int) and count > 0 for count in counts) or any(map(_has_experts, part.values()))
 
 
-def _check_stages(config: Config, arguments: Mapping[str, Any], role: Role) -> None:
-    """Raises ConfigError for a decode worker of several pipeline stages: an engine receives KV in one stage only."""
-    stages = arguments.get("pipeline_parallel_size", 1)
-    if role is Role.DECODE and stages != 1:
-        raise ConfigError(
-            f"{_key(config, role, 'pipeline_parallel_size')}: expected 1, got {stages!r}; split a decode worker by "
-            "tensor_parallel_size, and set stages in workers.prefill.engine_args"
-        )
+def _check_role(config: Config, arguments: Mapping[str, Any], role: Role) -> None:
+    """Raises ConfigError for an engine that cannot send KV, or receive it. Whole prompts are sent, into one stage."""
+    name, mend = _OF_OTHER_ROLE[role]
+    if (size := arguments.get(name, 1)) not in (1, None):
+        raise ConfigError(f"{_key(config, role, name)}: expected 1, got {size!r}; {mend}")
 
 
 def to_command_line(
@@ -238,6 +241,12 @@ def check_engine_args(config: Config) -> None:
     check_server_args(config)
     _check_names("frontend.server_args", config.frontend.server_args, _engine_names() | _server_names())
     if workers.prefill.replicas and workers.decode.replicas:
+        stages, shards = engine_args(config, Role.PREFILL).get(_STAGES), engine_args(config, Role.DECODE).get(_SHARDS)
+        if stages not in (1, None) and shards not in (1, None):
+            raise ConfigError(
+                f"{_key(config, Role.DECODE, _SHARDS)}: {shards} ranks cannot share prompts of {stages} stages: "
+                f"set {_SHARDS} or workers.prefill.engine_args.{_STAGES} to 1"
+            )
         for name in _FLEET_WIDE:
             if (difference := _difference(config, name)) is not None:
                 raise ConfigError(f"{difference}; set it once, in workers.engine_args")
@@ -257,7 +266,7 @@ def check_arguments(config: Config, arguments: Mapping[str, Any], section: str, 
         key, why = found
         raise ConfigError(f"{key if key.startswith('kv.') else f'{section}.{key}'}: {why}")
     if role is not None:
-        _check_stages(config, arguments, role)
+        _check_role(config, arguments, role)
 
 
 def _check_names(section: str, arguments: Mapping[str, Any], known: frozenset[str]) -> None:

@@ -195,6 +195,24 @@ def test_pipeline_stages_are_for_prefill_workers(tmp_path):
             check_engine_args(load(tmp_path, f"model: demo\nworkers: {{{section}}}"))
 
 
+def test_ranks_that_share_prompts_are_for_decode_workers(tmp_path):
+    shares = "engine_args: {decode_context_parallel_size: 2}"
+    own = f"decode: {{{shares}}}"
+    check_engine_args(load(tmp_path, f"model: demo\nkv: {{verify: true}}\nworkers: {{{own}}}"))
+    check_engine_args(
+        load(tmp_path, f"model: demo\nkv: {{verify: true}}\nworkers: {{{shares}, prefill: {{replicas: 0}}}}")
+    )
+    refused = {
+        shares: r"workers.engine_args.decode_\w+: expected 1, got 2; a prefill worker sends whole prompts; set it in w",
+        f"prefill: {{{shares}}}": r"workers.prefill.engine_args.decode_\w+: expected 1, got 2; .* in workers.decode",
+        f"{own}, prefill: {{engine_args: {{pipeline_parallel_size: 2}}}}": r"workers.decode.engine_args.decode_\w+: 2 "
+        r"ranks cannot share prompts of 2 stages: set decode_\w+ or workers.prefill.engine_args.pipeline_\w+ to 1",
+    }
+    for section, line in refused.items():
+        with pytest.raises(ConfigError, match=line):
+            check_engine_args(load(tmp_path, f"model: demo\nkv: {{verify: true}}\nworkers: {{{section}}}"))
+
+
 @pytest.mark.parametrize("key", [key for key in _INSTEAD if key != "models"])
 def test_a_key_that_was_removed_has_a_line_of_its_own(key):
     tree: dict[str, Any] = {}
