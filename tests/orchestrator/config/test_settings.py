@@ -374,6 +374,17 @@ SEES = {"text_config": {"num_attention_heads": 12, "num_hidden_layers": 4}, "vis
         ),
         (
             MIXTRAL,
+            "{engine_args: {data_parallel_size: 3, tensor_parallel_size: 2, enable_expert_parallel: true}}",
+            "workers.engine_args.data_parallel_size: 3 x 2 ranks cannot share this model's 4 experts; "
+            "use at most 2, or remove enable_expert_parallel",
+        ),
+        (
+            MIXTRAL,
+            "{engine_args: {tensor_parallel_size: true}}",
+            "workers.engine_args.tensor_parallel_size: expected an integer >= 1, got True",
+        ),
+        (
+            MIXTRAL,
             "{prefill: {engine_args: {pipeline_parallel_size: 3}}}",
             "workers.prefill.engine_args.pipeline_parallel_size: this model's 2 layers are too few for 3 stages; "
             "use at most 2",
