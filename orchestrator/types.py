@@ -45,6 +45,7 @@ class KVEndpoint(msgspec.Struct, frozen=True):
     port: int
     tp_size: int = 1
     pp_size: int = 1
+    shards: int = 1  # ranks among which each prompt's blocks are dealt out: decode context parallelism
     key: str = ""  # public key of the handshake's port; empty where it is not encrypted
 
 
@@ -142,8 +143,9 @@ class WorkerInfo(msgspec.Struct, frozen=True):
         return f"{self.generation}:{self.pairs_within}" if self.pairs_within else str(self.generation)
 
     def can_be(self, role: Role) -> bool:
-        """Whether it may take this role. An engine of several pipeline stages only prefills."""
-        return role is Role.PREFILL or self.kv.pp_size == 1
+        """Whether it may take this role. An engine of several pipeline stages only prefills, and one whose ranks share
+        each prompt only decodes."""
+        return (self.kv.shards if role is Role.PREFILL else self.kv.pp_size) == 1
 
 
 class KVCounters(msgspec.Struct, frozen=True):
