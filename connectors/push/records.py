@@ -75,6 +75,7 @@ class PushStream:
     prompt_tokens: int = 0
     held: bool = False  # the scheduler waits for Release
     computing: bool = False  # the scheduler will still say how the prefill ended
+    lent: bool = False  # it is no prefill, but a prefix from the cache
     covered: int = 0  # blocks shipped in all regions, from the first on
     covered_regions: dict[int, int] = field(default_factory=dict)  # region -> blocks shipped in it, where they are more
     why: str = ""
@@ -110,11 +111,14 @@ class PushStream:
         """The device has not computed the last of the chunks yet."""
         return bool(self.pending) and not _is_computed(self.pending[-1])
 
-    def take_ready(self, all_or_none: bool) -> tuple[Chunk, ...]:
-        """Dequeues the chunks that may be shipped: in order, up to the first that the device has not computed yet."""
+    def take_ready(self, all_or_none: bool, one_by_one: bool) -> tuple[Chunk, ...]:
+        """Dequeues the chunks that may be shipped: in order, up to the first that the device has not computed yet.
+        `one_by_one`: only the first, once the one before has been written."""
         ready = tuple(itertools.takewhile(_is_computed, self.pending))
         if all_or_none and len(ready) < len(self.pending):
             return ()
+        if one_by_one:
+            ready = () if self.inflight else ready[:1]
         for _ in ready:
             self.pending.popleft()
         return ready
