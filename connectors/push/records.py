@@ -22,6 +22,7 @@ from connectors.push.wire import Endpoint, Hello, Ping, Pong, Register
 _RENEW_AFTER = 1 / 3  # of a registration's time
 _RESEND_MAX_S = 4.0  # between two repeats of what is not answered: a link may have lost it, or the answer
 _SPREAD = 0.25  # of that time, more or less: the repeats to a silent peer do not all come in one turn
+_UNWRITABLE_S = 30.0
 _REMEMBERED = 2048
 _REMEMBERED_PEERS = 4096
 _PING_EVERY_S = 0.5
@@ -39,6 +40,17 @@ class Link:
     @property
     def epoch(self) -> int:
         return self.hello.epoch
+
+
+class Unwritable(NamedTuple):
+    """Why an engine is connected for messages only. What looked like another memory layout may have been a passing
+    error: the first WRITE after some time has the connection made anew, for all."""
+
+    why: str
+    since: float
+
+    def is_over(self, now: float) -> bool:
+        return now >= self.since + _UNWRITABLE_S
 
 
 class Links(dict[str, Link]):
