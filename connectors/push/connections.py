@@ -333,9 +333,13 @@ class Connections(verify.Verifying):
         self._peer_addresses.forget(engine_id, awaited=self._inbound.engines())
 
     def add_remote_agent(self, meta: Any, *args: Any, **kwargs: Any) -> str:
-        self._peer_addresses.connecting(meta.engine_id, meta.agent_metadata)
+        self._note_address(meta)
         return super().add_remote_agent(meta, *args, **kwargs)
 
     def _add_notif_only_remote_agent(self, meta: Any, *args: Any, **kwargs: Any) -> str:
-        self._peer_addresses.connecting(meta.engine_id, meta.agent_metadata)
+        self._note_address(meta)
         return super()._add_notif_only_remote_agent(meta, *args, **kwargs)
+
+    def _note_address(self, meta: Any) -> None:
+        at = self._endpoints[meta.engine_id]
+        self._peer_addresses.connecting(meta.engine_id, meta.agent_metadata, (at.host, at.port))
