@@ -7,6 +7,7 @@ whether the other end answers over them.
 from __future__ import annotations
 
 import itertools
+import zlib
 from collections import Counter, OrderedDict, deque
 from collections.abc import Container, Iterable
 from dataclasses import dataclass, field
@@ -19,6 +20,9 @@ from connectors.push.states import Inbox, Stream
 from connectors.push.wire import Endpoint, Hello, Ping, Pong, Register
 
 _RENEW_AFTER = 1 / 3  # of a registration's time
+_RESEND_MAX_S = 4.0  # between two repeats of what is not answered: a link may have lost it, or the answer
+_SPREAD = 0.25  # of that time, more or less: the repeats to a silent peer do not all come in one turn
+_UNWRITABLE_S = 30.0
 _REMEMBERED = 2048
 _REMEMBERED_PEERS = 4096
 _PING_EVERY_S = 0.5
@@ -36,6 +40,17 @@ class Link:
     @property
     def epoch(self) -> int:
         return self.hello.epoch
+
+
+class Unwritable(NamedTuple):
+    """Why an engine is connected for messages only. What looked like another memory layout may have been a passing
+    error: the first WRITE after some time has the connection made anew, for all."""
+
+    why: str
+    since: float
+
+    def is_over(self, now: float) -> bool:
+        return now >= self.since + _UNWRITABLE_S
 
 
 class Links(dict[str, Link]):
@@ -204,6 +219,12 @@ class Waiting:
     resend_at: float = 0.0
     settled_at: float = 0.0  # posted WRITEs have ended by then, unless the peer was stopped or the link was cut
     give_up_at: float = 0.0  # without an answer by then, its peers are cut off
+
+    def repeat_later(self, now: float) -> None:
+        """After twice as long each time, a part more or less by request."""
+        spread = 1 + _SPREAD * (zlib.crc32(self.order.request.encode()) / 0x7FFFFFFF - 1)
+        self.resend_at = now + spread * self.resend_s
+        self.resend_s = min(2 * self.resend_s, _RESEND_MAX_S)
 
     @property
     def awaits_failed_only(self) -> bool:

@@ -277,8 +277,10 @@ class PushWorker(Connections):
         self._engine_last_active[engine] = time.perf_counter()
         posted, why = self._handle_count, ""
         try:
-            if engine in self._unwritable:
-                raise LayoutError(self._unwritable[engine])
+            if (unwritable := self._unwritable.get(engine)) is not None:
+                if unwritable.is_over(time.monotonic()):
+                    self._lose(engine, unwritable.why)
+                raise LayoutError(unwritable.why)
             chunkwise = writer.takes_chunks(self, engine) and not is_whole(post)
             if chunkwise:
                 writer.post_chunks(self, post, functools.partial(self._record, engine, post.stream))

@@ -159,7 +159,7 @@ class Agent:
         metadata, self.theirs = bytes.fromhex(other[0]), other[1]
         if self.peer is not None:
             self.nixl.remove_remote_agent(self.peer)
-        self.peer_addresses.connecting("other", metadata)
+        self.peer_addresses.connecting("other", metadata, ("127.0.0.1", 0))
         self.peer_addresses.listens("other", [(bytes.fromhex(address), port) for address, port in other[2]])
         name = self.nixl.add_remote_agent(metadata)
         self.peer = name.decode() if isinstance(name, bytes) else name
