@@ -25,7 +25,14 @@ from pathlib import Path
 from benchmarks.policy_adp import AdpSettings
 from orchestrator.policy.candidate import Candidate, DecodeChoice, RequestInfo, blocks_for
 from orchestrator.policy.choices.ranks import RankChoice
-from orchestrator.policy.claims import AFFINITY_WINDOW, choose_claims, claim_budget, claims_as_idle, fair_share_tokens
+from orchestrator.policy.claims import (
+    AFFINITY_WINDOW,
+    CLAIM_BATCHES,
+    choose_claims,
+    claim_budget,
+    claims_as_idle,
+    fair_share_tokens,
+)
 from orchestrator.policy.decode_choice import decode_choice
 from orchestrator.policy.policies import QUEUE_WEIGHT, delay_s
 from orchestrator.simulator.trace import Arrival, Load, at_rate, first, read_trace
@@ -160,7 +167,7 @@ class Fleet:
 
     def _claim(self, rank: Rank) -> None:
         idle, memory = self._idle(rank), BLOCKS * BLOCK_SIZE
-        budget = claim_budget(self._max_tokens, rank.backlog, idle, memory)
+        budget = claim_budget(CLAIM_BATCHES * self._max_tokens, rank.backlog, idle, memory)
         if budget <= 0 or not self._queue:
             return
         window = [job for _, _, job in self._queue[:AFFINITY_WINDOW]]
