@@ -1,4 +1,4 @@
-"""Launchers that are forked by a process which has imported vLLM once for a test session, instead of executed.
+"""Launchers that are forked by a process which has imported vLLM once for a test run, instead of executed.
 
 A launcher's fork server (`orchestrator.launch.host.fork_servers`) takes 8 s of CPU time for these imports, most of what
 a fleet of simulated engines takes to start. Here it is forked beside its launcher, where the environment is that in
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import errno
 import gc
 import importlib
 import os
@@ -18,12 +19,14 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import msgspec
+from support_wait import DEADLINE_S
 
 from orchestrator.config.settings import Config
 from orchestrator.launch.commands import to_import
@@ -71,6 +74,7 @@ class ForkedLauncher:
     """As subprocess.Popen, of which it has what tests use."""
 
     _server: socket.socket | None = None
+    _process: subprocess.Popen[bytes] | None = None
 
     def __init__(self, arguments: Sequence[str], folder: Path, output: int) -> None:
         """`arguments`: of `orchestrator`. `output`: where it writes to."""
@@ -84,20 +88,19 @@ class ForkedLauncher:
 
     @classmethod
     def _serving(cls) -> socket.socket:
+        """One process forks for all pytest processes of a run: who binds its name starts it. It ends with the last."""
         if cls._server is None:
-            cls._server, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            program, env = to_import(Config(model="", engine="vllm"))[0]
-            with theirs:
-                process = subprocess.Popen(
-                    [sys.executable, "-c", _PROGRAM, str(theirs.fileno()), *program.imports],
-                    cwd=_CHECKOUT,
-                    env=_users(whole_environment(env)),
-                    stdin=subprocess.DEVNULL,
-                    stderr=subprocess.DEVNULL,
-                    pass_fds=[theirs.fileno()],
-                    start_new_session=True,
-                )
-            atexit.register(process.wait)
+            address = "\0pd-forks-" + os.environ.get("PYTEST_XDIST_TESTRUNUID", str(os.getpid()))
+            with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+                try:
+                    listener.bind(address)
+                except OSError as error:
+                    if error.errno != errno.EADDRINUSE:
+                        raise
+                else:
+                    listener.listen()
+                    cls._process = _execute(listener)
+            cls._server = _connected(address)
             atexit.register(cls._server.close)
         return cls._server
 
@@ -132,6 +135,30 @@ class ForkedLauncher:
         self.send_signal(signal.SIGKILL)
 
 
+def _execute(listener: socket.socket) -> subprocess.Popen[bytes]:
+    program, env = to_import(Config(model="", engine="vllm"))[0]
+    return subprocess.Popen(
+        [sys.executable, "-c", _PROGRAM, str(listener.fileno()), *program.imports],
+        cwd=_CHECKOUT,
+        env=_users(whole_environment(env)),
+        stdin=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        pass_fds=[listener.fileno()],
+        start_new_session=True,
+    )
+
+
+def _connected(address: str) -> socket.socket:
+    connection, deadline = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET), time.monotonic() + DEADLINE_S
+    while True:
+        try:
+            connection.connect(address)
+            return connection
+        except ConnectionRefusedError:  # it is bound, and does not listen yet
+            assert time.monotonic() < deadline, "the process that forks launchers takes no connection"
+            time.sleep(0.01)
+
+
 # ---- the process that forks them ---------------------------------------------------------------------------------
 
 
@@ -144,13 +171,22 @@ def main(descriptor: str, *imports: str) -> None:
         importlib.import_module(module)
     gc.freeze()  # as in the product's fork server: no collection touches the memory that is shared
     gc.enable()
-    control = socket.socket(fileno=int(descriptor))
+    listener, runs = socket.socket(fileno=int(descriptor)), list[socket.socket]()
     while True:
-        message, descriptors, _, _ = socket.recv_fds(control, _MAX_BYTES, 2)
+        (first, *_), _, _ = select.select([listener, *runs], [], [])
+        if first is listener:
+            runs.append(listener.accept()[0])
+            continue
+        message, descriptors, _, _ = socket.recv_fds(first, _MAX_BYTES, 2)
         if not message:
-            return  # the tests have ended
+            runs.remove(first)
+            first.close()
+            if not runs:
+                return  # the tests have ended
+            continue
         if os.fork() == 0:
-            control.close()
+            for each in (listener, *runs):
+                each.close()
             if (run := _watched(msgspec.msgpack.decode(message, type=_Start), *descriptors, imported_with)) is not None:
                 fork_server.end_with(run)
             return
