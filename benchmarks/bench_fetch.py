@@ -1,7 +1,8 @@
 """What the host tier and fetches of prefixes cost pushes, and how fast prefixes come, on real engines.
 
 - `tier`: exposed transfer (`bench_kv`) with the host tier on and off, a pair of engines for each, in turns.
-- `load`: the same while a third engine fetches prefixes from the one that pushes, without a pause, and while none does.
+- `load`: the same while a third engine fetches prefixes from the one that pushes, without a pause; while it takes as
+  many steps for prefixes that it has; and while it does nothing. On two cores its steps take decode's.
 - `speed`: the time of a raw NIXL WRITE of as many bytes, in descriptors of the same size, divided by that of a fetch:
   of its transfer, in the holder's thread, and of all, from the order until the asker has it.
 
@@ -39,6 +40,7 @@ LAYERS = {"small": 4, "kv-heavy": 8}
 TOKEN_BYTES = {"small": 4096, "kv-heavy": 128 << 10}
 CACHE_TOKENS = 8192  # of an engine
 SETTLE_S = 1.0
+STEPS = "beside its steps"
 
 
 def model_of(name: str, folder: Path) -> str:
@@ -65,9 +67,10 @@ def said(what: str, values: list[float]) -> str:
 
 
 def show(what: str, seen: dict[str, list[float]]) -> None:
-    """Medians of two ways, and the second divided by the first."""
-    one, other = map(statistics.median, seen.values())
-    print(f"{what}: {', '.join(said(name, values) for name, values in seen.items())}: {other / one:.2f}", flush=True)
+    """Medians of some ways, and the last divided by each of the others."""
+    *others, last = map(statistics.median, seen.values())
+    ratios = ", ".join(f"{last / other:.2f}" for other in others)
+    print(f"{what}: {', '.join(said(name, values) for name, values in seen.items())}: {ratios}", flush=True)
 
 
 async def tier(model: str, cache_bytes: int, options: argparse.Namespace) -> None:
@@ -117,12 +120,28 @@ class Fetching:
                 await asyncio.sleep(0.002)
         return totals["pd_stream_seconds"] - transferred, all_s
 
-    async def again_and_again(self) -> int:
-        """How often."""
+    async def cached(self, every_s: float) -> None:
+        """The asker's steps of a fetch, for a prefix that it has; returns after so long."""
+        began, key = time.monotonic(), uuid.uuid4().hex
+        await self._asker.submit(key, Phase.DECODE, self._body)
+        await self._asker.end(key)
+        await asyncio.sleep(max(0.0, began + every_s - time.monotonic()))
+
+    async def prepare(self, way: str) -> None:
+        await self.hold()
+        await self._asker.engine.call("reset_prefix_cache", [], {})
+        if way == STEPS:
+            await self.cached(0.0)
+
+    async def again_and_again(self, way: str, every_s: float) -> int:
+        """How many fetches."""
         count = 0
         while self.goes_on:
-            await self.once()
-            count += 1
+            if way == STEPS:
+                await self.cached(every_s)
+            else:
+                await self.once()
+                count += 1
         return count
 
 
@@ -134,17 +153,21 @@ async def load(model: str, cache_bytes: int, options: argparse.Namespace) -> Non
         fetching = Fetching(pair.prefill, await stack.enter_async_context(running(starting)), options.prefix)
         await fetching.hold()
         await fetching.once()
+        every_s = statistics.median([(await fetching.once())[1] for _ in range(5)])
         for tokens in options.tokens:
-            seen: dict[str, list[float]] = {"alone": [], "beside fetches": []}
-            fetches = 0
+            seen: dict[str, list[float]] = {"alone": [], STEPS: [], "beside fetches": []}
+            fetches, steps = 0, []
             for number in range(options.runs + 1):
                 for name in seen if number % 2 else reversed(seen):
+                    await fetching.prepare(name)
                     fetching.goes_on = name != "alone"
-                    others = asyncio.create_task(fetching.again_and_again())
-                    _, exposed_s, _ = await pair.run(random_prompt(tokens))
-                    seen[name] += [exposed_s] if number else []  # the first one connects them
+                    others = asyncio.create_task(fetching.again_and_again(name, every_s))
+                    _, exposed_s, step_s = await pair.run(random_prompt(tokens))
+                    seen[name] += [exposed_s + step_s] if number else []  # the first one connects them
+                    steps += [step_s] if name == "alone" else []  # beside others decode's next steps take longer too
                     fetching.goes_on = False
                     fetches += await others
+            seen = {name: [value - statistics.median(steps) for value in values] for name, values in seen.items()}
             show(f"load, {tokens} tokens, {fetches / (options.runs + 1):.1f} fetches beside each", seen)
 
 

@@ -63,6 +63,7 @@ def gate(
 
 class AdpSettings(msgspec.Struct, frozen=True, kw_only=True):
     strategy: Literal["round_robin", "gate", "level"] = "round_robin"
+    late: bool = False  # with `level`, a rank knows of the others what they had a step before
     timeout_iters: int = 50
     batching_wait_iters: int = 0
     ranks: int = 8
@@ -95,7 +96,7 @@ class AdpResult(msgspec.Struct, frozen=True):
 
 
 class _Rank:
-    __slots__ = ("backlog", "finish", "generating", "steps_left", "waiting")
+    __slots__ = ("backlog", "before", "finish", "generating", "steps_left", "waiting")
 
     def __init__(self) -> None:
         self.generating = 0
@@ -103,6 +104,7 @@ class _Rank:
         self.waiting: deque[list[float]] = deque()  # [prompt tokens left, output tokens, arrived at]
         self.backlog = 0  # prompt tokens left of all that wait
         self.steps_left = 0  # as in `pace`
+        self.before = (0, 0, 0)  # what it had a step before, as `level_chunks` takes it
 
     @property
     def active(self) -> int:
@@ -217,7 +219,16 @@ def _decide(settings: AdpSettings, ranks: list[_Rank], held: GateState) -> tuple
         for rank in ranks:
             floor, rank.steps_left = pace(rank.backlog, generating, rank.active >= settings.max_batch, rank.steps_left)
             floors.append(floor)
-        return level_chunks(generating, backlog, floors, settings.max_tokens), held
+        rows = list(zip(generating, backlog, floors, strict=True))
+        if not settings.late:
+            return level_chunks(generating, backlog, floors, settings.max_tokens), held
+        chunks = []
+        for at, row in enumerate(rows):
+            known = [row if at == other else rank.before for other, rank in enumerate(ranks)]
+            chunks.append(level_chunks(*zip(*known, strict=True), settings.max_tokens)[at])
+        for rank, row in zip(ranks, rows, strict=True):
+            rank.before = row
+        return chunks, held
     if settings.strategy == "gate":
         views = [RankView(rank.generating, len(rank.waiting), rank.generating < settings.max_batch) for rank in ranks]
         go, held = gate(views, held, settings.timeout_iters, settings.batching_wait_iters)

@@ -1,7 +1,8 @@
 """Two classes of requests in one fleet, against a fleet for each class with as many workers in all.
 
 Interactive requests have objectives of 0.3 s and 50 ms, those of the batch 30 s and none. Prints the highest rates at
-which 95% of each class are in time, for several shares of interactive requests.
+which 95% of each class are in time, for several shares of interactive requests. A load takes as long at every rate, so
+that it has the same bursts.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import argparse
 import functools
 import heapq
+from collections.abc import Callable
 
 import msgspec
 
@@ -67,27 +69,30 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--interactive", choices=LOADS, default="bursty")
     parser.add_argument("--batch", choices=LOADS, default="heavy_tailed")
-    parser.add_argument("--requests", type=int, default=8000, help="of each class, at most")
+    parser.add_argument("--seconds", type=float, default=120.0, help="of arrivals")
     parser.add_argument("--workers", type=int, default=8)
-    parser.add_argument("--shares", type=float, nargs="+", default=[0.5, 0.7, 0.9], help="interactive ones of all")
+    parser.add_argument(
+        "--shares", type=float, nargs="+", default=[0.2, 0.5, 0.8, 0.95], help="interactive ones of all"
+    )
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1])
     options = parser.parse_args()
     for seed in options.seeds:
-        loads = [synthetic(name, options.requests, seed) for name in (options.interactive, options.batch)]
+
+        def of_class(of: int, rate: float, seed: int = seed) -> Load:
+            name = (options.interactive, options.batch)[of]
+            return at_rate(synthetic(name, max(2, round(rate * options.seconds)), seed), rate)
 
         @functools.cache
-        def alone(of: int, workers: int, loads: list[Load] = loads) -> float:  # type: ignore[misc]
-            slo = (INTERACTIVE, BATCH)[of]
-
+        def alone(of: int, workers: int, of_class: Callable[[int, float], Load] = of_class) -> float:
             def run(rate: float) -> Report:
-                return report(simulate(at_rate(loads[of], rate), workers, slo), WARM_UP)
+                return report(simulate(of_class(of, rate), workers, (INTERACTIVE, BATCH)[of]), WARM_UP)
 
             return goodput(run, 3.0 * workers, 10.0 * workers, share=SHARE).rate
 
         for share in options.shares:
 
-            def run(rate: float, share: float = share, loads: list[Load] = loads) -> Report:
-                mixed = both(at_rate(loads[0], share * rate), at_rate(loads[1], (1 - share) * rate))
+            def run(rate: float, share: float = share, of_class: Callable[[int, float], Load] = of_class) -> Report:
+                mixed = both(of_class(0, share * rate), of_class(1, (1 - share) * rate))
                 return of_worse_class(simulate(mixed, options.workers, INTERACTIVE))
 
             apart = [

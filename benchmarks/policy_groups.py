@@ -25,7 +25,14 @@ from pathlib import Path
 from benchmarks.policy_adp import AdpSettings
 from orchestrator.policy.candidate import Candidate, DecodeChoice, RequestInfo, blocks_for
 from orchestrator.policy.choices.ranks import RankChoice
-from orchestrator.policy.claims import AFFINITY_WINDOW, choose_claims, claim_budget, claims_as_idle, fair_share_tokens
+from orchestrator.policy.claims import (
+    AFFINITY_WINDOW,
+    CLAIM_BATCHES,
+    choose_claims,
+    claim_budget,
+    claims_as_idle,
+    fair_share_tokens,
+)
 from orchestrator.policy.decode_choice import decode_choice
 from orchestrator.policy.policies import QUEUE_WEIGHT, delay_s
 from orchestrator.simulator.trace import Arrival, Load, at_rate, first, read_trace
@@ -86,10 +93,11 @@ class Rank:
 
 class Group:
     def __init__(self, name: str, ranks: int) -> None:
+        self.role = name[0]
         self.ranks = [Rank(f"{name}.{rank}", name) for rank in range(ranks)]
         self.busy = False
         self.steps = 0
-        self.stepped_s = self.lost_s = 0.0
+        self.stepped_s = self.lost_s = self.least_s = 0.0
 
 
 class VllmBalance(DecodeChoice):
@@ -124,6 +132,7 @@ class Fleet:
         self._queued_tokens = 0
         self._ends: list[tuple[float, int, Group, list[int]]] = []
         self._random = random.Random(0)
+        self._there = {"p": 0, "d": 0}  # requests that are to be computed, and that decode or wait for it
 
     def run(self) -> Fleet:
         for job in self.jobs:
@@ -136,6 +145,7 @@ class Fleet:
         return self
 
     def _arrive(self, job: Job) -> None:
+        self._there["p"] += 1
         if self._pull:
             insort(self._queue, (job.score, next(self._order), job))
             self._queued_tokens += job.arrival.prompt_tokens
@@ -157,7 +167,7 @@ class Fleet:
 
     def _claim(self, rank: Rank) -> None:
         idle, memory = self._idle(rank), BLOCKS * BLOCK_SIZE
-        budget = claim_budget(self._max_tokens, rank.backlog, idle, memory)
+        budget = claim_budget(CLAIM_BATCHES * self._max_tokens, rank.backlog, idle, memory)
         if budget <= 0 or not self._queue:
             return
         window = [job for _, _, job in self._queue[:AFFINITY_WINDOW]]
@@ -199,6 +209,7 @@ class Fleet:
             if self._counts_from <= self.now <= self.jobs[-1].arrival.at:
                 group.stepped_s += step_s
                 group.lost_s += step_s * (1 - sum(tokens) / len(tokens) / most)
+                group.least_s += step_s * max(0.0, 1 - self._there[group.role] / len(tokens))
             chunks = [min(rank.backlog, self._max_tokens) for rank in group.ranks]
             heapq.heappush(self._ends, (self.now + step_s, next(self._order), group, chunks))
 
@@ -209,6 +220,7 @@ class Fleet:
             while rank.running and rank.running[0][0] <= group.steps:
                 job = heapq.heappop(rank.running)[2]
                 job.done_at = self.now
+                self._there["d"] -= 1
                 rank.used -= job.blocks
             rank.backlog -= chunk
             while chunk:
@@ -226,6 +238,7 @@ class Fleet:
 
     def _prefilled(self, job: Job) -> None:
         job.first_at = self.now
+        self._there["p"] -= 1
         if job.arrival.output_tokens <= 1:
             job.done_at = self.now
         chosen = job.rank
@@ -234,6 +247,7 @@ class Fleet:
         if job.done_at < math.inf:
             return
         rank = chosen or self._choose(self._choose_decode, job, self.decode)
+        self._there["d"] += 1
         rank.waiting.append(job)
         rank.used += job.blocks
         self._begin(self._of[rank.name][1])
@@ -250,6 +264,12 @@ class Fleet:
         one less the mean of their tokens divided by the most of one, weighted by the steps' times."""
         weight = [group.stepped_s * len(group.ranks) for group in groups]
         return sum(group.lost_s * len(group.ranks) for group in groups) / sum(weight)
+
+    def least(self, groups: Sequence[Group]) -> float:
+        """The same of an oracle's steps at these times: all requests of the fleet, however few, are in the group that
+        takes the step, each on a rank of its own while there are ranks, and all compute equal parts of it."""
+        weight = [group.stepped_s * len(group.ranks) for group in groups]
+        return sum(group.least_s * len(group.ranks) for group in groups) / sum(weight)
 
 
 def goodput(load: Load, way: str, share: float, max_tokens: int) -> tuple[float, Fleet]:
@@ -275,6 +295,7 @@ def row(case: tuple[Load, str, float, int]) -> str:
     load, way, share, max_tokens = case
     rate, fleet = goodput(*case)
     lost = [fleet.lost(groups) for groups in (fleet.prefill, fleet.decode, fleet.prefill + fleet.decode)]
+    lost.append(fleet.least(fleet.prefill + fleet.decode))
     shown = " | ".join(f"{part:.0%}" for part in lost)
     return f"| {load.name} | {max_tokens:,} | {share:.0%} | `{way}` | {rate:.0f} | {shown} |"
 
@@ -289,8 +310,8 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=1)
     args = parser.parse_args()
     loads = [first(read_trace(trace), args.requests) for trace in args.traces]
-    print("| load | tokens in a step | in time | way | goodput, requests/s | lost, prefill | decode | all |")
-    print("|---|---|---|---|---|---|---|---|")
+    print("| load | tokens in a step | in time | way | goodput, requests/s | lost, prefill | decode | all | at least |")
+    print("|---|---|---|---|---|---|---|---|---|")
     cases = product(loads, args.ways, args.shares, args.max_tokens)
     with ProcessPoolExecutor(args.processes) as pool:
         for line in pool.map(row, cases):

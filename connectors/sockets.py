@@ -88,6 +88,7 @@ class _Addresses:
     """Of one engine."""
 
     metadata: set[bytes] = field(default_factory=set)  # NIXL's, of its ranks; has their addresses
+    answers: tuple[str, int] | None = None  # handshakes
     listens: set[tuple[bytes, int]] | None = None  # where its ranks listen; None until one has said so
 
 
@@ -98,10 +99,13 @@ class PeerAddresses:
         self._lock = threading.Lock()
         self._engines: OrderedDict[str, _Addresses] = OrderedDict()
 
-    def connecting(self, engine: str, metadata: bytes) -> None:
-        """This process is about to connect to one rank of `engine`, whose NIXL metadata is `metadata`."""
+    def connecting(self, engine: str, metadata: bytes, answers: tuple[str, int]) -> None:
+        """This process is about to connect to one rank of `engine`, whose NIXL metadata is `metadata`. The engine
+        answers handshakes at this host and port."""
         with self._lock:
-            self._known(engine).metadata.add(metadata)
+            known = self._known(engine)
+            known.metadata.add(metadata)
+            known.answers = answers
 
     def listens(self, engine: str, endpoints: Iterable[tuple[bytes, int]]) -> None:
         """A rank of `engine` says where it listens, before it writes here."""
@@ -124,9 +128,12 @@ class PeerAddresses:
                 self._engines[engine].metadata.clear()
 
     def has_ended(self, engine: str) -> bool:
-        """Whether every process of `engine` that said where it listens has ended. May take a second."""
-        endpoints = self._engines.get(engine, _Addresses()).listens
-        return bool(endpoints) and all(refuses(*endpoint) for endpoint in sorted(endpoints or ()))
+        """Whether every process of `engine` that said where it listens has ended, or the one that answers handshakes
+        where none has said it: then nothing was written yet. May take a second."""
+        known = self._engines.get(engine, _Addresses())
+        if known.listens is None:
+            return known.answers is not None and refuses(*known.answers)
+        return bool(known.listens) and all(refuses(*endpoint) for endpoint in sorted(known.listens))
 
     def is_local(self, engine: str) -> bool:
         """Whether the engine runs on this machine, and may write without a connection."""
@@ -150,10 +157,10 @@ class PeerAddresses:
             return settled or not (_FABRICS.is_dir() and any(_FABRICS.iterdir())) or self.has_ended(engine)
         if answered:
             time.sleep(_COPY_S)  # its threads, which were copying then, run
-        elif self._engines.get(engine, _Addresses()).listens is None:
-            return settled  # it never named a connection, without which it writes nothing
         elif not self.has_ended(engine):
-            return False  # it needs no connection: a process that was stopped during a copy may continue it
+            # It needs no connection: a process that was stopped during a copy may continue it. But one that never named
+            # a connection writes nothing.
+            return settled and self._engines.get(engine, _Addresses()).listens is None
         self.tear_down(engine)
         return True
 

@@ -45,6 +45,7 @@ class KVEndpoint(msgspec.Struct, frozen=True):
     port: int
     tp_size: int = 1
     pp_size: int = 1
+    shards: int = 1  # ranks among which each prompt's blocks are dealt out: decode context parallelism
     key: str = ""  # public key of the handshake's port; empty where it is not encrypted
 
 
@@ -142,8 +143,9 @@ class WorkerInfo(msgspec.Struct, frozen=True):
         return f"{self.generation}:{self.pairs_within}" if self.pairs_within else str(self.generation)
 
     def can_be(self, role: Role) -> bool:
-        """Whether it may take this role. An engine of several pipeline stages only prefills."""
-        return role is Role.PREFILL or self.kv.pp_size == 1
+        """Whether it may take this role. An engine of several pipeline stages only prefills, and one whose ranks share
+        each prompt only decodes."""
+        return (self.kv.shards if role is Role.PREFILL else self.kv.pp_size) == 1
 
 
 class KVCounters(msgspec.Struct, frozen=True):
@@ -292,7 +294,7 @@ class Offered(msgspec.Struct, frozen=True):
     ended: int = 0  # requests that were answered, failed or refused
     late_first: int = 0  # ended requests whose first token missed slo.ttft_s, or never came
     late_tokens: int = 0  # ended requests whose other tokens missed slo.tpot_s
-    prefill_tokens2: float = 0.0  # the squares of each request's prefill tokens, summed
+    prefill_tokens2: float = 0.0  # the squares of each request's prefill tokens by its haste, summed
     local_tokens: int = 0  # the same, on the decode worker with most of the prompt cached
     local_tokens2: float = 0.0
     least_tokens: int = 0  # the same, on the worker of either role with most of the prompt cached
@@ -301,14 +303,14 @@ class Offered(msgspec.Struct, frozen=True):
     generated_tokens: int = 0  # of all requests, ended or not
 
     @classmethod
-    def one(cls, prefill_tokens: int, local_tokens: int, output_tokens: float) -> Offered:
-        """A single request."""
+    def one(cls, prefill_tokens: int, local_tokens: int, output_tokens: float, haste: float = 1.0) -> Offered:
+        """A single request. `haste`: as `policy.ratio.load` has it."""
         least_tokens = min(prefill_tokens, local_tokens)
         return cls(
             requests=1,
             prefill_tokens=prefill_tokens,
             output_tokens=output_tokens,
-            prefill_tokens2=float(prefill_tokens * prefill_tokens),
+            prefill_tokens2=(haste * prefill_tokens) ** 2,
             local_tokens=local_tokens,
             local_tokens2=float(local_tokens * local_tokens),
             least_tokens=least_tokens,

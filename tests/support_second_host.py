@@ -11,21 +11,14 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
 from support_fleet import ROOT, RunningFleet
+from support_namespaces import NAME, add_hosts, ip, remove_hosts
 from support_wait import DEADLINE_S
 
 from orchestrator.launch.host.redis_server import server_binary
 from orchestrator.process.parent import EXIT_AGAIN
 
-NAME = f"pd{os.getpid() % 100_000}"
 HERE, THERE = "10.213.7.1", "10.213.7.2"
-
-
-def ip(command: str) -> None:
-    done = subprocess.run(["ip", *command.split()], capture_output=True, text=True, timeout=DEADLINE_S)
-    if done.returncode:
-        pytest.skip(f"no network namespaces here: {done.stderr.strip()}")
 
 
 def cut(away: bool) -> None:
@@ -37,7 +30,7 @@ def cut(away: bool) -> None:
 def running_second_host() -> Iterator[list[str]]:
     """The beginning of a command that runs there."""
     try:
-        ip(f"netns add {NAME}")
+        add_hosts(NAME)
         ip(f"link add {NAME}a type veth peer name {NAME}b netns {NAME}")
         ip(f"addr add {HERE}/24 dev {NAME}a")
         ip(f"link set {NAME}a up")
@@ -46,8 +39,7 @@ def running_second_host() -> Iterator[list[str]]:
         ip(f"-n {NAME} link set lo up")
         yield ["ip", "netns", "exec", NAME]
     finally:
-        subprocess.run(["ip", "link", "del", f"{NAME}a"], capture_output=True, timeout=DEADLINE_S)
-        subprocess.run(["ip", "netns", "del", NAME], capture_output=True, timeout=DEADLINE_S)
+        remove_hosts([NAME])
 
 
 @contextlib.contextmanager

@@ -275,6 +275,7 @@ class Prefill:
     """What the prefill scheduler knows of a request."""
 
     total: int
+    lent: bool = False  # its chunks are pieces of a prefix that is lent
     done: int = 0  # blocks of steps that were launched
     computed_in: list[int] = field(default_factory=lambda: [0] * REGIONS)  # blocks that the device has, by region
     epoch: int = 0
@@ -315,7 +316,7 @@ class PrefillEngine:
         request = self.requests[stream]
         request.started = True
         for rank in self.ranks:
-            rank.run(rank.outbound.start(stream, request.total, request.total, self.world.now))
+            rank.run(rank.outbound.start(stream, request.total, request.total, self.world.now, request.lent))
 
     def compute(self, stream: str, blocks: int, in_groups: bool = False) -> None:
         """`in_groups`: if it is the last chunk, its regions go out one after the other."""

@@ -15,29 +15,19 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
-from support_wait import DEADLINE_S
+from support_namespaces import NAME, add_hosts, ip, remove_hosts
 
 NAMES = ("writer", "reader")
 _BYTES, _DEADLINE_S = 1 << 20, 60.0
-_HOSTS = f"pd{os.getpid()}"
-
-
-def ip(command: str) -> str:
-    done = subprocess.run(["ip", *command.split()], capture_output=True, text=True, timeout=DEADLINE_S)
-    if done.returncode:
-        pytest.skip(f"no network namespaces here: {done.stderr.strip()}")
-    return done.stdout
 
 
 @contextlib.contextmanager
 def two_hosts(addresses: tuple[str, str], others: tuple[str, str], route: str = "") -> Iterator[None]:
     """Hosts that reach each other at `addresses`, each with one of `others` on a network that ends there. `route`: the
     gateway of all other addresses."""
-    hosts = [f"{_HOSTS}-{name}" for name in NAMES]
+    hosts = [f"{NAME}-{name}" for name in NAMES]
     try:
-        for host in hosts:
-            ip(f"netns add {host}")
+        add_hosts(*hosts)
         ip(f"link add eth0 netns {hosts[0]} type veth peer name eth0 netns {hosts[1]}")
         for host, address, other in zip(hosts, addresses, others, strict=True):
             nodad = " nodad" if ":" in address else ""
@@ -54,15 +44,14 @@ def two_hosts(addresses: tuple[str, str], others: tuple[str, str], route: str = 
             time.sleep(0.05)
         yield
     finally:
-        for host in hosts:
-            subprocess.run(["ip", "netns", "del", host], capture_output=True, timeout=DEADLINE_S)
+        remove_hosts(hosts)
 
 
 def transfer(folder: Path, reached_at: tuple[str, str]) -> list[str]:
     """The last line that each of the two agents printed."""
     started = [
         subprocess.Popen(
-            ["ip", "netns", "exec", f"{_HOSTS}-{name}", sys.executable, __file__, name, str(folder), address],
+            ["ip", "netns", "exec", f"{NAME}-{name}", sys.executable, __file__, name, str(folder), address],
             env=os.environ | {"UCX_TLS": "tcp"},  # they have one kernel, so UCX would share memory
             cwd=Path(__file__).parents[1],
             stdout=subprocess.PIPE,

@@ -12,8 +12,14 @@ import random
 from collections.abc import Callable
 
 from orchestrator.config.settings import Config
-from orchestrator.policy.claims import AFFINITY_WINDOW, choose_claims, claim_budget, claims_as_idle
-from orchestrator.policy.predict.predictor import PRIOR_S_PER_TOKEN
+from orchestrator.policy.claims import (
+    AFFINITY_WINDOW,
+    CLAIM_BATCHES,
+    choose_claims,
+    claim_budget,
+    claims_as_idle,
+    most_claimed,
+)
 from orchestrator.process.ticks import left_s, until_told
 from orchestrator.store.client import RedisAway
 from orchestrator.store.queue import Claim, PrefillQueue
@@ -44,7 +50,7 @@ class ClaimLoop:
         active: Callable[[], bool],
     ) -> None:
         """`active`: whether this worker may claim now."""
-        self._info, self._lease_s = info, config.workers.lease_s
+        self._info, self._lease_s, self._slo = info, config.workers.lease_s, config.slo
         self._queue, self._attempts, self._load, self._prefills = queue, attempts, load, prefills
         self._active = active
         self._room = asyncio.Event()  # set when there may be more room
@@ -78,7 +84,10 @@ class ClaimLoop:
     def _budget(self) -> int:
         """Prompt tokens that may be claimed now."""
         batch, claimed = self._info.max_num_batched_tokens, self._attempts.claimed_tokens
-        return claim_budget(batch, claimed, self._idle, self._free_tokens)
+        # Ranks in lockstep share the work of each step, so that a claimed job waits for no other.
+        lockstep, s_per_token = self._info.lockstep, self._prefills.fetches.s_per_token
+        most = CLAIM_BATCHES * batch if lockstep else most_claimed(batch, self._slo, s_per_token)
+        return claim_budget(most, claimed, self._idle, self._free_tokens)
 
     async def _claim_forever(self) -> None:
         while True:
@@ -110,8 +119,7 @@ class ClaimLoop:
             # Jobs that do not fit, or are left to idle workers, look like an empty queue. Asking again at once would
             # make a busy loop.
             return claims, not claims and not idle and not self._queue.waits
-        rate = self._load.rate.tokens_per_s
-        s_per_token = 1 / rate if rate else PRIOR_S_PER_TOKEN
+        s_per_token = self._prefills.fetches.s_per_token
         chosen = choose_claims(window, budget, idle, s_per_token, share_tokens=self._queue.share_tokens)[:jobs]
         # Another worker may have claimed some of them meanwhile.
         return await self._queue.claim_chosen(self._info.id, chosen, idle and bool(chosen)), not chosen

@@ -5,11 +5,14 @@ The memory is this process's own, and ends with it.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
+import itertools
+import os
 import queue
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, Protocol
@@ -32,6 +35,9 @@ if TYPE_CHECKING:
 
 Rows = dict[str, torch.Tensor]  # by region of the device's cache: (blocks, bytes of one there), int8
 
+_PIECE_BYTES = 8 << 20  # of a store on CPUs: what an engine's step may wait for
+_LATE_S = 0.5  # a store that no core was idle for is made by the engine's own thread: its blocks cannot be evicted
+
 
 class Way(Protocol):
     """Copies blocks in one direction, and returns once they are there."""
@@ -42,7 +48,11 @@ class Way(Protocol):
 
 
 class HostMemory:
-    """Each direction has a thread, so that no load waits for stores."""
+    """Each direction has a thread, so that no load waits for stores.
+
+    On CPUs the one that stores runs only while a core has nothing else to do. It may run on all of the machine's, also
+    on the one where a step of another engine computes, whose KV has just been pushed there.
+    """
 
     def __init__(
         self,
@@ -54,8 +64,8 @@ class HostMemory:
         ended: Callable[[], None],
         loaded: Callable[[int, float], None] = lambda size, seconds: None,
     ) -> None:
-        """`worker` has registered the device's cache. `begin`: called on each new thread; `ended`: after each copy;
-        `loaded(bytes, seconds)`: after each to the device. Raises ValueError where the cache cannot be copied."""
+        """`worker` has registered the device's cache. `begin`: called on each new thread; `ended`: after each load and
+        store; `loaded(bytes, seconds)`: after each load. Raises ValueError where the cache cannot be copied."""
         device = _regions(worker, config.num_blocks)
         # The scheduler half counts blocks by the same function.
         blocks = SimpleCPUOffloadScheduler._derive_cpu_config(config, capacity_bytes).num_blocks
@@ -66,7 +76,20 @@ class HostMemory:
             name: torch.zeros((blocks, rows.shape[1]), dtype=torch.int8, device="cpu") for name, rows in device.items()
         }
         self._store, self._load = _ways(worker, device, host)
-        self._threads = [ThreadPoolExecutor(1, f"pd-host-{name}", initializer=begin) for name in ("store", "load")]
+        self._gives_way = worker.device_type != "cuda"
+        self._piece = max(1, _PIECE_BYTES // self._block_bytes) if self._gives_way else blocks
+
+        def begin_storing() -> None:
+            begin()
+            if self._gives_way:
+                with contextlib.suppress(OSError):
+                    os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+
+        self._threads = [
+            ThreadPoolExecutor(1, "pd-host-store", initializer=begin_storing),
+            ThreadPoolExecutor(1, "pd-host-load", initializer=begin),
+        ]
+        self._waiting: deque[tuple[float, Callable[[], None]]] = deque()  # pieces of stores, and since when
         self._ended, self._note_load = ended, loaded
         self._loaded: queue.SimpleQueue[list[str]] = queue.SimpleQueue()
         self._stored: queue.SimpleQueue[int] = queue.SimpleQueue()
@@ -79,14 +102,37 @@ class HostMemory:
         def told(seconds: float) -> None:
             self._note_load(size, seconds)
             self._loaded.put(requests)
+            self._ended()
 
         copy = functools.partial(self._load.copy, orders.load_cpu_blocks, orders.load_gpu_blocks, None)
         self._threads[1].submit(self._run, copy, told)
 
     def store(self, orders: SimpleCPUOffloadMetadata, computed: Any) -> None:
         """What earlier steps, or this one, have computed. `computed`: an event after this step; None on CPUs."""
-        copy = functools.partial(self._store.copy, orders.store_gpu_blocks, orders.store_cpu_blocks, computed)
-        self._threads[0].submit(self._run, copy, lambda seconds: self._stored.put(orders.store_event))
+        sources, targets = orders.store_gpu_blocks, orders.store_cpu_blocks
+        starts = range(0, len(sources), self._piece)
+        left = itertools.count(len(starts) - 1, -1)  # pieces, once one more has ended
+
+        def told(seconds: float) -> None:
+            if next(left) == 0:
+                self._stored.put(orders.store_event)
+                self._ended()
+
+        now = time.monotonic()
+        for some in (slice(start, start + self._piece) for start in starts):
+            copy = functools.partial(self._store.copy, sources[some], targets[some], computed)
+            self._waiting.append((now, functools.partial(self._run, copy, told)))
+            self._threads[0].submit(self._store_next)
+
+    def _is_late(self) -> bool:
+        with contextlib.suppress(IndexError):  # the other thread has taken the last one
+            return self._waiting[0][0] + _LATE_S <= time.monotonic()
+        return False
+
+    def _store_next(self) -> None:
+        with contextlib.suppress(IndexError):
+            _, store = self._waiting.popleft()
+            store()
 
     def _run(self, copy: Callable[[], None], told: Callable[[float], None]) -> None:
         began = time.perf_counter()
@@ -95,7 +141,7 @@ class HostMemory:
             told(time.perf_counter() - began)
         except Exception as error:
             self._failed.put(error)
-        self._ended()
+            self._ended()
 
     def take_loaded(self) -> set[str]:
         """The requests whose blocks have been loaded since the last call. Raises RuntimeError if a copy has failed: its
@@ -105,7 +151,10 @@ class HostMemory:
         return {key for _ in range(self._loaded.qsize()) for key in self._loaded.get()}
 
     def take_stored(self) -> dict[int, int]:
-        """The stores that have ended since the last call, by their numbers, 1 each: all ranks' are added."""
+        """The stores that have ended since the last call, by their numbers, 1 each: all ranks' are added. Makes those
+        that are late: it is called in each step."""
+        while self._gives_way and self._is_late():
+            self._store_next()
         return Counter(self._stored.get() for _ in range(self._stored.qsize()))
 
     def close(self) -> None:

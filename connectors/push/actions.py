@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from connectors.push.wire import Endpoint, Message, Register
@@ -75,6 +75,14 @@ class Chunk:
     regions: tuple[int, ...] | None = None
     ready: Any = None
     whole: bool = False  # the blocks of a whole prompt, for groups whose blocks have no position
+
+    def pieces(self, blocks: int) -> list[Chunk]:
+        """In order, of at most so many blocks each."""
+        starts = range(0, len(self.blocks[0]), blocks)
+        return [
+            replace(self, start=self.start + at, blocks=tuple(group[at : at + blocks] for group in self.blocks))
+            for at in starts
+        ]
 
 
 @dataclass(frozen=True)

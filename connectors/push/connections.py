@@ -24,7 +24,7 @@ from connectors.push.blocks import verify
 from connectors.push.inbound import Inbound
 from connectors.push.metadata import PushOptions, PushStats
 from connectors.push.outbound import Outbound
-from connectors.push.records import Pings, Pongs
+from connectors.push.records import Pings, Pongs, Unwritable
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -57,7 +57,7 @@ class Connections(verify.Verifying):
         self._events: queue.SimpleQueue[verify.Event] = queue.SimpleQueue()
         self._records: queue.SimpleQueue[verify.Record] = queue.SimpleQueue()
         self._connecting: set[str] = set()
-        self._unwritable: dict[str, str] = {}  # connected for messages only, and why
+        self._unwritable: dict[str, Unwritable] = {}  # connected for messages only
         self._to_forget: set[str] = set()
         self._endpoints: dict[str, wire.Endpoint] = {}  # of engines that are connected, or being so
         self._lost: set[str] = set()  # connected anew as soon as no WRITE uses the old connection
@@ -214,23 +214,25 @@ class Connections(verify.Verifying):
     def _handshake(self, peer: wire.Endpoint, messages_only: bool) -> None:
         try:
             where = (peer.engine_id, peer.host, peer.port, peer.tp_size)
-            future = self._ensure_handshake(*where, pp_size=peer.pp_size, notif_agents_only=messages_only)
+            with self._handshake_lock:  # it ends behind this: `_handshake_done` is called after vLLM's own callback
+                future = self._ensure_handshake(*where, pp_size=peer.pp_size, notif_agents_only=messages_only)
+                if future is not None:
+                    future.add_done_callback(functools.partial(self._handshake_done, peer, messages_only))
         except Exception as error:
             logger.exception("no handshake with %s", peer.engine_id)
             self._run(functools.partial(self._on_unreachable, peer.engine_id, f"no handshake: {error}"))
             return
         if future is None:
             self._run(functools.partial(self._on_connected, peer.engine_id))
-        else:
-            future.add_done_callback(functools.partial(self._handshake_done, peer, messages_only))
 
     def _nixl_handshake(self, host: str, port: int, ranks: int, engine: str, *args: Any, **kwargs: Any) -> Any:
         """In a thread of its own."""
-        with handshake.expecting(self._endpoints[engine].key):
-            agents, offset = super()._nixl_handshake(host, port, ranks, engine, *args, **kwargs)
-        with self._handshake_lock:  # as vLLM's callback does, which may come after ours where the writer was held up
-            self._remote_agents[engine] = agents
-        return agents, offset
+        try:
+            with handshake.expecting(self._endpoints[engine].key):
+                return super()._nixl_handshake(host, port, ranks, engine, *args, **kwargs)
+        finally:
+            with self._handshake_lock:  # the writer has both callbacks in place
+                pass
 
     def _handshake_done(self, peer: wire.Endpoint, messages_only: bool, future: Future[Any]) -> None:
         error = future.exception()
@@ -248,7 +250,7 @@ class Connections(verify.Verifying):
             self._submit(functools.partial(self._handshake_for_messages, peer, why))
 
     def _handshake_for_messages(self, peer: wire.Endpoint, why: str, now: float) -> Iterable[Any]:
-        self._unwritable[peer.engine_id] = why
+        self._unwritable[peer.engine_id] = Unwritable(why, since=now)
         self._handshake(peer, messages_only=True)
         return ()
 
@@ -331,9 +333,13 @@ class Connections(verify.Verifying):
         self._peer_addresses.forget(engine_id, awaited=self._inbound.engines())
 
     def add_remote_agent(self, meta: Any, *args: Any, **kwargs: Any) -> str:
-        self._peer_addresses.connecting(meta.engine_id, meta.agent_metadata)
+        self._note_address(meta)
         return super().add_remote_agent(meta, *args, **kwargs)
 
     def _add_notif_only_remote_agent(self, meta: Any, *args: Any, **kwargs: Any) -> str:
-        self._peer_addresses.connecting(meta.engine_id, meta.agent_metadata)
+        self._note_address(meta)
         return super()._add_notif_only_remote_agent(meta, *args, **kwargs)
+
+    def _note_address(self, meta: Any) -> None:
+        at = self._endpoints[meta.engine_id]
+        self._peer_addresses.connecting(meta.engine_id, meta.agent_metadata, (at.host, at.port))

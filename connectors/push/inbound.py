@@ -18,7 +18,6 @@ from connectors.push.wire import Endpoint, Message, Register, Unregister
 
 Action = Union[Connect, Send, Cut, Finish]
 
-_RESEND_MAX_S = 4.0  # between two repeats of what is not answered: a link may have lost it, or the answer
 _CUT_AGAIN_S = 1.0  # between two attempts to make sure that a peer cannot write here
 
 
@@ -265,24 +264,20 @@ class Inbound:
         """Repeat the last message until it is answered. `Register` and `Unregister` are idempotent. Without a
         connection, try to make one, also after a handshake that failed."""
         if waiting.source.engine_id not in self._peers:
-            self._repeat_later(waiting, now)
+            waiting.repeat_later(now)
             return [Connect(waiting.source)]
         if waiting.state is Inbox.WITHDRAWING:
             return self._ask_to_stop(waiting, now)
         return self._ask_for_kv(waiting, waiting.unanswered, now)
 
-    def _repeat_later(self, waiting: Waiting, now: float) -> None:
-        waiting.resend_at = now + waiting.resend_s
-        waiting.resend_s = min(2 * waiting.resend_s, _RESEND_MAX_S)
-
     def _ask_for_kv(self, waiting: Waiting, peers: set[str], now: float) -> list[Action]:
-        self._repeat_later(waiting, now)
+        waiting.repeat_later(now)
         waiting.registered.update(peers)
         order = msgspec.structs.replace(waiting.order, valid_s=max(0.0, waiting.deadline - now))
         return [Send(waiting.source.engine_id, peer, self._connections.name_in(order, peer)) for peer in sorted(peers)]
 
     def _ask_to_stop(self, waiting: Waiting, now: float) -> list[Action]:
-        self._repeat_later(waiting, now)
+        waiting.repeat_later(now)
         order = waiting.order
         message = Unregister(order.stream, order.request, order.decode)
         return [Send(waiting.source.engine_id, peer, message) for peer in sorted(waiting.unanswered)]

@@ -69,7 +69,7 @@ class Outbound:
             state = ended.state if ended else Stream.COMPUTING  # withdrawn before it began
             stream = self._streams[key] = PushStream(key, state, why=ended.why if ended else "")
         stream.total_blocks, stream.prompt_tokens, stream.computing = total_blocks, prompt_tokens, True
-        stream.lease_s = min(self._lease_s, _LENT_S) if lent else self._lease_s
+        stream.lent, stream.lease_s = lent, min(self._lease_s, _LENT_S) if lent else self._lease_s
         actions = self._apply(stream, StreamEvent.START, now, "")
         return actions + self._check(stream, now)
 
@@ -105,9 +105,8 @@ class Outbound:
 
     def device_worked(self, now: float) -> list[Action]:
         """The device may have computed chunks that were not ready. Call it often while `awaits_device`."""
-        return [
-            action for stream in list(self._streams.values()) if stream.pending for action in self._pump(stream, now)
-        ]
+        streams = [stream for stream in self._streams.values() if stream.pending]
+        return [action for stream in streams for action in self._pump(stream, now)]
 
     def finish(self, key: str, now: float) -> list[Action]:
         """The prefill ended well and the scheduler holds its blocks until `Release`."""
@@ -290,7 +289,8 @@ class Outbound:
                 return []
             if stream.has_expired(now):
                 return self._apply(stream, StreamEvent.GIVE_UP, now, _RUN_OUT)
-            if not (chunks := stream.take_ready(all_or_none=not link.chunkwise)):
+            beside_pushes = stream.lent and not all(other.lent for other in self._streams.values())
+            if not (chunks := stream.take_ready(not link.chunkwise, one_by_one=beside_pushes and link.chunkwise)):
                 return []
             stream.posted_over = link.epoch
             return [Post(stream.key, order, chunks, stream.total_blocks)]

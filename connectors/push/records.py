@@ -7,6 +7,7 @@ whether the other end answers over them.
 from __future__ import annotations
 
 import itertools
+import zlib
 from collections import Counter, OrderedDict, deque
 from collections.abc import Container, Iterable
 from dataclasses import dataclass, field
@@ -19,6 +20,9 @@ from connectors.push.states import Inbox, Stream
 from connectors.push.wire import Endpoint, Hello, Ping, Pong, Register
 
 _RENEW_AFTER = 1 / 3  # of a registration's time
+_RESEND_MAX_S = 4.0  # between two repeats of what is not answered: a link may have lost it, or the answer
+_SPREAD = 0.25  # of that time, more or less: the repeats to a silent peer do not all come in one turn
+_UNWRITABLE_S = 30.0
 _REMEMBERED = 2048
 _REMEMBERED_PEERS = 4096
 _PING_EVERY_S = 0.5
@@ -36,6 +40,17 @@ class Link:
     @property
     def epoch(self) -> int:
         return self.hello.epoch
+
+
+class Unwritable(NamedTuple):
+    """Why an engine is connected for messages only. What looked like another memory layout may have been a passing
+    error: the first WRITE after some time has the connection made anew, for all."""
+
+    why: str
+    since: float
+
+    def is_over(self, now: float) -> bool:
+        return now >= self.since + _UNWRITABLE_S
 
 
 class Links(dict[str, Link]):
@@ -75,6 +90,7 @@ class PushStream:
     prompt_tokens: int = 0
     held: bool = False  # the scheduler waits for Release
     computing: bool = False  # the scheduler will still say how the prefill ended
+    lent: bool = False  # it is no prefill, but a prefix from the cache
     covered: int = 0  # blocks shipped in all regions, from the first on
     covered_regions: dict[int, int] = field(default_factory=dict)  # region -> blocks shipped in it, where they are more
     why: str = ""
@@ -110,11 +126,14 @@ class PushStream:
         """The device has not computed the last of the chunks yet."""
         return bool(self.pending) and not _is_computed(self.pending[-1])
 
-    def take_ready(self, all_or_none: bool) -> tuple[Chunk, ...]:
-        """Dequeues the chunks that may be shipped: in order, up to the first that the device has not computed yet."""
+    def take_ready(self, all_or_none: bool, one_by_one: bool) -> tuple[Chunk, ...]:
+        """Dequeues the chunks that may be shipped: in order, up to the first that the device has not computed yet.
+        `one_by_one`: only the first, once the one before has been written."""
         ready = tuple(itertools.takewhile(_is_computed, self.pending))
         if all_or_none and len(ready) < len(self.pending):
             return ()
+        if one_by_one:
+            ready = () if self.inflight else ready[:1]
         for _ in ready:
             self.pending.popleft()
         return ready
@@ -200,6 +219,12 @@ class Waiting:
     resend_at: float = 0.0
     settled_at: float = 0.0  # posted WRITEs have ended by then, unless the peer was stopped or the link was cut
     give_up_at: float = 0.0  # without an answer by then, its peers are cut off
+
+    def repeat_later(self, now: float) -> None:
+        """After twice as long each time, a part more or less by request."""
+        spread = 1 + _SPREAD * (zlib.crc32(self.order.request.encode()) / 0x7FFFFFFF - 1)
+        self.resend_at = now + spread * self.resend_s
+        self.resend_s = min(2 * self.resend_s, _RESEND_MAX_S)
 
     @property
     def awaits_failed_only(self) -> bool:

@@ -72,12 +72,12 @@ class PushScheduler(NixlPushConnectorScheduler):
         host = self.options.advertise or self.side_channel_host
         parallel, key = vllm_config.parallel_config, handshake.public_key()
         ranks, stages = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
-        self._endpoint = Endpoint(engine_id, host, self.side_channel_port, ranks, stages, key)
+        shards = parallel.decode_context_parallel_size
+        self._endpoint = Endpoint(engine_id, host, self.side_channel_port, ranks, stages, shards, key)
         # What is known by position, and computed on one pipeline stage, is shipped as it grows. Anything else is
         # shipped whole, when vLLM hands over the final block lists. So is the KV of drafters that read several tokens
         # ahead: the last tokens of a chunk are not final. And so is that of a model whose prefill stops short of the
         # prompt's end for another reason than a state.
-        shards = parallel.decode_context_parallel_size
         self._positions = Positions(kv_cache_config, self.block_size, shards)
         final = vllm_config.num_prefill_lookahead_tokens <= 1 and self._prefill_backoff() == int(self._has_mamba)
         self.by_position = self._positions.known and final and stages == 1

@@ -27,6 +27,7 @@ class Endpoint(msgspec.Struct, frozen=True):
     port: int
     tp_size: int = 1
     pp_size: int = 1
+    shards: int = 1
     key: str = ""
 
 

@@ -35,6 +35,7 @@ logger = init_logger("vllm.pd.push")
 
 _TICK_S = 0.1
 _CUT_AT_ONCE = 4
+_LENT_BYTES = 8 << 20  # of a prefix that is lent, so many at a time beside pushes: a push waits for no more
 
 
 class PushWorker(Connections):
@@ -103,7 +104,8 @@ class PushWorker(Connections):
             if computed.earlier:
                 ready = self.device_event() if self.drafts or not computed.whole else None
                 chunk = do.Chunk(computed.start, computed.blocks, None, ready, whole=computed.whole)
-                self._submit(functools.partial(self._outbound.computed, computed.key, [chunk], computed.epoch, True))
+                chunks = chunk.pieces(self._lent_blocks) if computed.lent else [chunk]
+                self._submit(functools.partial(self._outbound.computed, computed.key, chunks, computed.epoch, True))
 
     def on_layer(self, layer_name: str, metadata: PushMetadata, forward: object) -> None:
         """A forward pass has written a layer's KV, or queued it on the device: send what is due of each last chunk."""
@@ -141,8 +143,9 @@ class PushWorker(Connections):
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         super().register_kv_caches(kv_caches)
         self._outbound.regions = self.num_regions
+        block_bytes = self._physical_blocks_per_logical_kv_block * sum(self.block_len_per_layer)
+        self._lent_blocks = max(1, _LENT_BYTES // block_bytes)
         if self.options.transfer in ("auto", "layer"):
-            block_bytes = self._physical_blocks_per_logical_kv_block * sum(self.block_len_per_layer)
             built = self.vllm_config.compilation_config.static_forward_context
             self._layers.know(self.region_names, [name for name in built if name in kv_caches], block_bytes)
 
@@ -274,8 +277,10 @@ class PushWorker(Connections):
         self._engine_last_active[engine] = time.perf_counter()
         posted, why = self._handle_count, ""
         try:
-            if engine in self._unwritable:
-                raise LayoutError(self._unwritable[engine])
+            if (unwritable := self._unwritable.get(engine)) is not None:
+                if unwritable.is_over(time.monotonic()):
+                    self._lose(engine, unwritable.why)
+                raise LayoutError(unwritable.why)
             chunkwise = writer.takes_chunks(self, engine) and not is_whole(post)
             if chunkwise:
                 writer.post_chunks(self, post, functools.partial(self._record, engine, post.stream))

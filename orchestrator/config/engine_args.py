@@ -35,9 +35,24 @@ _GROUP = "data_parallel_size"
 _UNPICKLES = "VLLM_ALLOW_INSECURE_SERIALIZATION"
 # The workers set these themselves.
 _RESERVED = {"model": "model", "kv_transfer_config": "kv.transfer", "served_model_name": "served_model_name"}
+_TENSOR, _STAGES, _SHARDS = "tensor_parallel_size", "pipeline_parallel_size", "decode_context_parallel_size"
+# What the workers of a role cannot have, and the mend.
+_OF_OTHER_ROLE = {
+    Role.DECODE: (
+        _STAGES,
+        "split a decode worker by tensor_parallel_size, and set stages in workers.prefill.engine_args",
+    ),
+    Role.PREFILL: (_SHARDS, "a prefill worker sends whole prompts; set it in workers.decode.engine_args"),
+}
 # How ranks share a model; and what says that another file than its config.json describes it.
-_SHARES = {"enable_expert_parallel", "tensor_parallel_size", "pipeline_parallel_size"}
+_EXPERTS = "enable_expert_parallel"
+_SHARES = {_EXPERTS, _TENSOR, _STAGES}
 _OTHER_CONFIGS = {"hf_overrides", "hf_config_path"}
+# How many experts a model's config.json says that a layer has. EPLB adds copies of some.
+_EXPERT_COUNTS, _ADDS_EXPERTS = (
+    ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts"),
+    "enable_eplb",
+)
 # Where a model's config.json has the sizes of its text part.
 _TEXT_PARTS = ("text_config", "llm_config", "language_config")
 # An engine's KV blocks can be read by another engine only when these agree.
@@ -92,21 +107,23 @@ def check_environment(changes: Mapping[str, str] | None = None) -> None:
 
 def ranks(config: Config, role: Role) -> int:
     """How many GPUs, or CPU processes, one worker of this role has. Raises ConfigError."""
-    arguments = engine_args(config, role)
-    product = 1
-    for name in ("tensor_parallel_size", "pipeline_parallel_size"):
-        value = arguments.get(name, 1)
-        if not isinstance(value, int) or value < 1:
-            raise ConfigError(f"{_key(config, role, name)}: expected an integer >= 1, got {value!r}")
-        product *= value
-    return product
+    return _size(config, role, _TENSOR) * _size(config, role, _STAGES)
 
 
 def group_size(config: Config, role: Role) -> int:
     """How many workers a unit of this role has: the ranks of a data-parallel group. Raises ConfigError."""
-    size = engine_args(config, role).get(_GROUP, 1)
-    if not isinstance(size, int) or size < 1:
-        raise ConfigError(f"{_key(config, role, _GROUP)}: expected an integer >= 1, got {size!r}")
+    return _size(config, role, _GROUP)
+
+
+def unit_ranks(config: Config, role: Role) -> int:
+    """How many GPUs, or CPU processes, one unit of this role has. Raises ConfigError."""
+    return ranks(config, role) * group_size(config, role)
+
+
+def _size(config: Config, role: Role, name: str) -> int:
+    size = engine_args(config, role).get(name, 1)
+    if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+        raise ConfigError(f"{_key(config, role, name)}: expected an integer >= 1, got {size!r}")
     return size
 
 
@@ -141,6 +158,7 @@ def _check_sizes(config: Config) -> None:
         arguments = engine_args(config, role)
         if not pool(config, role).replicas or not arguments.keys() & _SHARES or arguments.keys() & _OTHER_CONFIGS:
             continue
+        unit_ranks(config, role)  # each is a number
         for name, why in _misfits(read_model_config(config.model), arguments):
             raise ConfigError(f"{_key(config, role, name)}: {why}")
 
@@ -148,18 +166,22 @@ def _check_sizes(config: Config) -> None:
 def _misfits(model: Mapping[str, Any], arguments: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Arguments that do not fit a model, and why. None for a model that is not known."""
     text = next((part for key in _TEXT_PARTS if isinstance(part := model.get(key), dict)), model)
-    if model and arguments.get("enable_expert_parallel") and not _has_experts(model):
-        yield "enable_expert_parallel", "this model has no experts; remove it"
-    heads, ranks = text.get("num_attention_heads"), arguments.get("tensor_parallel_size", 1)
+    if model and arguments.get(_EXPERTS) and not _has_experts(model):
+        yield _EXPERTS, "this model has no experts; remove it"
+    heads, ranks, size = text.get("num_attention_heads"), arguments.get(_TENSOR, 1), arguments.get(_GROUP, 1)
+    experts = next((text[key] for key in _EXPERT_COUNTS if isinstance(text.get(key), int)), 0)
+    if arguments.get(_EXPERTS) and not arguments.get(_ADDS_EXPERTS) and 0 < experts < size * ranks:
+        mend = f"use at most {experts // ranks}" if ranks <= experts else f"lower {_TENSOR}"
+        yield (
+            _GROUP,
+            f"{size} x {ranks} ranks cannot share this model's {experts} experts; {mend}, or remove {_EXPERTS}",
+        )
     if isinstance(heads, int) and isinstance(ranks, int) and ranks > 0 and heads % ranks:
         fitting = ", ".join(str(size) for size in range(1, min(heads, 64) + 1) if heads % size == 0)
-        yield "tensor_parallel_size", f"{ranks} ranks cannot share this model's {heads} attention heads; use {fitting}"
-    layers, stages = text.get("num_hidden_layers"), arguments.get("pipeline_parallel_size", 1)
+        yield _TENSOR, f"{ranks} ranks cannot share this model's {heads} attention heads; use {fitting}"
+    layers, stages = text.get("num_hidden_layers"), arguments.get(_STAGES, 1)
     if isinstance(layers, int) and isinstance(stages, int) and stages > layers:
-        yield (
-            "pipeline_parallel_size",
-            f"this model's {layers} layers are too few for {stages} stages; use at most {layers}",
-        )
+        yield _STAGES, f"this model's {layers} layers are too few for {stages} stages; use at most {layers}"
 
 
 def _has_experts(part: object) -> bool:
@@ -174,14 +196,11 @@ def _has_experts(part: object) -> bool:
     return any(isinstance(count, int) and count > 0 for count in counts) or any(map(_has_experts, part.values()))
 
 
-def _check_stages(config: Config, arguments: Mapping[str, Any], role: Role) -> None:
-    """Raises ConfigError for a decode worker of several pipeline stages: an engine receives KV in one stage only."""
-    stages = arguments.get("pipeline_parallel_size", 1)
-    if role is Role.DECODE and stages != 1:
-        raise ConfigError(
-            f"{_key(config, role, 'pipeline_parallel_size')}: expected 1, got {stages!r}; split a decode worker by "
-            "tensor_parallel_size, and set stages in workers.prefill.engine_args"
-        )
+def _check_role(config: Config, arguments: Mapping[str, Any], role: Role) -> None:
+    """Raises ConfigError for an engine that cannot send KV, or receive it. Whole prompts are sent, into one stage."""
+    name, mend = _OF_OTHER_ROLE[role]
+    if (size := arguments.get(name, 1)) not in (1, None):
+        raise ConfigError(f"{_key(config, role, name)}: expected 1, got {size!r}; {mend}")
 
 
 def to_command_line(
@@ -238,6 +257,12 @@ def check_engine_args(config: Config) -> None:
     check_server_args(config)
     _check_names("frontend.server_args", config.frontend.server_args, _engine_names() | _server_names())
     if workers.prefill.replicas and workers.decode.replicas:
+        stages, shards = engine_args(config, Role.PREFILL).get(_STAGES), engine_args(config, Role.DECODE).get(_SHARDS)
+        if stages not in (1, None) and shards not in (1, None):
+            raise ConfigError(
+                f"{_key(config, Role.DECODE, _SHARDS)}: {shards} ranks cannot share prompts of {stages} stages: "
+                f"set {_SHARDS} or workers.prefill.engine_args.{_STAGES} to 1"
+            )
         for name in _FLEET_WIDE:
             if (difference := _difference(config, name)) is not None:
                 raise ConfigError(f"{difference}; set it once, in workers.engine_args")
@@ -257,7 +282,7 @@ def check_arguments(config: Config, arguments: Mapping[str, Any], section: str, 
         key, why = found
         raise ConfigError(f"{key if key.startswith('kv.') else f'{section}.{key}'}: {why}")
     if role is not None:
-        _check_stages(config, arguments, role)
+        _check_role(config, arguments, role)
 
 
 def _check_names(section: str, arguments: Mapping[str, Any], known: frozenset[str]) -> None:

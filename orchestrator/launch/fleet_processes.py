@@ -202,27 +202,27 @@ class FleetProcesses:
         return [*self.frontends.processes, *(slot.process for slot in self._pool.slots.values())]
 
     async def _take_over(self) -> None:
-        """Supervise the processes that an earlier launcher left running. Raises RedisAway."""
-        running = await self._machines.left_running()
-        frontends = [name for name in running if frontend_named(name) is not None]
+        """Supervise the processes that an earlier launcher left running. Raises ConfigError, RedisAway."""
+        found = await self._machines.left_running()
+        frontends = [name for name in found if frontend_named(name) is not None]
         self.frontends.take_over(frontends)
-        left = [name for name in running if name not in frontends]
+        left = [name for name in found if name not in frontends]
         if left and self._pool.workers_of_others(await self.registry.launchers()).keys() & set(left):
             await asyncio.sleep(self.config.workers.timeout_s)  # in which the claims of a launcher that is dead run out
         registered, others = (
             await self.registry.workers(),
             self._pool.workers_of_others(await self.registry.launchers()),
         )
-        left = [unit for unit in left if unit not in others]  # else another launcher lives, and runs it
-        roles = [registered[unit].role if unit in registered else None for unit in left]
-        taken = await asyncio.gather(*map(self._machines.take_over, left, roles))
-        for unit, role in zip(left, taken, strict=True):
-            if role is None:
+        # Where another launcher lives, it runs its own.
+        roles = {unit: registered[unit].role if unit in registered else None for unit in left if unit not in others}
+        taken = await self._machines.take_over(roles)
+        for unit, role in roles.items():
+            if unit not in taken:
                 log.warning("%s: ending what an earlier launcher left of it", unit)
                 await self._machines.give_back(unit)
                 continue
             log.info("%s: runs already; taking it over", unit)
-            self._pool.supervise(unit, registered[unit].role if unit in registered else role)
+            self._pool.supervise(unit, role or taken[unit])
 
     async def _refresh_machines(self) -> None:
         async for _ in ticks(_MACHINES_EVERY_S):
@@ -242,7 +242,8 @@ class FleetProcesses:
     async def _begin_version(self) -> None:
         """Start with the version of the fleet's last rollout, if there was one. Raises ConfigError, RedisAway."""
         others = self._pool.workers_of_others(await self.registry.launchers())
-        alone = not others and not await self.registry.workers() and not await self._machines.left_running()
+        runs = any((await self._machines.left_running()).values())  # a place without processes runs nothing
+        alone = not others and not runs and not await self.registry.workers()
         if alone:
             await self.registry.forget_log_levels()
         await self._rolling.begin(alone)

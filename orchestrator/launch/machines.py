@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -66,13 +66,14 @@ class Machines(Protocol):
     async def refresh(self) -> None:
         """Read anew which machines there are. May take as long as they do not answer."""
 
-    async def left_running(self) -> list[str]:
-        """Names of the frontends, and of the units, that an earlier launcher left, or of which it left anything."""
+    async def left_running(self) -> Mapping[str, bool]:
+        """By name, the frontends and the units of which an earlier launcher left anything, and whether a process is
+        among that. Raises ConfigError."""
 
-    async def take_over(self, unit: str, registered: Role | None) -> Role | None:
-        """Let the next processes of this unit be those that run, as they are. Returns the role in which they were
-        started; None, and nothing is done, where not all of them run. `registered`: its role in the registry, which
-        counts where they are there, and do not answer."""
+    async def take_over(self, units: Mapping[str, Role | None]) -> Mapping[str, Role]:
+        """Let the next processes of these units be those that run, as they are. Returns the roles in which they were
+        started, of those of which all run; with others nothing is done. `units` has their roles in the registry, which
+        count where they are there, and do not answer. Raises ConfigError."""
 
     def fitting(self, roles: Sequence[Role]) -> list[Role]:
         """Of units of these roles, those that there is room for. Raises ConfigError where there is for none."""

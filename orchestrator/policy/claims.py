@@ -9,9 +9,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from orchestrator.config.settings import SLOConfig
 from orchestrator.types import WindowJob
 
 CLAIM_BATCHES = 2  # engine batches (max_num_batched_tokens) of prompt tokens that a prefill worker may have claimed
+# Of the tightest TTFT objective: what a worker has claimed takes no longer. The rest is for the last prompt's KV, and
+# for the time that it waited in the queue.
+CLAIM_SHARE = 0.6
+_LEAST_S = 1e-9  # of a token, where a fitted line is flat
 AFFINITY_WINDOW = 32  # jobs at the queue's head among which it looks for one whose prefix it has cached
 
 
@@ -26,14 +31,25 @@ def claims_as_idle(
     return held == 0 or (lockstep and claimed_tokens < max_num_batched_tokens <= free_tokens - claimed_tokens)
 
 
-def claim_budget(max_num_batched_tokens: int, claimed_tokens: int, idle: bool, free_tokens: int) -> int:
+def most_claimed(max_num_batched_tokens: int, slo: SLOConfig, seconds_per_token: float) -> int:
+    """Prompt tokens that a busy worker may have claimed: `CLAIM_BATCHES` batches, or fewer by `CLAIM_SHARE`.
+
+    Nothing overtakes a job that is claimed: a short prompt would wait behind all that its worker has claimed before, a
+    batch's included, and share its steps with them. In the queue it goes where there is room first, and is counted
+    where requests are placed.
+    """
+    tightest_s = min([slo.ttft_s, *(own.ttft_s for own in slo.classes.values() if own.ttft_s is not None)])
+    in_time = int(CLAIM_SHARE * tightest_s / max(seconds_per_token, _LEAST_S))
+    return min(CLAIM_BATCHES * max_num_batched_tokens, in_time)
+
+
+def claim_budget(most_tokens: int, claimed_tokens: int, idle: bool, free_tokens: int) -> int:
     """Prompt tokens that a worker may claim now; none if 0 or less.
 
-    It has yet to compute `claimed_tokens`. A busy worker claims what fits into `CLAIM_BATCHES` batches and into its
+    It has yet to compute `claimed_tokens`. A busy worker claims what fits into `most_tokens` with these and into its
     free KV memory. An idle worker may claim one job of any size, so its budget is at least 1.
     """
-    by_batches = CLAIM_BATCHES * max_num_batched_tokens - claimed_tokens
-    room = min(by_batches, free_tokens - claimed_tokens)
+    room = min(most_tokens, free_tokens) - claimed_tokens
     return max(1, room) if idle else room
 
 

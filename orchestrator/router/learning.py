@@ -11,6 +11,7 @@ from orchestrator.config.values import Link
 from orchestrator.fleet.worker_view import WorkerView
 from orchestrator.policy.candidate import DecodeChoice
 from orchestrator.policy.predict.predictor import Predictor
+from orchestrator.policy.ratio.load import haste
 from orchestrator.policy.ratio.reuse import ReuseCounter
 from orchestrator.process.telemetry.metrics import Metrics
 from orchestrator.process.telemetry.recent import Recent
@@ -37,7 +38,7 @@ class Learning:
         most = max(1, info.prompt_tokens - shared)
         at_prefill = min(most, placed.at_prefill_tokens) if placed is not None else most
         at_decode = min(most, placed.at_decode_tokens) if placed is not None else most
-        self.offered += Offered.one(at_prefill, at_decode, output_tokens)
+        self.offered += Offered.one(at_prefill, at_decode, output_tokens, haste(info.ttft_slo_s, self._slo))
 
     def refused_unread(self, slo_class: str) -> None:
         """Count a request that was refused before it was read, as one of mean size. `slo_class`: as its client says."""

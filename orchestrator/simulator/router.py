@@ -12,13 +12,14 @@ import msgspec
 from orchestrator.config.settings import SLOConfig
 from orchestrator.policy.candidate import Candidate
 from orchestrator.policy.choices.references import BYPASSES
-from orchestrator.policy.claims import AFFINITY_WINDOW, CLAIM_BATCHES, choose_claims, fair_share_tokens
+from orchestrator.policy.claims import AFFINITY_WINDOW, choose_claims, fair_share_tokens
 from orchestrator.policy.decode_choice import decode_choice
 from orchestrator.policy.placement import Local, PrefillView, Reject, claim_timeout_s
 from orchestrator.policy.policies import Policies, Waiting
 from orchestrator.policy.predict.estimates import LINK_AGE_S, RecentMaximum
 from orchestrator.policy.predict.predictor import Predictor
 from orchestrator.policy.prefix_index import PrefixIndex
+from orchestrator.policy.ratio.load import haste
 from orchestrator.policy.ratio.reuse import ReuseCounter
 from orchestrator.simulator.job import Job, Phase, Stay
 from orchestrator.simulator.racks import Racks
@@ -63,7 +64,6 @@ class Router:
         self.prefill = PoolView(self.choose_prefill, racks)
         # The keys of a load are of units that are long already, so each is remembered.
         self.index = PrefixIndex(expected_step=1) if settings.stack.prefixes and unit_tokens else None
-        self._claim_tokens = CLAIM_BATCHES * profile.max_num_batched_tokens
         self.queue: list[tuple[float, int, Job]] = []
         self.queue_tokens = self.claimed = 0
         self.reasons: Counter[str] = Counter()
@@ -95,11 +95,9 @@ class Router:
         self.reasons[f"{type(decision).__name__.lower()}:{decision.reason}"] += 1
         shared = self.reuse.arrived(job.prompt_tokens, job.arrival.keys, self._unit_tokens, self._clock.now)
         nearest = max([candidate.cached_tokens for candidate in candidates], default=0)
-        self.offered += Offered.one(
-            max(1, job.prompt_tokens - max(cached, shared)),
-            max(1, job.prompt_tokens - max(nearest, shared)),
-            self.predictor.output_tokens,
-        )
+        at_prefill, at_decode = [max(1, job.prompt_tokens - max(hit, shared)) for hit in (cached, nearest)]
+        urgency = haste(request.ttft_slo_s, self.slo)
+        self.offered += Offered.one(at_prefill, at_decode, self.predictor.output_tokens, urgency)
         if isinstance(decision, Reject):
             return self._refuse(job, again and not decision.no_fallback)
         if isinstance(decision, Local):
@@ -223,7 +221,7 @@ class Router:
         asking = [
             (-job.hits.get(worker.name, 0) - job.adapter_at.get(worker.name, 0), worker.pending_tokens, worker.name)
             for worker in self.prefill.workers()
-            if worker.pending_tokens < self._claim_tokens
+            if tokens_to_claim(worker, self.slo, self.predictor.s_per_token) > 0
         ]
         for _, _, name in sorted(asking):
             self.claim(self.prefill.worker(name))
@@ -277,9 +275,8 @@ class Router:
 
     def claim(self, worker: Worker) -> None:
         """Let a prefill worker claim jobs at the head of the queue, window by window, as its budget allows."""
-        while self.queue and worker.name in self.prefill and (budget := tokens_to_claim(worker)) > 0:
-            if not self._claim_from_window(worker, budget):
-                return
+        while self.queue and worker.name in self.prefill and self._claim_from_window(worker):
+            pass
 
     def claim_again(self) -> None:
         """Let idle workers claim again: they leave a job to a worker with its prefix cached only for some time."""
@@ -287,8 +284,10 @@ class Router:
             if worker.idle:
                 self.claim(worker)
 
-    def _claim_from_window(self, worker: Worker, budget: int) -> bool:
-        now = self._clock.now
+    def _claim_from_window(self, worker: Worker) -> bool:
+        now, s_per_token, idle = self._clock.now, self.predictor.s_per_token, worker.pending_tokens == 0
+        if (budget := tokens_to_claim(worker, self.slo, s_per_token)) <= 0:
+            return False
         head = self.queue[:AFFINITY_WINDOW]
         window = []
         for score, number, job in head:
@@ -303,10 +302,9 @@ class Router:
             window.append(WindowJob(str(number), score, job.prompt_tokens, now - job.enqueued_at, *here))
         others = sum(other.pending_tokens == 0 and other is not worker for other in self.prefill.workers())
         share = fair_share_tokens(self.queue_tokens, others)
-        chosen = choose_claims(window, budget, worker.pending_tokens == 0, self.predictor.s_per_token, 1.0, share)
-        by_id = {str(number): (score, number, job) for score, number, job in head}
-        for job_id in chosen:
-            entry = by_id[job_id]
+        chosen = choose_claims(window, budget, idle, s_per_token, 1.0, share)
+        by_id = {str(entry[1]): entry for entry in head}
+        for entry in map(by_id.__getitem__, chosen):
             del self.queue[bisect_left(self.queue, entry[:2])]
             self.queue_tokens -= entry[2].uncached
             entry[2].claimed = True

@@ -10,8 +10,9 @@ from itertools import chain
 
 import msgspec
 
+from orchestrator.config.settings import SLOConfig
 from orchestrator.policy.candidate import Candidate, DecodeChoice, blocks_for
-from orchestrator.policy.claims import claim_budget
+from orchestrator.policy.claims import claim_budget, most_claimed
 from orchestrator.policy.predict.adapters import AdapterPlaces, with_placed
 from orchestrator.policy.shortlist import SHORTLIST_FROM, Shortlist
 from orchestrator.simulator.racks import Racks
@@ -146,8 +147,9 @@ class PoolView:
         return candidate
 
 
-def tokens_to_claim(worker: Worker) -> int:
+def tokens_to_claim(worker: Worker, slo: SLOConfig, s_per_token: float) -> int:
     """Prompt tokens that a prefill worker may claim now."""
     free_tokens = (worker.kv.free + worker.uncomputed_blocks()) * worker.profile.block_size
     held = len(worker.waiting) + len(worker.prefilling) + len(worker.fetching)
-    return claim_budget(worker.profile.max_num_batched_tokens, worker.pending_tokens, held == 0, free_tokens)
+    most = most_claimed(worker.profile.max_num_batched_tokens, slo, s_per_token)
+    return claim_budget(most, worker.pending_tokens, held == 0, free_tokens)

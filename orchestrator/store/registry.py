@@ -49,6 +49,11 @@ _OFFERED = "offered_"  # before the names of a frontend's counts, which change w
 # Not strict: Lua gives some numbers as text, which keeps all their digits.
 _ratio: msgspec.json.Decoder[DesiredRatio] = msgspec.json.Decoder(DesiredRatio, strict=False)
 Refuse = Callable[[WorkerInfo], Awaitable[None]]  # raises where this other worker of the same id may live
+_PAIRED = {  # the mends of what two engines need not have alike, but must fit each other in
+    "kv_tp_size": "let one of them divide the other",
+    "kv_pp_size": "ranks cannot share prompts that pipeline stages compute: set decode_context_parallel_size or "
+    "pipeline_parallel_size to 1",
+}
 _IDENTITY = [*ALWAYS_EQUAL, *(name for name in EngineIdentity.__struct_fields__ if name not in ALWAYS_EQUAL)]
 
 
@@ -187,7 +192,7 @@ class Registry:
         if outcome != b"ok":
             field, theirs, other = (text(part) for part in reply[1:4])
             why = f"{field} is {fields[field]!r}, but the fleet's is {theirs!r} (worker {other})"
-            mend = f"start it with the same {field}" if outcome == b"differs" else "let one of them divide the other"
+            mend = f"start it with the same {field}" if outcome == b"differs" else _PAIRED[field]
             raise IncompatibleWorker(f"worker {info.id}: {why}; {mend}, or under another namespace")
         return heartbeat(reply)
 

@@ -82,9 +82,12 @@ class Steering:
             if worker.role is role:
                 return False
             if worker.fixed:
-                raise Refused(
-                    f"{worker_id}: its engine has several pipeline stages and stays a {worker.role.value} worker"
+                why = (
+                    "has several pipeline stages"
+                    if worker.role is Role.PREFILL
+                    else "shares each prompt among its ranks"
                 )
+                raise Refused(f"{worker_id}: its engine {why} and stays a {worker.role.value} worker")
             await self._refuse_last_of_role(worker.id, workers, force, "role")
             return await self._order(reading, worker, WorkerOrders(role=role), force)
 

@@ -40,6 +40,14 @@ def test_level_beats_the_gate_and_the_gate_the_baseline():
     assert level.ttft_p50_s < gated.ttft_p50_s and level.balance > plain.balance
 
 
+@pytest.mark.parametrize(("size", "users"), [(2, 96), (4, 192)])
+def test_ranks_that_know_alike_are_better_balanced_than_those_that_hear_late(size, users):
+    few = {"ranks": size, "concurrency": users, "requests": 6 * users, "max_batch": 64, "max_tokens": 2048}
+    few |= {"strategy": "level", "mean_in": 400, "mean_out": 80, "fixed_s": 0.015, "token_s": 2.5e-4}
+    late, alike = (simulate_adp(AdpSettings(late=late, **few)) for late in (True, False))
+    assert alike.balance > 1.05 * late.balance and alike.tokens_per_s > 1.05 * late.tokens_per_s
+
+
 @pytest.mark.slow
 def test_the_published_setting_is_balanced():
     """16,000 requests, 8 ranks."""
@@ -49,6 +57,6 @@ def test_the_published_setting_is_balanced():
 
 
 def test_the_simulation_and_the_fleet_have_the_same_deciders():
-    assert policy_adp.level_chunks is board.level_chunks is ranks.level_chunks
+    assert policy_adp.level_chunks is ranks.level_chunks and board.level is ranks.level
     assert policy_adp.pace is board.pace is ranks.pace
     assert policy_adp.assign_longest_first is ranks.assign_longest_first

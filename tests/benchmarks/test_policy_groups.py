@@ -21,7 +21,9 @@ def test_every_request_ends(way: str) -> None:
     fleet = Fleet(LOAD, way).run()
     assert all(job.arrival.at < job.first_at <= job.done_at < math.inf for job in fleet.jobs)
     assert all(not rank.used and not rank.promised for group in fleet.decode for rank in group.ranks)
-    assert fleet.attained > 0
+    assert fleet.attained > 0 and not any(fleet._there.values())
+    for groups in (fleet.prefill, fleet.decode):
+        assert 0 <= fleet.least(groups) <= fleet.lost(groups)
 
 
 def test_ours_loses_less_to_imbalance() -> None:

@@ -14,6 +14,7 @@ from connectors.sockets import PeerAddresses, connections, listening, refuses, t
 LOOPBACK = bytes((127, 0, 0, 1))
 ELSEWHERE = socket.inet_aton("10.9.8.7")
 SOMEWHERE = socket.inet_aton("10.9.8.6")
+ANSWERS = ("10.9.8.7", 9)  # handshakes
 
 
 @pytest.fixture(params=["127.0.0.1", "::1"])
@@ -74,7 +75,7 @@ def torn(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def know(peer_addresses: PeerAddresses, engine: str, *addresses: bytes) -> None:
-    peer_addresses.connecting(engine, b"port".join((b"", *addresses, b"")))
+    peer_addresses.connecting(engine, b"port".join((b"", *addresses, b"")), ANSWERS)
     peer_addresses.listens(engine, [(address, 7) for address in addresses])
 
 
@@ -140,15 +141,18 @@ def test_an_engine_of_this_machine_that_has_answered_runs_on_and_copies_nothing_
     assert torn == [5] and sum(waited) > 0
 
 
-def test_an_engine_of_this_machine_that_never_named_a_connection_is_waited_for_until_it_has_settled(
+def test_an_engine_of_this_machine_that_never_named_a_connection_is_waited_for_until_it_has_settled_or_ended(
     monkeypatch: pytest.MonkeyPatch, torn: list[int]
 ) -> None:
-    """Without one it writes nothing, and where it listens is not known."""
-    peer_addresses = PeerAddresses()
+    """Without one it writes nothing. Where it listens is not known, but where it answered a handshake."""
+    peer_addresses, open_ports = PeerAddresses(), {ANSWERS[1]}
     monkeypatch.setattr(sockets, "connections", lambda: [LISTENING])
-    peer_addresses.connecting("P", b"..." + SOMEWHERE)
+    monkeypatch.setattr(sockets, "refuses", lambda host, port: port not in open_ports)
+    peer_addresses.connecting("P", b"..." + SOMEWHERE, ANSWERS)
     assert not peer_addresses.cut_off("P", settled=False)
     assert peer_addresses.cut_off("P", settled=True)
+    open_ports.clear()
+    assert peer_addresses.cut_off("P", settled=False)
     peer_addresses.listens("P", [])  # it has no TCP: nothing says that it has ended
     assert not peer_addresses.cut_off("P", settled=True)
 

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 from support_fleet import START_TIMEOUT_S, RunningFleet, descendants, running_fleet, small_model, token_prompt
+from support_second_host import THERE, HandWorker, redis_between, running_second_host
 from support_vllm import Driver, frames
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(900)]
@@ -121,6 +122,41 @@ async def test_history_in_host_memory_gives_the_same_answers_and_its_worker_may_
         assert fleet.metric("pd_kv_transfer_failures_total") == 0, "what arrived is what was sent"
         fleet.assert_no_leaks()
         await said_beside_faults(fleet, truths, kill_prefill)
+
+
+@pytest.mark.topology
+async def test_history_in_another_hosts_memory_is_fetched(model, truths, tmp_path_factory, monkeypatch):
+    """The prefill worker is on the other host, and started anew before the second turn, so that it has no history. The
+    decode worker's device has room for two conversations, its host memory for all. A step of 32 tokens costs the same
+    as one of many, so that a history takes 50 steps to compute and two to fetch, on whatever machine."""
+    monkeypatch.setenv("UCX_TLS", "tcp")  # the hosts have one kernel, so UCX would share memory
+    sets = ("workers.prefill.replicas=0", "workers.decode.replicas=1", f"kv.host_tier_bytes={CACHE_BYTES}")
+    sets += ("workers.decode.engine_args.kv_cache_memory_bytes=18874368", "workers.bind=auto")
+    sets += ("workers.prefill.engine_args.max_num_batched_tokens=32", "security.trust_network=true", f"model={model}")
+    with running_second_host() as there, redis_between(tmp_path_factory.mktemp("redis")) as url:
+        with running_fleet("demo-1p1d-cpu.yaml", *SETTINGS, *sets, f"redis.url={url}") as fleet:
+            far = HandWorker(fleet, "far", there, role="prefill")
+            asked = itertools.count()
+            try:
+                async with fleet.client() as client:
+
+                    async def ask(prompt: list[int]) -> list[int]:
+                        if (number := next(asked)) == CONVERSATIONS:
+                            await asyncio.to_thread(far.stop)
+                            far.start()
+                        if number in (0, CONVERSATIONS):
+                            await asyncio.to_thread(far.until_joined, fleet, START_TIMEOUT_S)
+                        answer = await fleet.ask(client, prompt, MAX_TOKENS)
+                        assert answer.ok, answer.error
+                        return answer.tokens
+
+                    assert await converse(ask, FIRST_SEEDS[0]) == truths[0]
+                assert {w["id"]: w["host"] for w in fleet.workers("prefill")} == {"far": THERE}
+                fleet.until(lambda: fetches(fleet, "fetched") > 2, "more than the decode worker's device has")
+                assert fleet.metric("pd_kv_transfer_failures_total") == 0, "what arrived is what was sent"
+                fleet.assert_no_leaks()
+            finally:
+                far.stop()
 
 
 async def said_beside_faults(

@@ -70,6 +70,21 @@ async def test_claims_only_what_its_budget_allows(redis_server: EmbeddedRedis) -
         assert most <= 2000 + 301
 
 
+async def test_claims_no_more_than_the_tightest_objective_lets_others_wait_for(redis_server: EmbeddedRedis) -> None:
+    slow = {"speed": 1.0, "prefill_us_per_token": 1000.0, "max_num_batched_tokens": 2048}
+    slo = {"ttft_s": 30.0, "classes": {"chat": {"ttft_s": 0.3}}}  # of which 0.6 are 180 tokens
+    async with running_workers(redis_server, sim=slow, slo=slo) as workers:
+        frontend, _, _ = await pair(workers, **slow)
+        requests = [frontend.new([i, *PROMPT], max_tokens=1) for i in range(6)]
+        for request in requests:
+            await frontend.enqueue(request)
+        most = 0
+        while not all(r.finish for r in requests):
+            most = max(most, sum(bool(r.got(Claimed)) and not r.got(Prefilled) for r in requests))
+            await asyncio.sleep(0.002)
+        assert most == 1, "13 of them fit into two batches"
+
+
 async def test_jobs_go_to_worker_with_their_prefix(workers: Workers) -> None:
     one, two, decode = [await workers.start(role) for role in (Role.PREFILL, Role.PREFILL, Role.DECODE)]
     frontend = await workers.frontend(one, two, decode, binds_to=decode)
@@ -137,7 +152,7 @@ async def test_jobs_cached_on_draining_worker_are_claimed(workers: Workers) -> N
     ],
 )
 def test_claim_budget(claimed: int, held: int, free: int, expected: int) -> None:
-    assert claim_budget(2048, claimed, held == 0, free) == expected
+    assert claim_budget(4096, claimed, held == 0, free) == expected
 
 
 @pytest.mark.parametrize(

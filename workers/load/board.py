@@ -3,6 +3,10 @@
 Each rank writes its own row and reads all. From the rows a rank gets the prompt tokens that it computes next
 (`policy.choices.ranks`), and the first rank's worker what the steps' balance was. A group on several hosts
 has none. One whose rows are not all written is neither levelled nor measured.
+
+Ranks begin a step at the same time, so none can wait for what another is about to write. Each writes before a step
+what it will have after it, and none ends a step that another has not begun: at the next one all read the same rows,
+and so find the same level. What has come to a rank since counts a step later.
 """
 
 from __future__ import annotations
@@ -16,7 +20,7 @@ from pathlib import Path
 
 from msgspec.structs import astuple
 
-from orchestrator.policy.choices.ranks import level_chunks, pace
+from orchestrator.policy.choices.ranks import level, pace
 from orchestrator.process.own_files import check_own, make_folder, open_own, own_uid
 from orchestrator.types import StepCounters
 
@@ -24,8 +28,11 @@ log = logging.getLogger("pd.worker")
 
 _HERE = "PD_RANK_BOARD"  # of the rank of this process: its number, how many there are, 1 if it levels, the file
 _FOLDER = "VLLM_RPC_BASE_PATH"  # of the launcher's run, for short-lived files
-# A row: 8-byte integers, then two rings of the latest steps: tokens, and microseconds.
-_GENERATING, _BACKLOG, _FLOOR, _WAVES, _STEPS, _RINGS = range(6)
+# A row: 8-byte integers, two plans, of the next even and the next odd step, then two rings of the latest steps: tokens,
+# and microseconds.
+_WAVES, _STEPS, _PLANS = range(3)
+_PLAN = 3  # tokens to decode, and of prompts; the fewest of these to compute
+_RINGS = _PLANS + 2 * _PLAN
 _RING = 1024  # more steps than pass between two looks
 _RECENT = 1 - 1 / 512  # weight of a step beside the next one, in the balance of the latest
 _ROW = _RINGS + 2 * _RING
@@ -64,7 +71,7 @@ def _folder() -> Path:
 
 
 class Board:
-    """`budget` before each step, `note` after it; `counters` at any time."""
+    """`budget` before each step, `plan` once its batch is known, `note` after it; `counters` at any time."""
 
     @classmethod
     def here(cls) -> Board | None:
@@ -94,18 +101,31 @@ class Board:
         self._counters = StepCounters(0, 0.0, 0, 0.0, 0.0, 0, 0)
         self._recent = [0.0, 0.0]  # mean and most tokens of the latest steps
 
-    def budget(self, generating: int, backlog: int, full: bool, max_tokens: int) -> int | None:
-        """Prompt tokens to compute in the next step, of a rank with so many tokens to decode, and of prompts; None: as
-        many as fit. `full`: it has a request in every place of its batch."""
-        own = self._own
-        own[_GENERATING], own[_BACKLOG] = generating, backlog
-        decodes = [row[_GENERATING] for row in self._rows]
-        own[_FLOOR], self._steps_left = pace(backlog, decodes, full, self._steps_left)
+    def budget(self, generating: int, backlog: int, max_tokens: int) -> int | None:
+        """Prompt tokens to compute in this step, of a rank with so many tokens to decode, and of prompts; None: as
+        many as fit."""
+        decodes, prompts, floors = zip(*self._plans(), strict=True)
         # Where no rank decodes, a step that computes less only makes more steps.
         if not (self._levels and backlog and any(decodes) and all(row[_STEPS] for row in self._rows)):
             return None
-        prompts, floors = [row[_BACKLOG] for row in self._rows], [row[_FLOOR] for row in self._rows]
-        return level_chunks(decodes, prompts, floors, max_tokens)[self._rank]
+        return max(1, min(backlog, level(decodes, prompts, floors, max_tokens) - generating))
+
+    def plan(self, generating: int, backlog: int, full: bool) -> None:
+        """What this rank has after the step that it is about to take, before it does. `full`: it has a request in every
+        place of its batch."""
+        decodes = [decode for decode, _, _ in self._plans()]
+        decodes[self._rank] = generating
+        floor, self._steps_left = pace(backlog, decodes, full, self._steps_left)
+        at = self._plan_at(1)
+        self._own[at], self._own[at + 1], self._own[at + 2] = generating, backlog, floor
+
+    def _plan_at(self, ahead: int = 0) -> int:
+        return _PLANS + (self._own[_STEPS] + ahead) % 2 * _PLAN
+
+    def _plans(self) -> list[tuple[int, int, int]]:
+        """Of all ranks, for this step."""
+        at = self._plan_at()
+        return [(row[at], row[at + 1], row[at + 2]) for row in self._rows]
 
     def note(self, tokens: int, seconds: float, waves: int) -> None:
         """A step has ended, in which this rank computed so many tokens, 0 for an empty batch; `waves` have begun."""

@@ -171,6 +171,8 @@ class SimScheduler:
             without_slot: list[SimRequest] = []
             self._admit(batch, budget, receiving, without_slot)
             self.waiting.extendleft(reversed(without_slot))
+        if self.board is not None:
+            self.board.plan(*self._work(batch), full=len(self.running) >= self.config.max_num_seqs)
         return batch, receiving
 
     def _admit(
@@ -209,10 +211,16 @@ class SimScheduler:
 
     def _levelled(self, board: Board) -> int:
         """Prompt tokens to compute in the next step, which other ranks take too."""
-        left = [r.context - r.computed for r in (*self.running, *self.waiting) if r.kv_source is None]
-        full, most = len(self.running) >= self.config.max_num_seqs, self.config.max_num_batched_tokens
-        chunk = board.budget(left.count(1), sum(tokens for tokens in left if tokens > 1), full, most)
+        most = self.config.max_num_batched_tokens
+        chunk = board.budget(*self._work([]), most)
         return most if chunk is None else chunk
+
+    def _work(self, batch: list[Scheduled]) -> tuple[int, int]:
+        """Tokens to decode in a step, and those of prompts to compute, once this batch is computed."""
+        done = {item.request.key: item.tokens for item in batch}
+        there = [request for request in (*self.running, *self.waiting) if request.kv_source is None]
+        left = [request.context - request.computed - done.get(request.key, 0) for request in there]
+        return sum(tokens <= 1 for tokens in left), sum(tokens for tokens in left if tokens > 1)
 
     def _tokens(self, request: SimRequest, budget: int) -> int:
         """The tokens of a request in the next batch."""

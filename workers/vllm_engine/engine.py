@@ -148,6 +148,7 @@ class VllmEngine:
                 port=self._kv_port,
                 tp_size=parallel.tensor_parallel_size,
                 pp_size=parallel.pipeline_parallel_size,
+                shards=parallel.decode_context_parallel_size,
                 key=self._kv_keys.public if self._kv_keys else "",
             ),
             blocks_total=self._blocks_total,

@@ -69,6 +69,9 @@ async def kv_checks(handle: FleetHandle, source: str, target: str) -> AsyncItera
         if not b.can_be(Role.DECODE):
             said = f"{b.id} has {b.kv.pp_size} pipeline stages"
             yield Check("Receives", "fail", said, "set pipeline_parallel_size=1 for workers that decode")
+        if not a.can_be(Role.PREFILL):
+            said = f"{a.id} shares each prompt among {a.kv.shards} ranks"
+            yield Check("Sends", "fail", said, "set decode_context_parallel_size=1 for workers that prefill")
         ranks = f"{a.kv.tp_size} and {b.kv.tp_size} ranks"
         fits = a.kv.tp_size % b.kv.tp_size == 0 or b.kv.tp_size % a.kv.tp_size == 0
         yield Check("Ranks", "ok" if fits else "fail", ranks, "" if fits else "let one divide the other")

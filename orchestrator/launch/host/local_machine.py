@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from orchestrator.config.engine_args import group_size
 from orchestrator.config.settings import Config, ConfigError
@@ -33,12 +33,12 @@ class LocalMachine:
     async def refresh(self) -> None:
         """Does nothing: there is always this machine."""
 
-    async def left_running(self) -> list[str]:
-        return []
+    async def left_running(self) -> dict[str, bool]:
+        return {}
 
-    async def take_over(self, unit: str, registered: Role | None) -> Role | None:
+    async def take_over(self, units: Mapping[str, Role | None]) -> dict[str, Role]:
         """Nothing: none is left running here."""
-        return None
+        return {}
 
     def fitting(self, roles: Sequence[Role]) -> list[Role]:
         units: list[str] = []

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import msgspec
 
-from orchestrator.config.engine_args import engine_args, environment, group_size, pool, ranks
+from orchestrator.config.engine_args import engine_args, environment, group_size, pool, ranks, unit_ranks
 from orchestrator.config.settings import Config, ConfigError, port_range
 from orchestrator.config.values import MAX_WORKERS
 from orchestrator.process.control_group import cpu_limit, find_memory
@@ -317,11 +317,6 @@ def _cpu_ranks(config: Config) -> int:
     return sum(pool(config, role).replicas * unit_ranks(config, role) for role in Role)
 
 
-def unit_ranks(config: Config, role: Role) -> int:
-    """How many GPUs, or CPU processes, one unit of this role has. Raises ConfigError."""
-    return ranks(config, role) * group_size(config, role)
-
-
 def _units_on(gpus: int, config: Config, role: Role) -> int:
     """How many units of a role so many GPUs hold; a role that names its GPUs itself is not limited."""
     if "CUDA_VISIBLE_DEVICES" in environment(config, role):
@@ -346,5 +341,5 @@ def _check_memory(configs: Sequence[Config]) -> None:
         raise ConfigError(
             f"workers: {prefill} prefill and {decode} decode replicas "
             f"with their kv_cache_memory_bytes need {needed / 2**30:.1f} GiB, this machine has "
-            f"{total / 2**30:.1f} GiB; lower replicas or kv_cache_memory_bytes{tiers}"
+            f"{total / 2**30:.1f} GiB; lower replicas, data_parallel_size or kv_cache_memory_bytes{tiers}"
         )

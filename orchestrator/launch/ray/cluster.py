@@ -8,19 +8,20 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import ray
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from orchestrator.config.engine_args import group_size, ranks
-from orchestrator.config.settings import Config
+from orchestrator.config.settings import Config, ConfigError
 from orchestrator.launch.host.machine import has_cuda_vllm
 from orchestrator.launch.host.process_group import ProcessGroup
 from orchestrator.launch.machines import OnLine, Setup, ranks_of, unit_named
+from orchestrator.launch.ray.calls import in_thread
 from orchestrator.launch.ray.connection import left_running, names_begin
 from orchestrator.launch.ray.places import Bundles, Places, first_line, shown
 from orchestrator.launch.ray.process import RayProcess
@@ -29,8 +30,11 @@ from orchestrator.types import Role
 
 log = logging.getLogger("pd.launcher")
 
+T = TypeVar("T")
+
 _SAY_AFTER = 5  # checks for room, of a second each
 _ASK_AGAIN_S = 1.0
+_ANSWERS_WITHIN_S = 30.0  # a cluster without its head does not
 _RUNNER_ANSWERS_S = 30.0  # one on a node that is gone never does
 
 
@@ -50,30 +54,24 @@ class RayCluster:
     async def refresh(self) -> None:
         """Read the nodes for frontends, which have cores. A head that only manages its cluster has none."""
         try:
-            nodes = await asyncio.to_thread(ray.nodes)
+            nodes = await in_thread(ray.nodes)
         except (RayError, RuntimeError) as error:
             log.warning("the nodes of the cluster are not known: %s", first_line(error))
             return
         alive = [node for node in nodes if node["Alive"] and node["Resources"].get("CPU", 0) > 0]
         self._nodes = {node["NodeManagerAddress"]: node["NodeID"] for node in alive}
 
-    async def left_running(self) -> list[str]:
+    async def left_running(self) -> dict[str, bool]:
         """Also the units of which only a placement group is left, or a rank."""
-        names, units = await asyncio.to_thread(left_running), await asyncio.to_thread(self._places.standing)
-        return sorted({unit_named(name) or name for name in names} | units.keys())
+        names, units = await _told(left_running), await _told(self._places.standing)
+        return dict.fromkeys(sorted(units), False) | {unit_named(name) or name: True for name in names}
 
-    async def take_over(self, unit: str, registered: Role | None) -> Role | None:
-        try:
-            bundles = (await asyncio.to_thread(self._places.standing))[unit]
-            runners = [await asyncio.to_thread(ray.get_actor, rank) for rank in ranks_of(unit, len(bundles))]
-            role = await _started_as(runners) or registered
-            if role is None:
-                raise TimeoutError(f"its ranks do not answer in {_RUNNER_ANSWERS_S:g} s")
-        except (RayError, LookupError, ValueError, TimeoutError, RuntimeError) as error:
-            log.warning("%s: is not whole: %s", unit, first_line(error))
-            return None
-        self._left[unit] = bundles
-        return role
+    async def take_over(self, units: Mapping[str, Role | None]) -> dict[str, Role]:
+        standing = await _told(self._places.standing)
+        found = await asyncio.gather(*(_started_as(unit, standing.get(unit, []), units[unit]) for unit in units))
+        roles = {unit: role for unit, role in zip(units, found, strict=True) if role is not None}
+        self._left |= {unit: standing[unit] for unit in roles}
+        return roles
 
     def fitting(self, roles: Sequence[Role]) -> list[Role]:
         """All: they wait for nodes."""
@@ -126,15 +124,35 @@ class RayCluster:
         return RayProcess(RunFrontend(setup.config, name, index, setup.generation), place, on_line)
 
 
-async def _started_as(runners: Sequence[Any]) -> Role | None:
-    """None if one does not answer in time, as on a node that stands still. Raises RayError; ValueError where one has
-    ended, or runs no worker."""
+async def _told(call: Callable[[], T]) -> T:
+    """What the cluster says. Raises ConfigError: what it runs is not to be ended only because it cannot tell."""
     try:
-        async with asyncio.timeout(_RUNNER_ANSWERS_S):
-            said: list[str] = await asyncio.gather(*(runner.role.remote() for runner in runners))
-    except TimeoutError:
+        async with asyncio.timeout(_ANSWERS_WITHIN_S):
+            return await in_thread(call)
+    except (RayError, RuntimeError, TimeoutError) as error:
+        raise ConfigError(
+            f"launcher.address: the cluster does not tell what it runs ({first_line(error)}); see whether its head does"
+        ) from None
+
+
+async def _started_as(unit: str, bundles: Bundles, registered: Role | None) -> Role | None:
+    """See Machines.take_over. `bundles`: those of its place."""
+    try:
+        if not bundles:
+            raise LookupError("it has no placement group")
+        role = registered
+        try:
+            async with asyncio.timeout(_RUNNER_ANSWERS_S):
+                runners = [await in_thread(partial(ray.get_actor, rank)) for rank in ranks_of(unit, len(bundles))]
+                said: list[str] = await asyncio.gather(*(runner.role.remote() for runner in runners))
+            role = [Role(each) for each in said][0]
+        except TimeoutError:
+            if role is None:
+                raise TimeoutError(f"its ranks do not answer in {_RUNNER_ANSWERS_S:g} s") from None
+    except (RayError, LookupError, ValueError, TimeoutError, RuntimeError) as error:
+        log.warning("%s: is not whole: %s", unit, first_line(error))
         return None
-    return [Role(each) for each in said][0]
+    return role
 
 
 def _bundles(config: Config, role: Role) -> Bundles:

@@ -81,9 +81,7 @@ def end_fleet(config: Config, timeout_s: float) -> list[str]:
             ray.wait(stops, num_returns=len(stops), timeout=2 * timeout_s)
         for runner in runners:
             ray.kill(runner)
-        places = Places(names_begin(config))
-        for unit in places.standing():
-            places.settle(unit)  # none is wanted
+        Places(names_begin(config)).remove_all()
         return names
     finally:
         disconnect()

@@ -11,9 +11,8 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
-import threading
+from functools import partial
 
 from ray.exceptions import RayError
 from ray.util.placement_group import (
@@ -24,12 +23,14 @@ from ray.util.placement_group import (
     remove_placement_group,
 )
 
+from orchestrator.launch.ray.calls import in_thread
+
 log = logging.getLogger("pd.launcher")
 
 Bundles = list[dict[str, float]]  # what each worker of a unit takes, in the order of its ranks
 
 _WAIT_S = 1.0  # how long one check waits for nodes
-_REMOVED_WITHIN_S = 10.0  # a cluster without its head does not answer
+_ANSWERS_WITHIN_S = 10.0  # a cluster without its head does not answer
 
 
 class Places:
@@ -40,10 +41,10 @@ class Places:
         self.groups: dict[str, PlacementGroup] = {}  # by unit, as last seen
         self._prefix = prefix
         self._wanted: dict[str, Bundles] = {}
-        self._lock = threading.Lock()  # Ray's calls block, so threads make them; one that is late has no say
+        self._asking: dict[str, asyncio.Task[bool]] = {}  # by unit, until the cluster has what is wanted by then
 
     def standing(self) -> dict[str, Bundles]:
-        """What is there, by unit. Raises RayError, RuntimeError."""
+        """What is there, by unit. Blocks. Raises RayError, RuntimeError."""
         groups = [table for table in placement_group_table().values() if table["state"] != "REMOVED"]
         return {
             table["name"].removeprefix(self._prefix): list(table["bundles"].values())
@@ -51,59 +52,71 @@ class Places:
             if table["name"].startswith(self._prefix)
         }
 
+    def remove_all(self) -> None:
+        """Blocks. Raises RayError, RuntimeError."""
+        for unit in self.standing():
+            self._settle(unit, None)
+
     async def has(self, unit: str, bundles: Bundles) -> bool:
-        """Whether these bundles, which are wanted from now on, are on nodes. Waits for a second."""
+        """Whether these bundles, which are wanted from now on, are on nodes. Waits for a second, and for the cluster's
+        answer in bounded time."""
         self._wanted[unit] = bundles
-        return await asyncio.to_thread(self._has, unit)
+        return await self._settled(unit)
 
     async def give_back(self, unit: str) -> None:
         """Returns when there is nothing, or the cluster does not answer in time."""
         self._wanted.pop(unit, None)
-        loop, done = asyncio.get_running_loop(), asyncio.Event()
+        await self._settled(unit)
 
-        def settle() -> None:
-            try:
-                self.settle(unit)
-            except (RayError, RuntimeError) as error:
-                log.warning("%s: its placement group stays until `orchestrator down`: %s", unit, first_line(error))
-            with contextlib.suppress(RuntimeError):  # nobody waits any more
-                loop.call_soon_threadsafe(done.set)
-
-        threading.Thread(target=settle, daemon=True).start()  # not one of the loop's, for which its end would wait
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(_REMOVED_WITHIN_S):
-                await done.wait()
-
-    def _has(self, unit: str) -> bool:
-        try:
-            group = self.settle(unit)
-            return group is not None and group.wait(_WAIT_S)
-        except (RayError, RuntimeError, ValueError) as error:  # ValueError: another one has this name
-            log.warning("%s: the cluster finds no place: %s", unit, first_line(error))
+    async def _settled(self, unit: str) -> bool:
+        """Whether the cluster has what is wanted. False too where it does not answer in time: it is asked on, once for
+        each unit, so that an answer that is late makes nothing that nobody wants any more."""
+        if unit not in self._asking:
+            self._asking[unit] = asyncio.create_task(self._ask(unit), name=f"place-{unit}")
+        asking = self._asking[unit]
+        done, _ = await asyncio.wait({asking}, timeout=_ANSWERS_WITHIN_S)
+        if not done:
+            log.warning("%s: no answer from the cluster on its place in %g s", unit, _ANSWERS_WITHIN_S)
             self.groups.pop(unit, None)  # nobody knows: the next check is made later, not at once
-            return False
+        return bool(done) and asking.result()
 
-    def settle(self, unit: str) -> PlacementGroup | None:
-        """Make what the cluster has equal to what is wanted: the table above. Raises RayError, RuntimeError,
+    async def _ask(self, unit: str) -> bool:
+        try:
+            while True:
+                wanted, group, there = self._wanted.get(unit), None, False
+                try:
+                    group, there = await in_thread(partial(self._made, unit, wanted))
+                except (RayError, RuntimeError, ValueError) as error:  # ValueError: another one has this name
+                    problem = "finds no place" if wanted else "keeps its placement group until `orchestrator down`"
+                    log.warning("%s: the cluster %s: %s", unit, problem, first_line(error))
+                self.groups.pop(unit, None)
+                if group is not None:
+                    self.groups[unit] = group
+                if self._wanted.get(unit) == wanted:
+                    return there
+        finally:
+            del self._asking[unit]
+
+    def _made(self, unit: str, wanted: Bundles | None) -> tuple[PlacementGroup | None, bool]:
+        """The group, and whether all of it is on nodes. Blocks."""
+        group = self._settle(unit, wanted)
+        return group, group is not None and group.wait(_WAIT_S)
+
+    def _settle(self, unit: str, wanted: Bundles | None) -> PlacementGroup | None:
+        """Make what the cluster has equal to what is wanted: the table above. Blocks. Raises RayError, RuntimeError,
         ValueError."""
-        with self._lock:
-            wanted, name = self._wanted.get(unit), f"{self._prefix}{unit}"
-            group = _found(name)
-            if group is not None and group.bundle_specs != wanted:
-                if wanted is not None:
-                    log.info("%s: needs %s, and gives back %s", unit, shown(wanted), shown(group.bundle_specs))
-                self.groups.pop(unit, None)
-                remove_placement_group(group)
-                group = None
-            if wanted is None:
-                self.groups.pop(unit, None)
-                return None
-            if group is None:
-                # The ranks of a group are on as few nodes as hold them.
-                strategy = "PACK" if len(wanted) > 1 else "SPREAD"
-                group = placement_group(wanted, strategy=strategy, name=name, lifetime="detached")
-            self.groups[unit] = group
-            return group
+        name = f"{self._prefix}{unit}"
+        group = _found(name)
+        if group is not None and group.bundle_specs != wanted:
+            if wanted is not None:
+                log.info("%s: needs %s, and gives back %s", unit, shown(wanted), shown(group.bundle_specs))
+            remove_placement_group(group)
+            group = None
+        if group is None and wanted is not None:
+            # The ranks of a group are on as few nodes as hold them.
+            strategy = "PACK" if len(wanted) > 1 else "SPREAD"
+            group = placement_group(wanted, strategy=strategy, name=name, lifetime="detached")
+        return group
 
 
 def _found(name: str) -> PlacementGroup | None:

@@ -13,6 +13,7 @@ from ray.exceptions import ActorUnavailableError, RayActorError, RayError
 
 from orchestrator.launch.host.process import CannotRun, Process
 from orchestrator.launch.machines import OnLine
+from orchestrator.launch.ray.calls import in_thread
 from orchestrator.launch.ray.runner import Runner
 from orchestrator.launch.ray.wire import Ended, NotStarted, Order, Started, decode_reply, encode
 from orchestrator.process.parent import ExitReason
@@ -58,8 +59,8 @@ class RayProcess:
             **self._place(),
         }
         try:
-            self._runner = await asyncio.to_thread(lambda: ray.remote(Runner).options(**options).remote())
             async with asyncio.timeout(_START_DEADLINE_S):
+                self._runner = await in_thread(lambda: ray.remote(Runner).options(**options).remote())
                 reply = decode_reply(await self._runner.start.remote(encode(self._order)))
         except TimeoutError:
             self._release()

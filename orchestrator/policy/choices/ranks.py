@@ -38,20 +38,24 @@ def assign_longest_first(prompts: Sequence[int], tokens: Sequence[int], active: 
 def level_chunks(
     generating: Sequence[int], backlog: Sequence[int], floors: Sequence[int], max_tokens: int
 ) -> list[int]:
-    """Prompt tokens for each rank to compute in this step, so that all ranks compute the same number of tokens.
+    """Prompt tokens for each rank to compute in this step, so that all ranks compute the same number of tokens."""
+    to = level(generating, backlog, floors, max_tokens)
+    return [max(0, min(prompt, to - decode)) for decode, prompt in zip(generating, backlog, strict=True)]
 
-    That number (the level) is `generating + backlog` of the rank with the least to do, and at least what computes the
-    prompts of all ranks in `DRAIN_STEPS` steps. It is more than every rank's `generating`, so that a rank without
-    prompts cannot stall the others, and leaves room for each rank's `floors`, its fewest prompt tokens; it is at most
-    `max_tokens`.
+
+def level(generating: Sequence[int], backlog: Sequence[int], floors: Sequence[int], max_tokens: int) -> int:
+    """How many tokens all ranks compute in this step, those that have so many; 0 where none has prompts.
+
+    It is `generating + backlog` of the rank with the least to do, and at least what computes the prompts of all ranks
+    in `DRAIN_STEPS` steps. It is more than every rank's `generating`, so that a rank without prompts cannot stall the
+    others, and leaves room for each rank's `floors`, its fewest prompt tokens; it is at most `max_tokens`.
     """
     if not any(backlog):
-        return [0] * len(backlog)
+        return 0
     reach = [decode + prompt for decode, prompt in zip(generating, backlog, strict=True)]
     mean = math.ceil((sum(generating) + sum(backlog) / DRAIN_STEPS) / len(backlog))
     least = max(decode + floor for decode, floor in zip(generating, floors, strict=True))
-    level = min(max_tokens, max(min(reach), mean, least, max(generating) + 1))
-    return [max(0, min(prompt, level - decode)) for decode, prompt in zip(generating, backlog, strict=True)]
+    return min(max_tokens, max(min(reach), mean, least, max(generating) + 1))
 
 
 def pace(backlog: int, generating: Sequence[int], full: bool, steps_left: int) -> tuple[int, int]:

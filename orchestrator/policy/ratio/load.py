@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import msgspec
 
+from orchestrator.config.settings import SLOConfig
 from orchestrator.policy.predict.estimates import FIT_MEMORY, MIN_FIT_SAMPLES, LineFit, Smoothed
 from orchestrator.policy.predict.predictor import Predictor
 from orchestrator.policy.ratio.attainment import Traffic
@@ -114,6 +115,16 @@ class LoadSampler:
         return (line.intercept, line.slope) if line.samples >= MIN_FIT_SAMPLES else (itl_s, 0.0)
 
 
+def haste(own_ttft_s: float | None, slo: SLOConfig) -> float:
+    """The fleet's TTFT objective over a request's own, at most 1.
+
+    A prompt that may wait for k times as long goes behind the others in the queue, and is in time where one of 1/k of
+    its length would be. So it counts as short in the spread of prefill times, by which queues are judged; its work is
+    the same. One with a tighter objective than the fleet's counts no more than others: clients name theirs.
+    """
+    return 1.0 if own_ttft_s is None else min(1.0, slo.ttft_s / own_ttft_s)
+
+
 def offered_since(before: dict[str, Offered], now: dict[str, Offered]) -> Offered:
     """The load that arrived at all frontends between two readings of their counts. A new frontend counts from 0."""
     total = Offered()
@@ -145,15 +156,15 @@ def traffic(window: Sequence[LoadSample]) -> Traffic | None:
     if total.requests < MIN_REQUESTS or seconds <= 0:
         return None
     last, per_token, count = window[-1], window[-1].prefill_s_per_token, total.requests
-    rate = count / seconds
+    rate, prefill_s = count / seconds, per_token * total.prefill_tokens / count
     # Mean output lengths are learned from ended requests, and long answers end last. Dividing the tokens generated for
     # all sequences by the number of ended requests also counts answers that have not ended. For exponential lengths it
     # is the maximum-likelihood estimate.
     ended = max(count * MIN_ENDED_SHARE, count + window[0].sequences - last.sequences)
     return Traffic(
         requests_per_s=rate,
-        prefill_s=per_token * total.prefill_tokens / count,
-        prefill_s2=per_token * per_token * total.prefill_tokens2 / count,
+        prefill_s=prefill_s,
+        prefill_s2=max(prefill_s * prefill_s, per_token * per_token * total.prefill_tokens2 / count),
         local_s=per_token * total.local_tokens / count,
         local_s2=per_token * per_token * total.local_tokens2 / count,
         least_s=per_token * total.least_tokens / count,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -79,6 +80,40 @@ async def test_blocks_go_to_host_memory_and_back_to_other_blocks(world: Any) -> 
     for was, now in zip(before, rows(worker), strict=True):
         was[5], was[2] = was[4].clone(), was[1].clone()
         assert bool((was == now).all())
+
+
+async def test_stores_run_where_a_core_is_idle_and_loads_like_the_engine(world: Any) -> None:
+    _, tier, _ = world
+    policies = [threads.submit(os.sched_getscheduler, 0).result(DEADLINE_S) for threads in tier._threads]
+    assert policies == [os.SCHED_IDLE, os.sched_getscheduler(0)]
+
+
+async def test_a_store_in_pieces_counts_once_and_the_engine_makes_what_is_late(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The thread that stores has no core here: the engine's own thread does it, as it asks for what has ended."""
+    from connectors.host import memory as host
+
+    monkeypatch.setattr(host, "_PIECE_BYTES", 1)
+    monkeypatch.setattr(host, "_LATE_S", DEADLINE_S)
+    worker, woken = rank(), []
+    tier, core = memory(worker, lambda: woken.append(1)), threading.Event()
+    try:
+        before = rows(worker)
+        tier._threads[0].submit(core.wait, DEADLINE_S)
+        tier.store(orders(store_event=1, store_gpu_blocks=[1, 4], store_cpu_blocks=[3, 0]), None)
+        assert tier.take_stored() == {}, "it is not late yet"
+        monkeypatch.setattr(host, "_LATE_S", 0.0)
+        assert tier.take_stored() == {1: 1} and len(woken) == 1
+        core.set()
+        tier.load(orders(load_event=1, load_cpu_blocks=[0, 3], load_gpu_blocks=[5, 0], load_event_to_reqs={1: ["a"]}))
+        await until(lambda: len(woken) == 2)
+        for was, now in zip(before, rows(worker), strict=True):
+            assert bool((now[5] == was[4]).all() and (now[0] == was[1]).all())
+        assert tier.take_stored() == {}, "no piece was made twice"
+    finally:
+        core.set()
+        tier.close()
 
 
 class LateEvent:

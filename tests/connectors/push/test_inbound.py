@@ -228,6 +228,16 @@ def test_a_registration_is_repeated_less_and_less_often_while_nothing_is_heard(e
     assert valid == pytest.approx([10.0 - at for at in (1.5, 3.5, 7.5)], abs=0.15), "as long as it was valid at first"
 
 
+def test_the_repeats_of_many_requests_to_a_silent_peer_are_spread_over_turns() -> None:
+    end = Inbound(timeout_s=60)
+    end.connected("P", ("P/0",), 0.0)
+    for number in range(1000):
+        end.register(msgspec.structs.replace(ORDER, request=f"r-{number}"), SOURCE, 0.0)
+    turns = [len(end.tick(turn / 10)) for turn in range(1, 250)]
+    assert sum(turns[:50]) == 3 * 1000, "after half a second, one more and two more"
+    assert max(turns) < 500 and 0 < max(turns[100:]) < 150
+
+
 def test_long_dead_engines_are_forgotten(end: Inbound) -> None:
     for number in range(1000):
         end.declared_dead(f"engine-{number}", float(number))

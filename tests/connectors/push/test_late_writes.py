@@ -67,14 +67,13 @@ def network() -> Iterator[Any]:
     network.close()
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def peers(network: Any) -> Iterator[tuple[Peer, Peer]]:
+    """Every test leaves them connected, but for the last."""
     both = [Peer(network.command(name), name) for name in ("prefill", "decode")]
     prefill, decode = both
     prefill.ask("meet", decode.about)
     decode.ask("meet", prefill.about)
-    write_all(prefill, decode)  # all connections are made
-    decode.ask("clear")
     yield prefill, decode
     for peer in both:
         peer.process.kill()
@@ -92,9 +91,11 @@ def write_all(prefill: Peer, decode: Peer) -> None:
     assert prefill.answer() == "DONE"
 
 
-@pytest.mark.parametrize("how", ["left", "cut", "cut, and the writer was stopped"])
+@pytest.mark.parametrize("how", ["cut", "cut, and the writer was stopped", "left"])
 def test_no_write_lands_after_tear_down(network: Any, peers: tuple[Peer, Peer], how: str) -> None:
     prefill, decode = peers
+    write_all(prefill, decode)  # all connections are made
+    decode.ask("clear")
     prefill.ask("write")
     assert prefill.ask("wait_for_write", 0.3) == "PROC"  # decode takes nothing in: kernels hold what was sent
     if how.endswith("stopped"):
@@ -121,7 +122,9 @@ def test_no_write_lands_after_tear_down(network: Any, peers: tuple[Peer, Peer], 
 
 
 def test_ended_process_differs_from_silent_machine(network: Any, peers: tuple[Peer, Peer]) -> None:
+    """The last one: it ends one of them."""
     prefill, decode = peers
+    write_all(prefill, decode)
     assert not decode.ask("has_ended")
     prefill.process.send_signal(signal.SIGSTOP)
     assert not decode.ask("has_ended")
@@ -159,7 +162,7 @@ class Agent:
         metadata, self.theirs = bytes.fromhex(other[0]), other[1]
         if self.peer is not None:
             self.nixl.remove_remote_agent(self.peer)
-        self.peer_addresses.connecting("other", metadata)
+        self.peer_addresses.connecting("other", metadata, ("127.0.0.1", 0))
         self.peer_addresses.listens("other", [(bytes.fromhex(address), port) for address, port in other[2]])
         name = self.nixl.add_remote_agent(metadata)
         self.peer = name.decode() if isinstance(name, bytes) else name

@@ -83,6 +83,30 @@ def test_a_prefix_that_nobody_fetches_is_given_back_though_a_prefill_is_kept_for
     assert end.tick(119.9) == [] and end.tick(120.1) == [Release("computed")]
 
 
+def test_a_prefix_that_is_lent_goes_in_pieces_beside_pushes_and_at_once_without(end: Outbound) -> None:
+    pieces = chunk(0, 5, 6, 7, 8, 9).pieces(2)
+    assert pieces == [chunk(0, 5, 6), chunk(2, 7, 8), chunk(4, 9)]
+    end.start("lent", 5, 100, 0.0, lent=True)
+    end.register(msgspec.structs.replace(ORDER, stream="lent", request="f"), "D", 0.0)
+    assert posts(end.computed("lent", pieces, 0, True, 1.0)) == [tuple(pieces[:1])]
+    end.finish("lent", 1.0)
+    end.posted("lent", 1, 1.0)
+    whole = chunk(0, 1, 2, 3, 4)
+    assert posts(end.computed("s", [whole], 0, True, 1.1)) == [(whole,)], "a push waits for one piece at most"
+    end.posted("s", 2, 1.1)
+    assert posts(end.device_worked(1.2)) == [], "one after the other"
+    assert posts(end.written("lent", 1, True, 1.3)) == [tuple(pieces[1:2])]
+    end.posted("lent", 3, 1.3)
+    end.finish("s", 1.4)
+    assert told(end.written("s", 2, True, 1.4)) == [Landed("r")]
+    end.start("next", 5, 100, 1.5, lent=True)  # no push either
+    assert posts(end.written("lent", 3, True, 1.5)) == [tuple(pieces[2:])]
+    end.posted("lent", 4, 1.5)
+    assert told(end.written("lent", 4, True, 1.6)) == [Landed("f")]
+    end.register(msgspec.structs.replace(ORDER, stream="next", request="g"), "D", 1.6)
+    assert posts(end.computed("next", pieces, 0, True, 1.7)) == [tuple(pieces)]
+
+
 def test_an_unwanted_prefill_is_released_when_its_lease_ends() -> None:
     end = Outbound(lease_s=10, expect_s=10)
     end.start("s", 4, 100, 0.0)

@@ -86,7 +86,7 @@ class History:
         """The usual way, in any order: prefill is queued, decode reserves and is heard of, prefill is scheduled."""
         self.count += 1
         engine, stream = self.random.choice(list(self.world.prefills.values())), f"s{self.count}"
-        engine.requests[stream] = Prefill(self.random.randint(1, 6))
+        engine.requests[stream] = Prefill(self.random.randint(1, 6), lent=self.random.random() < 0.3)
         self.streams.append((engine.name, stream))
         if self.random.random() < 0.7:
             self._reserve(engine, stream)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import queue
 import threading
 import time
 import zlib
@@ -12,6 +13,7 @@ from typing import Any
 import msgspec
 import pytest
 import zmq
+from support_wait import DEADLINE_S
 
 from connectors.layers import StepLayers
 from connectors.push import wire
@@ -522,17 +524,65 @@ def test_a_handshake_that_raises_is_tried_again(push: Any) -> None:
     assert [message.stream for message in worker.nixl_wrapper.told()] == ["t"]
 
 
-def test_the_agents_of_a_handshake_are_known_before_anybody_hears_that_it_has_ended(
+class NotedLock:
+    """`wanted` once another thread than its maker's wants it."""
+
+    def __init__(self) -> None:
+        self._lock, self._maker, self.wanted = threading.RLock(), threading.get_ident(), threading.Event()
+
+    def __enter__(self) -> None:
+        if threading.get_ident() != self._maker:
+            self.wanted.set()
+        self._lock.acquire()
+
+    def __exit__(self, *error: object) -> None:
+        self._lock.release()
+
+
+def test_a_handshake_that_ends_at_once_has_ended_for_vllm_before_anybody_hears_of_it(
     push: Any, monkeypatch: Any
 ) -> None:
-    """vLLM's callback notes them too, but runs after ours where the writer was held up for the whole handshake: decode
-    would then have registered with nobody."""
+    """vLLM's callback notes the agents, and forgets the attempt: without that, decode would register with nobody, and
+    the next attempt would get the old answer."""
+    worker, vllms, heard = push.FakeWorker(0, 1), push.NixlPushConnectorWorker, queue.SimpleQueue[bool]()
+    worker._handshake_lock = lock = NotedLock()
+    begun = threading.Event()
+
+    def begin(*args: Any, **named: Any) -> Any:
+        lock.__enter__()  # vLLM's callback waits for it
+        future = vllms._ensure_handshake(worker, *args, **named)
+        begun.set()
+        assert lock.wanted.wait(DEADLINE_S)
+        return future
+
+    def fail(*args: Any) -> Any:
+        assert begun.wait(DEADLINE_S)
+        raise RuntimeError("no answer")
+
+    monkeypatch.setattr(vllms, "_nixl_handshake", fail)
+    monkeypatch.setattr(worker, "_ensure_handshake", begin)
+    monkeypatch.setattr(worker, "_handshake_done", lambda *args: heard.put("P2" in worker._handshake_futures))
+    worker.step(reserved=[Reserved(order("s", 7, 8), wire.Endpoint("P2", "host", 2, 1))])
+    lock.__exit__()
+    assert not heard.get(timeout=DEADLINE_S)
+
+
+def test_an_engine_that_was_taken_for_one_of_another_layout_is_tried_again(push: Any, monkeypatch: Any) -> None:
+    """It may have been a passing error. The connection for messages does not break by itself."""
     worker = push.FakeWorker(0, 1)
-    vllms = push.NixlPushConnectorWorker
-    monkeypatch.setattr(vllms, "_nixl_handshake", lambda *arguments: ({(0, 0): b"P2/0"}, 0.0))
-    worker._endpoints["P2"] = wire.Endpoint("P2", "host", 2, 1)
-    assert worker._nixl_handshake("host", 2, 1, "P2") == ({(0, 0): b"P2/0"}, 0.0)
-    assert worker._agents("P2") == {(0, 0): "P2/0"}
+    worker.handshakes = [RuntimeError("odd"), None]
+    for stream in ("first", "soon"):
+        prefill(worker, stream, NEAR)
+        assert isinstance(worker.nixl_wrapper.told()[-1], wire.Gone)
+    monkeypatch.setattr("connectors.push.records._UNWRITABLE_S", 0.0)
+    worker.handshakes = [None]
+    prefill(worker, "late", NEAR)
+    worker.turn()
+    assert worker.handshakes == [] and not worker._unwritable
+    worker.nixl_wrapper.told()
+    prefill(worker, "last", NEAR)
+    worker.end_writes()
+    assert worker.nixl_wrapper.told()[-1] == wire.Landed("r-last")
 
 
 @pytest.mark.parametrize("second", [zmq.Again(), None])

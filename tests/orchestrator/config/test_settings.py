@@ -195,6 +195,24 @@ def test_pipeline_stages_are_for_prefill_workers(tmp_path):
             check_engine_args(load(tmp_path, f"model: demo\nworkers: {{{section}}}"))
 
 
+def test_ranks_that_share_prompts_are_for_decode_workers(tmp_path):
+    shares = "engine_args: {decode_context_parallel_size: 2}"
+    own = f"decode: {{{shares}}}"
+    check_engine_args(load(tmp_path, f"model: demo\nkv: {{verify: true}}\nworkers: {{{own}}}"))
+    check_engine_args(
+        load(tmp_path, f"model: demo\nkv: {{verify: true}}\nworkers: {{{shares}, prefill: {{replicas: 0}}}}")
+    )
+    refused = {
+        shares: r"workers.engine_args.decode_\w+: expected 1, got 2; a prefill worker sends whole prompts; set it in w",
+        f"prefill: {{{shares}}}": r"workers.prefill.engine_args.decode_\w+: expected 1, got 2; .* in workers.decode",
+        f"{own}, prefill: {{engine_args: {{pipeline_parallel_size: 2}}}}": r"workers.decode.engine_args.decode_\w+: 2 "
+        r"ranks cannot share prompts of 2 stages: set decode_\w+ or workers.prefill.engine_args.pipeline_\w+ to 1",
+    }
+    for section, line in refused.items():
+        with pytest.raises(ConfigError, match=line):
+            check_engine_args(load(tmp_path, f"model: demo\nkv: {{verify: true}}\nworkers: {{{section}}}"))
+
+
 @pytest.mark.parametrize("key", [key for key in _INSTEAD if key != "models"])
 def test_a_key_that_was_removed_has_a_line_of_its_own(key):
     tree: dict[str, Any] = {}
@@ -353,6 +371,17 @@ SEES = {"text_config": {"num_attention_heads": 12, "num_hidden_layers": 4}, "vis
             "{prefill: {engine_args: {tensor_parallel_size: 5}}}",
             "workers.prefill.engine_args.tensor_parallel_size: 5 ranks cannot share this model's 12 attention heads; "
             "use 1, 2, 3, 4, 6, 12",
+        ),
+        (
+            MIXTRAL,
+            "{engine_args: {data_parallel_size: 3, tensor_parallel_size: 2, enable_expert_parallel: true}}",
+            "workers.engine_args.data_parallel_size: 3 x 2 ranks cannot share this model's 4 experts; "
+            "use at most 2, or remove enable_expert_parallel",
+        ),
+        (
+            MIXTRAL,
+            "{engine_args: {tensor_parallel_size: true}}",
+            "workers.engine_args.tensor_parallel_size: expected an integer >= 1, got True",
         ),
         (
             MIXTRAL,

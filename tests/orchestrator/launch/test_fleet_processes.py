@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from unittest.mock import AsyncMock, Mock
 
@@ -81,11 +82,12 @@ class LeftRunning(LocalMachine):
         super().__init__(config)
         self.ended: list[str] = []
 
-    async def left_running(self) -> list[str]:
-        return ["worker-2", "worker-3", "worker-0", "worker-1"]
+    async def left_running(self) -> dict[str, bool]:
+        return {"worker-2": True, "worker-3": True, "worker-0": True, "worker-1": True}
 
-    async def take_over(self, unit: str, registered: Role | None) -> Role | None:
-        return {"worker-0": Role.PREFILL, "worker-1": Role.PREFILL}.get(unit)
+    async def take_over(self, units: Mapping[str, Role | None]) -> dict[str, Role]:
+        started = {"worker-0": Role.PREFILL, "worker-1": Role.PREFILL}
+        return {unit: role for unit, role in started.items() if unit in units}
 
     async def give_back(self, unit: str) -> None:
         self.ended.append(unit)
@@ -115,6 +117,22 @@ async def test_launcher_takes_over_workers_of_dead_launcher(tmp_path: Path, monk
     finally:
         await redis.aclose()
         await server.stop()
+
+
+@pytest.mark.parametrize(
+    ("left", "alone"),
+    [({}, True), ({"worker-0": False}, True), ({"worker-0": False, "frontend-0@10.0.0.2": True}, False)],
+)
+async def test_a_place_on_which_nothing_runs_is_no_fleet(tmp_path: Path, left: dict[str, bool], alone: bool):
+    """It would go on with what was rolled out last, instead of what it is started with."""
+    config = parse_config({"model": "m", "engine": "sim"})
+    registry = AsyncMock(launchers=AsyncMock(return_value={}), workers=AsyncMock(return_value={}))
+    machine = LocalMachine(config)
+    machine.left_running = AsyncMock(return_value=left)
+    fleet = processes_of(config, registry, machine, tmp_path)
+    fleet._rolling.begin = AsyncMock()
+    await fleet._begin_version()
+    fleet._rolling.begin.assert_awaited_once_with(alone)
 
 
 async def test_crashes_while_redis_was_away_are_not_held_against_a_process(tmp_path: Path, monkeypatch):

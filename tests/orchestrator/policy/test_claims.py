@@ -1,6 +1,7 @@
 """Which jobs a prefill worker claims."""
 
-from orchestrator.policy.claims import choose_claims, fair_share_tokens
+from orchestrator.config.settings import SLOClass, SLOConfig
+from orchestrator.policy.claims import choose_claims, fair_share_tokens, most_claimed
 from orchestrator.types import WindowJob
 
 S_PER_TOKEN = 0.001
@@ -16,6 +17,16 @@ def claim(*window, budget=8000, idle=True, affinity=1.0, share=None):
 
 def test_claims_follow_score_up_to_budget():
     assert claim(job("b", 2.0), job("a", 1.0), job("c", 3.0), budget=2000) == ["a", "b"]
+
+
+def test_what_a_worker_claims_takes_no_longer_than_a_share_of_the_tightest_objective():
+    batch, chat = SLOClass(ttft_s=30.0), SLOClass(ttft_s=1.0)
+    assert most_claimed(8192, SLOConfig(ttft_s=5.0), S_PER_TOKEN) == 3000
+    assert most_claimed(8192, SLOConfig(ttft_s=5.0, classes={"batch": batch}), S_PER_TOKEN) == 3000
+    classes = {"batch": batch, "chat": chat, "usual": SLOClass(tpot_s=1.0)}
+    assert most_claimed(8192, SLOConfig(ttft_s=5.0, classes=classes), S_PER_TOKEN) == 600
+    assert most_claimed(8192, SLOConfig(ttft_s=100.0), S_PER_TOKEN) == 2 * 8192, "nor more than two batches"
+    assert most_claimed(8192, SLOConfig(), 0.0) == 2 * 8192, "prompts that cost nothing"
 
 
 def test_small_job_fills_remaining_budget():

@@ -90,6 +90,7 @@ HAVE_DEFAULTS = {
     "kv_key",
     "kv_tp_size",
     "kv_pp_size",
+    "kv_shards",
     "kv_copies",
     "messages",
     "revision",
@@ -246,6 +247,26 @@ async def test_indivisible_rank_counts_are_refused(registry, first, second):
     assert set(await registry.workers()) == {"a"}
     await registry.join(of_ranks("a", second), TTL_S)  # in its own place
     await registry.join(of_ranks("b", second), TTL_S)
+
+
+def shared_out(worker_id, **kv):
+    info = worker(worker_id)
+    return msgspec.structs.replace(info, kv=msgspec.structs.replace(info.kv, **kv))
+
+
+@pytest.mark.parametrize("first", [{"pp_size": 2}, {"shards": 2}])
+async def test_stages_do_not_send_to_ranks_that_share_prompts(registry, first):
+    """A whole prompt goes to them, or nothing could."""
+    second = {"shards": 2} if "pp_size" in first else {"pp_size": 2}
+    await registry.join(shared_out("whole"), TTL_S)
+    await registry.join(shared_out("a", **first), TTL_S)
+    with pytest.raises(IncompatibleWorker) as caught:
+        await registry.join(shared_out("b", **second), TTL_S)
+    line = str(caught.value)
+    assert "worker b: kv_pp_size is" in line and "(worker a)" in line and "\n" not in line
+    assert "set decode_context_parallel_size or pipeline_parallel_size to 1" in line
+    await registry.join(shared_out("b", **first), TTL_S)
+    await registry.join(msgspec.structs.replace(shared_out("c", **second), generation=1), TTL_S)
 
 
 async def test_simultaneous_joins_admit_one_identity(server, registry):

@@ -58,30 +58,60 @@ def test_a_folder_that_others_may_write_is_not_used(here: Path, monkeypatch: pyt
     assert Board.here() is None, "a worker serves without one"
 
 
+def plan(boards: list[Board], *work: tuple[int, int]) -> None:
+    """What each will decode and has of prompts, after the step that all take then."""
+    for each, (generating, backlog) in zip(boards, work, strict=True):
+        each.plan(generating, backlog, full=False)
+    step(boards, *[1] * SIZE)
+
+
 def test_a_prompt_is_cut_so_that_ranks_compute_as_many_tokens(here: Path) -> None:
     first, second = boards = ranks()
+    plan(boards, (10, 0), (20, 0))
+    plan(boards, (10, 160), (20, 0))
+    assert second.budget(20, 0, 2048) is None  # it has no prompt
+    assert first.budget(10, 160, 2048) == 11  # as many as the other, and one more
+    plan(boards, (10, 160), (20, 500))
+    assert first.budget(10, 160, 2048) == 160 and second.budget(20, 500, 2048) == 150
+
+
+def test_ranks_that_begin_a_step_together_find_the_same_level_whichever_is_first(here: Path) -> None:
+    """What one writes meanwhile is for the next step."""
+    first, second = boards = ranks()
+    plan(boards, (10, 0), (12, 0))
+    plan(boards, (10, 900), (12, 400))
+    found = first.budget(10, 900, 2048)
+    first.plan(11, 500, full=False)
+    assert found == 402 and second.budget(12, 400, 2048) == 400
+    second.plan(13, 0, full=False)
     step(boards, 1, 1)
-    assert second.budget(20, 0, full=False, max_tokens=2048) is None  # it has no prompt
-    assert first.budget(10, 160, full=False, max_tokens=2048) == 11  # as many as the other, and one more
-    assert second.budget(20, 500, full=False, max_tokens=2048) == 150
-    assert first.budget(10, 160, full=False, max_tokens=2048) == 160
+    assert first.budget(11, 500, 2048) < 100, "the other one has no prompt left"
+
+
+def test_a_prompt_that_has_just_come_begins_and_is_cut_by_what_all_know(here: Path) -> None:
+    first, second = boards = ranks()
+    plan(boards, (10, 0), (12, 0))
+    assert first.budget(10, 700, 2048) == 1, "nobody else knows of it"
+    plan(boards, (10, 699), (12, 0))
+    assert first.budget(10, 699, 2048) > 50
+    plan(boards, (10, 0), (12, 300))
+    assert first.budget(10, 700, 2048) > 10, "it goes along with the other's"
 
 
 def test_prompts_are_whole_where_no_rank_decodes_or_the_key_says_so(here: Path) -> None:
     first, second = boards = ranks()
-    step(boards, 1, 1)
-    second.budget(0, 0, full=False, max_tokens=2048)
-    assert first.budget(0, 160, full=False, max_tokens=2048) is None
+    plan(boards, (0, 160), (0, 0))
+    assert first.budget(0, 160, 2048) is None
     first, second = boards = ranks(levels=False)
-    step(boards, 1, 1)
-    second.budget(20, 0, full=False, max_tokens=2048)
-    assert first.budget(10, 160, full=False, max_tokens=2048) is None
+    plan(boards, (10, 160), (20, 0))
+    assert first.budget(10, 160, 2048) is None
 
 
 def test_a_rank_elsewhere_is_not_counted_on(here: Path) -> None:
     first, second = ranks()
+    first.plan(10, 160, full=False)
     first.note(5, 1.0, waves=1)
-    assert first.budget(10, 160, full=False, max_tokens=2048) is None and first.counters() is None
+    assert first.budget(10, 160, 2048) is None and first.counters() is None
 
 
 def test_counters_are_of_the_steps_that_all_ranks_have_taken(here: Path) -> None:

@@ -60,11 +60,14 @@ class LevelBoard:
     """Grants so many prompt tokens in each step; keeps what it was told."""
 
     def __init__(self, grant: int) -> None:
-        self.grant, self.told = grant, (0, 0, False, 0)
+        self.grant, self.told, self.planned = grant, (0, 0, 0), (0, 0, False)
 
-    def budget(self, generating: int, backlog: int, full: bool, max_tokens: int) -> int:
-        self.told = (generating, backlog, full, max_tokens)
+    def budget(self, generating: int, backlog: int, max_tokens: int) -> int:
+        self.told = (generating, backlog, max_tokens)
         return self.grant
+
+    def plan(self, generating: int, backlog: int, full: bool) -> None:
+        self.planned = (generating, backlog, full)
 
 
 def test_a_levelled_step_cuts_prompts_and_nothing_else() -> None:
@@ -79,12 +82,13 @@ def test_a_levelled_step_cuts_prompts_and_nothing_else() -> None:
     scheduler.add(request_of("remote", 50, remote=True))
     batch, _ = scheduler.schedule()
     assert [(item.request.key, item.tokens) for item in batch] == [("a", 1), ("b", 1), ("long", 30)]
-    assert board.told == (2, 125, False, 1000)
+    assert board.told == (2, 125, 1000) and board.planned == (2, 95, False)
     scheduler.complete(batch)
     board.grant = 80
     batch, receiving = scheduler.schedule()
     assert [(item.request.key, item.tokens) for item in batch] == [("a", 1), ("b", 1), ("long", 70), ("short", 10)]
     assert [request.key for request in receiving] == ["remote"]
+    assert board.planned == (3, 15, True), "the long one will decode"
 
 
 _action = st.one_of(

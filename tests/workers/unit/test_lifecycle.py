@@ -54,10 +54,12 @@ async def test_blocks_held_at_drain_deadline_are_logged(held: int, told: str, ca
     assert (told in caplog.text) if told else not caplog.text
 
 
+@pytest.mark.parametrize(("role", "sizes"), [(Role.PREFILL, {"pp_size": 2}), (Role.DECODE, {"shards": 2})])
 async def test_a_role_that_the_engine_cannot_take_is_refused_and_the_order_cleared(
-    caplog: pytest.LogCaptureFixture,
+    caplog: pytest.LogCaptureFixture, role: Role, sizes: dict[str, int]
 ) -> None:
-    life = Lifecycle(Role.PREFILL)
+    other = role.other
+    life = Lifecycle(role)
     life.enter(LifecycleState.READY)
     cleared: list[int] = []
 
@@ -71,14 +73,14 @@ async def test_a_role_that_the_engine_cannot_take_is_refused_and_the_order_clear
         life,
         Drain.__new__(Drain),  # there is nothing to drain
         parse_config({"model": "demo"}),
-        info=worker_info("p", kv=KVEndpoint("e", "127.0.0.1", 1, pp_size=2)),
+        info=worker_info("p", kv=KVEndpoint("e", "127.0.0.1", 1, **sizes)),
         clear_orders=clear,
         announce=unexpected,
         end=unexpected,
     )
-    await moves.carry_out(Heartbeat(WorkerOrders(Role.DECODE, sequence=7)), moves.info)
-    assert (life.state, life.role, cleared) == (LifecycleState.READY, Role.PREFILL, [7])
-    assert "stays a prefill worker: its engine cannot take the role decode" in caplog.text
+    await moves.carry_out(Heartbeat(WorkerOrders(other, sequence=7)), moves.info)
+    assert (life.state, life.role, cleared) == (LifecycleState.READY, role, [7])
+    assert f"stays a {role.value} worker: its engine cannot take the role {other.value}" in caplog.text
     await moves.carry_out(Heartbeat(WorkerOrders(sequence=7)), moves.info)
     assert cleared == [7]
 

@@ -386,14 +386,13 @@ async def test_an_idle_engine_takes_no_steps_and_copies_wake_it(model: Path, mon
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("kind", ["some-windows", "mtp", "two ranks", "asynchronous"])
+@pytest.mark.parametrize("kind", ["some-windows", "mtp", "two ranks"])
 async def test_models_and_engines_of_other_kinds(tmp_path: Path, kind: str) -> None:
     model = special_model(tmp_path / kind, kind) if kind in MODELS else tiny_model(tmp_path / "tiny")
     ranks = 2 if kind == "two ranks" else 1
-    arguments: dict[str, Any] = {"tensor_parallel_size": ranks, "async_scheduling": kind == "asynchronous"}
+    arguments: dict[str, Any] = {"tensor_parallel_size": ranks, "max_model_len": 1024}
     if kind == "mtp":
         arguments["speculative_config"] = {"method": "mtp", "num_speculative_tokens": 1}
-    arguments["max_model_len"] = 1024
     plain = await Driver.start(model, name="plain", enable_prefix_caching=False, **arguments)
     room = 40 * BLOCK_SIZE * plain.info.kv_bytes_per_token // ranks
     driver = await Driver.start(model, name="tier", kv=TIER, **arguments, kv_cache_memory_bytes=room)

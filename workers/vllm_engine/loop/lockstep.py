@@ -36,12 +36,15 @@ class Steps:
         self._board.note(self._tokens, elapsed_ms / 1e3, self._engine.current_wave + 1)
 
     def _dummy(self) -> None:
+        if not self._engine.scheduler.has_unfinished_requests():  # else its schedule has told of them
+            self._board.plan(0, 0, False)
         self._execute_dummy()
         self._board.note(0, 0.0, self._engine.current_wave + 1)
 
-    def _level_and_schedule(self, *args: Any, **kwargs: Any) -> Any:
+    def _work(self) -> tuple[int, int, int]:
+        """Tokens that it decodes in a step, those of prompts that are to be computed, and those that it will decode
+        once KV has come."""
         scheduler = self._engine.scheduler
-        limit, long = self._limits
         decodes = backlog = 0
         # Their KV has come, or is about to: a step for each, beside the drafts that go with it.
         awaiting = (1 + scheduler.num_spec_tokens) * len(scheduler.kv_holding_waiting)
@@ -54,8 +57,13 @@ class Steps:
                 backlog += max(0, request.num_tokens - request.num_computed_tokens)
             else:
                 awaiting += 1
-        full = len(scheduler.running) >= scheduler.max_num_running_reqs
-        chunk = self._board.budget(decodes, backlog, full, limit)
+        return decodes, backlog, awaiting
+
+    def _level_and_schedule(self, *args: Any, **kwargs: Any) -> Any:
+        scheduler = self._engine.scheduler
+        limit, long = self._limits
+        decodes, backlog, awaiting = self._work()
+        chunk = self._board.budget(decodes, backlog, limit)
         if chunk is not None:
             # Requests whose KV comes from elsewhere start beside a long prompt.
             scheduler.scheduler_config.long_prefill_token_threshold = max(1, min(chunk, long or chunk))
@@ -66,4 +74,6 @@ class Steps:
             scheduler.max_num_scheduled_tokens = limit
             scheduler.scheduler_config.long_prefill_token_threshold = long
         self._tokens = output.total_num_scheduled_tokens
+        decodes, backlog, _ = self._work()  # what is in the step counts as computed by now
+        self._board.plan(decodes, backlog, len(scheduler.running) >= scheduler.max_num_running_reqs)
         return output

@@ -1,5 +1,7 @@
 -- Whether a worker fits those that live: KV passes only between engines that are alike.
 
+local PAIRED = { 'kv_tp_size', 'kv_pp_size', 'kv_shards' } -- compared by pairs, beside the identity
+
 local function same_generation(key, mine)
   local theirs = redis.pcall('HGET', key, 'generation')
   return (type(theirs) == 'string' and theirs or '0') == (mine.generation or '0')
@@ -20,14 +22,22 @@ local function difference(prefix, kind, id, identity, always, mine)
   end
 end
 
--- The first live worker between whose ranks and this one's KV cannot be shared out: its number of ranks, and its id.
-local function indivisible(prefix, id, mine)
-  local ranks = tonumber(mine.kv_tp_size)
-  for _, other in ipairs(ranks and live(prefix, 'worker') or {}) do
+-- The first live worker between which and this one KV cannot pass: by which field, its value there, and its id. Of ranks
+-- one number has to divide the other. What pipeline stages send is not dealt out to ranks that share each prompt.
+local function unpaired(prefix, id, mine)
+  local ranks, stages, shards = tonumber(mine.kv_tp_size), tonumber(mine.kv_pp_size), tonumber(mine.kv_shards)
+  for _, other in ipairs(live(prefix, 'worker')) do
     local key = member_key(prefix, 'worker', other)
-    local value = other ~= id and same_generation(key, mine) and redis.pcall('HGET', key, 'kv_tp_size')
-    local theirs = type(value) == 'string' and tonumber(value)
-    if theirs and theirs > 0 and ranks % theirs ~= 0 and theirs % ranks ~= 0 then return value, other end
+    local values = other ~= id and same_generation(key, mine) and redis.pcall('HMGET', key, unpack(PAIRED))
+    if values and not values.err then
+      local theirs, its_stages, its_shards = tonumber(values[1] or ''), tonumber(values[2] or ''), tonumber(values[3] or '')
+      if ranks and theirs and theirs > 0 and ranks % theirs ~= 0 and theirs % ranks ~= 0 then
+        return PAIRED[1], values[1], other
+      end
+      if (stages or 1) > 1 and (its_shards or 1) > 1 or (shards or 1) > 1 and (its_stages or 1) > 1 then
+        return PAIRED[2], values[2], other
+      end
+    end
   end
 end
 
@@ -36,7 +46,8 @@ end
 -- where the next one will look for this worker.
 local function equals_another(prefix, id, identity, mine)
   local names = { unpack(identity) }
-  names[#names + 1], names[#names + 2] = 'generation', 'kv_tp_size'
+  names[#names + 1] = 'generation'
+  for _, name in ipairs(PAIRED) do names[#names + 1] = name end
   local values = {}
   for i, name in ipairs(names) do values[i] = mine[name] or '' end
   local kind = table.concat(values, '\n')
@@ -56,8 +67,8 @@ local function misfit(prefix, kind, id, identity, always, mine)
   if equal then return nil end
   local name, value, other = difference(prefix, kind, id, identity, always, mine)
   if name then return { 'differs', name, value, other } end
-  value, other = indivisible(prefix, id, mine)
-  if value then return { 'indivisible', 'kv_tp_size', value, other } end
+  name, value, other = unpaired(prefix, id, mine)
+  if name then return { 'unpaired', name, value, other } end
   redis.call('HSET', prefix .. 'kinds', field, id)
   redis.call('EXPIRE', prefix .. 'kinds', INDEX_S)
 end

@@ -3,7 +3,7 @@
 -- args: kind, id, ttl in ms, 'join' or 'refresh', n, m, n names of identity fields, then fields and values. The first m
 -- must be equal on workers of all generations, the others within one.
 -- Returns 'ok', order_role, order_drain, order_sequence; or 'differs', field, the fleet's value, whose; or
--- 'indivisible', 'kv_tp_size', the other's value, whose; or 'taken' where a worker does not join and its id is another's.
+-- 'unpaired', field, the other's value, whose; or 'taken' where a worker does not join and its id is another's.
 local function put_member(keys, args)
   local prefix, kind, id, ttl_ms, joining = keys[1], args[1], args[2], args[3], args[4] == 'join'
   local key, names = member_key(prefix, kind, id), tonumber(args[5])

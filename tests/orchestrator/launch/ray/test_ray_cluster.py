@@ -13,7 +13,7 @@ import msgspec
 import pytest
 from support_wait import DEADLINE_S
 
-from orchestrator.config.settings import Config, parse_config
+from orchestrator.config.settings import Config, ConfigError, parse_config
 from orchestrator.launch.host.process import ProcessSpec
 from orchestrator.launch.machines import Setup
 from orchestrator.process.own_files import make_folder
@@ -160,7 +160,8 @@ async def test_a_foreign_actor_is_none_of_the_fleets_processes(monkeypatch, grou
         "trainer-0",
     ]
     monkeypatch.setattr(connection_module, "list_named_actors", lambda: ours + foreign)
-    assert await module.RayCluster(CONFIG).left_running() == ours[:-1], "a group is taken over as one"
+    left = await module.RayCluster(CONFIG).left_running()
+    assert left == dict.fromkeys(ours[:-1], True), "a group is taken over as one"
     assert "counter" in caplog.text and "left alone" in caplog.text
     ended = []
 
@@ -187,8 +188,8 @@ async def test_what_runs_is_taken_over_as_it_is_and_takes_another_place_when_it_
     assert await started(earlier, "worker-0", Role.DECODE) == ["worker-0"]
     runners(monkeypatch, {"worker-0": "decode"})
     monkeypatch.setattr(module, "left_running", lambda: ["worker-0", "frontend-0@10.0.0.2"])
-    assert await cluster.left_running() == ["frontend-0@10.0.0.2", "worker-0"]
-    assert await cluster.take_over("worker-0", None) is Role.DECODE
+    assert await cluster.left_running() == {"frontend-0@10.0.0.2": True, "worker-0": True}
+    assert await cluster.take_over({"worker-0": None}) == {"worker-0": Role.DECODE}
     assert await started(cluster, "worker-0", Role.DECODE, config) == ["worker-0"] and not groups.removed
     assert await started(cluster, "worker-0", Role.DECODE, config) == ["worker-0", "worker-0.1", "worker-0.2"]
     assert groups.sizes() == {"pd-default/worker-0": [BUNDLE] * 3}
@@ -209,11 +210,11 @@ async def test_a_part_of_a_unit_is_not_taken_over_and_what_is_left_of_it_ends(mo
     cluster = module.RayCluster(two)
     monkeypatch.setattr(module, "left_running", lambda: list(said))
     runners(monkeypatch, said)
-    assert await cluster.left_running() == ["worker-0"]
-    assert await cluster.take_over("worker-0", None) is None
+    assert await cluster.left_running() == {"worker-0": bool(said)}
+    assert not await cluster.take_over({"worker-0": None})
     assert "worker-0: is not whole" in caplog.text and why in caplog.text
     await cluster.give_back("worker-0")
-    assert not groups.there and await cluster.take_over("worker-0", None) is None
+    assert not groups.there and not await cluster.take_over({"worker-0": None})
 
 
 @pytest.mark.parametrize("registered", [Role.DECODE, None])
@@ -223,7 +224,8 @@ async def test_a_registered_unit_that_does_not_answer_goes_on(monkeypatch, group
     silent = SimpleNamespace(role=SimpleNamespace(remote=asyncio.Event().wait))
     monkeypatch.setattr(module.ray, "get_actor", lambda name: silent)
     monkeypatch.setattr(module, "_RUNNER_ANSWERS_S", 0.01)
-    assert await module.RayCluster(CONFIG).take_over("worker-0", registered) is registered
+    taken = await module.RayCluster(CONFIG).take_over({"worker-0": registered})
+    assert taken == ({"worker-0": registered} if registered else {})
 
 
 @pytest.fixture
@@ -320,13 +322,62 @@ async def test_unwanted_placement_group_is_removed(monkeypatch, groups):
     assert not groups.there and len(groups.removed) == 1
 
 
-async def test_a_cluster_that_does_not_answer_keeps_nobody_waiting(monkeypatch, groups):
-    monkeypatch.setattr(places_module, "_REMOVED_WITHIN_S", 0.01)
-    answers = threading.Event()
-    monkeypatch.setattr(places_module, "get_placement_group", lambda name: answers.wait(DEADLINE_S) and None)
+async def test_a_cluster_that_does_not_answer_keeps_nobody_waiting(monkeypatch, groups, caplog):
+    """Neither other units, on which it does, nor what else the launcher does in threads."""
+    monkeypatch.setattr(places_module, "_ANSWERS_WITHIN_S", 0.01)
+    find, answers = groups.get_placement_group, threading.Event()
+    silent = [f"worker-{number}" for number in range(1, 65)]
+
+    def slowly(name: str) -> Group:
+        if name.removeprefix("f/") in silent:
+            answers.wait(2 * DEADLINE_S)
+        return find(name)
+
+    monkeypatch.setattr(places_module, "get_placement_group", slowly)
+    places = places_module.Places("f/")
     try:
-        async with asyncio.timeout(DEADLINE_S / 2):
-            await module.RayCluster(CONFIG).give_back("worker-0")
+        async with asyncio.timeout(DEADLINE_S):
+            assert not any(await asyncio.gather(*(places.has(unit, [BUNDLE]) for unit in silent)))
+            assert not await places.has("worker-1", [BUNDLE]), "nor is it asked twice at once"
+            assert threading.active_count() < 2 * len(silent)
+            await asyncio.to_thread(lambda: None)
+            monkeypatch.setattr(places_module, "_ANSWERS_WITHIN_S", DEADLINE_S)
+            assert await places.has("worker-0", [BUNDLE])
+            monkeypatch.setattr(places_module, "_ANSWERS_WITHIN_S", 0.01)
+            await asyncio.gather(*map(places.give_back, silent[:32]))
+            assert "worker-1: no answer from the cluster" in caplog.text
+            answers.set()
+            while asking := list(places._asking.values()):
+                await asyncio.wait(asking)
+    finally:
+        answers.set()
+    made = {f"f/{unit}" for unit in ["worker-0", *silent[32:]]}
+    assert groups.there.keys() == made, "an answer that is late makes what is wanted by then"
+
+
+async def test_groups_are_read_once_for_all_that_is_taken_over(monkeypatch, groups):
+    units = [f"worker-{number}" for number in range(8)]
+    for unit in units:
+        await started(module.RayCluster(CONFIG), unit, Role.DECODE)
+    runners(monkeypatch, dict.fromkeys(units, "decode"))
+    read, table = [], groups.placement_group_table
+    monkeypatch.setattr(places_module, "placement_group_table", lambda: read.append(1) or table())
+    taken = await module.RayCluster(CONFIG).take_over(dict.fromkeys(units))
+    assert taken == dict.fromkeys(units, Role.DECODE) and len(read) == 1
+
+
+async def test_what_runs_is_not_ended_because_the_cluster_cannot_tell(monkeypatch, groups):
+    monkeypatch.setattr(module, "_ANSWERS_WITHIN_S", 0.01)
+    answers = threading.Event()
+    monkeypatch.setattr(places_module, "placement_group_table", lambda: answers.wait(DEADLINE_S) and {})
+    monkeypatch.setattr(module, "left_running", list)
+    cluster = module.RayCluster(CONFIG)
+    try:
+        for asked in (cluster.left_running(), cluster.take_over({"worker-0": None})):
+            with pytest.raises(
+                ConfigError, match=r"launcher.address: the cluster does not tell .*see whether its head"
+            ):
+                await asked
     finally:
         answers.set()
 

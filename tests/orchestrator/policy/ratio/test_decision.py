@@ -250,6 +250,18 @@ def test_last_prefill_worker_goes_only_for_a_sure_gain():
     assert decide(*[load] * 6, current=one).after.prefill == 0
 
 
+@pytest.mark.parametrize(("haste", "prefill"), [(1.0, 5), (0.01, 4)])
+def test_prompts_that_can_wait_ask_for_no_more_prefill_workers(haste, prefill):
+    """Twenty long ones among 900 short ones, where all have 0.3 s, and where the long ones have 30 s."""
+    offered = Offered()
+    for count, tokens, own in ((900, 300, 1.0), (20, 20_000, haste)):
+        for _ in range(count):
+            offered += Offered.one(tokens, tokens, 150, own)
+    load = msgspec.structs.replace(SAMPLE, offered=offered)
+    found = desired_ratio([load] * 6, EVEN, CONFIG, SLOConfig(ttft_s=0.3, tpot_s=0.05))
+    assert (found.after if found is not None else EVEN).prefill == prefill
+
+
 def test_burst_moves_no_worker():
     calm = offering(400, 400, 150)
     assert decide(CODE, CODE, CODE) is not None

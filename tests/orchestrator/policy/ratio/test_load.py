@@ -3,8 +3,9 @@
 import msgspec
 import pytest
 
+from orchestrator.config.settings import SLOConfig
 from orchestrator.policy.predict.predictor import Predictor
-from orchestrator.policy.ratio.load import LoadSampler, Observation, offered_since, traffic
+from orchestrator.policy.ratio.load import LoadSampler, Observation, haste, offered_since, traffic
 from orchestrator.types import EngineSpeed, Offered
 
 FIRST = Observation(
@@ -30,6 +31,20 @@ def test_sample_is_difference_of_two_observations():
     assert (sample.at, sample.period_s, sample.sequences) == (110.0, 10.0, 6)
     assert sample.offered == Offered(10, 20_000, 1500.0, prefill_tokens2=4.0e7)
     assert sample.prefill_s_per_token == pytest.approx(0.0005)
+
+
+def test_haste_is_the_share_of_its_objective_that_others_have():
+    slo = SLOConfig(ttft_s=0.5)
+    assert [haste(own_s, slo) for own_s in (None, 0.5, 5.0, 0.001)] == [1.0, 1.0, 0.1, 1.0]
+    assert Offered.one(100, 100, 10, 0.1) == msgspec.structs.replace(Offered.one(100, 100, 10), prefill_tokens2=100.0)
+
+
+def test_prefill_times_never_spread_less_than_equal_ones():
+    sampler, patient = LoadSampler(), Offered(100, 200_000, 1500.0, prefill_tokens2=1.0)
+    sampler.sample(FIRST, Predictor(0.0005))
+    now = msgspec.structs.replace(FIRST, at=FIRST.at + 10, offered=FIRST.offered + patient)
+    arriving = traffic([sampler.sample(now, Predictor(0.0005))])
+    assert arriving.prefill_s2 == pytest.approx(arriving.prefill_s**2)
 
 
 def test_link_is_told_in_seconds_of_prefill():

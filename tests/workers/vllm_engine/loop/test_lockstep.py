@@ -32,6 +32,7 @@ class FakeEngine:
             max_num_running_reqs=8,
             max_num_scheduled_tokens=LIMIT,
             scheduler_config=SimpleNamespace(long_prefill_token_threshold=0),
+            has_unfinished_requests=lambda: bool(self.scheduler.running or self.scheduler.waiting),
         )
 
     def schedule(self, throttle: bool = False) -> Any:
@@ -70,7 +71,11 @@ def test_a_long_prompt_is_cut_and_what_waits_for_kv_keeps_its_place(boards: list
     from workers.vllm_engine.loop.lockstep import steps_of
 
     engine = FakeEngine()
-    boards[1].budget(20, 60, full=False, max_tokens=LIMIT)
+    for backlogs in ((0, 0), (850, 60)):
+        for board, decodes, backlog in zip(boards, (1, 20), backlogs, strict=True):
+            board.plan(decodes, backlog, full=False)
+        for board in boards:
+            board.note(1, 1.0, 1)
     steps = steps_of(engine)
     assert steps is not None and steps_of(engine) is steps
     engine.scheduler.running = [request(101, 100, "RUNNING"), request(1000, 200, "RUNNING")]
@@ -84,6 +89,12 @@ def test_a_long_prompt_is_cut_and_what_waits_for_kv_keeps_its_place(boards: list
     assert engine.seen == [(80 + 2, 79)]
     assert engine.scheduler.max_num_scheduled_tokens == LIMIT
     assert engine.scheduler.scheduler_config.long_prefill_token_threshold == 0
+    # What it has then, the others read at the next step; and once it has nothing, that.
+    steps.ended(1.0)
+    assert boards[0]._plans()[0][:2] == (1, 850)
+    engine.scheduler.running, engine.scheduler.waiting = [], []
+    engine.execute_dummy_batch()
+    assert boards[0]._plans()[0] == (0, 0, 0)
 
 
 def test_without_prompts_the_limits_are_vllms(boards: list[Board]) -> None:
