@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 from support_models import LORA_RANK, lora_adapter
-from support_vllm import BLOCK_SIZE, Driver, frames
+from support_vllm import BLOCK_SIZE, Driver, frames, tiny_model
 
 from orchestrator.config.settings import KVConfig
 from orchestrator.policy.prefix_keys import prefix_keys, salt_of
@@ -23,9 +23,10 @@ PROMPT = random.Random(1).choices(range(3, 500), k=5 * BLOCK_SIZE + 7)
 TOKENS = 12
 
 
-async def test_lora_is_used_on_both_ends_and_separates_caches(model: Path, tmp_path: Path) -> None:
+async def test_lora_is_used_on_both_ends_and_separates_caches(tmp_path: Path) -> None:
     from vllm.lora.request import LoRARequest
 
+    model = tiny_model(tmp_path / "model")
     arguments = {"enable_lora": True, "max_loras": 2, "max_lora_rank": LORA_RANK}
     prefill = await Driver.start(model, name="prefill", kv=KVConfig(verify=True), **arguments)
     decode = await Driver.start(model, name="decode", kv=KVConfig(verify=True), **arguments)
