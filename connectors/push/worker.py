@@ -333,10 +333,8 @@ class PushWorker(Connections):
             ok = state == "DONE"
             if telemetry is not None:
                 self._layers.link.observe(telemetry.totalBytes, telemetry.xferDuration / 1e6)
-            if ok:
-                self._records.put(functools.partial(PushStats.record_transfer, res=telemetry))
-            else:
-                self._records.put(lambda s: s.record_failed_transfer())
+            done = functools.partial(PushStats.record_transfer, res=telemetry)
+            self._records.put(done if ok else PushStats.record_failed_transfer)
             # Behind a preemption that came in first: what it has read since may be another request's.
             self._submit(functools.partial(self._outbound.written, stream, number, ok))
 
