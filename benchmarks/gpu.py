@@ -139,8 +139,10 @@ async def kv(path: str, args: dict[str, Any], options: argparse.Namespace, note:
 
 
 async def auto(path: str, args: dict[str, Any], options: argparse.Namespace, note: Note) -> Result:
-    variants = [variant for variant in VARIANTS if variant.transfer in ("auto", "chunk", "layer")]
-    return await kv(path, args, argparse.Namespace(**vars(options) | {"variants": variants}), note)
+    """Measure our modes: those of `--variants`, or all where it names none."""
+    ours = [variant for variant in VARIANTS if variant.transfer in ("auto", "chunk", "layer")]
+    chosen = [variant for variant in ours if variant in options.variants] or ours
+    return await kv(path, args, argparse.Namespace(**vars(options) | {"variants": chosen}), note)
 
 
 async def switches(path: str, args: dict[str, Any], options: argparse.Namespace, note: Note) -> Result:
@@ -237,7 +239,12 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--tokens", type=int, nargs="+", help="prompt lengths")
     parser.add_argument("--prompts", type=int, default=32, help="of the part `equality`")
-    parser.add_argument("--variants", nargs="+", default=None, choices=[variant.name for variant in VARIANTS])
+    parser.add_argument(
+        "--variants",
+        nargs="+",
+        choices=[variant.name for variant in VARIANTS],
+        help="of the parts `kv` and, as far as they are ours, `auto`",
+    )
     parser.add_argument("--out", type=Path, default=HERE / "results")
     options = parser.parse_args(arguments)
     options.cuda = options.device == "cuda"

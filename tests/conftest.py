@@ -20,6 +20,8 @@ import pytest
 # Nothing in the suite needs a hub; a test that would ask one fails at once instead of after retries. Here, because the
 # hub's client reads this once, when the first module that imports it is collected.
 os.environ |= {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
+# More engines than cores run at once, and threads of one spin while they wait for each other. Before torch is imported.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # Files that others may write are refused; what tests write stands for what nobody else could.
 os.umask(0o022)
@@ -49,6 +51,7 @@ gc.disable()
 
 _ALL_VLLM = re.compile(r"^pytestmark = \[?pytest\.mark\.vllm\b", re.MULTILINE)
 _LONGEST_FIRST = (
+    "e2e/test_gpu_benchmark",
     "vllm_engine/test_engine",
     "e2e/test_real_fetch",
     "e2e/test_real_fleet",
@@ -56,7 +59,6 @@ _LONGEST_FIRST = (
     "vllm_engine/test_models",
     "e2e/test_sim_frontends",
     "e2e/test_package",
-    "e2e/test_gpu_benchmark",
     "e2e/test_real_adapters",
     "vllm_engine/test_thousand",
     "e2e/test_chaos",

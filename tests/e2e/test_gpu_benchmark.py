@@ -30,15 +30,15 @@ def test_missing_requirements_are_listed_first() -> None:
 
 
 def test_every_part_runs_on_a_cpu(tmp_path: Path) -> None:
-    arguments = ["--tokens", "64", "160", "--prompts", "6", "--variants", "stock push, repaired"]
+    arguments = ["--tokens", "64", "160", "--prompts", "6", "--variants", "chunk", "stock push, repaired"]
     done = run("--device", "cpu", *arguments, "--out", str(tmp_path))
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     found = json.loads((tmp_path / "gpu-on-cpu.json").read_text())
-    assert done.stdout.count("round 1 of 1 done (") == 3 + 1 + 2  # each variant of auto, kv and switches, as it ends
+    assert done.stdout.count("round 1 of 1 done (") == 1 + 2 + 2  # each variant of auto, kv and switches, as it ends
     assert found["equality"]["equal"] == found["equality"]["prompts"] == 6
     assert found["equality"]["verified"] > 0 and not found["equality"]["corrupt"] + found["equality"]["recomputed"]
-    assert {row["variant"] for row in found["kv"]["rows"]} == {"stock push, repaired"}
-    assert {row["variant"] for row in found["auto"]["rows"]} == {"auto", "chunk", "layer"}
+    assert {row["variant"] for row in found["kv"]["rows"]} == {"chunk", "stock push, repaired"}
+    assert {row["variant"] for row in found["auto"]["rows"]} == {"chunk"}
     assert {row["state"] for row in found["threads"]["rows"]} == {
         "at rest",
         "1 wait for KV",

@@ -37,11 +37,6 @@ def prompt(length: int, seed: int = 0) -> list[int]:
     return random.Random(length * 1000 + seed).choices(range(3, 500), k=length)
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_model(tmp_path_factory.mktemp("model") / "tiny")
-
-
 @pytest_asyncio.fixture(scope="module", loop_scope="module", params=["auto", "layer", "whole"])
 async def pair(model: Path, request: pytest.FixtureRequest) -> AsyncIterator[tuple[Driver, Driver]]:
     """A prefill and a decode engine. Every test leaves both with all blocks free."""
@@ -392,39 +387,28 @@ async def test_an_idle_engine_uses_little_of_a_core(pair) -> None:
 
 
 @in_parts
-async def test_a_killed_prefill_engine_costs_no_request_and_no_block(model: Path, pair, reference) -> None:
-    _, decode = pair
+async def test_a_killed_engine_costs_no_request_and_no_block_on_either_side(model: Path, pair, reference) -> None:
+    prefill, decode = pair
     doomed = await Driver.start(model, name="doomed")
     bodies = {f"orphan-{index}": frames(prompt(1400, 300 + index), 4) for index in range(4)}
-    for key, body in bodies.items():
+    for index, (key, body) in enumerate(bodies.items()):
         await transfer(doomed, decode, key, body)
+        await transfer(prefill, doomed, f"half-{index}", frames(prompt(1400, 400 + index)))
     os.kill(engine_pid(doomed), signal.SIGKILL)
     await until(lambda: isinstance(doomed.error, EngineDead), what="EngineDead from next_step")
     with pytest.raises(EngineDead):
         await doomed.engine.load()
-    await decode.engine.fail_peer(doomed.info.kv.engine_id)
+    for driver in pair:
+        await driver.engine.fail_peer(doomed.info.kv.engine_id)
     for key, body in bodies.items():
         assert await decode.done(key) == await expected(reference, key, body)
+    for index in range(4):
+        await prefill.done(f"half-{index}")
     # A request that names it afterwards does not even try.
     await decode.decode("later", bodies["orphan-0"], doomed.source("later"))
     assert await decode.done("later") == await decode.done("orphan-0")
     await doomed.stop()
-    await assert_no_leaks(decode)
-
-
-@in_parts
-async def test_a_killed_decode_engine_frees_the_prefill_side_at_once(model: Path, pair) -> None:
-    prefill, _ = pair
-    doomed = await Driver.start(model, name="doomed")
-    for index in range(4):
-        await transfer(prefill, doomed, f"half-{index}", frames(prompt(1400, 400 + index)))
-    os.kill(engine_pid(doomed), signal.SIGKILL)
-    await until(lambda: doomed.error is not None)
-    await prefill.engine.fail_peer(doomed.info.kv.engine_id)
-    for index in range(4):
-        await prefill.done(f"half-{index}")
-    await doomed.stop()
-    await assert_no_leaks(prefill)
+    await assert_no_leaks(*pair)
 
 
 def orphan(model: Path, backend: str, told: Any) -> None:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import random
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import pytest_asyncio
-from support_vllm import Driver, frames, tiny_model
+from support_vllm import Driver, frames
 
 pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="module")]
 
@@ -18,8 +19,7 @@ def prompt(length: int) -> list[int]:
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def pair(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[tuple[Driver, Driver]]:
-    model = tiny_model(tmp_path_factory.mktemp("model") / "tiny")
+async def pair(model: Path) -> AsyncIterator[tuple[Driver, Driver]]:
     prefill = await Driver.start(model, name="prefill")
     decode = await Driver.start(model, name="decode")
     yield prefill, decode

@@ -37,11 +37,6 @@ def whole_blocks(tokens: int) -> int:
     return (tokens - 1) // BLOCK_SIZE * BLOCK_SIZE
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_model(tmp_path_factory.mktemp("model") / "tiny")
-
-
 @pytest.fixture(scope="module", autouse=True)
 def pinned_in_host_memory() -> Any:
     """An engine utility for these tests: the tier's blocks that may not be evicted. Engines are forked from here."""
@@ -245,6 +240,7 @@ async def test_what_is_loaded_to_be_lent_and_not_wanted_is_given_back(pair) -> N
 
 
 async def test_a_holder_that_loads_and_is_stopped_or_dies_costs_no_token(model: Path, pair, plain: Driver) -> None:
+    """Nor shared memory, which nobody else would remove."""
     _, asker = pair
     holder = await Driver.start(model, name="holder", kv=TIER, kv_cache_memory_bytes=SMALL)
     try:
@@ -270,6 +266,7 @@ async def test_a_holder_that_loads_and_is_stopped_or_dies_costs_no_token(model: 
         await assert_no_leaks(asker)
     finally:
         await holder.stop()
+    assert not [name for name in os.listdir("/dev/shm") if holder.info.kv.engine_id in name]
 
 
 async def test_what_has_not_been_loaded_yet_is_not_sent(
@@ -352,17 +349,6 @@ async def test_the_hooks_of_our_plugin_work(pair) -> None:
     await decode.engine.fail_peer(prefill.info.kv.engine_id)
     await decode.done("waits")
     await assert_no_leaks(*pair)
-
-
-async def test_an_engine_that_was_killed_leaves_no_shared_memory(model: Path) -> None:
-    before = set(os.listdir("/dev/shm"))
-    driver = await Driver.start(model, name="killed", kv=TIER)
-    await local(driver, "one", prompt(PROMPT, 8))
-    os.kill(engine_pid(driver), signal.SIGKILL)
-    await until(lambda: driver.error is not None)
-    await driver.stop()
-    left = set(os.listdir("/dev/shm")) - before
-    assert not [name for name in left if "offload" in name]
 
 
 async def test_an_idle_engine_takes_no_steps_and_copies_wake_it(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import pytest_asyncio
-from support_vllm import BLOCK_SIZE, Driver, engine_pid, frames, tiny_model
+from support_vllm import BLOCK_SIZE, Driver, engine_pid, frames
 from support_wait import until
 
 from orchestrator.config.settings import KVConfig
@@ -21,11 +21,6 @@ pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="module")]
 
 def prompt(length: int, seed: int) -> list[int]:
     return random.Random(seed).choices(range(3, 500), k=length)
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_model(tmp_path_factory.mktemp("model") / "tiny")
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")

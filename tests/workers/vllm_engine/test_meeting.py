@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import pytest
 import pytest_asyncio
 from support_relay import Relay
-from support_vllm import Driver, frames, tiny_model
+from support_vllm import Driver, frames
 from support_wait import until
 
 from orchestrator.wire.addresses import free_ports
@@ -20,8 +21,8 @@ PROMPT = list(range(3, 103))
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def pair(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[list[tuple[Driver, Relay]]]:
-    model, ports = tiny_model(tmp_path_factory.mktemp("model") / "tiny"), free_ports(HERE)
+async def pair(model: Path) -> AsyncIterator[list[tuple[Driver, Relay]]]:
+    ports = free_ports(HERE)
     async with contextlib.AsyncExitStack() as ending:
         pair = []
         for name in ("prefill", "decode"):

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from support_vllm import Driver, frames, tiny_model
+from support_vllm import Driver, frames
 
 from orchestrator.types import EngineSpeed
 from workers.engine import EngineStep
@@ -125,11 +125,11 @@ async def test_without_a_compiler_nothing_is_asked_that_needs_one(monkeypatch) -
 
 
 async def test_ready_engine_is_warmed_up_and_has_compiled_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     compiled = tmp_path / "compiled"
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(compiled))
-    engine = await Driver.start(tiny_model(tmp_path / "tiny"), warm=True)
+    engine = await Driver.start(model, warm=True)
     try:
         assert (await engine.engine.load()).step_ms > 0
         await engine.idle()
@@ -141,8 +141,8 @@ async def test_ready_engine_is_warmed_up_and_has_compiled_nothing(
         await engine.stop()
 
 
-async def test_a_real_engine_measures_itself_and_keeps_nothing(tmp_path: Path) -> None:
-    engine = await Driver.start(tiny_model(tmp_path / "tiny"), profile=True)
+async def test_a_real_engine_measures_itself_and_keeps_nothing(model: Path) -> None:
+    engine = await Driver.start(model, profile=True)
     try:
         found = engine.info.speed
         assert found.prefill_s_per_token > 0 and found.step_s > 0 and found.prefill_s >= 0

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import pytest_asyncio
-from support_vllm import Driver, engine_pid, frames, tiny_model
+from support_vllm import Driver, engine_pid, frames
 from support_wait import until
 
 from orchestrator.config.settings import KVConfig
@@ -28,16 +28,18 @@ async def start(model: Path, name: str, **args: object) -> Driver:
     return await Driver.start(model, name=name, kv=kv, enable_prefix_caching=False, **args)
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_model(tmp_path_factory.mktemp("model") / "tiny")
-
-
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def decode(model: Path) -> AsyncIterator[Driver]:
     engine = await start(model, "decode")
     await engine.decode("right", BODY)
     await engine.done("right")
+    yield engine
+    await engine.stop()
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def honest(model: Path) -> AsyncIterator[Driver]:
+    engine = await start(model, "honest")
     yield engine
     await engine.stop()
 
@@ -52,11 +54,10 @@ async def right(decode: Driver, *keys: str) -> bool:
 
 
 async def test_garbled_messages_fail_only_their_transfer(
-    model: Path, decode: Driver, monkeypatch: pytest.MonkeyPatch
+    model: Path, decode: Driver, honest: Driver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from connectors.push import wire
 
-    honest = await start(model, "honest")
     pack = wire.pack
 
     def garbled(message: wire.Message) -> bytes:
@@ -74,7 +75,6 @@ async def test_garbled_messages_fail_only_their_transfer(
     assert decode.engine.kv_totals["pd_bad_messages"] > 0
     for engine in (decode, honest, babbler):
         await engine.idle()
-    await honest.stop()
     await babbler.stop()
 
 
@@ -141,14 +141,12 @@ async def test_an_engine_that_restarted_at_the_same_address_is_another_one(model
     await second.stop()
 
 
-async def test_expired_kv_is_recomputed(model: Path, decode: Driver) -> None:
-    prefill = await start(model, "prefill")
-    await prefill.prefill("expired", BODY)
-    await prefill.done("expired")
-    await prefill.idle()  # nobody has asked: released
+async def test_expired_kv_is_recomputed(decode: Driver, honest: Driver) -> None:
+    await honest.prefill("expired", BODY)
+    await honest.done("expired")
+    await honest.idle()  # nobody has asked: released
     failed = decode.engine.kv_totals["pd_receives_failed"]
-    await decode.decode("expired", BODY, prefill.source("expired"))
+    await decode.decode("expired", BODY, honest.source("expired"))
     assert await right(decode, "expired")
     await until(lambda: decode.engine.kv_totals["pd_receives_failed"] == failed + 1, what="the count of it")
     await decode.idle()
-    await prefill.stop()

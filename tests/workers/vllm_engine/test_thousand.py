@@ -9,7 +9,7 @@ import signal
 from pathlib import Path
 
 import pytest
-from support_vllm import Driver, engine_pid, frames, tiny_model
+from support_vllm import Driver, engine_pid, frames
 from support_wait import until
 
 from orchestrator.config.settings import KVConfig
@@ -97,8 +97,7 @@ class Soak:
         self.prefill = await start(self.model, f"prefill-{self.kills}")
 
 
-async def test_no_wrong_token_no_leaked_block_and_equal_bytes(tmp_path: Path) -> None:
-    model = tiny_model(tmp_path / "tiny")
+async def test_no_wrong_token_no_leaked_block_and_equal_bytes(model: Path) -> None:
     right = await reference(model)
     soak = Soak(model, await start(model, "decode"), await start(model, "prefill-0"), right)
     for first in range(0, REQUESTS, AT_ONCE):

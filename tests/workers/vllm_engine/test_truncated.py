@@ -6,19 +6,18 @@ import random
 from pathlib import Path
 
 import pytest
-from support_vllm import Driver, frames, tiny_model
+from support_vllm import Driver, frames
 
 pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="module")]
 
 BACKOFF_TOKENS = 3
 
 
-async def test_decode_computes_rest_of_truncated_prompt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_decode_computes_rest_of_truncated_prompt(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm.distributed.kv_transfer.kv_connector.v1.nixl.base_scheduler import NixlBaseConnectorScheduler
 
     # Inherited by the engine processes, which are forked. A tiny Llama stands for a hybrid: the protocol is the same.
     monkeypatch.setattr(NixlBaseConnectorScheduler, "_prefill_backoff", lambda self: BACKOFF_TOKENS)
-    model = tiny_model(tmp_path / "tiny")
     prefill = await Driver.start(model, name="prefill")
     decode = await Driver.start(model, name="decode", enable_prefix_caching=False)
     assert not prefill.info.lends and not decode.info.lends, "a prompt's KV goes whole"

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
-from support_vllm import Driver, frames, tiny_model
+from support_vllm import Driver, frames
 from support_wait import until
 
 pytestmark = pytest.mark.vllm
@@ -136,7 +136,7 @@ def test_a_rank_whose_engine_has_ended_goes_on(monkeypatch: pytest.MonkeyPatch, 
 
 
 @pytest.mark.slow
-async def test_two_ranks_take_no_steps_until_kv_has_arrived(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+async def test_two_ranks_take_no_steps_until_kv_has_arrived(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A real engine, whose processes are forked from this one, and inherit what is changed here."""
     from workers.vllm_engine import plugin
     from workers.vllm_engine.loop import waker
@@ -152,7 +152,6 @@ async def test_two_ranks_take_no_steps_until_kv_has_arrived(monkeypatch: pytest.
         await asyncio.sleep(QUIET_S)
         return steps.value == before
 
-    model = tiny_model(tmp_path / "tiny")
     prefill = await Driver.start(model, name="prefill")
     monkeypatch.setattr(waker, "_WOKEN_S", 60.0)
     monkeypatch.setattr(plugin, "_process_engine_step", counted)

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 from support_steering import order_role
-from support_vllm import tiny_model
 from support_wait import until
 from support_workers import Frontend, Request, WorkerProcess, Workers, running_workers
 
@@ -71,8 +70,7 @@ async def remote(frontend: Frontend, prompts: list[list[int]]) -> list[Request]:
     return requests
 
 
-async def test_a_pair_of_real_workers(redis_server: EmbeddedRedis, tmp_path_factory: pytest.TempPathFactory) -> None:
-    model = tiny_model(tmp_path_factory.mktemp("models") / "tiny")
+async def test_a_pair_of_real_workers(redis_server: EmbeddedRedis, model: Path) -> None:
     async with real_workers(redis_server, model) as workers:
         prefill = await workers.spawn(Role.PREFILL, wait=False)
         decode = await workers.spawn(Role.DECODE, "--max-num-seqs", "8", wait=False)
@@ -137,10 +135,7 @@ async def test_a_pair_of_real_workers(redis_server: EmbeddedRedis, tmp_path_fact
         assert prefill.id not in await workers.registry.workers()
 
 
-async def test_bad_engine_arguments_are_one_line(
-    redis_server: EmbeddedRedis, tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    model = tiny_model(tmp_path_factory.mktemp("models") / "tiny")
+async def test_bad_engine_arguments_are_one_line(redis_server: EmbeddedRedis, model: Path) -> None:
     async with real_workers(redis_server, model) as workers:
         wrong = await workers.spawn(Role.DECODE, "--max-model-len", "1000000", wait=False)
         code, _ = await asyncio.gather(wrong.process.wait(), asyncio.sleep(0))

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support_vllm import BLOCK_SIZE, Driver, frames, tiny_model
+from support_vllm import BLOCK_SIZE, Driver, frames
 from support_wait import until
 
 from orchestrator.policy.prefix_keys import Medium, prefix_keys, reusable_keys, salt_of
@@ -134,10 +134,10 @@ def test_previous_publisher_gets_every_batch() -> None:
     assert len(batches) == 2 and batches[1] == "shutdown"
 
 
-async def test_a_real_engine_reuses_exactly_what_its_events_say(tmp_path: Path) -> None:
+async def test_a_real_engine_reuses_exactly_what_its_events_say(model: Path) -> None:
     rng = random.Random(0)
     # Sixty-four blocks, so that most of what is cached is evicted again.
-    engine = await Driver.start(tiny_model(tmp_path / "tiny"), max_model_len=1024, kv_cache_memory_bytes=2 << 20)
+    engine = await Driver.start(model, max_model_len=1024, kv_cache_memory_bytes=2 << 20)
     trunks = [rng.choices(range(3, 500), k=700) for _ in range(4)]
     hits = 0
     try:

@@ -1,0 +1,13 @@
+"""One tiny model for all tests of this folder that start a plain engine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from support_vllm import tiny_model
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model(tmp_path_factory.mktemp("model") / "tiny")
