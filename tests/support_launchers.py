@@ -33,8 +33,6 @@ class Worker:
     generation: int
     life: LifecycleState = LifecycleState.STARTING
     restarts: bool = False
-    _target: Role = Role.DECODE
-    _begun: int = 0
     _done: int = 0
 
     @property
@@ -45,23 +43,17 @@ class Worker:
         )
 
     def carry_out(self, orders: WorkerOrders) -> bool:
-        """Whether its role order is carried out."""
+        """Whether its role order is carried out, and was when it registered."""
         if orders.drain or orders.restart:
             self.restarts = orders.restart and not orders.drain
-            if self.life in (LifecycleState.READY, LifecycleState.FLIPPING):
+            if self.life is LifecycleState.READY:
                 self.life = LifecycleState.LEAVING
-        elif (
-            orders.role is not None
-            and orders.sequence > self._begun
-            and self.life in (LifecycleState.READY, LifecycleState.FLIPPING)
-        ):
-            self._begun, self._target, self.life = orders.sequence, orders.role, LifecycleState.FLIPPING
-            if orders.role is self.role:
-                self.flipped()
-        return orders.role is not None and orders.sequence <= self._done
-
-    def flipped(self) -> None:
-        self.role, self.life, self._done = self._target, LifecycleState.READY, self._begun
+        if orders.role is None or orders.sequence <= self._done:
+            return orders.role is not None
+        before, self._done = self.role, orders.sequence
+        if self.life is LifecycleState.READY:
+            self.role = orders.role
+        return self.role is before
 
 
 @dataclass
@@ -212,13 +204,10 @@ class World:
             self._put(process, NOTHING)
 
     def move(self, process: Worker) -> None:
-        """It ends what it is at: loading, draining for another role, draining to leave."""
+        """It ends what it is at: loading, or draining to leave."""
         if process.life is LifecycleState.STARTING:
             process.life = LifecycleState.READY
             self._put(process, NOTHING)
-        elif process.life is LifecycleState.FLIPPING:
-            process.flipped()
-            self._put(process, self._registered.get(process.id, (process.info, NOTHING))[1])
         elif process.life is LifecycleState.LEAVING:
             process.life = LifecycleState.GONE
             self._leave(process.id)

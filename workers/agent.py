@@ -278,7 +278,7 @@ class Agent:
 
     def _current(self) -> WorkerInfo:
         assert self.info is not None
-        now = {"role": self.life.role, "state": self.life.registered, "settled": self._moves.settled}
+        now = {"role": self.life.role, "state": self.life.registered, "drained": self._moves.drained}
         self.info = msgspec.structs.replace(self.info, **now)
         return self.info
 

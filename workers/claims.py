@@ -78,8 +78,9 @@ class ClaimLoop:
 
     @property
     def _idle(self) -> bool:
-        held, claimed, batch = len(self._attempts), self._attempts.claimed_tokens, self._info.max_num_batched_tokens
-        return claims_as_idle(held, claimed, batch, self._free_tokens, self._info.lockstep)
+        info, prefills, claimed = self._info, self._attempts.prefill_count, self._attempts.claimed_tokens
+        longest = info.identity.max_model_len if len(self._attempts) > prefills else 0
+        return claims_as_idle(prefills, claimed, info.max_num_batched_tokens, self._free_tokens, info.lockstep, longest)
 
     def _budget(self) -> int:
         """Prompt tokens that may be claimed now."""
@@ -91,7 +92,7 @@ class ClaimLoop:
 
     async def _claim_forever(self) -> None:
         while True:
-            budget, jobs = self._budget(), self._info.max_num_seqs - self._attempts.prefill_count
+            budget, jobs = self._budget(), self._info.max_num_seqs - len(self._attempts)
             if not self._active() or budget <= 0 or jobs <= 0:
                 await until_told(self._room, MEMORY_WAIT_S if self._active() else left_s(WAIT_S))
                 continue
@@ -134,7 +135,7 @@ class ClaimLoop:
             await self._attempts.room.wait()
             self._attempts.room.clear()
             self._room.set()
-            if self._left or not len(self._attempts):
+            if self._left or not self._attempts.prefill_count:
                 self._queue.wake()
 
     # ---- leases ------------------------------------------------------------------------------------------------

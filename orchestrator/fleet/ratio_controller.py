@@ -110,7 +110,6 @@ class RatioController:
 
     async def _decide(self) -> None:
         current = await self._registry.desired()
-        # Draining workers are no reason to wait: a drain may take minutes, and a role change can still be cancelled.
         if current is None or current.idle:
             return
         # In a thread: for a hundred workers it takes tens of milliseconds, and requests are not to wait for it.

@@ -21,14 +21,23 @@ AFFINITY_WINDOW = 32  # jobs at the queue's head among which it looks for one wh
 
 
 def claims_as_idle(
-    held: int, claimed_tokens: int, max_num_batched_tokens: int, free_tokens: int, lockstep: bool
+    prefills: int,
+    claimed_tokens: int,
+    max_num_batched_tokens: int,
+    free_tokens: int,
+    lockstep: bool,
+    longest: int = 0,
 ) -> bool:
-    """Whether a worker that has claimed `held` jobs, and has yet to compute `claimed_tokens`, claims as an idle one.
+    """Whether a worker that has `prefills` jobs, and has yet to compute `claimed_tokens`, claims as an idle one.
 
-    A rank in `lockstep` with others does while its next step would not be full. That takes as long as the others' step
-    anyway, and a rank that first had to be done with what it has before it may claim a large job would wait meanwhile.
+    One that still decodes, since it was a decode worker, does where the `longest` job (tokens) fits beside that: it may
+    be the next. A rank in `lockstep` with others does while its next step would not be full. That takes as long as the
+    others' step anyway, and a rank that first had to be done with what it has before it may claim a large job would
+    wait meanwhile.
     """
-    return held == 0 or (lockstep and claimed_tokens < max_num_batched_tokens <= free_tokens - claimed_tokens)
+    if prefills == 0 and free_tokens >= longest:
+        return True
+    return lockstep and claimed_tokens < max_num_batched_tokens <= free_tokens - claimed_tokens
 
 
 def most_claimed(max_num_batched_tokens: int, slo: SLOConfig, seconds_per_token: float) -> int:

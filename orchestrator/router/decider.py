@@ -167,7 +167,8 @@ class Decider:
         parsed, near = active.parsed, active.prefill_worker or ""
         hits = self._prefixes.look_up(parsed.prefix_keys)
         adapter = parsed.info.adapter
-        seen = self._fleet.candidates(active.avoid, hits, domain, adapter, near).decode
+        # A decode worker that still computes this prompt, because it was a prefill worker, would refuse the request.
+        seen = self._fleet.candidates((*active.avoid, near), hits, domain, adapter, near).decode
         candidates, links = self._priced(adapter, seen), self._fleet.places.links(near, seen)
         return self._policies.pair(parsed.info, candidates, links, time.monotonic())
 

@@ -1,4 +1,4 @@
-"""Role changes in a simulated fleet: observes the load, asks `policy.ratio`, and moves workers when they are idle.
+"""Role changes in a simulated fleet: observes the load, asks `policy.ratio`, and gives workers the other role.
 
 The counterpart of `orchestrator.fleet.ratio_controller`, and of the launcher, which carries out its decisions.
 """
@@ -13,13 +13,12 @@ from orchestrator.policy.ratio.decision import RatioDecision, desired_ratio
 from orchestrator.policy.ratio.load import INTERVAL_S, WINDOW_SAMPLES, LoadSample, LoadSampler, Observation
 from orchestrator.simulator.router import Router
 from orchestrator.simulator.settings import Settings
-from orchestrator.simulator.view import PoolView
 from orchestrator.simulator.worker import Worker
 from orchestrator.types import DesiredRatio
 
 
 class RatioControl:
-    """Samples the load, asks `policy.ratio`, and changes roles by draining, as the launcher does."""
+    """Samples the load, asks `policy.ratio`, and changes roles: a role says which new work a worker takes."""
 
     def __init__(self, settings: Settings, router: Router) -> None:
         config = settings.stack.config
@@ -31,11 +30,9 @@ class RatioControl:
         self._next_at = INTERVAL_S
         self._sampler = LoadSampler()
         self._plain: dict[str, tuple[float, int]] = {}  # by worker, so far: seconds of decode-only steps, their number
-        self._moving: list[tuple[Worker, PoolView]] = []
         self.decisions: list[RatioDecision] = []
 
     def tick(self, now: float) -> None:
-        self._finish_moves(now)
         if now < self._next_at:
             return
         self._next_at, router = now + INTERVAL_S, self._router
@@ -57,7 +54,7 @@ class RatioControl:
             if (new := worker.plain_steps - steps) > 0:
                 self._sampler.observe_step(len(worker.running), (worker.plain_s - seconds) / new)
                 self._plain[worker.name] = (worker.plain_s, worker.plain_steps)
-        everyone = (*workers, *router.prefill.workers(), *(worker for worker, _ in self._moving))
+        everyone = (*workers, *router.prefill.workers())
         link_bytes_per_s = router.link_bytes_per_s.at(now)
         generated_tokens = sum(worker.generated_tokens(now) for worker in everyone)
         return Observation(
@@ -77,25 +74,12 @@ class RatioControl:
         router = self._router
         more = desired.prefill - self._current.prefill
         source, target = (router.decode, router.prefill) if more > 0 else (router.prefill, router.decode)
-        left = abs(more)
-        # First take back workers that are still on their way from `target` to `source`. Then take those with the least
-        # work left, which are ready soonest.
-        for move in [move for move in self._moving if move[1] is source][:left]:
-            self._moving.remove(move)
-            target.add(move[0], now)
-            left -= 1
-        for worker in sorted(source.workers(), key=_load)[:left]:
+        for worker in sorted(source.workers(), key=_load)[: abs(more)]:  # those with the least work left
             source.remove(worker.name)
-            self._moving.append((worker, target))
+            target.add(worker, now)
+            if more > 0:
+                router.claim(worker)
         self._current = desired
-
-    def _finish_moves(self, now: float) -> None:
-        for move in list(self._moving):
-            worker, target = move
-            if worker.idle and worker.alive:
-                self._moving.remove(move)
-                target.add(worker, now)
-                self._router.claim(worker)
 
 
 def _load(worker: Worker) -> tuple[int, str]:

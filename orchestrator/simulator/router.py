@@ -24,7 +24,7 @@ from orchestrator.policy.ratio.reuse import ReuseCounter
 from orchestrator.simulator.job import Job, Phase, Stay
 from orchestrator.simulator.racks import Racks
 from orchestrator.simulator.settings import Settings
-from orchestrator.simulator.view import PoolView, tokens_to_claim
+from orchestrator.simulator.view import PoolView, prefills, tokens_to_claim
 from orchestrator.simulator.worker import Worker
 from orchestrator.types import Offered, PrefixEvents, QueueDepth, WindowJob
 
@@ -281,7 +281,7 @@ class Router:
     def claim_again(self) -> None:
         """Let idle workers claim again: they leave a job to a worker with its prefix cached only for some time."""
         for worker in self.prefill.workers():
-            if worker.idle:
+            if not prefills(worker):
                 self.claim(worker)
 
     def _claim_from_window(self, worker: Worker) -> bool:

@@ -12,7 +12,7 @@ import msgspec
 
 from orchestrator.config.settings import SLOConfig
 from orchestrator.policy.candidate import Candidate, DecodeChoice, blocks_for
-from orchestrator.policy.claims import claim_budget, most_claimed
+from orchestrator.policy.claims import claim_budget, claims_as_idle, most_claimed
 from orchestrator.policy.predict.adapters import AdapterPlaces, with_placed
 from orchestrator.policy.shortlist import SHORTLIST_FROM, Shortlist
 from orchestrator.simulator.racks import Racks
@@ -112,7 +112,7 @@ class PoolView:
 
     def candidates(self, cached_tokens: Mapping[str, int], adapter: int = 0, near: str = "") -> list[Candidate]:
         """Of many also the best of the rack in which the worker `near` is, and some for this adapter. Only those that
-        KV may pass to from `near`."""
+        KV may pass to from `near`, which is one of them itself only where there is no other."""
         if self._shortlist is not None and len(self._entries) >= SHORTLIST_FROM:
             known = dict.fromkeys(self.adapters.some(adapter), 0) if adapter else {}
             known |= {name: n for name, n in cached_tokens.items() if name in self._entries}
@@ -124,7 +124,10 @@ class PoolView:
                 if name in cached_tokens:
                     candidate = msgspec.structs.replace(candidate, cached_tokens=cached_tokens[name])
                 found.append(candidate)
-        return self._racks.permitted(near, found) if near else found
+        if not near:
+            return found
+        others = [candidate for candidate in found if candidate.worker_id != near]
+        return self._racks.permitted(near, others or found)
 
     def _changed(self, entry: _Entry) -> Candidate:
         free, running, waiting, waiting_tokens, there = entry.report
@@ -150,6 +153,12 @@ class PoolView:
 def tokens_to_claim(worker: Worker, slo: SLOConfig, s_per_token: float) -> int:
     """Prompt tokens that a prefill worker may claim now."""
     free_tokens = (worker.kv.free + worker.uncomputed_blocks()) * worker.profile.block_size
-    held = len(worker.waiting) + len(worker.prefilling) + len(worker.fetching)
-    most = most_claimed(worker.profile.max_num_batched_tokens, slo, s_per_token)
-    return claim_budget(most, worker.pending_tokens, held == 0, free_tokens)
+    decodes = len(worker.running) > len(worker.prefilling) or worker.receiving or worker.arrived
+    batch, longest = worker.profile.max_num_batched_tokens, worker.profile.max_model_len if decodes else 0
+    idle = claims_as_idle(prefills(worker), worker.pending_tokens, batch, free_tokens, False, longest)
+    return claim_budget(most_claimed(batch, slo, s_per_token), worker.pending_tokens, idle, free_tokens)
+
+
+def prefills(worker: Worker) -> int:
+    """How many prompts it computes, or will."""
+    return len(worker.waiting) + len(worker.prefilling) + len(worker.fetching)

@@ -90,7 +90,7 @@ class Heartbeat(msgspec.Struct, frozen=True):
     last_departure: str = ""  # to name next time
     role: Role | None = None  # its unit's
     ranks: int = 1  # of its unit that are registered, itself included
-    settled: int = 0  # other ranks of its unit that have settled on what it has settled on
+    drained: int = 0  # other ranks of its unit that have drained
 
 
 def worker_to_fields(info: WorkerInfo) -> dict[str, str]:
@@ -184,6 +184,6 @@ def heartbeat(reply: list[Any]) -> Heartbeat:
     for row in reply[7]:
         with contextlib.suppress(msgspec.DecodeError):  # of a later version
             departed.append(msgspec.json.decode(row, type=Departed, strict=False))
-    role, there, settled = reply[8:11]
+    role, there, drained = reply[8:11]
     unit_role = Role(text(role)) if text(role) in _ROLES else None
-    return Heartbeat(orders, reply[4], bool(reply[5]), departed, text(reply[6]), unit_role, there, settled)
+    return Heartbeat(orders, reply[4], bool(reply[5]), departed, text(reply[6]), unit_role, there, drained)

@@ -83,10 +83,11 @@ class PlannedWorker(msgspec.Struct, frozen=True):
     """What planning needs of one worker.
 
     `role` is the one that it has, or was told to take. `ready` means that it serves this role now; a worker that
-    loads, restarts or changes its role is not ready. `owned` means that this launcher runs its process, `managed` that
-    one of the fleet's launchers does. `fixed` means that its engine cannot take the other role, `flipping` that it
-    serves and was told to take this one. One that is not `placed` has no process: it waits for a machine with room.
-    `started_as` is the role whose engine arguments it has; None where its process is not registered.
+    loads, restarts or has yet to take its role is not ready. `owned` means that this launcher runs its process,
+    `managed` that one of the fleet's launchers does. `fixed` means that its engine cannot take the other role,
+    `flipping` that it serves the other one, and takes this one at its next heartbeat. One that is not `placed` has no
+    process: it waits for a machine with room. `started_as` is the role whose engine arguments it has; None where its
+    process is not registered.
     """
 
     id: str
@@ -105,17 +106,17 @@ def planned_worker(info: WorkerInfo, orders: WorkerOrders | None, owned: bool, m
     """A registered worker and the orders it has not carried out yet. One that restarts is not leaving."""
     orders = orders or WorkerOrders()
     ends = orders.drain or orders.restart
-    flipping = orders.role is not None and (orders.role is not info.role or info.state is not WorkerState.READY)
-    draining = info.state is WorkerState.DRAINING and orders.role is None and not orders.restart
+    ready = info.state is WorkerState.READY and not ends
+    flipping = ready and orders.role not in (None, info.role)
     return PlannedWorker(
         info.id,
         orders.role or info.role,
-        ready=info.state is WorkerState.READY and not flipping and not ends,
-        leaving=orders.drain or draining,
+        ready=ready and not flipping,
+        leaving=orders.drain or (info.state is WorkerState.DRAINING and not orders.restart),
         owned=owned,
         fixed=not info.can_be(info.role.other),
         managed=owned or managed,
-        flipping=flipping and not ends,
+        flipping=flipping,
         started_as=info.started_as,
     )
 

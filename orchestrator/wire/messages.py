@@ -141,13 +141,13 @@ class PrefillFailed(msgspec.Struct, tag="prefill_failed", frozen=True):
 
 
 class Rejected(msgspec.Struct, tag="rejected", frozen=True):
-    """The worker did not take a `Submit`. Place it elsewhere (draining, wrong role), unless it is `final`."""
+    """The worker did not take a `Submit`. Place it elsewhere (it drains, say), unless it is `final`."""
 
     request_id: str
     attempt: int
     why: str
     final: bool = False  # every worker would refuse this request: it cannot be decoded, or is too long
-    leaving: bool = False  # it drains, has another role, or tries a suspect: does not count as an attempt
+    leaving: bool = False  # it drains, has prefilled it, or tries a suspect: does not count as an attempt
 
 
 class EngineCrashed(msgspec.Struct, tag="engine_crashed", frozen=True):

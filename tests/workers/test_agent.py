@@ -114,14 +114,6 @@ async def test_what_the_engine_itself_refuses_goes_to_no_other_worker(workers: W
     assert rejected.final and rejected.why == "invalid: no such grammar" and bad.finish is None
 
 
-async def test_a_prefill_worker_refuses_submissions(workers: Workers) -> None:
-    worker, frontend = await workers.served(Role.PREFILL)
-    request = frontend.new(PROMPT)
-    frontend.submit_to(worker.id, request)
-    rejected = await until(lambda: request.got(Rejected))
-    assert rejected.why == "this is a prefill worker" and not rejected.final
-
-
 async def test_corrupt_messages_disturb_nobody(workers: Workers, caplog: pytest.LogCaptureFixture) -> None:
     worker, frontend = await workers.served(Role.DECODE)
     context = zmq.asyncio.Context()
@@ -291,23 +283,6 @@ async def test_request_prefilled_before_role_change_is_recomputed(
     await frontend.finished(request)
 
 
-async def test_role_changes_in_place_once_its_requests_have_ended(workers: Workers) -> None:
-    worker, frontend = await workers.served(Role.DECODE, speed=1.0)
-    request, late = frontend.new(PROMPT, max_tokens=100), frontend.new(PROMPT)
-    frontend.submit_to(worker.id, request)
-    await until(lambda: request.tokens)
-    await order_role(workers.registry, worker.id, Role.PREFILL)
-    await until(lambda: worker.agent.life.refusal() == "draining")
-    frontend.submit_to(worker.id, late)
-    await until(lambda: late.got(Rejected))
-    assert late.got(Rejected).why == "draining"
-    await workers.registered(worker.id, Role.PREFILL)
-    await frontend.finished(request)  # was not cut off
-    async with asyncio.timeout(DEADLINE_S):  # it is cleared right after it was done
-        while (await workers.registry.refresh(worker.info, 60)).orders.role is not None:
-            await asyncio.sleep(0.01)
-
-
 async def test_lost_join_answer_is_no_duplicate_id(workers: Workers, monkeypatch: pytest.MonkeyPatch) -> None:
     """Redis has carried it out, and a worker that asks again finds itself."""
     join, calls = Registry.join, 0
@@ -348,27 +323,13 @@ async def test_requests_left_at_drain_deadline_are_given_back(redis_server: Embe
         request = frontend.new(PROMPT, max_tokens=1000)
         frontend.submit_to(worker.id, request)
         await until(lambda: len(request.tokens) > 3)
-        await order_role(workers.registry, worker.id, Role.PREFILL)
+        await order_drain(workers.registry, worker.id)
         rejected = await until(lambda: request.got(Rejected))
         assert rejected.why == "drained"
         request.attempt = 2
         frontend.submit_to(other.id, request)
         await frontend.finished(request)
-        await workers.registered(worker.id, Role.PREFILL)
-
-
-async def test_order_back_cancels_role_change(workers: Workers) -> None:
-    worker, frontend = await workers.served(Role.DECODE, speed=1.0)
-    request, another = frontend.new(PROMPT, max_tokens=100), frontend.new(PROMPT)
-    frontend.submit_to(worker.id, request)
-    await until(lambda: request.tokens)
-    await order_role(workers.registry, worker.id, Role.PREFILL)
-    await until(lambda: worker.agent.life.refusal() == "draining")
-    await order_role(workers.registry, worker.id, Role.DECODE)
-    await until(lambda: worker.agent.life.refusal() is None)
-    assert worker.agent.life.role is Role.DECODE
-    frontend.submit_to(worker.id, another)
-    await frontend.finished(request, another)
+        assert await worker.stopped() == 0
 
 
 async def test_drained_worker_ends_requests_and_leaves(workers: Workers) -> None:

@@ -156,17 +156,19 @@ def test_claim_budget(claimed: int, held: int, free: int, expected: int) -> None
 
 
 @pytest.mark.parametrize(
-    ("held", "claimed", "free", "lockstep", "expected"),
+    ("held", "claimed", "free", "lockstep", "longest", "expected"),
     [
-        (0, 0, 0, False, True),
-        (1, 100, 10_000, False, False),
-        (1, 100, 10_000, True, True),  # its next step is not full
-        (1, 2048, 10_000, True, False),
-        (1, 100, 2100, True, False),  # memory for no batch more
+        (0, 0, 0, False, 0, True),
+        (1, 100, 10_000, False, 0, False),
+        (1, 100, 10_000, True, 0, True),  # its next step is not full
+        (1, 2048, 10_000, True, 0, False),
+        (1, 100, 2100, True, 0, False),  # memory for no batch more
+        (0, 0, 8192, False, 8192, True),  # it still decodes, and has room for any job
+        (0, 0, 8191, False, 8192, False),
     ],
 )
-def test_claims_as_idle(held: int, claimed: int, free: int, lockstep: bool, expected: bool) -> None:
-    assert claims_as_idle(held, claimed, 2048, free, lockstep) is expected
+def test_claims_as_idle(held: int, claimed: int, free: int, lockstep: bool, longest: int, expected: bool) -> None:
+    assert claims_as_idle(held, claimed, 2048, free, lockstep, longest) is expected
 
 
 async def test_a_job_longer_than_the_budget_is_prefilled_alone(redis_server: EmbeddedRedis) -> None:
@@ -386,7 +388,7 @@ async def test_prefills_left_at_drain_deadline_are_given_back(redis_server: Embe
         frontend = await workers.frontend(prefill, decode, binds_to=decode)
         request = frontend.new(PROMPT)
         await frontend.claimed(request)
-        await order_role(workers.registry, prefill.id, Role.DECODE)
+        await order_drain(workers.registry, prefill.id)
         failed = await until(lambda: request.got(PrefillFailed))
         assert failed.why == "drained"
         await frontend.finished(request)  # decode was told through the KV link, and computed it

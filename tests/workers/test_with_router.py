@@ -60,6 +60,8 @@ async def test_kills_and_flips_lose_no_request(redis_server: EmbeddedRedis) -> N
             await answered(1500)
             await flip(decodes[1], Role.PREFILL)
             await flip(decodes[1], Role.DECODE)
+            await flip(decodes[1], Role.PREFILL)
+            decodes[1].kill()  # while it claims prompts, and its answers stream
             third.kill()
 
         async def answered(count: int) -> None:
@@ -77,7 +79,7 @@ async def test_kills_and_flips_lose_no_request(redis_server: EmbeddedRedis) -> N
         assert sum(client.unexpected for client in clients) == 0
         for client in clients:
             assert not client.connection.router.requests
-        for killed in (first, third, decodes[0]):
+        for killed in (first, third, *decodes[:2]):
             await killed.stopped()
         await workers.assert_no_leaks()
         assert watcher.id  # keeps hearing the loads that the line above judges by

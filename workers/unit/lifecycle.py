@@ -1,7 +1,7 @@
 """The states of a worker process, the table of legal transitions, and how they are carried out.
 
-A worker that changes its role and one that leaves have different states here, and are both registered as DRAINING. The
-engine can do both roles, so a change of role is a drain and a registry update; weights stay loaded.
+Every engine can do both roles at once. So a role says only which new work a worker takes: it changes at once, and what
+runs of the old role goes on to its end. A worker drains only to leave.
 """
 
 from __future__ import annotations
@@ -25,21 +25,18 @@ from workers.serving import Serving
 log = logging.getLogger("pd.worker")
 
 POLL_S = 0.02
-_FOR_GOOD = 2**53 - 1  # greater than the sequence of any order: settled, and about to leave
 
 
 class LifecycleState(enum.Enum):
     STARTING = "starting"  # the engine loads its model
     READY = "ready"
-    FLIPPING = "flipping"  # finishes its requests, then takes the other role once all ranks of its unit have
     LEAVING = "leaving"  # finishes its requests, then exits
     GONE = "gone"  # sends and receives nothing any more
 
 
 LEGAL: dict[LifecycleState, frozenset[LifecycleState]] = {
     LifecycleState.STARTING: frozenset({LifecycleState.READY, LifecycleState.GONE}),
-    LifecycleState.READY: frozenset({LifecycleState.FLIPPING, LifecycleState.LEAVING, LifecycleState.GONE}),
-    LifecycleState.FLIPPING: frozenset({LifecycleState.READY, LifecycleState.LEAVING, LifecycleState.GONE}),
+    LifecycleState.READY: frozenset({LifecycleState.LEAVING, LifecycleState.GONE}),
     LifecycleState.LEAVING: frozenset({LifecycleState.GONE}),
     LifecycleState.GONE: frozenset(),
 }
@@ -66,10 +63,9 @@ class Lifecycle:
         return self.state is LifecycleState.READY and self.role is Role.PREFILL
 
     def refusal(self) -> str | None:
-        """Why it takes no submission; None if it takes them."""
-        if self.state is not LifecycleState.READY:
-            return "draining"
-        return None if self.role is Role.DECODE else "this is a prefill worker"
+        """Why it takes no submission; None if it takes them, as a prefill worker does of a frontend that has not yet
+        heard of its role."""
+        return None if self.state is LifecycleState.READY else "draining"
 
     def can_enter(self, state: LifecycleState) -> bool:
         return state in LEGAL[self.state]
@@ -139,72 +135,42 @@ class Moves:
         registry. `announce`: registers the new state now. `end`: lets the process exit."""
         self.info, self._leads = info, info.id == info.unit
         self._others = max(0, len(info.ranks) - 1)  # ranks of the unit
-        self._flipped_at = 0.0
         self._life, self._drain, self._config = life, drain, config.workers
         self._clear_orders, self._announce, self._end = clear_orders, announce, end
         self.restarts = False  # it leaves in order to be started again
         self._move: asyncio.Task[None] | None = None
-        self._begun = 0  # the last role order that was begun, and the last that was done, by sequence
-        self._done = 0
-        self._all_settled = asyncio.Event()  # all ranks of the unit that are there
-        self._wanted: Role | None = None  # to be taken as soon as its unit can
-        self.settled = 0  # the last role order for which no request is left here
+        self._done = 0  # the last role order that was carried out, by sequence
+        self._all_drained = asyncio.Event()  # all ranks of the unit that are there
+        self.drained = False  # and waits for the other ranks of its unit to have drained too
 
     async def carry_out(self, told: Heartbeat, knew: WorkerInfo) -> None:
         """Carry out the orders of this worker's unit. They come again until cleared. `knew`: what the registry had of
-        this worker when it told this. Raises RedisAway."""
+        this worker when it told this. The first rank takes a role that was ordered, the others follow it. Raises
+        RedisAway."""
         orders = told.orders
+        if knew.drained and told.drained >= told.ranks - 1:
+            self._all_drained.set()
         if orders.drain or orders.restart:
             self.restarts = orders.restart and not orders.drain
             self.leave(self._config.drain_timeout_s)
-        elif orders.role is not None and orders.sequence > self._begun:
-            self._flip(orders.role, orders.sequence)
-        elif not self._leads and orders.role is None and told.role not in (None, self._wanted or self._life.role):
-            self._flip(told.role, self._begun)  # an order that this rank has missed
-        if knew.settled == self.settled and told.settled >= told.ranks - 1:
-            self._all_settled.set()
-        if self._wanted is not None and knew.settled == self.settled:
-            if told.settled >= self._others if self._leads else told.role is self._wanted:
-                self._take_role()
-        if orders.role is not None and orders.sequence <= self._done and self._leads:
-            await self._clear_orders(self._done)
+        elif not self._leads:
+            self._take_role(told.role or self._life.role)
+        elif orders.role is not None:
+            if orders.sequence > self._done:
+                self._done = orders.sequence
+                self._take_role(orders.role)
+            if knew.role is self._life.role:  # else the registry would have neither the order nor the new role
+                await self._clear_orders(self._done)
 
-    def _flip(self, role: Role, sequence: int) -> None:
-        """Take the role once every attempt has ended. An order to keep the present role also cancels a change that is
-        under way. A role that the engine cannot take is refused."""
+    def _take_role(self, role: Role) -> None:
+        """From now on, for new work. A role that the engine cannot take is refused."""
+        if role is self._life.role or self._life.state is not LifecycleState.READY:
+            return
         if not self.info.can_be(role):
             log.error("stays a %s worker: its engine cannot take the role %s", self._life.role.value, role.value)
-            self._begun = self._done = sequence
             return
-        if self._life.state is LifecycleState.READY:
-            if role is self._life.role:
-                self._begun = self._done = self.settled = sequence
-                self._announce()
-                return
-            self._life.enter(LifecycleState.FLIPPING)
-        elif self._life.state is not LifecycleState.FLIPPING:
-            return
-        self._begun, self._wanted = sequence, None
-        self._start(self._change_role(role, sequence), "change-role")
-
-    async def _change_role(self, role: Role, sequence: int) -> None:
-        self._flipped_at = time.monotonic()
-        if role is not self._life.role:
-            log.info("draining %d requests to become a %s worker", self._drain.requests, role.value)
-            await self._drain.end_attempts(self._flipped_at + self._config.drain_timeout_s)
-        self._wanted, self.settled = role, sequence
-        if self._others:
-            self._announce()  # the first rank takes the role once all have settled, the others follow it
-        else:
-            self._take_role()
-
-    def _take_role(self) -> None:
-        assert self._wanted is not None
-        self._life.role, self._wanted = self._wanted, None
-        self._life.enter(LifecycleState.READY)
-        self._done = self.settled
-        took_s = time.monotonic() - self._flipped_at
-        log.info("is a %s worker now, after %.2f s", self._life.role.value, took_s)
+        self._life.role = role
+        log.info("is a %s worker now, with %d requests still to end", role.value, self._drain.requests)
         self._announce()
 
     def leave(self, timeout_s: float) -> None:
@@ -229,13 +195,12 @@ class Moves:
     async def _wait_for_others(self, deadline: float) -> None:
         """Until the other ranks of the unit have drained too, or have given back what is left: they go on as long as
         all take steps, and heard of the order up to a heartbeat later."""
-        self._all_settled.clear()
-        self.settled = _FOR_GOOD
+        self.drained = True
         self._announce()
         deadline += 2 * self._config.heartbeat_s
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout_at(asyncio.get_running_loop().time() + deadline - time.monotonic()):
-                await self._all_settled.wait()
+                await self._all_drained.wait()
 
     def _start(self, move: Awaitable[None], name: str) -> None:
         if self._move is not None:

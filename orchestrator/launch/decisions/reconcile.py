@@ -1,7 +1,7 @@
 """Compares the desired ratio with the present workers and decides what to do. Pure: no clock, no I/O.
 
 Running workers change their roles before any process is started or drained, also in place of one that loads: a change
-of role costs a drain, a new process costs loading the model.
+of role is done within a heartbeat, a new process costs loading the model.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def stand_in(workers: Sequence[PlannedWorker]) -> Flip | None:
     staying = [worker for worker in workers if not worker.leaving]
     if any(worker.role is Role.DECODE and (worker.ready or worker.flipping) for worker in staying):
         return None
-    # One that drains to become a prefill worker may be told to remain what it was.
+    # One that has yet to become a prefill worker may be told to remain what it was.
     able = [w for w in staying if w.role is Role.PREFILL and (w.ready or w.flipping) and not w.fixed]
     chosen = max(able, key=lambda w: (w.flipping, w.managed, _age_order(w.id)), default=None)
     return Flip(chosen.id, Role.DECODE, stands_in=True) if chosen is not None else None
@@ -145,7 +145,7 @@ def _expendable(worker: PlannedWorker, desired: DesiredRatio, workers: Iterable[
 
 
 def _to_flip(desired: DesiredRatio, role: Role, workers: Sequence[PlannedWorker]) -> PlannedWorker | None:
-    """One that still drains to take this role, which keeps the other then; launchers' before others', ones that were
+    """One that has yet to take this role, which keeps the other then; launchers' before others', ones that were
     started as the other role, so that engines serve what their arguments are for, and the newest first, so that equal
     situations move the same workers."""
     able = [w for w in workers if w.role is role and (w.ready or w.flipping) and not w.fixed]

@@ -123,7 +123,7 @@ def desired_ratio(
         quick = _stay_s(part) < INTERVAL_S
         if since_s < (QUICK_S if quick and went else COOL_DOWN_S):
             continue
-        most = max_step * unit_size if max_step else _max_move_to_prefill(part, split)
+        most = max_step * unit_size if max_step else _max_move_to_prefill(split)
         more = min(most, _agreed_move(part, split, config, slo))
         if more < 0 or (more > 0 and (least_s > 0 or quick) and not _caches_filling(part)):
             found = _decision(part, current, split, more, slo)
@@ -133,14 +133,9 @@ def desired_ratio(
     return None
 
 
-def _max_move_to_prefill(window: Sequence[LoadSample], current: Split) -> int:
-    """How many workers may go to prefill at once: a quarter of the fleet, at least one unit.
-
-    They take no new requests until those that they decode have ended. If that takes longer than a cool-down, the limit
-    is a quarter of the decode workers.
-    """
-    ends_soon = _stay_s(window) < COOL_DOWN_S
-    quarter = (current.decode + (current.prefill if ends_soon else 0)) // 4
+def _max_move_to_prefill(current: Split) -> int:
+    """A quarter of the fleet, at least one unit: what they still decode is slower beside the prompts that they take."""
+    quarter = (current.decode + current.prefill) // 4
     return max(1, quarter // current.unit_size) * current.unit_size
 
 

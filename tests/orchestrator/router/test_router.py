@@ -235,6 +235,16 @@ async def test_duplicate_claims_bind_once():
     assert len(bench.submits()) == 1
 
 
+async def test_a_worker_that_computes_a_prompt_and_takes_decodes_now_does_not_get_its_own_kv():
+    bench = await Bench.asked(FakeRequest("r"))
+    view = bench.fleet.workers["p0"]
+    view.info = msgspec.structs.replace(view.info, role=Role.DECODE)
+    for name in ("d0", "d1"):  # by load it would be the choice
+        bench.fleet.take_load(WorkerLoad(name, 1, 1000, 0, 50, 50, 0, 1.0), time.monotonic())
+    bench.claim("r")
+    assert bench.bound_to() in ("d0", "d1")
+
+
 async def test_who_computes_a_prompt_gets_all_of_the_request_and_who_gets_its_kv_what_it_then_needs():
     bench = await Bench.asked(FakeRequest("r"), claimed=True)
     assert unpack_frames(bench.queue.jobs[0].body) == [b"r"] and bench.transport.payloads == [[b"less"]]

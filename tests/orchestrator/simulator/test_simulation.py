@@ -2,6 +2,7 @@
 
 import random
 from collections import Counter
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from orchestrator.config.settings import SLOConfig
 from orchestrator.policy.placement import claim_timeout_s
 from orchestrator.policy.ratio import decision
+from orchestrator.simulator import ratio_control
 from orchestrator.simulator.faults import Faults
 from orchestrator.simulator.job import Stay
 from orchestrator.simulator.loads import synthetic
@@ -18,7 +20,7 @@ from orchestrator.simulator.settings import SHIPPED, FleetError, Settings, chang
 from orchestrator.simulator.simulation import Simulation
 from orchestrator.simulator.trace import Arrival, Load, at_rate
 from orchestrator.simulator.worker import Worker
-from orchestrator.types import QueueDepth
+from orchestrator.types import DesiredRatio, QueueDepth
 
 PROFILE = Profile(
     name="test", origin="made up", step_s=0.01, prefill_s_per_token=0.0001, decode_s_per_seq=0.0005,
@@ -204,6 +206,33 @@ def test_overloaded_fleet_keeps_caches_and_catches_up():
         settings = Settings(prefill=4, decode=4, profile=profile, stack=stack("ours"), slo=slo)
         attained.append(report(Simulation(settings, load).run(), warm_up=0.25).attained)
     assert min(attained) > 0.95
+
+
+LONG_ANSWERS = [Arrival(0.1 * n, 100, 2000) for n in range(4)]  # decode takes more than 20 s
+LONG_PROMPTS = [Arrival(5.0 + 0.01 * n, 4000, 2) for n in range(20)]
+
+
+@pytest.mark.parametrize(("begin", "end"), [((1, 2), (2, 1)), ((2, 1), (1, 2))])
+def test_a_worker_that_changes_its_role_does_both_for_a_while(monkeypatch, begin, end):
+    changes = [SimpleNamespace(after=DesiredRatio(*end), more=end[0] - begin[0])]
+    monkeypatch.setattr(ratio_control, "desired_ratio", lambda *_, **__: changes.pop() if changes else None)
+    sim = simulate(
+        Load("both", LONG_ANSWERS + LONG_PROMPTS, 0), prefill=begin[0], decode=begin[1], ratio={"mode": "auto"}
+    )
+    seen = []
+
+    def look(_: int) -> None:
+        computes = {name for name in sim.workers if sim.workers[name].prefilling}
+        decodes = {name for name in sim.workers if len(sim.workers[name].running) > len(sim.workers[name].prefilling)}
+        prefill = {worker.name for worker in sim.router.prefill.workers()}
+        seen.append((len(prefill), computes & decodes & prefill))
+
+    sim.run(look)
+    assert_no_leaks(sim)
+    assert all(job.outcome == "ok" for job in sim.jobs)
+    assert {count for count, _ in seen} == {begin[0], end[0]}, "no worker is between the roles"
+    if end[0] > begin[0]:
+        assert any(both for _, both in seen), "a prefill worker computes prompts beside answers of its former role"
 
 
 def test_the_ratio_follows_the_load():

@@ -80,7 +80,7 @@ HAVE_DEFAULTS = {
     "lends",
     "lockstep",
     "ranks",
-    "settled",
+    "drained",
     "supported_tasks",
     "process",
     "mesh_key",

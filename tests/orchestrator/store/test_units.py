@@ -44,14 +44,14 @@ async def test_orders_reach_all_ranks_and_are_the_units(registry: Registry) -> N
     assert [(one.role, one.ranks) for one in told] == [(Role.DECODE, 3)] * 3
 
 
-async def test_rank_is_told_how_many_others_have_settled(registry: Registry) -> None:
+async def test_rank_is_told_how_many_others_have_drained(registry: Registry) -> None:
     for name in RANKS:
         await registry.join(rank(name), TTL_S)
-    settled = [
-        (await registry.refresh(rank(name, settled=sequence), TTL_S)).settled
-        for name, sequence in [("d", 7), ("d.1", 7), ("d.2", 8), ("d", 7), ("d.2", 8)]
+    drained = [
+        (await registry.refresh(rank(name, drained=has), TTL_S)).drained
+        for name, has in [("d", True), ("d.1", False), ("d.1", True), ("d.2", True), ("d", True)]
     ]
-    assert settled == [0, 1, 0, 2, 0]
+    assert drained == [0, 1, 1, 2, 2]
 
 
 async def test_all_ranks_are_read_in_the_role_of_the_first_at_once(registry: Registry) -> None:

@@ -24,13 +24,12 @@ def test_gone_is_final_and_every_state_has_its_moves() -> None:
     life = Lifecycle(Role.PREFILL)
     assert not life.claims
     life.enter(LifecycleState.READY)
-    assert (life.refusal(), life.claims, life.registered) == ("this is a prefill worker", True, WorkerState.READY)
-    life.enter(LifecycleState.FLIPPING)
-    assert (life.refusal(), life.claims, life.registered) == ("draining", False, WorkerState.DRAINING)
+    assert (life.refusal(), life.claims, life.registered) == (None, True, WorkerState.READY)
     life.role = Role.DECODE
-    life.enter(LifecycleState.READY)
-    assert (life.refusal(), life.claims) == (None, False)
-    with pytest.raises(IllegalMove, match="ready cannot become starting"):
+    assert (life.refusal(), life.claims, life.registered) == (None, False, WorkerState.READY)
+    life.enter(LifecycleState.LEAVING)
+    assert (life.refusal(), life.claims, life.registered) == ("draining", False, WorkerState.DRAINING)
+    with pytest.raises(IllegalMove, match="leaving cannot become starting"):
         life.enter(LifecycleState.STARTING)
 
 
@@ -73,7 +72,7 @@ async def test_a_role_that_the_engine_cannot_take_is_refused_and_the_order_clear
         life,
         Drain.__new__(Drain),  # there is nothing to drain
         parse_config({"model": "demo"}),
-        info=worker_info("p", kv=KVEndpoint("e", "127.0.0.1", 1, **sizes)),
+        info=worker_info("p", role, kv=KVEndpoint("e", "127.0.0.1", 1, **sizes)),
         clear_orders=clear,
         announce=unexpected,
         end=unexpected,
@@ -110,64 +109,56 @@ class Rank:
     async def _clear(self, sequence: int) -> None:
         self.cleared.append(sequence)
 
-    async def told(self, orders: WorkerOrders = WorkerOrders(), settled: int = 0, role: Role = Role.DECODE) -> None:
-        mine = msgspec.structs.replace(self.moves.info, settled=self.moves.settled)
-        await self.moves.carry_out(Heartbeat(orders, role=role, ranks=3, settled=settled), mine)
+    async def told(self, orders: WorkerOrders = WorkerOrders(), drained: int = 0, role: Role = Role.DECODE) -> None:
+        """`role`: the first rank's, in the registry, which has of this one what it was before."""
+        mine = self.moves.info = msgspec.structs.replace(
+            self.moves.info, role=self.life.role, drained=self.moves.drained
+        )
+        await self.moves.carry_out(Heartbeat(orders, role=role, ranks=3, drained=drained), mine)
 
 
-async def test_first_rank_takes_role_once_all_have_settled() -> None:
+async def test_first_rank_takes_role_at_once_and_clears_the_order_once_its_entry_has_it() -> None:
     rank, order = Rank("d"), WorkerOrders(Role.PREFILL, sequence=7)
     await rank.told(order)
-    await until(lambda: rank.moves.settled == 7, "it has no request")
-    for settled in (0, 1):
-        await rank.told(order, settled)
-        assert (rank.life.state, rank.life.role) == (LifecycleState.FLIPPING, Role.DECODE)
-    await rank.told(order, 2)
-    assert (rank.life.state, rank.life.role, rank.cleared) == (LifecycleState.READY, Role.PREFILL, [7])
+    assert (rank.life.state, rank.life.role, rank.cleared) == (LifecycleState.READY, Role.PREFILL, [])
+    await rank.told(order, role=Role.PREFILL)
+    assert (rank.life.role, rank.cleared) == (Role.PREFILL, [7])
 
 
-async def test_other_ranks_follow_the_first() -> None:
+async def test_other_ranks_follow_the_first_and_no_order() -> None:
     rank, order = Rank("d.1"), WorkerOrders(Role.PREFILL, sequence=7)
     await rank.told(order)
-    await until(lambda: rank.moves.settled == 7, "it has no request")
-    await rank.told(order, settled=2)
-    assert rank.life.state is LifecycleState.FLIPPING, "the first may wait for another one"
-    await rank.told(order, settled=2, role=Role.PREFILL)
+    assert rank.life.role is Role.DECODE, "whoever reads the registry would send it what it does not do"
+    await rank.told(order, role=Role.PREFILL)
     assert (rank.life.state, rank.life.role, rank.cleared) == (LifecycleState.READY, Role.PREFILL, [])
+    await rank.told(role=Role.DECODE)
+    assert rank.life.role is Role.DECODE
 
 
-async def test_rank_that_has_missed_an_order_follows_its_unit() -> None:
-    rank = Rank("d.1")
-    await rank.told(role=Role.PREFILL)
-    assert rank.life.state is LifecycleState.FLIPPING
-
-    async def follows() -> bool:
-        await rank.told(role=Role.PREFILL)
-        return rank.life.role is Role.PREFILL
-
-    await until(follows, "it prefills, too")
-    assert rank.life.state is LifecycleState.READY
+async def test_order_to_change_back_is_carried_out_as_the_first_was_and_an_old_one_is_not() -> None:
+    rank, there, back = Rank("d"), WorkerOrders(Role.PREFILL, sequence=7), WorkerOrders(Role.DECODE, sequence=9)
+    await rank.told(there)
+    await rank.told(back)
+    assert rank.life.role is Role.DECODE
+    await rank.told(there)
+    assert rank.life.role is Role.DECODE and rank.cleared == [9]
 
 
-@pytest.mark.parametrize("name", ["d", "d.1"])
-async def test_order_to_stay_cancels_change_in_all_ranks(name: str) -> None:
-    rank = Rank(name)
+async def test_worker_that_leaves_takes_no_role() -> None:
+    rank = Rank("d")
+    rank.life.enter(LifecycleState.LEAVING)
     await rank.told(WorkerOrders(Role.PREFILL, sequence=7))
-    await until(lambda: rank.moves.settled == 7, "it has no request")
-    await rank.told(back := WorkerOrders(Role.DECODE, sequence=9), settled=0)
-    await until(lambda: rank.moves.settled == 9, "it has settled on that")
-    await rank.told(back, settled=2)
-    assert (rank.life.state, rank.life.role) == (LifecycleState.READY, Role.DECODE)
+    assert rank.life.role is Role.DECODE
 
 
 async def test_rank_leaves_when_all_that_are_there_have_drained() -> None:
     rank, order = Rank("d.1"), WorkerOrders(drain=True, sequence=7)
     await rank.told(order)
-    await until(lambda: rank.moves.settled, "it has drained")
-    await rank.told(order, settled=1)
+    await until(lambda: rank.moves.drained, "it has drained")
+    await rank.told(order, drained=1)
     await asyncio.sleep(0)
     assert not rank.ended.is_set(), "the third has requests, and needs this one's steps"
-    await rank.told(order, settled=2)
+    await rank.told(order, drained=2)
     await asyncio.wait_for(rank.ended.wait(), DEADLINE_S)
 
 
@@ -175,9 +166,9 @@ async def test_rank_without_requests_waits_at_the_deadline_until_others_have_giv
     """They heard of the order later, and cannot give anything back once their engine waits for this one's steps."""
     rank, order = Rank("d.1"), WorkerOrders(drain=True, sequence=7)
     rank.moves.leave(0.0)
-    await until(lambda: rank.moves.settled, "it has drained")
+    await until(lambda: rank.moves.drained, "it has drained")
     for _ in range(10):
         await asyncio.sleep(0)
     assert not rank.ended.is_set()
-    await rank.told(order, settled=2)
+    await rank.told(order, drained=2)
     await asyncio.wait_for(rank.ended.wait(), DEADLINE_S)

@@ -66,16 +66,16 @@ local function put_member(keys, args)
 end
 
 -- What the entries of a worker's unit say, all of whose ranks its own entry names: its orders, which are the first one's
--- as is its role; how many ranks are there; and how many others have settled on the order `settled`, or a later one.
-local function unit_of(prefix, id, ranks, settled)
+-- as is its role; how many ranks are there; and how many others have drained.
+local function unit_of(prefix, id, ranks)
   local first, there, others = nil, 0, 0
   for rank in string.gmatch(ranks ~= '' and ranks or id, '[^,]+') do
-    local names = { 'order_role', 'order_drain', 'order_sequence', 'role', 'settled' }
+    local names = { 'order_role', 'order_drain', 'order_sequence', 'role', 'drained' }
     local its = redis.pcall('HMGET', member_key(prefix, 'worker', rank), unpack(names))
     if its.err then its = {} end
     first = first or its
     if its[4] then there = there + 1 end
-    if its[4] and rank ~= id and (tonumber(its[5] or '') or 0) >= settled then others = others + 1 end
+    if its[4] and rank ~= id and its[5] == 'True' then others = others + 1 end
   end
   return first, there, others
 end
@@ -86,7 +86,7 @@ end
 -- and the two numbers of `unit_of`.
 local function tell(keys, id, heard)
   prune(keys)
-  local mine = redis.call('HMGET', member_key(keys[1], 'worker', id), 'domain', 'ranks', 'settled')
+  local mine = redis.call('HMGET', member_key(keys[1], 'worker', id), 'domain', 'ranks')
   local domain = mine[1] or '0'
   local prefix, key = keys[1], typed(keys[1] .. 'departed', 'stream')
   local workers = redis.call('SCARD', index_key(prefix, 'worker'))
@@ -101,7 +101,7 @@ local function tell(keys, id, heard)
     local newest = redis.call('XREVRANGE', key, '+', '-', 'COUNT', 1)[1]
     last = newest and newest[1] or '0-0'
   end
-  local first, there, others = unit_of(prefix, id, mine[2] or '', tonumber(mine[3] or '') or 0)
+  local first, there, others = unit_of(prefix, id, mine[2] or '')
   local orders = { first[1] or '', first[2] or '', first[3] or '0' }
   return { 'ok', orders[1], orders[2], orders[3], workers, decodes and 1 or 0, last, rows, first[4] or '', there, others }
 end

@@ -108,10 +108,10 @@ def test_workers_that_load_are_counted_but_cannot_change_role():
     assert do(2, 1, seen("p0", "d0", "d1", ready=False)) == []
 
 
-def test_a_worker_that_drains_to_change_its_role_keeps_it_before_another_changes():
-    drains = msgspec.structs.replace(seen("p1", ready=False)[0], flipping=True)  # serves as a decode worker until then
-    assert do(2, 2, [*seen("p0", "d0", "d1"), drains]) == []
-    assert do(1, 3, [*seen("p0", "d0", "d1"), drains]) == [Flip("prefill-1", D)]
+def test_a_worker_that_has_yet_to_change_its_role_keeps_it_before_another_changes():
+    told = msgspec.structs.replace(seen("p1", ready=False)[0], flipping=True)  # serves as a decode worker until then
+    assert do(2, 2, [*seen("p0", "d0", "d1"), told]) == []
+    assert do(1, 3, [*seen("p0", "d0", "d1"), told]) == [Flip("prefill-1", D)]
 
 
 def test_leaving_workers_do_not_count():
@@ -199,12 +199,15 @@ def test_flipping_decode_worker_is_called_back():
     leaving_the_role = PlannedWorker("decode-0", P, False, flipping=True)
     assert stand_in([*seen("p0"), leaving_the_role, *seen("d1", ready=False)]) == Flip("decode-0", D, stands_in=True)
     info = worker("decode-0", D)
-    draining = msgspec.structs.replace(info, state=WorkerState.DRAINING)
-    assert planned_worker(draining, WorkerOrders(D), owned=True).flipping, "told so, until it is ready again"
-    assert (
-        not planned_worker(draining, None, owned=True).flipping
-        and not planned_worker(info, WorkerOrders(D), owned=True).flipping
-    )
+    assert planned_worker(info, WorkerOrders(P), owned=True).flipping, "until its entry has the role"
+    assert not planned_worker(info, WorkerOrders(D), owned=True).flipping
+
+
+def test_a_worker_that_drains_leaves_whichever_role_it_is_told_to_take():
+    draining = msgspec.structs.replace(worker("decode-0", D), state=WorkerState.DRAINING)
+    for orders in (None, WorkerOrders(P)):
+        told = planned_worker(draining, orders, owned=True)
+        assert (told.leaving, told.ready, told.flipping) == (True, False, False)
 
 
 def test_a_worker_that_restarts_is_neither_ready_nor_leaving():

@@ -93,14 +93,6 @@ def test_split_follows_load_in_bounded_steps_down_to_0_prefill():
     assert decide(STORIES, STORIES, max_step=8, config=RatioConfig(min_prefill=2)).after.prefill == 2
 
 
-def test_few_workers_go_to_prefill_when_drain_is_slow(monkeypatch):
-    staying = msgspec.structs.replace(offering(300, 4000, 100), sequences=150)  # for 5 s each
-    assert decide(staying, staying, staying).after.prefill == 6
-    monkeypatch.setattr(decision, "COOL_DOWN_S", 4.0)
-    after = decide(staying, staying, staying).after
-    assert after.prefill == 5, "a quarter of the four that decode"
-
-
 def test_prefill_workers_come_back():
     aggregated = DesiredRatio(0, 8, set_at=-1000.0)
     assert decide(CODE, CODE, CODE, current=aggregated, max_step=8).after.prefill == 7
