@@ -17,6 +17,7 @@ from orchestrator.policy.claims import (
     CLAIM_BATCHES,
     choose_claims,
     claim_budget,
+    claim_limits,
     claims_as_idle,
     most_claimed,
 )
@@ -78,21 +79,22 @@ class ClaimLoop:
 
     @property
     def _idle(self) -> bool:
-        info, prefills, claimed = self._info, self._attempts.prefill_count, self._attempts.claimed_tokens
-        longest = info.identity.max_model_len if len(self._attempts) > prefills else 0
-        return claims_as_idle(prefills, claimed, info.max_num_batched_tokens, self._free_tokens, info.lockstep, longest)
+        held, claimed, batch = len(self._attempts), self._attempts.claimed_tokens, self._info.max_num_batched_tokens
+        return claims_as_idle(held, claimed, batch, self._free_tokens, self._info.lockstep)
 
-    def _budget(self) -> int:
-        """Prompt tokens that may be claimed now."""
+    def _limits(self) -> tuple[int, int]:
+        """Prompt tokens, and jobs, that may be claimed now."""
         batch, claimed = self._info.max_num_batched_tokens, self._attempts.claimed_tokens
         # Ranks in lockstep share the work of each step, so that a claimed job waits for no other.
         lockstep, s_per_token = self._info.lockstep, self._prefills.fetches.s_per_token
         most = CLAIM_BATCHES * batch if lockstep else most_claimed(batch, self._slo, s_per_token)
-        return claim_budget(most, claimed, self._idle, self._free_tokens)
+        idle, jobs = self._idle, self._info.max_num_seqs - len(self._attempts)
+        budget = claim_budget(most, claimed, idle, self._free_tokens)
+        return claim_limits(self._attempts.prefill_count, budget, idle, self._free_tokens, jobs)
 
     async def _claim_forever(self) -> None:
         while True:
-            budget, jobs = self._budget(), self._info.max_num_seqs - len(self._attempts)
+            budget, jobs = self._limits()
             if not self._active() or budget <= 0 or jobs <= 0:
                 await until_told(self._room, MEMORY_WAIT_S if self._active() else left_s(WAIT_S))
                 continue

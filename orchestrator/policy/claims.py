@@ -16,28 +16,20 @@ CLAIM_BATCHES = 2  # engine batches (max_num_batched_tokens) of prompt tokens th
 # Of the tightest TTFT objective: what a worker has claimed takes no longer. The rest is for the last prompt's KV, and
 # for the time that it waited in the queue.
 CLAIM_SHARE = 0.6
+LEAST_CLAIM = 8  # of an engine batch, the part that a worker may have claimed however tight an objective is
 _LEAST_S = 1e-9  # of a token, where a fitted line is flat
 AFFINITY_WINDOW = 32  # jobs at the queue's head among which it looks for one whose prefix it has cached
 
 
 def claims_as_idle(
-    prefills: int,
-    claimed_tokens: int,
-    max_num_batched_tokens: int,
-    free_tokens: int,
-    lockstep: bool,
-    longest: int = 0,
+    held: int, claimed_tokens: int, max_num_batched_tokens: int, free_tokens: int, lockstep: bool
 ) -> bool:
-    """Whether a worker that has `prefills` jobs, and has yet to compute `claimed_tokens`, claims as an idle one.
+    """Whether a worker that has `held` requests, and has yet to compute `claimed_tokens`, claims as an idle one.
 
-    One that still decodes, since it was a decode worker, does where the `longest` job (tokens) fits beside that: it may
-    be the next. A rank in `lockstep` with others does while its next step would not be full. That takes as long as the
-    others' step anyway, and a rank that first had to be done with what it has before it may claim a large job would
-    wait meanwhile.
+    A rank in `lockstep` with others does while its next step would not be full. That takes as long as the others' step
+    anyway, and a rank that first had to be done with what it has before it may claim a large job would wait meanwhile.
     """
-    if prefills == 0 and free_tokens >= longest:
-        return True
-    return lockstep and claimed_tokens < max_num_batched_tokens <= free_tokens - claimed_tokens
+    return held == 0 or (lockstep and claimed_tokens < max_num_batched_tokens <= free_tokens - claimed_tokens)
 
 
 def most_claimed(max_num_batched_tokens: int, slo: SLOConfig, seconds_per_token: float) -> int:
@@ -49,7 +41,8 @@ def most_claimed(max_num_batched_tokens: int, slo: SLOConfig, seconds_per_token:
     """
     tightest_s = min([slo.ttft_s, *(own.ttft_s for own in slo.classes.values() if own.ttft_s is not None)])
     in_time = int(CLAIM_SHARE * tightest_s / max(seconds_per_token, _LEAST_S))
-    return min(CLAIM_BATCHES * max_num_batched_tokens, in_time)
+    # Smaller steps take more time for each token: with fewer tokens, fewer would seem to be in time, and so on.
+    return min(CLAIM_BATCHES * max_num_batched_tokens, max(in_time, max_num_batched_tokens // LEAST_CLAIM))
 
 
 def claim_budget(most_tokens: int, claimed_tokens: int, idle: bool, free_tokens: int) -> int:
@@ -60,6 +53,15 @@ def claim_budget(most_tokens: int, claimed_tokens: int, idle: bool, free_tokens:
     """
     room = min(most_tokens, free_tokens) - claimed_tokens
     return max(1, room) if idle else room
+
+
+def claim_limits(prefills: int, budget_tokens: int, idle: bool, free_tokens: int, jobs: int) -> tuple[int, int]:
+    """Prompt tokens, and jobs, that a worker with so many `prefills` may claim now.
+
+    One that only decodes, since it was a decode worker, may claim one job of any size that its memory has room for:
+    nothing that it has claimed waits, and it is not idle, which would let it claim what does not fit.
+    """
+    return (budget_tokens, jobs) if prefills or idle else (free_tokens, min(jobs, 1))
 
 
 def fair_share_tokens(waiting_tokens: int, idle_others: int) -> int | None:

@@ -24,7 +24,7 @@ from orchestrator.policy.ratio.reuse import ReuseCounter
 from orchestrator.simulator.job import Job, Phase, Stay
 from orchestrator.simulator.racks import Racks
 from orchestrator.simulator.settings import Settings
-from orchestrator.simulator.view import PoolView, prefills, tokens_to_claim
+from orchestrator.simulator.view import PoolView, limits_of_claims, prefills
 from orchestrator.simulator.worker import Worker
 from orchestrator.types import Offered, PrefixEvents, QueueDepth, WindowJob
 
@@ -221,7 +221,7 @@ class Router:
         asking = [
             (-job.hits.get(worker.name, 0) - job.adapter_at.get(worker.name, 0), worker.pending_tokens, worker.name)
             for worker in self.prefill.workers()
-            if tokens_to_claim(worker, self.slo, self.predictor.s_per_token) > 0
+            if limits_of_claims(worker, self.slo, self.predictor.s_per_token)[0] > 0
         ]
         for _, _, name in sorted(asking):
             self.claim(self.prefill.worker(name))
@@ -285,8 +285,9 @@ class Router:
                 self.claim(worker)
 
     def _claim_from_window(self, worker: Worker) -> bool:
-        now, s_per_token, idle = self._clock.now, self.predictor.s_per_token, worker.pending_tokens == 0
-        if (budget := tokens_to_claim(worker, self.slo, s_per_token)) <= 0:
+        now, s_per_token = self._clock.now, self.predictor.s_per_token
+        budget, jobs, idle = limits_of_claims(worker, self.slo, s_per_token)
+        if budget <= 0:
             return False
         head = self.queue[:AFFINITY_WINDOW]
         window = []
@@ -302,7 +303,7 @@ class Router:
             window.append(WindowJob(str(number), score, job.prompt_tokens, now - job.enqueued_at, *here))
         others = sum(other.pending_tokens == 0 and other is not worker for other in self.prefill.workers())
         share = fair_share_tokens(self.queue_tokens, others)
-        chosen = choose_claims(window, budget, idle, s_per_token, 1.0, share)
+        chosen = choose_claims(window, budget, idle, s_per_token, 1.0, share)[:jobs]
         by_id = {str(entry[1]): entry for entry in head}
         for entry in map(by_id.__getitem__, chosen):
             del self.queue[bisect_left(self.queue, entry[:2])]

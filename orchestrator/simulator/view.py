@@ -5,6 +5,7 @@ The counterpart of `orchestrator.fleet.view`, over simulated workers.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from itertools import chain
 
@@ -12,7 +13,7 @@ import msgspec
 
 from orchestrator.config.settings import SLOConfig
 from orchestrator.policy.candidate import Candidate, DecodeChoice, blocks_for
-from orchestrator.policy.claims import claim_budget, claims_as_idle, most_claimed
+from orchestrator.policy.claims import claim_budget, claim_limits, most_claimed
 from orchestrator.policy.predict.adapters import AdapterPlaces, with_placed
 from orchestrator.policy.shortlist import SHORTLIST_FROM, Shortlist
 from orchestrator.simulator.racks import Racks
@@ -150,13 +151,14 @@ class PoolView:
         return candidate
 
 
-def tokens_to_claim(worker: Worker, slo: SLOConfig, s_per_token: float) -> int:
-    """Prompt tokens that a prefill worker may claim now."""
+def limits_of_claims(worker: Worker, slo: SLOConfig, s_per_token: float) -> tuple[int, int, bool]:
+    """Prompt tokens, and jobs, that a prefill worker may claim now, and whether it does as an idle one."""
     free_tokens = (worker.kv.free + worker.uncomputed_blocks()) * worker.profile.block_size
     decodes = len(worker.running) > len(worker.prefilling) or worker.receiving or worker.arrived
-    batch, longest = worker.profile.max_num_batched_tokens, worker.profile.max_model_len if decodes else 0
-    idle = claims_as_idle(prefills(worker), worker.pending_tokens, batch, free_tokens, False, longest)
-    return claim_budget(most_claimed(batch, slo, s_per_token), worker.pending_tokens, idle, free_tokens)
+    held, idle = prefills(worker), prefills(worker) == 0 and not decodes
+    most = most_claimed(worker.profile.max_num_batched_tokens, slo, s_per_token)
+    budget = claim_budget(most, worker.pending_tokens, idle, free_tokens)
+    return *claim_limits(held, budget, idle, free_tokens, sys.maxsize), idle
 
 
 def prefills(worker: Worker) -> int:

@@ -73,6 +73,6 @@ async def test_a_tenant_that_floods_delays_nobody_and_is_refused_what_the_others
     print(f"in time {in_time} of {len(beside)}; the flood: {len(served)} answered, {len(refused)} refused")
     # The flood's own share raises it by about a fifth; without shares it is many times as long.
     assert statistics.median(beside) <= 1.6 * statistics.median(before)
-    assert in_time >= 0.98 * len(beside)
+    assert in_time >= len(beside) - 1, "one may be late where the machine pauses; without shares most are"
     assert {(answer.status, answer.retry_after_s > 0) for answer in refused} == {(429, True)}
     assert len(served) >= 0.8 * SECONDS * sum(CALM.values()), "the flood has its share, which is that of both others"

@@ -18,7 +18,7 @@ from orchestrator.policy.predict.predictor import PRIOR_S_PER_TOKEN
 from orchestrator.store.queue import MAX_DELIVERIES, PrefillQueue
 from orchestrator.types import JobState, Role
 from orchestrator.wire.messages import Claimed, Prefilled, PrefillFailed, Rejected
-from workers.claims import claim_budget, claims_as_idle
+from workers.claims import claim_budget, claim_limits, claims_as_idle
 
 PROMPT = list(range(100, 400))
 
@@ -156,19 +156,23 @@ def test_claim_budget(claimed: int, held: int, free: int, expected: int) -> None
 
 
 @pytest.mark.parametrize(
-    ("held", "claimed", "free", "lockstep", "longest", "expected"),
+    ("held", "claimed", "free", "lockstep", "expected"),
     [
-        (0, 0, 0, False, 0, True),
-        (1, 100, 10_000, False, 0, False),
-        (1, 100, 10_000, True, 0, True),  # its next step is not full
-        (1, 2048, 10_000, True, 0, False),
-        (1, 100, 2100, True, 0, False),  # memory for no batch more
-        (0, 0, 8192, False, 8192, True),  # it still decodes, and has room for any job
-        (0, 0, 8191, False, 8192, False),
+        (0, 0, 0, False, True),
+        (1, 100, 10_000, False, False),
+        (1, 100, 10_000, True, True),  # its next step is not full
+        (1, 2048, 10_000, True, False),
+        (1, 100, 2100, True, False),  # memory for no batch more
     ],
 )
-def test_claims_as_idle(held: int, claimed: int, free: int, lockstep: bool, longest: int, expected: bool) -> None:
-    assert claims_as_idle(held, claimed, 2048, free, lockstep, longest) is expected
+def test_claims_as_idle(held: int, claimed: int, free: int, lockstep: bool, expected: bool) -> None:
+    assert claims_as_idle(held, claimed, 2048, free, lockstep) is expected
+
+
+def test_a_worker_that_only_decodes_claims_one_job_that_fits_beside_that() -> None:
+    assert claim_limits(0, 4096, False, 20_000, 7) == (20_000, 1)
+    assert claim_limits(0, 4096, False, 20_000, 0) == (20_000, 0)
+    assert claim_limits(0, 4096, True, 20_000, 7) == claim_limits(1, 4096, False, 20_000, 7) == (4096, 7)
 
 
 async def test_a_job_longer_than_the_budget_is_prefilled_alone(redis_server: EmbeddedRedis) -> None:

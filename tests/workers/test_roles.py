@@ -99,6 +99,26 @@ async def test_it_claims_no_more_than_its_answers_leave_room_for(redis_server: E
         await frontend.finished(stream, remote)
 
 
+async def test_it_claims_a_prompt_that_fits_beside_its_answers_however_tight_the_objective(
+    redis_server: EmbeddedRedis,
+) -> None:
+    """A busy worker would claim a few tokens, and the longest prompt of the model would not fit."""
+    sizes = {"num_gpu_blocks_override": 64, "max_model_len": 1024}
+    slo = {"ttft_s": 0.01}
+    async with running_workers(redis_server, workers={"engine_args": sizes}, slo=slo) as workers:
+        moved, other = await workers.start(Role.DECODE, speed=1.0), await workers.start(Role.DECODE)
+        frontend = await workers.frontend(moved, other, binds_to=other)
+        stream, remote = frontend.new(PROMPT, 700), frontend.new(PROMPT)
+        frontend.submit_to(moved.id, stream)
+        await until(lambda: stream.tokens, "it streams")
+        await order_role(workers.registry, moved.id, Role.PREFILL)
+        await workers.registered(moved.id, Role.PREFILL)
+        await frontend.enqueue(remote)
+        await frontend.finished(remote)
+        assert remote.claimed_by == [moved.id] and stream.finish is None
+        frontend.abort(moved.id, stream)
+
+
 @pytest.mark.parametrize("role", list(Role))
 async def test_a_frontend_that_has_not_heard_of_a_role_is_served(workers: Workers, role: Role) -> None:
     worker, frontend = await workers.served(role)

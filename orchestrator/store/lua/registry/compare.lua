@@ -35,7 +35,7 @@ local function unpaired(prefix, id, mine)
         return PAIRED[1], values[1], other
       end
       if (stages or 1) > 1 and (its_shards or 1) > 1 or (shards or 1) > 1 and (its_stages or 1) > 1 then
-        return PAIRED[2], values[2], other
+        return PAIRED[2], values[2] or '1', other
       end
     end
   end
