@@ -151,9 +151,9 @@ class HostMemory:
         return {key for _ in range(self._loaded.qsize()) for key in self._loaded.get()}
 
     def take_stored(self) -> dict[int, int]:
-        """The stores that have ended since the last call, by their numbers, 1 each: all ranks' are added. Makes those
-        that are late: it is called in each step."""
-        while self._gives_way and self._is_late():
+        """The stores that have ended since the last call, by their numbers, 1 each: all ranks' are added. Makes one
+        piece that is late: it is called in each step, which is not to take much longer."""
+        if self._gives_way and self._is_late():
             self._store_next()
         return Counter(self._stored.get() for _ in range(self._stored.qsize()))
 

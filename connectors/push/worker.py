@@ -294,8 +294,8 @@ class PushWorker(Connections):
                 self._lose(engine, why)
         if why:
             self._run(functools.partial(self._outbound.failed, post.stream, why))
-        elif self._handle_count == posted:
-            self._run(functools.partial(self._outbound.settle, post.stream))
+        elif self._handle_count == posted:  # not at once: it may post the next of many pieces, from here
+            self._submit(functools.partial(self._outbound.settle, post.stream))
 
     def _record(self, engine: str, stream: str, handle: Any) -> None:
         """From now on this WRITE counts as in flight, whatever fails after it."""

@@ -104,6 +104,7 @@ async def test_a_store_in_pieces_counts_once_and_the_engine_makes_what_is_late(
         tier.store(orders(store_event=1, store_gpu_blocks=[1, 4], store_cpu_blocks=[3, 0]), None)
         assert tier.take_stored() == {}, "it is not late yet"
         monkeypatch.setattr(host, "_LATE_S", 0.0)
+        assert tier.take_stored() == {}, "a piece in each step"
         assert tier.take_stored() == {1: 1} and len(woken) == 1
         core.set()
         tier.load(orders(load_event=1, load_cpu_blocks=[0, 3], load_gpu_blocks=[5, 0], load_event_to_reqs={1: ["a"]}))
