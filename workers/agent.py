@@ -224,6 +224,8 @@ class Agent:
             error = error.exceptions[0]
         if isinstance(error, IncompatibleWorker | IdInUse):
             raise error  # raised when the worker registered again after Redis had lost its entry
+        if isinstance(error, EngineDead) and self._moves.drained:
+            return  # nothing is left here, and the other ranks of its unit have just left
         self._exit_code = EXIT_ENGINE_DEAD
         if isinstance(error, EngineDead):
             log.error("leaving: %s", error)

@@ -353,6 +353,14 @@ async def test_a_dead_engine_ends_the_worker(workers: Workers) -> None:
     assert worker.id not in await workers.registry.workers()
 
 
+async def test_an_engine_that_ends_with_the_other_ranks_that_have_drained_is_no_failure(workers: Workers) -> None:
+    """They leave as soon as this one has drained too, which it may hear of later than its engine."""
+    worker = await workers.start(Role.DECODE)
+    worker.agent._moves.drained = True
+    await worker.engine.stop()
+    assert await worker.stopped() == 0
+
+
 async def test_a_worker_that_does_not_fit_is_refused(workers: Workers) -> None:
     await workers.start(Role.DECODE)
     with pytest.raises(AssertionError, match="block_size is '32', but the fleet's is '16'"):
