@@ -11,7 +11,7 @@ from support_fleet import RunningFleet, running_fleet, token_prompt
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
-SECONDS, TTFT_S = 30.0, 2.0
+SECONDS, TTFT_S = 60.0, 2.0  # long enough that 2% of the answers are one, which a pause of the machine may delay
 # A prompt of 2,000 tokens takes 0.4 s, so a prefill worker computes 2.5 a second: 0.8 for each of three tenants.
 CALM = {"a": 0.4, "b": 0.4}
 FLOOD = {"flood": 8.0}
@@ -73,6 +73,6 @@ async def test_a_tenant_that_floods_delays_nobody_and_is_refused_what_the_others
     print(f"in time {in_time} of {len(beside)}; the flood: {len(served)} answered, {len(refused)} refused")
     # The flood's own share raises it by about a fifth; without shares it is many times as long.
     assert statistics.median(beside) <= 1.6 * statistics.median(before)
-    assert in_time >= len(beside) - 1, "one may be late where the machine pauses; without shares most are"
+    assert in_time >= 0.98 * len(beside)
     assert {(answer.status, answer.retry_after_s > 0) for answer in refused} == {(429, True)}
     assert len(served) >= 0.8 * SECONDS * sum(CALM.values()), "the flood has its share, which is that of both others"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from support_steering import order_role
 from support_wait import until
-from support_workers import Workers, running_workers
+from support_workers import Frontend, LocalWorker, Request, Workers, running_workers
 
 from orchestrator.launch.host.redis_server import EmbeddedRedis
 from orchestrator.types import Role
@@ -15,15 +15,23 @@ PROMPT = list(range(100, 400))
 LONG = 1500  # tokens: an answer of seconds, which a test ends as soon as it need not run any more
 
 
-async def test_a_decode_worker_claims_while_its_answers_still_stream(workers: Workers) -> None:
+async def claims_beside(
+    workers: Workers, prompt: list[int], tokens: int
+) -> tuple[LocalWorker, Frontend, Request, Request]:
+    """A worker that streams so many tokens when it becomes a prefill worker, with a job in the queue."""
     moved, other = await workers.start(Role.DECODE, speed=1.0), await workers.start(Role.DECODE)
     frontend = await workers.frontend(moved, other, binds_to=other)
-    stream, remote = frontend.new(PROMPT[:20], LONG), frontend.new(PROMPT)
+    stream, remote = frontend.new(prompt, tokens), frontend.new(PROMPT)
     frontend.submit_to(moved.id, stream)
     await until(lambda: stream.tokens, "it streams")
     await order_role(workers.registry, moved.id, Role.PREFILL)
     await workers.registered(moved.id, Role.PREFILL)
     await frontend.enqueue(remote)
+    return moved, frontend, stream, remote
+
+
+async def test_a_decode_worker_claims_while_its_answers_still_stream(workers: Workers) -> None:
+    moved, frontend, stream, remote = await claims_beside(workers, PROMPT[:20], LONG)
     await frontend.finished(remote)
     assert remote.claimed_by == [moved.id] and remote.got(Prefilled)
     seen = len(stream.tokens)
@@ -79,14 +87,7 @@ async def test_it_claims_no_more_than_its_answers_leave_room_for(redis_server: E
     """A prompt that does not fit beside them waits in the queue, not in the engine."""
     small = {"num_gpu_blocks_override": 32, "max_model_len": 512}
     async with running_workers(redis_server, workers={"engine_args": small}) as workers:
-        moved, other = await workers.start(Role.DECODE, speed=1.0), await workers.start(Role.DECODE)
-        frontend = await workers.frontend(moved, other, binds_to=other)
-        stream, remote = frontend.new(PROMPT, 150), frontend.new(PROMPT)
-        frontend.submit_to(moved.id, stream)
-        await until(lambda: stream.tokens, "it streams")
-        await order_role(workers.registry, moved.id, Role.PREFILL)
-        await workers.registered(moved.id, Role.PREFILL)
-        await frontend.enqueue(remote)
+        moved, frontend, stream, remote = await claims_beside(workers, PROMPT, 150)
         claimed_before_it_ended = False
 
         def claimed() -> bool:
@@ -106,14 +107,7 @@ async def test_it_claims_a_prompt_that_fits_beside_its_answers_however_tight_the
     sizes = {"num_gpu_blocks_override": 64, "max_model_len": 1024}
     slo = {"ttft_s": 0.01}
     async with running_workers(redis_server, workers={"engine_args": sizes}, slo=slo) as workers:
-        moved, other = await workers.start(Role.DECODE, speed=1.0), await workers.start(Role.DECODE)
-        frontend = await workers.frontend(moved, other, binds_to=other)
-        stream, remote = frontend.new(PROMPT, 700), frontend.new(PROMPT)
-        frontend.submit_to(moved.id, stream)
-        await until(lambda: stream.tokens, "it streams")
-        await order_role(workers.registry, moved.id, Role.PREFILL)
-        await workers.registered(moved.id, Role.PREFILL)
-        await frontend.enqueue(remote)
+        moved, frontend, stream, remote = await claims_beside(workers, PROMPT, 700)
         await frontend.finished(remote)
         assert remote.claimed_by == [moved.id] and stream.finish is None
         frontend.abort(moved.id, stream)
