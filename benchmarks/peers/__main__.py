@@ -138,7 +138,7 @@ def serving(options: argparse.Namespace, model: Model, logs: Path, note: Note, r
                 }
                 turns.keep(system, users, found)
 
-    turns.run(measure, lambda: note(turns.found()))
+    turns.run(measure, lambda: note({"prompt_tokens": options.prompt_tokens} | turns.found()))
 
 
 def mixed(options: argparse.Namespace, model: Model, logs: Path, note: Note, runs: Runs) -> None:

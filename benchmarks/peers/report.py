@@ -36,7 +36,8 @@ def markdown(everything: Mapping[str, Any]) -> str:
 
 
 def _serving(found: Mapping[str, Any]) -> list[str]:
-    lines = ["## Serving", "", "512 prompt and 64 output tokens, two narrow layers, users who send again at once.", ""]
+    tokens = f"{found['prompt_tokens']:,} prompt and 64 output tokens"
+    lines = ["## Serving", "", f"{tokens}, two narrow layers, users who send again at once.", ""]
     head = ["system", "users", "turns", "requests/s", "TTFT P50, ms", "TTFT P99, ms", "TPOT P50, ms"]
     head += ["CPU per request, ms", "ours / it: requests/s", "TTFT P50", "CPU"]
     rows = []

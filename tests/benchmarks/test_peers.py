@@ -95,13 +95,13 @@ def test_tables_have_ratios_and_name_missing_systems(tmp_path):
     turns = [{"turn": turn, **FIGURES} for turn in (1, 2)]
     again = [{"turn": 1, **half}, {"turn": 2, **half, "requests_per_s": 4.0}]
     systems = {"orchestrator": {8: turns}, "smg": {8: again}, "two aggregated": {8: again[:1]}}
-    serving = {"systems": systems, "failed": {"one vLLM": "it ended"}}
+    serving = {"prompt_tokens": 2048, "systems": systems, "failed": {"one vLLM": "it ended"}}
     write({"versions": {"smg": "1"}, "serving": serving}, tmp_path)
     text = (tmp_path / "peers.md").read_text()
     of_turns = "2.25 (2.00 to 2.50) | 0.50 (0.50 to 0.50) | 0.50 (0.50 to 0.50)"
     assert f"| smg | 8 | 2 | 4.5 | 40.0 | 80.0 | 20.0 | 100 | {of_turns} |" in text
     assert "| two aggregated | 8 | 1 | 5.0 | 40.0 | 80.0 | 20.0 | 100 | 2.00* | 0.50* | 0.50* |" in text
-    assert "- one vLLM: not measured. it ended" in text
+    assert "- one vLLM: not measured. it ended" in text and "2,048 prompt and 64 output tokens" in text
     assert json.loads((tmp_path / "peers.json").read_text())["serving"]["systems"]["orchestrator"]["8"] == turns
     assert (tmp_path / "peers.png").stat().st_size > 1000
 
