@@ -1,7 +1,5 @@
 """For all tests: a run folder and environment of their own, so that a fleet of the same user is not seen or touched."""
 
-from __future__ import annotations
-
 import functools
 import gc
 import logging

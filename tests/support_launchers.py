@@ -3,8 +3,6 @@
 What is decided is decided by the real functions; who acts when, on how old a reading, and who dies, is the test's.
 """
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import dataclass, field
 

@@ -1,7 +1,5 @@
 """`benchmarks.chaos`: faults share fleets in turns until the budget is spent; a second call goes on where one ended."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 from collections.abc import Iterator

@@ -2,8 +2,6 @@
 ask less until a worker is idle.
 """
 
-from __future__ import annotations
-
 import asyncio
 import http.server
 import json

@@ -1,7 +1,5 @@
 """`benchmarks.chaos.network`: what a killed run has left is not in the way of the next one."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

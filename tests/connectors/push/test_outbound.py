@@ -1,7 +1,5 @@
 """The prefill end, step by step: what is posted when, who is told what, and when blocks are given back."""
 
-from __future__ import annotations
-
 import gc
 
 import msgspec

@@ -1,7 +1,5 @@
 """Every mistake in a configuration is one line that names the key, the value and the mend."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -1,7 +1,5 @@
 """Sentinels and clusters of real servers: the primary is found, followed under load, and gets the functions."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Iterator

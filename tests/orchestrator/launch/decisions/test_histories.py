@@ -1,7 +1,5 @@
 """Histories of several launchers: who acts when, on how old a reading, and who dies meanwhile, is by chance."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

@@ -1,7 +1,5 @@
 """What the launcher does about the difference between desired and running workers."""
 
-from __future__ import annotations
-
 import msgspec
 import pytest
 from hypothesis import given
