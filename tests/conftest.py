@@ -53,6 +53,7 @@ _LONGEST_FIRST = (
     "vllm_engine/test_engine",
     "e2e/test_real_fetch",
     "e2e/test_real_fleet",
+    "e2e/test_sim_control",  # the fifth waits behind the first, which has two tests only
     "vllm_engine/test_host_tier",
     "vllm_engine/test_models",
     "e2e/test_sim_frontends",
