@@ -58,7 +58,7 @@ fuzz: model
 
 test-topology: venv
 	$(BIN)/pytest -m topology tests/e2e/test_topology.py tests/e2e/test_real_groups.py tests/e2e/test_ray.py tests/e2e/test_ray_real.py \
-	  tests/e2e/test_ray_groups.py tests/e2e/test_second_host.py tests/e2e/test_groups_over_hosts.py tests/workers/unit/test_two_hosts.py \
+	  tests/e2e/test_ray_groups.py tests/e2e/test_second_host.py tests/e2e/test_groups_over_hosts.py \
 	  tests/e2e/test_real_fetch.py
 
 lint: venv

@@ -32,6 +32,7 @@ from support_vllm import tiny_model  # noqa: E402
 from orchestrator.config.model import resolve_model  # noqa: E402
 
 Note = Callable[[list[Row]], None]
+Raw = Callable[[tuple[int, ...], bool], dict[int, float]]
 
 
 def random_prompt(tokens: int) -> list[int]:
@@ -46,11 +47,16 @@ def grouped(variants: list[Variant], at_once: int) -> list[list[Variant]]:
 
 
 async def measure(
-    model: str, path: str, args: dict[str, Any], options: argparse.Namespace, note: Note = lambda rows: None
+    model: str,
+    path: str,
+    args: dict[str, Any],
+    options: argparse.Namespace,
+    note: Note = lambda rows: None,
+    plain: Raw | None = None,
 ) -> list[Row]:
     """Measure all variants, print each as it ends, and give `note` all rows so far. Two engines of one kind differ by
     where their memory lies, and the machine's speed drifts, so every round starts all engines again, in another order.
-    Variants that spin have one round: they are slower by more than that."""
+    Variants that spin have one round: they are slower by more than that. `plain`: instead of `raw_s`."""
     turns: dict[tuple[str, int], Turns] = {}
     began = time.strftime("%Y-%m-%d %H:%M:%S")
     raw: dict[int, list[float]] = {}
@@ -71,7 +77,7 @@ async def measure(
                     await pair.stop()
             if at == 0:
                 sizes = {tokens: tokens * per_token for tokens in options.tokens}
-                written_s = await asyncio.to_thread(raw_s, list(sizes.values()), options.cuda)
+                written_s = await asyncio.to_thread(plain or raw_s, tuple(sizes.values()), options.cuda)
                 for tokens, size in sizes.items():
                     raw.setdefault(tokens, []).append(written_s[size])
             rows = [
@@ -103,7 +109,7 @@ async def _round(pairs: list[Pair], options: argparse.Namespace) -> dict[tuple[s
     return found
 
 
-def raw_s(sizes: list[int], cuda: bool, piece: int = 64 << 10) -> dict[int, float]:
+def raw_s(sizes: tuple[int, ...], cuda: bool, piece: int = 64 << 10) -> dict[int, float]:
     """Seconds of a raw WRITE by its size in bytes. A process of its own pins itself, and keeps NIXL's threads."""
     import subprocess
 

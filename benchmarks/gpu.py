@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import functools
 import itertools
 import os
 import platform
@@ -28,7 +29,7 @@ from typing import Any
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parent), str(HERE.parent / "tests")]
 
-from bench_kv import measure, models, random_prompt  # noqa: E402
+from bench_kv import measure, models, random_prompt, raw_s  # noqa: E402
 from gpu_tables import save  # noqa: E402
 from kv_engines import OURS, VARIANTS, Running, running, start, start_pair  # noqa: E402
 from kv_tables import Row  # noqa: E402
@@ -46,6 +47,7 @@ _USERS, _EACH = 16, 4  # of the part `threads`
 
 Result = dict[str, Any]
 Note = Callable[[Result], None]  # takes what a part has found so far
+_raw_s = functools.cache(raw_s)  # the parts have the same sizes
 
 
 def problems(device: str) -> list[str]:
@@ -135,7 +137,7 @@ async def equality(path: str, args: dict[str, Any], options: argparse.Namespace,
 
 
 async def kv(path: str, args: dict[str, Any], options: argparse.Namespace, note: Note) -> Result:
-    return _rows(await measure(options.model, path, args, options, lambda rows: note(_rows(rows))))
+    return _rows(await measure(options.model, path, args, options, lambda rows: note(_rows(rows)), _raw_s))
 
 
 async def auto(path: str, args: dict[str, Any], options: argparse.Namespace, note: Note) -> Result:
@@ -153,7 +155,7 @@ async def switches(path: str, args: dict[str, Any], options: argparse.Namespace,
         for eager in (False, True) if options.cuda else (True,):
             name = f"async scheduling {_on(asynchronous)}, CUDA graphs {_on(not eager)}"
             switched = args | {"async_scheduling": asynchronous, "enforce_eager": eager}
-            rows += await measure(name, path, switched, ours)
+            rows += await measure(name, path, switched, ours, plain=_raw_s)
             note(_rows(rows))
     return _rows(rows)
 

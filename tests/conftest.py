@@ -1,7 +1,5 @@
 """For all tests: a run folder and environment of their own, so that a fleet of the same user is not seen or touched."""
 
-from __future__ import annotations
-
 import functools
 import gc
 import logging
@@ -55,6 +53,7 @@ _LONGEST_FIRST = (
     "vllm_engine/test_engine",
     "e2e/test_real_fetch",
     "e2e/test_real_fleet",
+    "e2e/test_sim_control",  # the fifth waits behind the first, which has two tests only
     "vllm_engine/test_host_tier",
     "vllm_engine/test_models",
     "e2e/test_sim_frontends",

@@ -1,7 +1,5 @@
 """The least that a fleet's Redis user may do, as docs/several-hosts.md has it."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

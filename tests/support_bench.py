@@ -1,7 +1,5 @@
 """A router against scripted workers: the means to speak for them, and to see what it did."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from dataclasses import dataclass, field

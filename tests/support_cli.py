@@ -1,7 +1,5 @@
 """The command line in this process: another one for each command would cost half a second."""
 
-from __future__ import annotations
-
 import io
 import subprocess
 import sys

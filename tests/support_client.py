@@ -1,7 +1,5 @@
 """What a test asks of a fleet through its endpoint: its shape, requests, load, and that nothing leaked."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

@@ -1,7 +1,5 @@
 """A pod's container without a container runtime: namespaces, a read-only root as of an image, a nameless user."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re

@@ -1,7 +1,5 @@
 """A tiny model of random experts for groups of real engines on a CPU, and what such a fleet is started with."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from support_fleet import DEMO_VOCABULARY, with_demo_tokenizer

@@ -1,7 +1,5 @@
 """A fleet started as a user starts it, its launcher's output, and that nothing of it is left at the end."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
@@ -21,7 +19,7 @@ from typing import Any
 
 import psutil
 from support_client import SETTLE_TIMEOUT_S, FleetClient, FleetFailed
-from support_forked import ForkedLauncher
+from support_forked import ForkedLauncher, run_forked
 from support_vllm import tiny_model
 
 from orchestrator.config.model import resolve_model
@@ -67,7 +65,8 @@ class RunningFleet(FleetClient):
         self.output, theirs = pty.openpty() if terminal else os.pipe()
         # Its own session: a test that kills the launcher's group must not end pytest.
         self.process: subprocess.Popen[bytes] | ForkedLauncher
-        if forked and program == CHECKOUT and "PYTEST_VERSION" in os.environ:
+        self._forked = forked and program == CHECKOUT and "PYTEST_VERSION" in os.environ
+        if self._forked:
             self.process = ForkedLauncher(up, folder, theirs)
         else:
             self.process = subprocess.Popen(
@@ -159,10 +158,16 @@ class RunningFleet(FleetClient):
         raise FleetFailed(f"the launcher has no embedded Redis among its children {children}")
 
     def cli(self, *arguments: str, check: bool = True) -> subprocess.CompletedProcess[str]:
-        command = [*self.program, *arguments, "--namespace", self.namespace]
-        done = subprocess.run(command, cwd=self.folder, text=True, capture_output=True, timeout=180)
+        done = self.run(*arguments, "--namespace", self.namespace)
         assert not check or done.returncode == 0, f"{arguments}: {done.stdout}{done.stderr}"
         return done
+
+    def run(self, *arguments: str, timeout_s: float = 180) -> subprocess.CompletedProcess[str]:
+        """A command of any fleet, as this one was started."""
+        if self._forked:
+            return run_forked(arguments, self.folder, timeout_s)
+        command = [*self.program, *arguments]
+        return subprocess.run(command, cwd=self.folder, text=True, capture_output=True, timeout=timeout_s)
 
 
 def paste(line: str, shell: str = "bash") -> dict[str, Any]:

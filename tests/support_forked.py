@@ -1,12 +1,11 @@
-"""Launchers that are forked by a process which has imported vLLM once for a test run, instead of executed.
+"""Launchers and commands that are forked by a process which has imported their modules, and vLLM, once for a test run,
+instead of executed.
 
 A launcher's fork server (`orchestrator.launch.host.fork_servers`) takes 8 s of CPU time for these imports, most of what
 a fleet of simulated engines takes to start. Here it is forked beside its launcher, where the environment is that in
 which vLLM was imported; all else is as the product has it. Fleets of `e2e/test_demo.py` and `e2e/test_package.py` are
-executed.
+executed, and so are the commands of `orchestrator/cli/test_main.py`.
 """
-
-from __future__ import annotations
 
 import atexit
 import contextlib
@@ -19,6 +18,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -76,13 +76,14 @@ class ForkedLauncher:
     _server: socket.socket | None = None
     _process: subprocess.Popen[bytes] | None = None
 
-    def __init__(self, arguments: Sequence[str], folder: Path, output: int) -> None:
-        """`arguments`: of `orchestrator`. `output`: where it writes to."""
+    def __init__(self, arguments: Sequence[str], folder: Path, output: int, errors: int = -1) -> None:
+        """`arguments`: of `orchestrator`. `output`, `errors`: where it writes to; by default to one place."""
         self.returncode: int | None = None
         self._told, tell = os.pipe()
         nohup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
         start = _Start(list(arguments), str(folder), _users(os.environ), nohup)
-        socket.send_fds(self._serving(), [msgspec.msgpack.encode(start)], [output, tell])
+        descriptors = [output, output if errors < 0 else errors, tell]
+        socket.send_fds(self._serving(), [msgspec.msgpack.encode(start)], descriptors)
         os.close(tell)
         self.pid = int(self._line())  # ValueError: no process could be forked
 
@@ -135,6 +136,19 @@ class ForkedLauncher:
         self.send_signal(signal.SIGKILL)
 
 
+def run_forked(arguments: Sequence[str], folder: Path, timeout_s: float) -> subprocess.CompletedProcess[str]:
+    """As subprocess.run of a command whose output is captured. Raises subprocess.TimeoutExpired."""
+    with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
+        command = ForkedLauncher(arguments, folder, output.fileno(), errors.fileno())
+        try:
+            code = command.wait(timeout_s)
+        finally:
+            command.kill()
+        output.seek(0)
+        errors.seek(0)
+        return subprocess.CompletedProcess(arguments, code, output.read().decode(), errors.read().decode())
+
+
 def _execute(listener: socket.socket) -> subprocess.Popen[bytes]:
     program, env = to_import(Config(model="", engine="vllm"))[0]
     return subprocess.Popen(
@@ -167,8 +181,10 @@ def main(descriptor: str, *imports: str) -> None:
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # whatever the first launcher is to have
     imported_with = _imported_with(dict(os.environ))
     gc.disable()
-    for module in (*imports, "orchestrator.cli.main", "orchestrator.launch.launcher"):
+    for module in (*imports, "orchestrator.launch.launcher"):
         importlib.import_module(module)
+    for module, _ in importlib.import_module("orchestrator.cli.main").COMMANDS.values():
+        importlib.import_module(f"orchestrator.cli.{module}")
     gc.freeze()  # as in the product's fork server: no collection touches the memory that is shared
     gc.enable()
     listener, runs = socket.socket(fileno=int(descriptor)), list[socket.socket]()
@@ -177,7 +193,7 @@ def main(descriptor: str, *imports: str) -> None:
         if first is listener:
             runs.append(listener.accept()[0])
             continue
-        message, descriptors, _, _ = socket.recv_fds(first, _MAX_BYTES, 2)
+        message, descriptors, _, _ = socket.recv_fds(first, _MAX_BYTES, 3)
         if not message:
             runs.remove(first)
             first.close()
@@ -198,7 +214,7 @@ def main(descriptor: str, *imports: str) -> None:
 
 
 def _watched(
-    start: _Start, output: int, tell: int, imported_with: frozenset[tuple[str, str]]
+    start: _Start, output: int, errors: int, tell: int, imported_with: frozenset[tuple[str, str]]
 ) -> Callable[[], None] | None:
     """None here, once the launcher has ended; in it, and in its fork server, what these run."""
     if pid := os.fork():
@@ -208,12 +224,15 @@ def _watched(
         os._exit(0)
     os.close(tell)
     os.setsid()
-    for descriptor in (1, 2):
-        os.dup2(output, descriptor)
+    os.dup2(output, 1)
+    os.dup2(errors, 2)
     os.close(output)
+    os.close(errors)
     os.chdir(start.folder)
     os.environ.clear()
     os.environ.update(start.env)
+    if start.arguments[0] != "up":
+        return lambda: _command(start.arguments)
     if start.nohup:
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -224,8 +243,6 @@ def _watched(
         return lambda: _serve_launcher(theirs)
     theirs.close()
     ours.set_inheritable(False)
-    sys.argv = ["orchestrator", *start.arguments]
-    fork_server._show([sys.executable, "-m", "orchestrator.cli.main", *start.arguments])
     unused = [ours]
 
     def popen(command: list[str], env: dict[str, str], pass_fds: list[int], **how: Any) -> Any:
@@ -236,10 +253,8 @@ def _watched(
         return SimpleNamespace(kill=lambda: _kill(forked), wait=lambda: _reap(forked))
 
     def run() -> None:
-        from orchestrator.cli.main import main
-
         try:
-            main()
+            _command(start.arguments)
         finally:
             if unused:
                 _kill(forked)
@@ -247,6 +262,14 @@ def _watched(
 
     fork_servers.subprocess = SimpleNamespace(Popen=popen, DEVNULL=subprocess.DEVNULL)  # type: ignore[assignment]
     return run
+
+
+def _command(arguments: list[str]) -> None:
+    from orchestrator.cli.main import main
+
+    sys.argv = ["orchestrator", *arguments]
+    fork_server._show([sys.executable, "-m", "orchestrator.cli.main", *arguments])
+    main()
 
 
 def _kill(pid: int) -> None:

@@ -1,7 +1,5 @@
 """Values of any of our message types, made from the types: a message that is added is fuzzed from then on."""
 
-from __future__ import annotations
-
 import enum
 import types
 import typing

@@ -1,7 +1,5 @@
 """A tiny vision model of random weights, and its requests as vLLM's server makes them of tokens and pictures."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

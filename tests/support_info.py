@@ -1,7 +1,5 @@
 """A worker as the registry describes it, for tests that need no process behind it."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import msgspec

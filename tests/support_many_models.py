@@ -1,7 +1,5 @@
 """A fleet of several models as tests ask it: each by its name, and by its pages."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 
@@ -30,8 +28,7 @@ class Models(RunningFleet):
 
     def steer(self, *arguments: str) -> subprocess.CompletedProcess[str]:
         """A command that may start each frontend again."""
-        command = [*self.program, *arguments]
-        done = subprocess.run(command, cwd=self.folder, text=True, capture_output=True, timeout=500)
+        done = self.run(*arguments, timeout_s=500)
         assert done.returncode == 0, done.stdout + done.stderr
         return done
 

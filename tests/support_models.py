@@ -1,7 +1,5 @@
 """Tiny models of random float32 weights whose KV caches differ from a plain Llama's."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

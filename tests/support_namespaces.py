@@ -1,7 +1,5 @@
 """Network namespaces that stand for hosts, named after the process that runs the tests. They need root."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re

@@ -1,7 +1,5 @@
 """vLLM's own OpenAI server, without this project, to compare a fleet's answers with."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

@@ -1,7 +1,5 @@
 """A `PushWorker` on a fake NIXL: vLLM's own plans for unequal ranks, without an engine, memory or network."""
 
-from __future__ import annotations
-
 import threading
 from collections import defaultdict
 from concurrent.futures import Future, ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """A Ray cluster of several nodes on this machine: each node has its own loopback address and Ray's real processes."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import secrets

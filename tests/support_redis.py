@@ -1,7 +1,5 @@
 """What the Redis tests share: a real server of their own, jobs, and checks that nothing is left behind."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import os

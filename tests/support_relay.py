@@ -1,7 +1,5 @@
 """A port on this machine that leads to another server: what passes can be seen or changed, and the server replaced."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable

@@ -1,7 +1,5 @@
 """The real router and its link to the fleet, without vLLM: requests in, tokens out, each token checked."""
 
-from __future__ import annotations
-
 import asyncio
 import uuid
 from typing import Any

@@ -1,7 +1,5 @@
 """vLLM's app as a frontend serves it, over an engine whose outputs are given; and requests to ask it."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

@@ -1,7 +1,5 @@
 """Several Redis servers: nodes of a cluster, or a primary and its replica under a Sentinel."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import socket

@@ -1,7 +1,5 @@
 """A frontend that has no siblings, and what it knows of the queue."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import cast
 from unittest.mock import Mock

@@ -1,7 +1,5 @@
 """Simulated engines for tests: start, feed, collect, and prove that nothing is left reserved."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Orders and ratios as tests give them: at once, whatever the fleet is."""
 
-from __future__ import annotations
-
 from orchestrator.store.fields import Launcher, WorkerOrders
 from orchestrator.store.planned import Holder, Seen
 from orchestrator.store.registry import Registry

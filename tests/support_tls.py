@@ -1,7 +1,5 @@
 """A certificate of a test's own, made when it is needed, and a Redis that has one."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import shutil

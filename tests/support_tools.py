@@ -1,7 +1,5 @@
 """Programs that are no Python packages: skipped where one is missing, but not where `.ci/run` could install it."""
 
-from __future__ import annotations
-
 import os
 import shutil
 

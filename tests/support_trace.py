@@ -5,8 +5,6 @@ first call in each phase. Costs one set look-up per call and needs no debugger, 
 forked process goes on reporting.
 """
 
-from __future__ import annotations
-
 import ast
 import builtins
 import contextlib

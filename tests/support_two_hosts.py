@@ -4,8 +4,6 @@ The agent `writer` WRITEs into the memory of `reader` over TCP, and each prints 
 the settings of a worker that is reached there.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import os

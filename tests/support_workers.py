@@ -1,7 +1,5 @@
 """Workers for tests, in this process or their own, on a real Redis, and a frontend that does what a test tells it."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import itertools

@@ -106,17 +106,6 @@ def test_tables_have_ratios_and_name_missing_systems(tmp_path):
     assert (tmp_path / "peers.png").stat().st_size > 1000
 
 
-@pytest.mark.slow
-def test_frontends_are_compared_with_the_same_tokenizer(tmp_path):
-    costs = {"orchestrator": 0.002, "dynamo": 0.001, "orchestrator, fastokens": 0.001, "dynamo, fastokens": 0.0008}
-    systems = {name: {32: [{"turn": 1, "cpu_s": cost, "requests_per_s": 100.0}]} for name, cost in costs.items()}
-    write({"versions": {}, "frontend": {"systems": systems, "failed": {}}}, tmp_path)
-    text = (tmp_path / "peers.md").read_text()
-    assert "| orchestrator, fastokens | 32 | 1 | 1.00 | 100.0 |  |" in text
-    assert "| dynamo | 32 | 1 | 1.00 | 100.0 | 2.00* |" in text
-    assert "| dynamo, fastokens | 32 | 1 | 0.80 | 100.0 | 1.25* |" in text
-
-
 def test_one_in_four_of_the_mixed_load_is_a_document():
     load = peers.chats_and_documents(rate=10.0, seconds=40.0)
     documents = sum(arrival.prompt_tokens == peers.DOCUMENT[0] for arrival in load.arrivals)

@@ -1,7 +1,5 @@
 """Fleets of lockstep groups, simulated: every request is answered, and ours loses less to imbalance than in turns."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -4,8 +4,6 @@ vLLM loads `install` as a general plugin where this folder is in PYTHONPATH. The
 first rank; each engine writes the row of its own. Nothing is levelled.
 """
 
-from __future__ import annotations
-
 import functools
 import os
 import time

@@ -1,7 +1,5 @@
 """How vLLM's worker makes its NIXL agent: a backend that fails because of a vanished interface is made again."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """The listener of KV handshakes, and vLLM's own client over our sockets: who gets an answer."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import socket

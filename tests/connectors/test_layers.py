@@ -1,7 +1,5 @@
 """Which layers of a last chunk go out before the step has ended, and the link's rate that this depends on."""
 
-from __future__ import annotations
-
 import pytest
 
 from connectors.layers import LinkRate, StepLayers, group_sizes

@@ -1,7 +1,5 @@
 """What this process knows of its TCP connections, and that one which was torn down brings nothing more."""
 
-from __future__ import annotations
-
 import socket
 from collections.abc import Iterator
 from contextlib import closing

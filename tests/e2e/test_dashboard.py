@@ -1,7 +1,5 @@
 """The dashboard in a real browser, over a fleet of simulated engines: it loads, follows the fleet, and steers it."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import time

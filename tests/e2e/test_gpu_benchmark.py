@@ -1,7 +1,5 @@
 """`python -m benchmarks.gpu`: it says what a machine lacks, and runs from end to end where there is no GPU."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
@@ -14,24 +12,21 @@ pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(920)]
 ROOT = Path(__file__).parents[2]
 
 
-def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "benchmarks.gpu", *arguments]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900)
-
-
-def test_missing_requirements_are_listed_first() -> None:
+def test_missing_requirements_are_listed_first(capsys: pytest.CaptureFixture[str]) -> None:
     torch = pytest.importorskip("torch")
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
-    done = run()
-    lines = [line for line in done.stderr.splitlines() if line.startswith("benchmarks.gpu: ")]
-    assert done.returncode == 2 and "--device cpu" in lines[0]
-    assert any("CUDA" in line or "no GPU" in line for line in lines)
+    from benchmarks import gpu
+
+    assert gpu.main([]) == 2
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("benchmarks.gpu: ")]
+    assert "--device cpu" in lines[0] and any("CUDA" in line or "no GPU" in line for line in lines)
 
 
 def test_every_part_runs_on_a_cpu(tmp_path: Path) -> None:
     arguments = ["--tokens", "64", "160", "--prompts", "6", "--variants", "chunk", "stock push, repaired"]
-    done = run("--device", "cpu", *arguments, "--out", str(tmp_path))
+    command = [sys.executable, "-m", "benchmarks.gpu", "--device", "cpu", *arguments, "--out", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     found = json.loads((tmp_path / "gpu-on-cpu.json").read_text())
     assert done.stdout.count("round 1 of 1 done (") == 1 + 2 + 2  # each variant of auto, kv and switches, as it ends

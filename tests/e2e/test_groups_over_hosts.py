@@ -1,8 +1,6 @@
 """A data-parallel group on two hosts, started by hand: one rank here, one in a network namespace. Beside it a group of
 the launcher's, which stands in. Engines are simulated, in lockstep over the network."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import signal

@@ -1,7 +1,5 @@
 """A model whose workers end when nobody asks, and come back: simulated engines. Real ones: `test_real_models.py`."""
 
-from __future__ import annotations
-
 import asyncio
 from typing import Any
 

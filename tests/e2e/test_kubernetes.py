@@ -3,8 +3,6 @@
 The engines are simulated; the model is a folder in the cache volume, for its tokenizer.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

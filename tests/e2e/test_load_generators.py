@@ -4,8 +4,6 @@
 of its own, since this project's has none of their packages.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

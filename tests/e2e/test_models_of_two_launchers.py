@@ -1,7 +1,5 @@
 """Two launchers share a fleet of several models: what one is told, both do. Simulated engines, real processes."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 from collections.abc import Iterator

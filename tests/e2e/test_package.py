@@ -1,7 +1,5 @@
 """The package as a user has it: built, installed into an empty environment, and serving the demo from there."""
 
-from __future__ import annotations
-
 import ast
 import contextlib
 import email

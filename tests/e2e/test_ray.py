@@ -3,12 +3,9 @@
 One fleet goes through all of it, in this order. Roles, and launchers that are killed: `test_ray_real.py`.
 """
 
-from __future__ import annotations
-
 import asyncio
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -68,29 +65,6 @@ def test_workers_are_spread_over_the_nodes_and_answer(fleet):
     assert {worker["host"] for worker in fleet.workers()} == set(ADDRESSES)
     answers = asyncio.run(fleet.ask_all(PROMPTS, concurrency=3))
     assert all(answer.ok for answer in answers), answers
-
-
-def test_a_node_dies_under_load_and_another_comes(fleet, cluster):
-    """Nobody but those who were connected to its frontend notices. What has no room waits until a node has some."""
-    here = fleet.url.split("//")[1].split(":")[0]
-    victim = next(address for address in ADDRESSES if address != here)
-
-    async def under_load() -> None:
-        async with fleet.under_load(PROMPTS, concurrency=4, max_tokens=100) as answers:
-            await asyncio.sleep(2)
-            await asyncio.to_thread(cluster.kill, victim)
-            killed_at = time.monotonic()
-            await fleet.soon(lambda: len([w for w in fleet.workers() if w["host"] == here]) == GPUS, "the room is used")
-            print(f"replaced after {time.monotonic() - killed_at:.1f} s")
-            await asyncio.to_thread(fleet.wait_for_line, r"waits for a node that has 1 CPU and 1 GPU free", 60)
-            added = cluster.add(GPUS)  # Ray sets signal handlers, which only the main thread may
-            added_at = time.monotonic()
-            await fleet.soon(lambda: sum(fleet.shape()) == 4, "four workers")
-            print(f"the new node {added} used after {time.monotonic() - added_at:.1f} s")
-        assert answers and all(answer.ok for answer in answers), [answer for answer in answers if not answer.ok]
-        assert {worker["host"] for worker in fleet.workers()} == {here, added}
-
-    asyncio.run(under_load())
 
 
 def test_the_head_is_lost_and_serving_goes_on(fleet, cluster):

@@ -4,8 +4,6 @@ The nodes are faked on this machine. Engines are real in the first test, and sim
 fleet goes through, in this order.
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal

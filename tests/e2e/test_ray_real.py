@@ -3,8 +3,6 @@
 One fleet goes through all of it, in this order.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Iterator
 from typing import Any

@@ -3,8 +3,6 @@ has not their history. Tokens are those of one engine that keeps all of them, al
 and clients go away. PD_FETCH_REQUESTS=300 compares so many answers of each fleet.
 """
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import os

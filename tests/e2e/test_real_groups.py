@@ -5,8 +5,6 @@ greedy tokens are those of one engine, and of vLLM's own server with two such ra
 and no client notices. Slow: `make test-topology` runs it. PD_GROUP_REQUESTS=300 asks so many requests of each fleet.
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal

@@ -1,8 +1,6 @@
 """Two models on real engines, a dense one and one with experts, behind one endpoint of two frontends: each answers as
 its own engine without a fleet does, also after its workers have ended because nobody asked."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import time

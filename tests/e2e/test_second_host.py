@@ -1,7 +1,5 @@
 """A second host, in a network namespace of its own: it joins by a token, serves, restarts and is drained by `scale`."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

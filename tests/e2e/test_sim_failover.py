@@ -1,7 +1,5 @@
 """A whole fleet whose Redis fails over: a primary, its replica and a Sentinel, and streaming load meanwhile."""
 
-from __future__ import annotations
-
 import asyncio
 from pathlib import Path
 

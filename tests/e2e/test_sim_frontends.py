@@ -1,7 +1,5 @@
 """Two frontends that share a port and the load; with `frontend.replicas: auto`, as many as there is work for."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

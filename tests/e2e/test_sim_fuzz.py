@@ -3,8 +3,6 @@
 Requests are made from the server's own schema by `http_fuzz`, to every operation; `make fuzz` sends many more of them.
 """
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

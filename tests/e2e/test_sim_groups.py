@@ -1,8 +1,6 @@
 """Data-parallel groups of simulated engines in lockstep: 1 prefill group and 2 decode groups of two ranks. A group
 joins, flips, drains and dies as one, under streaming load that nobody sees fail."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal

@@ -1,7 +1,5 @@
 """Models that are added to a fleet that runs, and removed: simulated engines, two frontends, real processes."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os
@@ -130,8 +128,7 @@ async def test_a_model_is_added_used_and_removed_under_load_of_another(fleet: Ch
 def test_a_model_that_cannot_start_is_taken_out_again(fleet: Changing, tmp_path: Path, more: str, why: str) -> None:
     (file := tmp_path / "bad.yaml").write_text(more + SECTION.partition("\n")[2])
     frontends = set(fleet.processes_of("small")) - {worker["pid"] for worker in fleet.at("small").workers()}
-    command = [*fleet.program, "model", "add", str(file), "--name", "bad", "--namespace", fleet.namespace]
-    done = subprocess.run(command, cwd=fleet.folder, text=True, capture_output=True, timeout=500)
+    done = fleet.run("model", "add", str(file), "--name", "bad", "--namespace", fleet.namespace, timeout_s=500)
     assert done.returncode == 2 and re.search(why, done.stderr), done.stdout + done.stderr
     assert fleet.listed().keys() == {"small", "large"} and fleet.keys_of("bad") == fleet.processes_of("bad") == []
     assert len(frontends) == 2

@@ -1,7 +1,5 @@
 """Two models behind one endpoint: simulated engines, two frontends, real processes and HTTP."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

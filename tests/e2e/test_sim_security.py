@@ -1,7 +1,5 @@
 """A whole fleet with keys and HTTPS: what strangers get at each of its ports, and where its secrets are not."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import socket

@@ -1,8 +1,6 @@
 """What a fleet tells others. A real Prometheus scrapes it, reads the rules of `deploy/`, and answers every query of the
 Grafana dashboard; a real OTLP server takes the spans of its requests."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

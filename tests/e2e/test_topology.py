@@ -3,8 +3,6 @@
 Slow: each rank is a process. `make test-topology` runs it, `make test` does not.
 """
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import os

@@ -3,10 +3,9 @@
 Real processes, simulated engines, streaming load on both frontends.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
+import re
 import signal
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
@@ -158,14 +157,15 @@ async def test_abort_rolls_back_both_launchers(hosts: Hosts) -> None:
         rolling = asyncio.create_task(
             asyncio.to_thread(hosts.rollout, "workers.engine_args.num_gpu_blocks_override=2000", check=False)
         )
-        await asyncio.to_thread(
-            hosts.first.until,
-            lambda: all(hosts.new_of(launcher, 2) for launcher in (hosts.first, hosts.second)),
-            "both have a new worker",
-        )
+        await hosts.first.soon(lambda: len(set(generations(hosts.first))) == 2, "a worker is replaced")
+        shown = await asyncio.to_thread(hosts.cli, "status")
+        assert re.search(r"rollout forward: configuration 1 to 2, [1-4] of [34] workers run it", shown), shown
+        both = (hosts.first, hosts.second)
+        await hosts.first.soon(lambda: all(hosts.new_of(each, 2) for each in both), "both have a new worker")
         aborted = await asyncio.to_thread(hosts.cli, "rollout", "--abort")
         assert "went back" in aborted, aborted
         assert "aborted" in await rolling
+    assert "rollout undone: " in await asyncio.to_thread(hosts.cli, "status")
     assert generations(hosts.second) == [1] * 4 and hosts.split() == [2, 2]
     assert {worker["blocks_total"] for worker in hosts.first.workers()} == {4096}
     for launcher in (hosts.first, hosts.second):

@@ -1,7 +1,5 @@
 """The programs in `examples/` run against a fleet, and show what they say. `grafana.py`: `e2e/test_telemetry.py`."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

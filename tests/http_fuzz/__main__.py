@@ -1,7 +1,5 @@
 """Send many cases to a fleet with simulated engines, and tell what came of them. Exit code 1 if anything is wrong."""
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import json

@@ -3,8 +3,6 @@
 A seed gives the same requests as long as the schema stays the same.
 """
 
-from __future__ import annotations
-
 import json
 import random
 from collections.abc import Callable, Iterator

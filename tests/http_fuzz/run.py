@@ -1,7 +1,5 @@
 """Sends cases to a server, judges the answers, and watches requests of others that run beside."""
 
-from __future__ import annotations
-
 import asyncio
 import collections
 import contextlib

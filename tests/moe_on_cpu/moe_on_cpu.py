@@ -4,8 +4,6 @@ vLLM loads `install` as a general plugin where this folder is in PYTHONPATH. Its
 scatters of unequal parts, and its CPU kernel takes a rank's own experts for all experts, and reads beyond their end.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

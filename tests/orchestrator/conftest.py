@@ -1,7 +1,5 @@
 """A real Redis for the files of this folder, each with its own; every test has a namespace of its own."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator, Iterator
 
 import pytest

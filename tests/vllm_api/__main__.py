@@ -3,8 +3,6 @@
 Exit code 1: a test that passes on the plain server fails on the fleet, both times that it was asked.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

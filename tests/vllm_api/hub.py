@@ -4,8 +4,6 @@ The tests look at the server, not at what a model knows, so one model answers to
 tokenizer and chat template. Four unused special tokens are called as Qwen3 calls them: its parsers ask for them.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

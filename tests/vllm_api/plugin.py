@@ -3,8 +3,6 @@
 `-p vllm_api.plugin`, with VLLM_API_KIND (plain or fleet) and VLLM_API_OUTCOMES (a file) in the environment.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

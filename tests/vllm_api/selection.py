@@ -3,8 +3,6 @@
 `unlisted` names the files that are in neither list, so that a test is never left out in silence.
 """
 
-from __future__ import annotations
-
 import re
 from fnmatch import fnmatch
 from pathlib import Path

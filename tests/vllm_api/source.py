@@ -3,8 +3,6 @@
 Only what the tests import is unpacked. vLLM's code itself is not: the installed one is what is tested.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """One embedded Redis for all worker tests; each test has a namespace of its own."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -22,6 +20,7 @@ def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedR
 
 
 @pytest.fixture
-async def workers(redis_server: EmbeddedRedis) -> AsyncIterator[Workers]:
-    async with running_workers(redis_server) as started:
+async def workers(redis_server: EmbeddedRedis, request: pytest.FixtureRequest) -> AsyncIterator[Workers]:
+    """With the SECTIONS of the test's file, if it has some."""
+    async with running_workers(redis_server, **getattr(request.module, "SECTIONS", {})) as started:
         yield started

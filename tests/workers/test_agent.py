@@ -1,7 +1,5 @@
 """A worker as its frontends see it: submissions, aborts, loads, role changes, drains, and all that can vanish."""
 
-from __future__ import annotations
-
 import asyncio
 from typing import Any
 
@@ -16,7 +14,7 @@ from support_workers import Workers, expected, running_workers
 from orchestrator.launch.host.redis_server import EmbeddedRedis
 from orchestrator.store.client import RedisAway
 from orchestrator.store.fields import Departed
-from orchestrator.store.registry import Frontend, IncompatibleWorker, Registry
+from orchestrator.store.registry import Frontend, Registry
 from orchestrator.types import Role, WorkerInfo
 from orchestrator.wire import framing
 from orchestrator.wire.curve import KeyPair, use_as_client
@@ -162,28 +160,6 @@ async def test_a_stale_abort_leaves_the_newer_attempt_alone(workers: Workers) ->
     frontend.submit_to(worker.id, request)
     frontend.transport.send(worker.id, Abort(request.id, 2))
     await frontend.finished(request)
-
-
-async def test_aborted_requests_free_their_blocks(workers: Workers) -> None:
-    worker, frontend = await workers.served(Role.DECODE, speed=1.0)
-    requests = [frontend.new([i, *PROMPT], max_tokens=5000) for i in range(10)]
-    for request in requests:
-        frontend.submit_to(worker.id, request)
-    await until(lambda: all(r.tokens for r in requests))
-    for request in requests:
-        frontend.abort(worker.id, request)
-    await workers.assert_no_leaks()
-    assert all(r.finish is None for r in requests)
-
-
-async def test_requests_of_a_frontend_that_vanished_are_aborted(workers: Workers) -> None:
-    worker = await workers.start(Role.DECODE, speed=1.0)
-    gone, stays = await workers.frontend(worker), await workers.frontend(worker)
-    for i in range(3):
-        gone.submit_to(worker.id, gone.new([i, *PROMPT], max_tokens=20_000))
-    await until(lambda: stays.loads[worker.id].running == 3)
-    workers.frontends.remove(gone)
-    await gone.close()
 
 
 async def test_requests_of_dead_frontend_end_before_worker_timeout(
@@ -332,17 +308,6 @@ async def test_requests_left_at_drain_deadline_are_given_back(redis_server: Embe
         assert await worker.stopped() == 0
 
 
-async def test_drained_worker_ends_requests_and_leaves(workers: Workers) -> None:
-    worker, frontend = await workers.served(Role.DECODE, speed=1.0)
-    request = frontend.new(PROMPT, max_tokens=50)
-    frontend.submit_to(worker.id, request)
-    await until(lambda: request.tokens)
-    await order_drain(workers.registry, worker.id)
-    assert await worker.stopped() == 0
-    await frontend.finished(request)
-    assert worker.id not in await workers.registry.workers()
-
-
 # ---- what can go away --------------------------------------------------------------------------------------------
 
 
@@ -359,14 +324,6 @@ async def test_an_engine_that_ends_with_the_other_ranks_that_have_drained_is_no_
     worker.agent._moves.drained = True
     await worker.engine.stop()
     assert await worker.stopped() == 0
-
-
-async def test_a_worker_that_does_not_fit_is_refused(workers: Workers) -> None:
-    await workers.start(Role.DECODE)
-    with pytest.raises(AssertionError, match="block_size is '32', but the fleet's is '16'"):
-        await workers.start(Role.DECODE, block_size=32)
-    with pytest.raises(IncompatibleWorker):
-        await workers.local[1].stopped()
 
 
 async def test_ended_key_can_be_submitted_again(workers: Workers) -> None:

@@ -1,7 +1,5 @@
 """The attempts that a worker holds, and what they sum up to."""
 
-from __future__ import annotations
-
 import pytest
 
 from workers.attempts import Attempt, Attempts

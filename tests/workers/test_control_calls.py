@@ -1,7 +1,5 @@
 """Control calls over a real mesh: a fleet answers as one engine, all or none."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 from typing import Any
@@ -48,59 +46,55 @@ def answering(worker: LocalWorker, monkeypatch: pytest.MonkeyPatch, **answers: A
 
 
 async def test_arguments_by_name_reach_every_worker_and_answers_are_combined(
-    redis_server: EmbeddedRedis, monkeypatch: pytest.MonkeyPatch
+    workers: Workers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with running_workers(redis_server, **SECTIONS) as workers:
-        (client, other), prefill, decode = await fleet(workers)
-        first = answering(prefill, monkeypatch, profile=None, list_loras=[1, 2], reset_prefix_cache=True)
-        second = answering(decode, monkeypatch, profile=None, list_loras=[2, 3], reset_prefix_cache=False)
-        calls = client.connection.calls
-        await calls.call("profile", [True], {"profile_prefix": "p"})
-        assert first == second == [("profile", [True], {"profile_prefix": "p"})]
-        assert await calls.call("list_loras", []) == {2}
-        assert await calls.call("reset_prefix_cache", []) is False
+    (client, other), prefill, decode = await fleet(workers)
+    first = answering(prefill, monkeypatch, profile=None, list_loras=[1, 2], reset_prefix_cache=True)
+    second = answering(decode, monkeypatch, profile=None, list_loras=[2, 3], reset_prefix_cache=False)
+    calls = client.connection.calls
+    await calls.call("profile", [True], {"profile_prefix": "p"})
+    assert first == second == [("profile", [True], {"profile_prefix": "p"})]
+    assert await calls.call("list_loras", []) == {2}
+    assert await calls.call("reset_prefix_cache", []) is False
 
 
 async def test_failed_call_is_undone_on_other_workers(
-    redis_server: EmbeddedRedis, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    workers: Workers, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async with running_workers(redis_server, **SECTIONS) as workers:
-        (client, other), prefill, decode = await fleet(workers)
-        broken = RuntimeError("no such adapter")
-        first = answering(prefill, monkeypatch, add_lora=broken, remove_lora=broken)
-        second = answering(decode, monkeypatch, add_lora=True, remove_lora=True)
-        with pytest.raises(CallFailed, match=f"add_lora: worker {prefill.id}: .*no such adapter.*{decode.id}"):
-            await client.connection.calls.call("add_lora", [Adapter("a", 7)])
-        assert [call[0] for call in second] == ["add_lora", "remove_lora"] and second[1][1] == [7]
-        assert [call[0] for call in first] == ["add_lora", "remove_lora"]  # it may have failed late
-        with pytest.raises(CallFailed, match="no such adapter"):  # on both: there is nothing to undo
-            monkeypatch.setattr(decode.engine, "call", prefill.engine.call)
-            await client.connection.calls.call("add_lora", [Adapter("a", 7)])
+    (client, other), prefill, decode = await fleet(workers)
+    broken = RuntimeError("no such adapter")
+    first = answering(prefill, monkeypatch, add_lora=broken, remove_lora=broken)
+    second = answering(decode, monkeypatch, add_lora=True, remove_lora=True)
+    with pytest.raises(CallFailed, match=f"add_lora: worker {prefill.id}: .*no such adapter.*{decode.id}"):
+        await client.connection.calls.call("add_lora", [Adapter("a", 7)])
+    assert [call[0] for call in second] == ["add_lora", "remove_lora"] and second[1][1] == [7]
+    assert [call[0] for call in first] == ["add_lora", "remove_lora"]  # it may have failed late
+    with pytest.raises(CallFailed, match="no such adapter"):  # on both: there is nothing to undo
+        monkeypatch.setattr(decode.engine, "call", prefill.engine.call)
+        await client.connection.calls.call("add_lora", [Adapter("a", 7)])
     gc.collect()
     assert "never retrieved" not in caplog.text
 
 
 async def test_workers_that_must_agree_are_named_when_they_differ(
-    redis_server: EmbeddedRedis, monkeypatch: pytest.MonkeyPatch
+    workers: Workers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with running_workers(redis_server, **SECTIONS) as workers:
-        (client, other), prefill, decode = await fleet(workers)
-        answering(prefill, monkeypatch, fingerprint_lora="one")
-        answering(decode, monkeypatch, fingerprint_lora="two")
-        with pytest.raises(CallFailed, match=f"workers differ: .*'two' on {decode.id}"):
-            await client.connection.adapters.identify("x", "/a")
-        answering(decode, monkeypatch, fingerprint_lora="one")
-        found = await client.connection.adapters.identify("x", "/a")
-        assert found == await other.connection.adapters.identify("x", "/a")
+    (client, other), prefill, decode = await fleet(workers)
+    answering(prefill, monkeypatch, fingerprint_lora="one")
+    answering(decode, monkeypatch, fingerprint_lora="two")
+    with pytest.raises(CallFailed, match=f"workers differ: .*'two' on {decode.id}"):
+        await client.connection.adapters.identify("x", "/a")
+    answering(decode, monkeypatch, fingerprint_lora="one")
+    found = await client.connection.adapters.identify("x", "/a")
+    assert found == await other.connection.adapters.identify("x", "/a")
 
 
-async def test_worker_refuses_unknown_method(redis_server: EmbeddedRedis, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with running_workers(redis_server, **SECTIONS) as workers:
-        worker, frontend = await workers.served(Role.DECODE)
-        calls = answering(worker, monkeypatch)
-        frontend.transport.send(worker.id, Call(1, "shutdown"))
-        await until(lambda: frontend.replies)
-        assert frontend.replies[0].error == "shutdown: not a control method" and calls == []
+async def test_worker_refuses_unknown_method(workers: Workers, monkeypatch: pytest.MonkeyPatch) -> None:
+    worker, frontend = await workers.served(Role.DECODE)
+    calls = answering(worker, monkeypatch)
+    frontend.transport.send(worker.id, Call(1, "shutdown"))
+    await until(lambda: frontend.replies)
+    assert frontend.replies[0].error == "shutdown: not a control method" and calls == []
 
 
 @pytest.mark.parametrize("mode", ["wait", "keep"])
@@ -158,97 +152,87 @@ async def test_joining_worker_is_paused_and_resumed(redis_server: EmbeddedRedis)
 
 @pytest.mark.parametrize("pausing", [True, False])
 async def test_lost_worker_does_not_block_pause(
-    redis_server: EmbeddedRedis, monkeypatch: pytest.MonkeyPatch, pausing: bool
+    workers: Workers, monkeypatch: pytest.MonkeyPatch, pausing: bool
 ) -> None:
-    async with running_workers(redis_server, **SECTIONS) as workers:
-        (client, other), _prefill, decode = await fleet(workers)
-        pause, calls, asked = client.connection.pause, client.connection.calls, asyncio.Event()
-        if not pausing:
-            await pause.begin("wait", clear_cache=False)
+    (client, other), _prefill, decode = await fleet(workers)
+    pause, calls, asked = client.connection.pause, client.connection.calls, asyncio.Event()
+    if not pausing:
+        await pause.begin("wait", clear_cache=False)
 
-        async def silent(*_: Any) -> None:
-            asked.set()
-            await asyncio.Event().wait()
+    async def silent(*_: Any) -> None:
+        asked.set()
+        await asyncio.Event().wait()
 
-        monkeypatch.setattr(decode.engine, "call", silent)
-        changing = asyncio.create_task(pause.begin("wait", clear_cache=False) if pausing else pause.end())
-        await asked.wait()
-        known = client.connection.fleet.workers[decode.id]
-        known.connected = False
+    monkeypatch.setattr(decode.engine, "call", silent)
+    changing = asyncio.create_task(pause.begin("wait", clear_cache=False) if pausing else pause.end())
+    await asked.wait()
+    known = client.connection.fleet.workers[decode.id]
+    known.connected = False
+    calls.worker_lost(decode.id)
+    await changing
+    assert pause.active is pausing
+    with pytest.raises(CallFailed, match=f"{decode.id}: it is gone"):  # nobody tells it that later
+        known.connected = True
+        calling = asyncio.create_task(calls.call("reset_prefix_cache", []))
+        await asyncio.sleep(0.1)
         calls.worker_lost(decode.id)
-        await changing
-        assert pause.active is pausing
-        with pytest.raises(CallFailed, match=f"{decode.id}: it is gone"):  # nobody tells it that later
-            known.connected = True
-            calling = asyncio.create_task(calls.call("reset_prefix_cache", []))
-            await asyncio.sleep(0.1)
-            calls.worker_lost(decode.id)
-            await calling
+        await calling
 
 
-async def test_late_pause_call_is_ignored(redis_server: EmbeddedRedis) -> None:
-    async with running_workers(redis_server, **SECTIONS) as workers:
-        (client, other), prefill, decode = await fleet(workers)
-        await client.connection.pause.begin("wait", clear_cache=False)
-        paused = client.connection.fleet.pause.state
-        await other.connection.pause.end()
-        client.connection.calls.tell(decode.id, "set_pause", list(msgspec.structs.astuple(paused)))
-        assert await client.connection.calls.call("is_scheduler_paused", []) is False  # the same way, so after it
-        await client.ask([9, *range(300)], 5)
+async def test_late_pause_call_is_ignored(workers: Workers) -> None:
+    (client, other), prefill, decode = await fleet(workers)
+    await client.connection.pause.begin("wait", clear_cache=False)
+    paused = client.connection.fleet.pause.state
+    await other.connection.pause.end()
+    client.connection.calls.tell(decode.id, "set_pause", list(msgspec.structs.astuple(paused)))
+    assert await client.connection.calls.call("is_scheduler_paused", []) is False  # the same way, so after it
+    await client.ask([9, *range(300)], 5)
 
 
-async def test_simultaneous_pause_is_refused(redis_server: EmbeddedRedis) -> None:
-    async with running_workers(redis_server, **SECTIONS) as workers:
-        clients, *_ = await fleet(workers)
-        begun = [c.connection.pause.begin(mode, False) for c, mode in zip(clients, ("keep", "wait"), strict=True)]
-        errors = [error for error in await asyncio.gather(*begun, return_exceptions=True) if error]
-        assert all(isinstance(error, CallFailed) and "ask again" in str(error) for error in errors), errors
-        assert len(errors) < 2 and all(client.connection.pause.active for client in clients)
-        await clients[0].connection.pause.end()
-        await until(lambda: not any(client.connection.pause.active for client in clients), "nobody is paused")
-        await clients[1].ask([1, 2, 3], 5)
+async def test_simultaneous_pause_is_refused(workers: Workers) -> None:
+    clients, *_ = await fleet(workers)
+    begun = [c.connection.pause.begin(mode, False) for c, mode in zip(clients, ("keep", "wait"), strict=True)]
+    errors = [error for error in await asyncio.gather(*begun, return_exceptions=True) if error]
+    assert all(isinstance(error, CallFailed) and "ask again" in str(error) for error in errors), errors
+    assert len(errors) < 2 and all(client.connection.pause.active for client in clients)
+    await clients[0].connection.pause.end()
+    await until(lambda: not any(client.connection.pause.active for client in clients), "nobody is paused")
+    await clients[1].ask([1, 2, 3], 5)
 
 
-async def test_a_pause_clears_prefix_caches_and_frontends_know(redis_server: EmbeddedRedis) -> None:
-    async with running_workers(redis_server, **SECTIONS) as workers:
-        (client, other), prefill, decode = await fleet(workers)
-        prompt = [7, *range(300)]
-        keys = reusable_keys(prompt, workers.simulated(Role.DECODE).block_size)
-        await client.ask(prompt, 5)
+async def test_a_pause_clears_prefix_caches_and_frontends_know(workers: Workers) -> None:
+    (client, other), prefill, decode = await fleet(workers)
+    prompt = [7, *range(300)]
+    keys = reusable_keys(prompt, workers.simulated(Role.DECODE).block_size)
+    await client.ask(prompt, 5)
 
-        def known_blocks() -> int:
-            hits = other.connection.prefixes.look_up(keys)
-            return hits.blocks(prefill.id) + hits.blocks(decode.id)
+    def known_blocks() -> int:
+        hits = other.connection.prefixes.look_up(keys)
+        return hits.blocks(prefill.id) + hits.blocks(decode.id)
 
-        await until(known_blocks, "the other frontend knows what is cached")
-        await client.connection.pause.begin("wait", clear_cache=True)
-        await until(lambda: not known_blocks(), "it knows that nothing is")
-        await client.connection.pause.end()
-
-
-async def test_a_pause_that_fails_pauses_nobody(redis_server: EmbeddedRedis, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with running_workers(redis_server, **SECTIONS) as workers:
-        (client, other), prefill, decode = await fleet(workers)
-        broken = RuntimeError("cannot")
-        answering(prefill, monkeypatch, pause_scheduler=broken, resume_scheduler=None)
-        with pytest.raises(CallFailed, match=f"set_pause: worker {prefill.id}: .*cannot"):
-            await client.connection.pause.begin("abort", clear_cache=True)
-        await until(
-            lambda: not client.connection.pause.active and not other.connection.pause.active, "nobody is paused"
-        )
-        await client.ask([1, 2, 3], 5)  # the decode worker's engine runs
+    await until(known_blocks, "the other frontend knows what is cached")
+    await client.connection.pause.begin("wait", clear_cache=True)
+    await until(lambda: not known_blocks(), "it knows that nothing is")
+    await client.connection.pause.end()
 
 
-async def test_start_up_calls_wait_for_worker(
-    redis_server: EmbeddedRedis,
-) -> None:
-    async with running_workers(redis_server, **SECTIONS) as workers:
-        client = await workers.router()
-        waiting = asyncio.create_task(client.connection.worker_connected())
-        with pytest.raises(CallFailed, match="no worker is connected"):
-            await client.connection.calls.call("reset_prefix_cache", [])
-        assert not waiting.done()
-        await workers.start(Role.DECODE)
-        async with asyncio.timeout(DEADLINE_S):
-            await waiting
-        assert await client.connection.calls.call("reset_prefix_cache", []) is True
+async def test_a_pause_that_fails_pauses_nobody(workers: Workers, monkeypatch: pytest.MonkeyPatch) -> None:
+    (client, other), prefill, decode = await fleet(workers)
+    broken = RuntimeError("cannot")
+    answering(prefill, monkeypatch, pause_scheduler=broken, resume_scheduler=None)
+    with pytest.raises(CallFailed, match=f"set_pause: worker {prefill.id}: .*cannot"):
+        await client.connection.pause.begin("abort", clear_cache=True)
+    await until(lambda: not client.connection.pause.active and not other.connection.pause.active, "nobody is paused")
+    await client.ask([1, 2, 3], 5)  # the decode worker's engine runs
+
+
+async def test_start_up_calls_wait_for_worker(workers: Workers) -> None:
+    client = await workers.router()
+    waiting = asyncio.create_task(client.connection.worker_connected())
+    with pytest.raises(CallFailed, match="no worker is connected"):
+        await client.connection.calls.call("reset_prefix_cache", [])
+    assert not waiting.done()
+    await workers.start(Role.DECODE)
+    async with asyncio.timeout(DEADLINE_S):
+        await waiting
+    assert await client.connection.calls.call("reset_prefix_cache", []) is True

@@ -1,7 +1,5 @@
 """Prefixes fetched from other workers' caches, between simulated workers under real routers."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import signal
@@ -62,26 +60,25 @@ async def holding(client: RouterClient, prefill: LocalWorker, decode: LocalWorke
     await forget(client, prefill)
 
 
-async def test_a_prefill_worker_fetches_what_a_decode_worker_holds(redis_server: EmbeddedRedis) -> None:
-    async with running_workers(redis_server, **SECTIONS) as workers:
-        prefill, decode = await workers.start(Role.PREFILL), await workers.start(Role.DECODE)
-        watcher = await workers.frontend(prefill, decode)
-        client = await joined(workers, 1)
-        await holding(client, prefill, decode)
-        stats: list[Any] = []
-        output, complete = prefill.agent._prefills.output, stats.append
+async def test_a_prefill_worker_fetches_what_a_decode_worker_holds(workers: Workers) -> None:
+    prefill, decode = await workers.start(Role.PREFILL), await workers.start(Role.DECODE)
+    watcher = await workers.frontend(prefill, decode)
+    client = await joined(workers, 1)
+    await holding(client, prefill, decode)
+    stats: list[Any] = []
+    output, complete = prefill.agent._prefills.output, stats.append
 
-        def seen(attempt: Any, given: Any, timestamp: float) -> None:
-            complete(given.prefill_stats)
-            output(attempt, given, timestamp)
+    def seen(attempt: Any, given: Any, timestamp: float) -> None:
+        complete(given.prefill_stats)
+        output(attempt, given, timestamp)
 
-        prefill.agent._prefills.output = seen  # type: ignore[method-assign]
-        await client.ask(turn(0), 4)
-        await until(lambda: counts(client, prefill) == ({"fetched": 1}, PREFIX_TOKENS), "the fetch is counted")
-        assert [it.num_cached_tokens for it in stats] == [PREFIX_TOKENS], "the rest alone was computed"
-        await client.ask(turn(1), 4)
-        assert counts(client, prefill) == ({"fetched": 1}, PREFIX_TOKENS), "it has it by now"
-        assert watcher.loads
+    prefill.agent._prefills.output = seen  # type: ignore[method-assign]
+    await client.ask(turn(0), 4)
+    await until(lambda: counts(client, prefill) == ({"fetched": 1}, PREFIX_TOKENS), "the fetch is counted")
+    assert [it.num_cached_tokens for it in stats] == [PREFIX_TOKENS], "the rest alone was computed"
+    await client.ask(turn(1), 4)
+    assert counts(client, prefill) == ({"fetched": 1}, PREFIX_TOKENS), "it has it by now"
+    assert watcher.loads
 
 
 async def test_a_decode_worker_that_prefills_fetches_too(redis_server: EmbeddedRedis) -> None:
@@ -107,20 +104,19 @@ async def test_a_decode_worker_that_prefills_fetches_too(redis_server: EmbeddedR
         assert watcher.loads
 
 
-async def test_what_nobody_lends_is_computed_unless_it_was_aborted(redis_server: EmbeddedRedis) -> None:
-    async with running_workers(redis_server, **SECTIONS) as workers:
-        asker, holder = await workers.start(Role.DECODE), await workers.start(Role.DECODE)
-        frontend = await workers.frontend(asker, holder)
-        aborted, waits = frontend.new(turn(0), 4), frontend.new(turn(1), 4)
-        for sequence, request in enumerate((aborted, waits), 1):
-            prefix = Prefix(KVSource(holder.info.kv, f"{request.id}#1~"), PREFIX_TOKENS)
-            submit = Submit(request.id, 1, sequence, len(request.prompt), prefix=prefix)
-            assert frontend.transport.send(asker.id, submit, frontend.frames(request))
-        await until(lambda: len(asker.engine._scheduler.requests) == 2, "both fetch")
-        frontend.abort(asker.id, aborted)
-        await frontend.finished(waits)
-        await until(lambda: frontend.loads[asker.id].fetches == {"late": 2}, "both are counted")
-        assert not aborted.tokens and f"{aborted.id}#1" not in asker.engine._scheduler.requests
+async def test_what_nobody_lends_is_computed_unless_it_was_aborted(workers: Workers) -> None:
+    asker, holder = await workers.start(Role.DECODE), await workers.start(Role.DECODE)
+    frontend = await workers.frontend(asker, holder)
+    aborted, waits = frontend.new(turn(0), 4), frontend.new(turn(1), 4)
+    for sequence, request in enumerate((aborted, waits), 1):
+        prefix = Prefix(KVSource(holder.info.kv, f"{request.id}#1~"), PREFIX_TOKENS)
+        submit = Submit(request.id, 1, sequence, len(request.prompt), prefix=prefix)
+        assert frontend.transport.send(asker.id, submit, frontend.frames(request))
+    await until(lambda: len(asker.engine._scheduler.requests) == 2, "both fetch")
+    frontend.abort(asker.id, aborted)
+    await frontend.finished(waits)
+    await until(lambda: frontend.loads[asker.id].fetches == {"late": 2}, "both are counted")
+    assert not aborted.tokens and f"{aborted.id}#1" not in asker.engine._scheduler.requests
 
 
 async def test_nothing_is_asked_for_while_it_is_off(redis_server: EmbeddedRedis) -> None:
@@ -169,30 +165,32 @@ async def test_an_engine_whose_kv_goes_whole_neither_asks_nor_is_asked(
 
 
 async def test_nobody_asks_for_the_prefix_of_a_prompt_with_media(
-    redis_server: EmbeddedRedis, monkeypatch: pytest.MonkeyPatch, questions: list[str]
+    workers: Workers, monkeypatch: pytest.MonkeyPatch, questions: list[str]
 ) -> None:
-    async with running_workers(redis_server, **SECTIONS) as workers:
-        prefill, decode = await workers.start(Role.PREFILL), await workers.start(Role.DECODE)
-        client = await joined(workers, 1)
-        await holding(client, prefill, decode)
-        read = SimRouterCodec.read
+    prefill, decode = await workers.start(Role.PREFILL), await workers.start(Role.DECODE)
+    client = await joined(workers, 1)
+    await holding(client, prefill, decode)
+    read = SimRouterCodec.read
 
-        def with_media(codec: SimRouterCodec, *arguments: Any) -> Any:
-            parsed = read(codec, *arguments)
-            return msgspec.structs.replace(parsed, has_media=True)
+    def with_media(codec: SimRouterCodec, *arguments: Any) -> Any:
+        parsed = read(codec, *arguments)
+        return msgspec.structs.replace(parsed, has_media=True)
 
-        monkeypatch.setattr(SimRouterCodec, "read", with_media)
-        await client.ask(turn(0), 4)
-        assert not questions and counts(client, prefill) == ({}, 0)
-        monkeypatch.setattr(SimRouterCodec, "read", read)
-        await forget(client, prefill)
-        await client.ask(turn(1), 4)
-        assert questions, "of another prompt it does"
-        await client.close()
+    monkeypatch.setattr(SimRouterCodec, "read", with_media)
+    await client.ask(turn(0), 4)
+    assert not questions and counts(client, prefill) == ({}, 0)
+    monkeypatch.setattr(SimRouterCodec, "read", read)
+    await forget(client, prefill)
+    await client.ask(turn(1), 4)
+    assert questions, "of another prompt it does"
+    await client.close()
 
 
-async def asked_of_a_stopped_holder(redis_server: EmbeddedRedis, then: signal.Signals) -> None:
-    """A holder that fails while it is asked costs no request and no block."""
+@pytest.mark.parametrize("then", [signal.SIGCONT, signal.SIGKILL])
+async def test_a_holder_that_fails_while_it_is_asked_costs_a_bounded_wait(
+    redis_server: EmbeddedRedis, then: signal.Signals
+) -> None:
+    """And no request, and no block."""
     async with running_workers(redis_server, **SECTIONS | {"workers": {"timeout_s": 5.0}}) as workers:
         prefill, holder = await workers.start(Role.PREFILL), await workers.spawn(Role.DECODE)
         watcher = await workers.frontend(prefill)
@@ -215,34 +213,24 @@ async def asked_of_a_stopped_holder(redis_server: EmbeddedRedis, then: signal.Si
         assert watcher.loads and other
 
 
-async def test_a_holder_that_is_stopped_costs_a_bounded_wait(redis_server: EmbeddedRedis) -> None:
-    await asked_of_a_stopped_holder(redis_server, signal.SIGCONT)
+async def test_a_lost_prefix_is_computed(workers: Workers) -> None:
+    prefill, decode = await workers.start(Role.PREFILL), await workers.start(Role.DECODE)
+    client = await joined(workers, 1)
+    await holding(client, prefill, decode)
+    decode.engine._scheduler.cache._keys.clear()  # and nobody is told
+    await client.ask(turn(0), 4)
+    await until(lambda: set(counts(client, prefill)[0]) & {"missed", "late"}, "the miss is counted")
+    assert counts(client, prefill)[1] == 0
 
 
-async def test_a_holder_that_dies_costs_no_request(redis_server: EmbeddedRedis) -> None:
-    await asked_of_a_stopped_holder(redis_server, signal.SIGKILL)
-
-
-async def test_a_lost_prefix_is_computed(redis_server: EmbeddedRedis) -> None:
-    async with running_workers(redis_server, **SECTIONS) as workers:
-        prefill, decode = await workers.start(Role.PREFILL), await workers.start(Role.DECODE)
-        client = await joined(workers, 1)
-        await holding(client, prefill, decode)
-        decode.engine._scheduler.cache._keys.clear()  # and nobody is told
-        await client.ask(turn(0), 4)
-        await until(lambda: set(counts(client, prefill)[0]) & {"missed", "late"}, "the miss is counted")
-        assert counts(client, prefill)[1] == 0
-
-
-async def test_a_frontend_that_does_not_answer_is_not_waited_for(redis_server: EmbeddedRedis) -> None:
-    async with running_workers(redis_server, **SECTIONS) as workers:
-        prefill, decode = await workers.start(Role.PREFILL), await workers.start(Role.DECODE)
-        frontend = await workers.frontend(prefill, decode, binds_to=decode)
-        request = frontend.new(PROMPT, 4)
-        claimed = await frontend.claimed(request, cached={PrefillJob.LENT: PREFIX_TOKENS, prefill.id: 0})
-        assert claimed.cached_tokens == 0, "it asks what to fetch"
-        await frontend.finished(request)
-        few = frontend.new(turn(1), 4)
-        claimed = await frontend.claimed(few, cached={PrefillJob.LENT: 32})
-        assert claimed.cached_tokens is None, "32 tokens are not worth asking"
-        await frontend.finished(few)
+async def test_a_frontend_that_does_not_answer_is_not_waited_for(workers: Workers) -> None:
+    prefill, decode = await workers.start(Role.PREFILL), await workers.start(Role.DECODE)
+    frontend = await workers.frontend(prefill, decode, binds_to=decode)
+    request = frontend.new(PROMPT, 4)
+    claimed = await frontend.claimed(request, cached={PrefillJob.LENT: PREFIX_TOKENS, prefill.id: 0})
+    assert claimed.cached_tokens == 0, "it asks what to fetch"
+    await frontend.finished(request)
+    few = frontend.new(turn(1), 4)
+    claimed = await frontend.claimed(few, cached={PrefillJob.LENT: 32})
+    assert claimed.cached_tokens is None, "32 tokens are not worth asking"
+    await frontend.finished(few)

@@ -1,7 +1,5 @@
 """A real Redis that is filled until it refuses, under real workers and the real router."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import signal

@@ -1,7 +1,5 @@
 """Whatever is said on the channel of a fleet's events, or stands under its keys: workers and frontends go on."""
 
-from __future__ import annotations
-
 import json
 import random
 from typing import Any

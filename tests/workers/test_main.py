@@ -1,7 +1,5 @@
 """The console scripts as real processes: arguments, one-line errors, signals, and the death of a parent."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal

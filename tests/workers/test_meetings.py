@@ -1,7 +1,5 @@
 """Engines connect when the registry announces them, before a request needs the connection."""
 
-from __future__ import annotations
-
 import asyncio
 from typing import Any
 

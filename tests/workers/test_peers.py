@@ -1,7 +1,5 @@
 """When a peer counts as dead: proof by its ports, not by what Redis says of it."""
 
-from __future__ import annotations
-
 import asyncio
 import socket
 import time

@@ -1,7 +1,5 @@
 """Prefix caches of simulated workers as real routers see them: found, followed, lost and found again."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -103,54 +101,3 @@ async def test_lost_events_are_noticed_and_resynced(
         assert counted("pd_prefix_resyncs") > resyncs
         await client.ask([2, *PROMPT], 4)
         await until(lambda: believes_all(client, *started), "that events count again")
-
-
-async def test_a_frontend_that_joins_late_learns_what_is_there(redis_server: EmbeddedRedis) -> None:
-    async with fleet_of(redis_server) as (workers, client, started):
-        for number in range(4):
-            await client.ask([number, *PROMPT], 4)
-        await until(lambda: believes_all(client, *started), "all events")
-        late = await workers.router(prefill=1, decode=2)
-        await until(lambda: believes_all(late, *started), "the snapshots")
-        short = placed("short_prompt")
-        await late.ask([3, *PROMPT], 4)
-        assert placed("short_prompt") == short + 1
-
-
-async def test_departed_worker_holds_no_prefix(redis_server: EmbeddedRedis) -> None:
-    async with fleet_of(redis_server, prefill=0, decode=1) as (workers, client, (first,)):
-        process = await workers.spawn(Role.DECODE)
-        await until(lambda: client.connection.fleet.ready(Role.DECODE) == 2, "the greeting")
-        for number in range(6):
-            await client.ask([number, *PROMPT], 4)
-        index = client.connection.prefixes.index
-        await until(lambda: {process.id, first.id} <= index.bits.keys(), "events of both")
-        await until(lambda: believes_all(client, first), "all events")
-        process.kill()
-        await until(lambda: process.id not in client.connection.fleet.workers, "that it is gone")
-        assert process.id not in index.bits
-        for number in range(6):
-            await client.ask([number, *PROMPT], 4)
-        await until(lambda: believes_all(client, first), "the events since")
-
-
-async def test_a_reset_is_known_before_the_next_step(redis_server: EmbeddedRedis) -> None:
-    async with fleet_of(redis_server) as (_, client, started):
-        await client.ask(PROMPT, 4)
-        await until(lambda: believes_all(client, *started) and not client.connection.prefixes.empty, "all events")
-        await client.connection.calls.call("reset_prefix_cache", [])
-        await until(
-            lambda: not list(client.connection.prefixes.look_up(prefix_keys(PROMPT, 16)).longest()), "the reset"
-        )
-        long = placed("long_prompt")
-        await client.ask(PROMPT, 4)
-        assert placed("long_prompt") == long + 1
-
-
-async def test_engines_without_caches_report_nothing(redis_server: EmbeddedRedis) -> None:
-    async with running_workers(redis_server, **SECTIONS) as workers:
-        decode, frontend = await workers.served(Role.DECODE, prefix_caching=False)
-        client = await workers.router(decode=1)
-        await client.ask(PROMPT, 4)
-        await client.ask(PROMPT, 4)
-        assert frontend.prefix_events == [] and client.connection.prefixes.empty

@@ -1,7 +1,5 @@
 """A request for an idle model asks for its workers, and waits for them: real workers under the real router."""
 
-from __future__ import annotations
-
 import asyncio
 
 import msgspec

@@ -1,7 +1,5 @@
 """A role says which new work a worker takes: it changes at once, and what runs of the old role goes on to its end."""
 
-from __future__ import annotations
-
 import pytest
 from support_steering import order_role
 from support_wait import until

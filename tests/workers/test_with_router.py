@@ -1,7 +1,5 @@
 """Worker processes under the real router: killed, flipped and asked at once, a fleet still answers everything."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 
@@ -11,9 +9,8 @@ from support_doors import Doors
 from support_router import RouterClient
 from support_steering import order_role
 from support_wait import until
-from support_workers import WorkerProcess, running_workers
+from support_workers import WorkerProcess, Workers
 
-from orchestrator.launch.host.redis_server import EmbeddedRedis
 from orchestrator.types import Role
 
 pytestmark = pytest.mark.slow
@@ -40,87 +37,85 @@ async def ask_many(clients: list[RouterClient], count: int, at_once: int = 128) 
 
 
 @pytest.mark.timeout(180)
-async def test_kills_and_flips_lose_no_request(redis_server: EmbeddedRedis) -> None:
-    async with running_workers(redis_server, **SECTIONS) as workers:
-        for role in [Role.PREFILL] * 3 + [Role.DECODE] * 3:
-            await workers.spawn(role, wait=False)
-        for worker in workers.processes:
-            await workers.registered(worker.id)
-        clients = [await workers.router(decode=3) for _ in range(2)]
-        watcher = await workers.frontend(*workers.processes)
-        first, second, third, *decodes = workers.processes
+async def test_kills_and_flips_lose_no_request(workers: Workers) -> None:
+    for role in [Role.PREFILL] * 3 + [Role.DECODE] * 3:
+        await workers.spawn(role, wait=False)
+    for worker in workers.processes:
+        await workers.registered(worker.id)
+    clients = [await workers.router(decode=3) for _ in range(2)]
+    watcher = await workers.frontend(*workers.processes)
+    first, second, third, *decodes = workers.processes
 
-        async def faults() -> None:
-            await answered(500)
-            first.kill()
-            await flip(second, Role.DECODE)
-            await answered(1000)
-            decodes[0].kill()
-            await flip(second, Role.PREFILL)
-            await answered(1500)
-            await flip(decodes[1], Role.PREFILL)
-            await flip(decodes[1], Role.DECODE)
-            await flip(decodes[1], Role.PREFILL)
-            decodes[1].kill()  # while it claims prompts, and its answers stream
-            third.kill()
+    async def faults() -> None:
+        await answered(500)
+        first.kill()
+        await flip(second, Role.DECODE)
+        await answered(1000)
+        decodes[0].kill()
+        await flip(second, Role.PREFILL)
+        await answered(1500)
+        await flip(decodes[1], Role.PREFILL)
+        await flip(decodes[1], Role.DECODE)
+        await flip(decodes[1], Role.PREFILL)
+        decodes[1].kill()  # while it claims prompts, and its answers stream
+        third.kill()
 
-        async def answered(count: int) -> None:
-            await until(lambda: finished() - before >= count, f"{count} answers")
+    async def answered(count: int) -> None:
+        await until(lambda: finished() - before >= count, f"{count} answers")
 
-        async def flip(worker: WorkerProcess, role: Role) -> None:
-            await order_role(workers.registry, worker.id, role)
-            await workers.registered(worker.id, role)
+    async def flip(worker: WorkerProcess, role: Role) -> None:
+        await order_role(workers.registry, worker.id, role)
+        await workers.registered(worker.id, role)
 
-        before = finished()
-        async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(faults())
-            tasks.create_task(ask_many(clients, 2000))
-        assert finished() - before == 2000
-        assert sum(client.unexpected for client in clients) == 0
-        for client in clients:
-            assert not client.connection.router.requests
-        for killed in (first, third, *decodes[:2]):
-            await killed.stopped()
-        await workers.assert_no_leaks()
-        assert watcher.id  # keeps hearing the loads that the line above judges by
+    before = finished()
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(faults())
+        tasks.create_task(ask_many(clients, 2000))
+    assert finished() - before == 2000
+    assert sum(client.unexpected for client in clients) == 0
+    for client in clients:
+        assert not client.connection.router.requests
+    for killed in (first, third, *decodes[:2]):
+        await killed.stopped()
+    await workers.assert_no_leaks()
+    assert watcher.id  # keeps hearing the loads that the line above judges by
 
 
 @pytest.mark.timeout(180)
-async def test_connections_that_break_leave_no_gap_and_no_token_twice(redis_server: EmbeddedRedis) -> None:
+async def test_connections_that_break_leave_no_gap_and_no_token_twice(workers: Workers) -> None:
     """In the middle of messages, again and again, both ways: an answer is whole, or goes on elsewhere."""
-    async with running_workers(redis_server, **SECTIONS) as workers:
-        started = [await workers.start(role) for role in (Role.PREFILL, Role.DECODE, Role.DECODE)]
-        doors, client = Doors(), workers.unstarted_router()
-        doors.open_all()
-        ways = {worker.info.request_address: await doors.to(worker.info.request_address) for worker in started}
-        transport = client.connection.transport
-        connect = transport.connect
-        transport.connect = lambda name, address, *more: connect(name, ways[address], *more)  # type: ignore[method-assign]
-        await client.start()
-        watcher = await workers.frontend(*started)
-        await until(lambda: client.connection.fleet.ready(Role.DECODE) == 2, "greetings")
-        breaks = 0
+    started = [await workers.start(role) for role in (Role.PREFILL, Role.DECODE, Role.DECODE)]
+    doors, client = Doors(), workers.unstarted_router()
+    doors.open_all()
+    ways = {worker.info.request_address: await doors.to(worker.info.request_address) for worker in started}
+    transport = client.connection.transport
+    connect = transport.connect
+    transport.connect = lambda name, address, *more: connect(name, ways[address], *more)  # type: ignore[method-assign]
+    await client.start()
+    watcher = await workers.frontend(*started)
+    await until(lambda: client.connection.fleet.ready(Role.DECODE) == 2, "greetings")
+    breaks = 0
 
-        async def tear() -> None:
-            nonlocal breaks
-            while True:
-                await asyncio.sleep(random.uniform(0.1, 0.6))
-                doors.break_all()
-                doors.open_all()
-                breaks += 1
+    async def tear() -> None:
+        nonlocal breaks
+        while True:
+            await asyncio.sleep(random.uniform(0.1, 0.6))
+            doors.break_all()
+            doors.open_all()
+            breaks += 1
 
-        before, reset = finished(), counted("pd_retries", why="connection_reset")
-        tearing = asyncio.create_task(tear())
-        asked = 0
-        while breaks < 6 or asked < 400:
-            await ask_many([client], 100, at_once=16)
-            asked += 100
-        tearing.cancel()
-        assert finished() - before == asked and client.unexpected == 0
-        assert counted("pd_retries", why="connection_reset") > reset
-        await workers.assert_no_leaks()
-        assert watcher.id  # keeps hearing the loads that the line above judges by
-        await doors.close()
+    before, reset = finished(), counted("pd_retries", why="connection_reset")
+    tearing = asyncio.create_task(tear())
+    asked = 0
+    while breaks < 6 or asked < 400:
+        await ask_many([client], 100, at_once=16)
+        asked += 100
+    tearing.cancel()
+    assert finished() - before == asked and client.unexpected == 0
+    assert counted("pd_retries", why="connection_reset") > reset
+    await workers.assert_no_leaks()
+    assert watcher.id  # keeps hearing the loads that the line above judges by
+    await doors.close()
 
 
 def finished() -> float:

@@ -1,7 +1,5 @@
 """One rank's host memory without an engine: whole blocks go there and come back, and what fails is said."""
 
-from __future__ import annotations
-
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence

@@ -1,8 +1,6 @@
 """A request ends soon once a link works again that has lost messages, was cut or could not be connected, however long
 the time-out: nothing that the other end would answer is waited for in vain."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

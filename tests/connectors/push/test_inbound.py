@@ -1,7 +1,5 @@
 """The decode end, step by step: blocks are given back only when no WRITE can land in them."""
 
-from __future__ import annotations
-
 import msgspec
 import pytest
 

@@ -1,7 +1,5 @@
 """Real NIXL over TCP between two machines: a WRITE that was on its way when the link was cut, and the link heals."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Real NIXL over TCP between two living engines whose sockets are cut: what was connected is connected again."""
 
-from __future__ import annotations
-
 import os
 import random
 import socket

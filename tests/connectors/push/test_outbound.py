@@ -1,7 +1,5 @@
 """The prefill end, step by step: what is posted when, who is told what, and when blocks are given back."""
 
-from __future__ import annotations
-
 import gc
 
 import msgspec
@@ -23,6 +21,9 @@ def chunk(start: int, *blocks: int, regions: tuple[int, ...] | None = None) -> C
     return Chunk(start, (blocks,), regions)
 
 
+WHOLE = chunk(0, 1, 2, 3, 4)
+
+
 def told(actions: list) -> list:
     return [action.message for action in actions if isinstance(action, Tell)]
 
@@ -31,14 +32,26 @@ def posts(actions: list) -> list[tuple[Chunk, ...]]:
     return [action.chunks for action in actions if isinstance(action, Post)]
 
 
+def ship(end: Outbound, chunk: Chunk, now: float, write: int = 1, *, last: bool = False) -> None:
+    """`chunk` is computed, and posted as WRITE number `write`."""
+    end.computed("s", [chunk], 0, last, now)
+    end.posted("s", write, now)
+
+
 @pytest.fixture
-def end() -> Outbound:
-    """Prefill of four blocks has started, decode is registered and connected."""
+def started() -> Outbound:
+    """Prefill of four blocks has started."""
     end = Outbound(lease_s=10, expect_s=10)
     assert end.start("s", 4, 100, 0.0) == []
-    assert end.register(ORDER, "D", 0.0) == [Connect(DECODE)]
-    assert end.connected("D", True, ("D",), 0.0) == [Tell("D", Hello(1))]
     return end
+
+
+@pytest.fixture
+def end(started: Outbound) -> Outbound:
+    """And decode is registered and connected."""
+    assert started.register(ORDER, "D", 0.0) == [Connect(DECODE)]
+    assert started.connected("D", True, ("D",), 0.0) == [Tell("D", Hello(1))]
+    return started
 
 
 def test_each_chunk_is_posted_as_it_comes_and_landed_is_told_when_all_are_done(end: Outbound) -> None:
@@ -57,26 +70,23 @@ def test_each_chunk_is_posted_as_it_comes_and_landed_is_told_when_all_are_done(e
 
 
 def test_blocks_are_released_only_after_the_scheduler_has_them(end: Outbound) -> None:
-    end.computed("s", [chunk(0, 1, 2, 3, 4)], 0, True, 1.0)
-    end.posted("s", 1, 1.0)
+    ship(end, WHOLE, 1.0, last=True)
     assert told(end.written("s", 1, True, 2.0)) == [Landed("r")]
     assert end.finish("s", 3.0) == [Release("s")]
 
 
-def test_a_registration_may_come_last() -> None:
-    end = Outbound(lease_s=10, expect_s=10)
-    end.start("s", 4, 100, 0.0)
-    end.computed("s", [chunk(0, 1, 2, 3, 4)], 0, True, 1.0)
-    end.finish("s", 2.0)
-    end.register(ORDER, "D", 3.0)
-    assert posts(end.connected("D", True, ("D",), 4.0)) == [(chunk(0, 1, 2, 3, 4),)]
+def test_a_registration_may_come_last(started: Outbound) -> None:
+    started.computed("s", [WHOLE], 0, True, 1.0)
+    started.finish("s", 2.0)
+    started.register(ORDER, "D", 3.0)
+    assert posts(started.connected("D", True, ("D",), 4.0)) == [(WHOLE,)]
 
 
 def test_a_prefix_that_nobody_fetches_is_given_back_though_a_prefill_is_kept_for_longer() -> None:
     end = Outbound(lease_s=120, expect_s=120)
     for key, lent in (("lent", True), ("computed", False)):
         end.start(key, 4, 100, 0.0, lent=lent)
-        end.computed(key, [chunk(0, 1, 2, 3, 4)], 0, True, 0.0)
+        end.computed(key, [WHOLE], 0, True, 0.0)
         end.finish(key, 0.0)
     assert end.tick(4.9) == []
     assert end.tick(5.1) == [Release("lent")]
@@ -91,8 +101,7 @@ def test_a_prefix_that_is_lent_goes_in_pieces_beside_pushes_and_at_once_without(
     assert posts(end.computed("lent", pieces, 0, True, 1.0)) == [tuple(pieces[:1])]
     end.finish("lent", 1.0)
     end.posted("lent", 1, 1.0)
-    whole = chunk(0, 1, 2, 3, 4)
-    assert posts(end.computed("s", [whole], 0, True, 1.1)) == [(whole,)], "a push waits for one piece at most"
+    assert posts(end.computed("s", [WHOLE], 0, True, 1.1)) == [(WHOLE,)], "a push waits for one piece at most"
     end.posted("s", 2, 1.1)
     assert posts(end.device_worked(1.2)) == [], "one after the other"
     assert posts(end.written("lent", 1, True, 1.3)) == [tuple(pieces[1:2])]
@@ -107,20 +116,17 @@ def test_a_prefix_that_is_lent_goes_in_pieces_beside_pushes_and_at_once_without(
     assert posts(end.computed("next", pieces, 0, True, 1.7)) == [tuple(pieces)]
 
 
-def test_an_unwanted_prefill_is_released_when_its_lease_ends() -> None:
-    end = Outbound(lease_s=10, expect_s=10)
-    end.start("s", 4, 100, 0.0)
-    end.computed("s", [chunk(0, 1, 2, 3, 4)], 0, True, 1.0)
-    end.finish("s", 1.5)
-    assert end.tick(10.9) == []
-    assert end.tick(11.1) == [Release("s")]
+def test_an_unwanted_prefill_is_released_when_its_lease_ends(started: Outbound) -> None:
+    started.computed("s", [WHOLE], 0, True, 1.0)
+    started.finish("s", 1.5)
+    assert started.tick(10.9) == []
+    assert started.tick(11.1) == [Release("s")]
     # Decode never reads KV that was released: who comes later is refused.
-    assert told(end.register(ORDER, "D", 12.0)) == [Gone("r", "decode did not register within 10 s")]
+    assert told(started.register(ORDER, "D", 12.0)) == [Gone("r", "decode did not register within 10 s")]
 
 
 def test_a_preempted_prefill_posts_nothing_new_until_its_old_writes_are_over(end: Outbound) -> None:
-    end.computed("s", [chunk(0, 1, 2)], 0, False, 1.0)
-    end.posted("s", 1, 1.0)
+    ship(end, chunk(0, 1, 2), 1.0)
     again = chunk(0, 7, 8)
     assert end.computed("s", [again], 1, False, 2.0) == []
     assert posts(end.written("s", 1, True, 3.0)) == [(again,)]
@@ -131,8 +137,7 @@ def test_a_preempted_prefill_posts_nothing_new_until_its_old_writes_are_over(end
 
 
 def test_a_prefill_that_is_preempted_after_its_last_chunk_begins_again(end: Outbound) -> None:
-    end.computed("s", [chunk(0, 1, 2, 3, 4)], 0, True, 1.0)
-    end.posted("s", 1, 1.0)
+    ship(end, WHOLE, 1.0, last=True)
     assert end.preempted("s", 1, 1.1) == []
     assert end.written("s", 1, True, 1.2) == []  # it may have read another request's KV
     assert posts(end.computed("s", [chunk(0, 21)], 1, False, 1.3)) == [(chunk(0, 21),)]
@@ -143,20 +148,17 @@ def test_a_prefill_that_is_preempted_after_its_last_chunk_begins_again(end: Outb
     assert told(end.written("s", 3, True, 1.6)) == [Landed("r")]
 
 
-def test_preemption_ends_lease() -> None:
-    end = Outbound(lease_s=10, expect_s=10)
-    end.start("s", 4, 100, 0.0)
-    end.computed("s", [chunk(0, 1, 2, 3, 4)], 0, True, 1.0)
-    assert end.preempted("s", 1, 2.0) == []
-    assert end.tick(20.0) == []
-    end.register(ORDER, "D", 21.0)
-    assert posts(end.connected("D", True, ("D",), 21.0)) == []  # what was computed is void
-    assert posts(end.computed("s", [chunk(0, 5, 6, 7, 8)], 1, True, 22.0)) == [(chunk(0, 5, 6, 7, 8),)]
+def test_preemption_ends_lease(started: Outbound) -> None:
+    started.computed("s", [WHOLE], 0, True, 1.0)
+    assert started.preempted("s", 1, 2.0) == []
+    assert started.tick(20.0) == []
+    started.register(ORDER, "D", 21.0)
+    assert posts(started.connected("D", True, ("D",), 21.0)) == []  # what was computed is void
+    assert posts(started.computed("s", [chunk(0, 5, 6, 7, 8)], 1, True, 22.0)) == [(chunk(0, 5, 6, 7, 8),)]
 
 
 def test_incomplete_restart_does_not_land(end: Outbound) -> None:
-    end.computed("s", [chunk(0, 1, 2)], 0, False, 1.0)
-    end.posted("s", 1, 1.0)
+    ship(end, chunk(0, 1, 2), 1.0)
     end.computed("s", [chunk(2, 3, 4)], 1, True, 2.0)
     assert told(end.written("s", 1, True, 3.0)) == [Gone("r", "only 0 of 4 blocks were shipped")]
 
@@ -178,8 +180,7 @@ def test_regions_count_as_shipped_only_when_all_of_them_are() -> None:
 
 
 def test_a_withdrawal_is_answered_after_the_writes_in_flight(end: Outbound) -> None:
-    end.computed("s", [chunk(0, 1, 2)], 0, False, 1.0)
-    end.posted("s", 1, 1.0)
+    ship(end, chunk(0, 1, 2), 1.0)
     assert end.unregister(BACK, "D", 2.0) == []
     assert end.computed("s", [chunk(2, 3, 4)], 0, True, 3.0) == []  # nothing more is posted
     assert told(end.written("s", 1, True, 4.0)) == [Gone("r", "withdrawn by decode")]
@@ -192,13 +193,12 @@ def test_a_withdrawal_that_comes_first_stops_the_prefill_to_come() -> None:
     assert told(end.unregister(BACK, "D", 0.0)) == [Gone("r", "withdrawn by decode")]
     assert told(end.register(ORDER, "D", 1.0)) == [Gone("r", "withdrawn by decode")]  # overtaken on the way
     end.start("s", 4, 100, 2.0)
-    assert end.computed("s", [chunk(0, 1, 2, 3, 4)], 0, True, 3.0) == []
+    assert end.computed("s", [WHOLE], 0, True, 3.0) == []
     assert end.finish("s", 4.0) == [Release("s")]
 
 
 def test_a_withdrawal_after_landing_is_answered_with_landed_to_its_owner_only(end: Outbound) -> None:
-    end.computed("s", [chunk(0, 1, 2, 3, 4)], 0, True, 1.0)
-    end.posted("s", 1, 1.0)
+    ship(end, WHOLE, 1.0, last=True)
     end.written("s", 1, True, 2.0)
     end.finish("s", 2.0)
     assert told(end.unregister(BACK, "D", 3.0)) == [Landed("r")]
@@ -211,8 +211,7 @@ def test_only_the_first_decode_engine_gets_the_kv(end: Outbound) -> None:
 
 
 def test_an_aborted_prefill_is_released_at_once_and_told_after_its_writes(end: Outbound) -> None:
-    end.computed("s", [chunk(0, 1, 2)], 0, False, 1.0)
-    end.posted("s", 1, 1.0)
+    ship(end, chunk(0, 1, 2), 1.0)
     assert end.abort("s", True, "the prefill was aborted", 2.0) == [Release("s")]
     actions = end.written("s", 1, True, 3.0)
     assert told(actions) == [Gone("r", "the prefill was aborted")]
@@ -220,8 +219,7 @@ def test_an_aborted_prefill_is_released_at_once_and_told_after_its_writes(end: O
 
 
 def test_endless_write_holds_no_blocks(end: Outbound) -> None:
-    end.computed("s", [chunk(0, 1, 2, 3, 4)], 0, True, 1.0)
-    end.posted("s", 1, 1.0)
+    ship(end, WHOLE, 1.0, last=True)
     assert end.finish("s", 1.0) == []
     assert end.unregister(BACK, "D", 2.0) == [Release("s")]
     assert end.awaits_writes
@@ -231,8 +229,7 @@ def test_endless_write_holds_no_blocks(end: Outbound) -> None:
 
 
 def test_a_failed_write_fails_the_transfer_not_the_prefill(end: Outbound) -> None:
-    end.computed("s", [chunk(0, 1, 2)], 0, False, 1.0)
-    end.posted("s", 1, 1.0)
+    ship(end, chunk(0, 1, 2), 1.0)
     assert told(end.written("s", 1, False, 2.0)) == [Gone("r", "a WRITE failed", 1)]
     assert end.finish("s", 3.0) == [Release("s")]
 
@@ -240,24 +237,21 @@ def test_a_failed_write_fails_the_transfer_not_the_prefill(end: Outbound) -> Non
 @pytest.mark.parametrize("peer", ["D", "another rank of D"])
 def test_failed_stream_answers_registration(end: Outbound, peer: str) -> None:
     """The first answer may have been lost with the link on which a WRITE failed."""
-    end.computed("s", [chunk(0, 1, 2)], 0, False, 1.0)
-    end.posted("s", 1, 1.0)
+    ship(end, chunk(0, 1, 2), 1.0)
     assert told(end.written("s", 1, False, 2.0)) == [Gone("r", "a WRITE failed", 1)]
     assert told(end.register(ORDER, peer, 5.0)) == [Gone("r", "a WRITE failed", 1)]
     assert told(end.register(ORDER_OF_OTHER, "D2", 5.5)) == [Gone("r2", "a WRITE failed")]
 
 
 def test_landed_stream_answers_registration(end: Outbound) -> None:
-    end.computed("s", [chunk(0, 1, 2, 3, 4)], 0, True, 1.0)
-    end.posted("s", 1, 1.0)
+    ship(end, WHOLE, 1.0, last=True)
     assert told(end.written("s", 1, True, 2.0)) == [Landed("r")]
     assert told(end.register(ORDER, "D", 5.0)) == [Landed("r")]
     assert told(end.unregister(BACK, "D", 5.0)) == [Landed("r")]
 
 
 def test_dead_decode_engine_gets_gone_after_its_writes(end) -> None:
-    end.computed("s", [chunk(0, 1, 2, 3, 4)], 0, True, 1.0)
-    end.posted("s", 1, 1.0)
+    ship(end, WHOLE, 1.0, last=True)
     end.finish("s", 2.0)
     assert end.declared_dead("D", 3.0) == [Release("s")]
     # It lives after all, and asks: the answer comes when the WRITE is over, not before.
@@ -268,8 +262,7 @@ def test_dead_decode_engine_gets_gone_after_its_writes(end) -> None:
 
 def test_a_write_to_a_dead_engine_that_lasts_keeps_no_block_and_is_not_denied(end: Outbound) -> None:
     """Both engines may live, and the link between them be silent: when it heals, the WRITE lands."""
-    end.computed("s", [chunk(0, 1, 2)], 0, False, 1.0)
-    end.posted("s", 1, 1.0)
+    ship(end, chunk(0, 1, 2), 1.0)
     assert end.declared_dead("D", 3.0) == []
     assert end.abort("s", True, "aborted", 4.0) == [Release("s")]
     assert end.tick(900.0) == [] and not end.awaits_writes
@@ -281,7 +274,7 @@ def test_a_write_to_a_dead_engine_that_lasts_keeps_no_block_and_is_not_denied(en
 
 def test_expired_registration_posts_nothing(end: Outbound) -> None:
     assert told(end.tick(30.0)) == [Gone("r", "decode has given up by now")]
-    assert end.computed("s", [chunk(0, 1, 2, 3, 4)], 0, True, 31.0) == []
+    assert end.computed("s", [WHOLE], 0, True, 31.0) == []
 
 
 def test_expired_registration_posts_nothing_without_tick(end: Outbound) -> None:
@@ -316,7 +309,7 @@ def test_a_long_prefill_has_decode_register_again_while_its_engine_works(end: Ou
     assert told(end.tick(44.1)) == [Gone("r", "decode has given up by now")]
     # What comes late revives nothing.
     assert told(end.register(ORDER, "D", 44.2)) == [Gone("r", "decode has given up by now")]
-    assert end.computed("s", [chunk(0, 1, 2, 3, 4)], 0, True, 45.0) == []
+    assert end.computed("s", [WHOLE], 0, True, 45.0) == []
 
 
 def test_late_registration_does_not_shorten_validity(end: Outbound) -> None:
@@ -329,7 +322,7 @@ def test_an_unreachable_decode_engine_ends_the_stream(end: Outbound) -> None:
     end = Outbound(lease_s=10, expect_s=10)
     end.register(ORDER, "D", 0.0)
     end.start("s", 4, 100, 0.0)
-    end.computed("s", [chunk(0, 1, 2, 3, 4)], 0, True, 1.0)
+    end.computed("s", [WHOLE], 0, True, 1.0)
     end.finish("s", 1.0)
     assert end.unreachable("D", "no answer", 2.0)[0] == Release("s")
     assert not end.busy
@@ -341,14 +334,12 @@ def test_different_prompt_lengths_fail_transfer() -> None:
     assert told(end.register(ORDER, "D", 1.0)) == [Gone("r", "decode has 100 prompt tokens, prefill 99")]
 
 
-def test_a_peer_that_takes_no_chunks_gets_everything_at_the_end() -> None:
-    end = Outbound(lease_s=10, expect_s=10)
-    end.start("s", 4, 100, 0.0)
-    end.register(ORDER, "D", 0.0)
-    end.connected("D", False, ("D",), 0.0)
+def test_a_peer_that_takes_no_chunks_gets_everything_at_the_end(started: Outbound) -> None:
+    started.register(ORDER, "D", 0.0)
+    started.connected("D", False, ("D",), 0.0)
     first, second = chunk(0, 1, 2), chunk(2, 3, 4)
-    assert end.computed("s", [first], 0, False, 1.0) == []
-    assert posts(end.computed("s", [second], 0, True, 2.0)) == [(first, second)]
+    assert started.computed("s", [first], 0, False, 1.0) == []
+    assert posts(started.computed("s", [second], 0, True, 2.0)) == [(first, second)]
 
 
 def test_transition_table_is_complete() -> None:
@@ -426,8 +417,7 @@ def test_ended_stream_keeps_no_prompt_memory() -> None:
 
 def test_old_registration_is_not_written_over_new_connection(end: Outbound) -> None:
     """Decode may have given it up, with what came over the old one."""
-    end.computed("s", [chunk(0, 1, 2)], 0, False, 1.0)
-    end.posted("s", 1, 1.0)
+    ship(end, chunk(0, 1, 2), 1.0)
     end.written("s", 1, True, 2.0)
     end.forget("D")
     assert told(end.connected("D", True, ("D",), 3.0)) == [Hello(2)]
@@ -438,10 +428,8 @@ def test_old_registration_is_not_written_over_new_connection(end: Outbound) -> N
     assert posts(end.register(ORDER, "D", 7.0)) == []
 
 
-def test_unregistered_rank_gets_no_writes() -> None:
-    end = Outbound(lease_s=10, expect_s=10)
-    end.start("s", 4, 100, 0.0)
-    end.connected("D", False, ("D/0", "D/1"), 0.0)
-    assert posts(end.register(ORDER, "D/0", 0.0)) == []
-    assert posts(end.computed("s", [chunk(0, 1, 2, 3, 4)], 0, True, 1.0)) == []
-    assert len(posts(end.register(ORDER, "D/1", 2.0))) == 1
+def test_unregistered_rank_gets_no_writes(started: Outbound) -> None:
+    started.connected("D", False, ("D/0", "D/1"), 0.0)
+    assert posts(started.register(ORDER, "D/0", 0.0)) == []
+    assert posts(started.computed("s", [WHOLE], 0, True, 1.0)) == []
+    assert len(posts(started.register(ORDER, "D/1", 2.0))) == 1

@@ -1,7 +1,5 @@
 """Signs of life: a connection that swallows messages without an error is made anew by the end that it belongs to."""
 
-from __future__ import annotations
-
 from collections.abc import Collection
 
 import pytest

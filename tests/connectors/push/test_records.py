@@ -1,7 +1,5 @@
 """What is known of one pushed request: how much of it was shipped, and how long its registration is valid."""
 
-from __future__ import annotations
-
 import pytest
 
 from connectors.push.actions import Chunk, Ended

@@ -1,7 +1,5 @@
 """The scheduler half without an engine: what it tells the worker half of truncated and of preempted prefills."""
 
-from __future__ import annotations
-
 import dataclasses
 import time
 from types import SimpleNamespace

@@ -4,8 +4,6 @@ What must hold whatever happens: no WRITE lands in a block that was given back, 
 right KV in every block, every request ends, and no block is kept on either side.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 

@@ -1,7 +1,5 @@
 """What comes from the network is checked message by message."""
 
-from __future__ import annotations
-
 import contextlib
 
 import msgspec

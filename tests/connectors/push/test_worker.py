@@ -1,7 +1,5 @@
 """The worker half on a fake NIXL: ranks that differ, WRITEs and messages that fail, links that are cut."""
 
-from __future__ import annotations
-
 import contextlib
 import queue
 import threading

@@ -1,7 +1,5 @@
 """From chunks to block ids and NIXL descriptors, without an engine."""
 
-from __future__ import annotations
-
 from types import ModuleType, SimpleNamespace
 
 import pytest

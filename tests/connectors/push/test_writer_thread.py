@@ -1,7 +1,5 @@
 """The writer thread with a NIXL that answers at once and device events that complete late, without an engine."""
 
-from __future__ import annotations
-
 import functools
 import queue
 import threading

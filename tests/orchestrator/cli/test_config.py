@@ -1,7 +1,5 @@
 """`orchestrator config`: what is in effect and where it is from, and a file to begin with."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Commands on a machine where another user has put a run folder, a log or a lock where ours would be."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 import re

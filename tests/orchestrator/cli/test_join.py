@@ -1,7 +1,5 @@
 """What travels to another host: the token, the configuration without secrets, the units that run it."""
 
-from __future__ import annotations
-
 import configparser
 from pathlib import Path
 

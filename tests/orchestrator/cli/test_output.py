@@ -1,7 +1,5 @@
 """A command whose output nobody takes, or whose file cannot be written: one line at most, and its exit code."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Commands that follow a fleet for minutes, on a Redis that is away for a moment: a real server and registry."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import AsyncIterator

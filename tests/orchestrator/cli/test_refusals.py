@@ -1,7 +1,5 @@
 """What the file alone decides is refused by every command before any process starts, with the line of the key."""
 
-from __future__ import annotations
-
 import importlib.util
 import subprocess
 import sys

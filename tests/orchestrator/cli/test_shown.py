@@ -1,7 +1,5 @@
 """What commands print is shown as it is: a client names its request, and what it says is no markup of ours."""
 
-from __future__ import annotations
-
 import asyncio
 import io
 import os

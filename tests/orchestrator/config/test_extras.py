@@ -1,7 +1,5 @@
 """What only some need is imported by who needs it, and one line tells which extra a missing package comes with."""
 
-from __future__ import annotations
-
 import ast
 import importlib.util
 import subprocess

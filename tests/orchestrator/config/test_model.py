@@ -1,7 +1,5 @@
 """Names of models: what is loaded, what is refused, and that the demo model is what it was made from."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

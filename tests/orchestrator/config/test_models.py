@@ -1,7 +1,5 @@
 """A file of several models: one configuration for each, and what contradicts itself is refused with its line."""
 
-from __future__ import annotations
-
 import contextlib
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What a rollout may change: the new file against what runs."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """What vLLM's server takes is honoured by a frontend, or refused by name with the mend."""
 
-from __future__ import annotations
-
 import ssl
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Every mistake in a configuration is one line that names the key, the value and the mend."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
@@ -239,7 +237,7 @@ def test_open_mesh_needs_loopback_or_trust_network(tmp_path):
     assert load(tmp_path, "model: demo", "workers.bind=10.0.0.5").security.mesh == "curve"
 
 
-@pytest.mark.parametrize("text", ["a: 2024-13-01", "a: !!int x", "[" * 3000, b"\x80".decode("latin-1")])
+@pytest.mark.parametrize("text", ["a: 2024-13-01", "a: !!int x", "[" * 1000, b"\x80".decode("latin-1")])
 def test_invalid_yaml_is_refused_with_file_name(tmp_path, text):
     file = tmp_path / "fleet.yaml"
     file.write_bytes(text.encode("latin-1"))

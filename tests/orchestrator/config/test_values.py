@@ -1,7 +1,5 @@
 """Which URLs of Redis, hosts and keys are taken, and what is said of the others."""
 
-from __future__ import annotations
-
 import pytest
 
 from orchestrator.config.values import check_redis_url, find_wrong_address, is_host, is_key

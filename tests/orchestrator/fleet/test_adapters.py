@@ -1,7 +1,5 @@
 """Frontends that follow one list of adapters, on a real server."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator
 from typing import Any

@@ -1,7 +1,5 @@
 """Keys and limits of a frontend: which paths need which key, files of keys that change, and what one key may use."""
 
-from __future__ import annotations
-
 import asyncio
 import base64
 import os

@@ -4,8 +4,6 @@ A route that a later vLLM adds is refused to such pages unless it is under a cli
 here first.
 """
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """What stands in place of vLLM's engine-core client offers what vLLM's server may call there."""
 
-from __future__ import annotations
-
 import ast
 import asyncio
 import inspect

@@ -1,7 +1,5 @@
 """How a frontend reads the arguments of vLLM's server, and what it says about itself. The server runs in e2e tests."""
 
-from __future__ import annotations
-
 import gc
 from typing import Any
 

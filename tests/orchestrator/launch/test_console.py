@@ -1,7 +1,5 @@
 """What the launcher shows of its processes' output, and the log that has all of it."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import select

@@ -1,7 +1,5 @@
 """What the launcher takes for dead before it starts: a real registry, entries of processes that run and that do not."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import sys

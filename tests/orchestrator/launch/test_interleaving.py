@@ -1,7 +1,5 @@
 """Operators, launchers and the automatic size at once, call by call, in any order: no order is lost."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Iterator
 

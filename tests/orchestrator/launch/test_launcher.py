@@ -1,7 +1,5 @@
 """`orchestrator up` from outside: Ready and its curl, restarts, and that nothing is left however it ends."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
@@ -14,12 +12,16 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import httpx
 import pytest
+from support_cli import orchestrator, refused
 from support_fleet import RunningFleet, paste, running_fleet
+from support_forked import ForkedLauncher
 from support_tls import make_certificate
 
+from orchestrator.cli import detach
 from orchestrator.launch.host.run_folder import RunFolder
 from orchestrator.process.parent import started_ticks
 
@@ -146,15 +148,10 @@ class Background:
         self.namespace = f"detached-{uuid.uuid4().hex[:6]}"
         self.folder = RunFolder(self.namespace)
 
-    def run(self, *arguments: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "orchestrator.cli.main", *arguments]
-        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
-
-    def up(self, *sets: str, options: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
+    def up(self, *sets: str) -> list[str]:
+        """The command."""
         items = [f"namespace={self.namespace}", "frontend.port=0", *ONE_EACH, *sets]
-        return self.run(
-            "up", "configs/sim-2p2d.yaml", "--detach", *options, *(p for item in items for p in ("--set", item))
-        )
+        return ["up", f"{ROOT}/configs/sim-2p2d.yaml", "--detach", *(f"--set={item}" for item in items)]
 
 
 @pytest.fixture
@@ -167,32 +164,47 @@ def background() -> Iterator[Background]:
         running.folder.wait_until_free(30)
 
 
+@pytest.fixture
+def forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Launchers of commands in this process need not import vLLM."""
+
+    def popen(command: list[str], **_: object) -> ForkedLauncher:
+        reads, writes = os.pipe()
+        launcher = ForkedLauncher(command[3:], ROOT, writes)
+        os.close(writes)
+        launcher.stdout = os.fdopen(reads, "rb")
+        return launcher
+
+    monkeypatch.setattr(detach, "subprocess", SimpleNamespace(Popen=popen, DEVNULL=0, PIPE=0, STDOUT=0))
+
+
+@pytest.mark.usefixtures("forked")
 def test_a_detached_fleet_runs_on_until_down_and_reports_as_json(background):
-    started = background.up(options=("--json",))
+    started = orchestrator(*background.up(), "--json")
     pids = [background.folder.launcher_pid(), *noted(background.namespace).values()]
     assert not gone(pids)
     told = json.loads(started.stdout)
     assert (told["namespace"], told["pid"]) == (background.namespace, background.folder.launcher_pid())
     assert httpx.get(f"{told['url']}/health").status_code == 200 and Path(told["log"]).exists()
-    ended = background.run("down", "--namespace", background.namespace, "--json")
+    ended = orchestrator("down", "--namespace", background.namespace, "--json")
     assert json.loads(ended.stdout) == {"namespace": background.namespace, "ended": "in order"}
     assert gone(pids) and not background.folder.path.exists()
-    refused = background.run("up", "configs/sim-2p2d.yaml", "--json")
-    assert refused.returncode == 2 and "--detach" in refused.stderr
+    assert "--detach" in refused("up", "configs/sim-2p2d.yaml", "--json")
 
 
+@pytest.mark.usefixtures("forked")
 def test_a_detached_fleet_that_cannot_start_says_why(background):
-    failed = background.up("frontend.server_args={max_logprobs: many}")
-    assert failed.returncode == 2
-    assert failed.stderr.startswith("orchestrator: frontend-0 did not start"), failed.stderr
-    assert "many" in failed.stderr and f"; log: {background.folder.log_path}" in failed.stderr
+    line = refused(*background.up("frontend.server_args={max_logprobs: many}"))
+    assert line.startswith("orchestrator: frontend-0 did not start")
+    assert "many" in line and f"; log: {background.folder.log_path}" in line
     assert "many" in background.folder.log_path.read_text()
     assert not background.folder.path.exists()
 
 
 def test_a_killed_launcher_takes_everything_with_it_and_the_next_one_cleans_up(background):
     before = forsaken_memory()
-    started = background.up()
+    command = [sys.executable, "-m", "orchestrator.cli.main", *background.up()]
+    started = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert started.returncode == 0, started.stdout + started.stderr
     assert "\nReady  http://" in started.stdout and "orchestrator down" in started.stdout
     launcher = background.folder.launcher_pid()
@@ -202,7 +214,7 @@ def test_a_killed_launcher_takes_everything_with_it_and_the_next_one_cleans_up(b
     until(lambda: gone([launcher, *pids]), "all processes gone")
     until(lambda: forsaken_memory() <= before, "nothing in shared memory is left")
     assert background.folder.path.exists() and not background.folder.is_held
-    done = background.run("down", "--namespace", background.namespace)
+    done = orchestrator("down", "--namespace", background.namespace)
     assert done.returncode == 0 and not background.folder.path.exists()
 
 

@@ -1,7 +1,5 @@
 """A launcher under nohup, one that is stopped, and one that is told to end once more while it ends."""
 
-from __future__ import annotations
-
 import os
 import signal
 import socket

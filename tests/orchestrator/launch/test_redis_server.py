@@ -1,7 +1,5 @@
 """The launcher's connection to Redis, with a real server."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal

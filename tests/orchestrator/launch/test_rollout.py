@@ -1,7 +1,5 @@
 """Who orders what in a rollout of several launchers: a real registry, launchers without processes."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator
 from pathlib import Path
 from types import SimpleNamespace

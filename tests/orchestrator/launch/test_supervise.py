@@ -1,7 +1,5 @@
 """Supervision of real child processes: output, restarts with growing pauses, ends that leave nothing."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal

@@ -1,10 +1,7 @@
 """Programs that are started with `python -m`: what help and wrong use of each look like."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -31,14 +28,6 @@ def test_help_is_printed_and_wrong_use_is_one_line(module: str) -> None:
     assert told.returncode == 0 and "sage:" in told.stdout and told.stderr == ""
     wrong = ran(module, "--nonsense")
     assert (wrong.returncode, wrong.stdout, wrong.stderr.count("\n")) == (2, "", 1), wrong.stderr
-
-
-@pytest.mark.vllm
-def test_vllms_own_tests_start_from_the_folder_that_make_takes() -> None:
-    """There `tests/orchestrator`, which holds tests, comes before the package of that name."""
-    command, tests = [sys.executable, "-m", "vllm_api", "--help"], Path(__file__).parents[2]
-    done = subprocess.run(command, cwd=tests, capture_output=True, text=True, timeout=100)
-    assert done.returncode == 0 and "usage: vllm_api" in done.stdout, done.stderr
 
 
 @pytest.mark.parametrize("module", ["orchestrator.config.demo.convert", "workers.main", SERVER])

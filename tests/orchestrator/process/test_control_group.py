@@ -1,7 +1,5 @@
 """The limits of a container, from files as each version of Linux control groups has them."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 

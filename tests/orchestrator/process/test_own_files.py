@@ -1,7 +1,5 @@
 """Files that another user may have written: each kind of them is refused, and none is made so."""
 
-from __future__ import annotations
-
 import os
 import stat
 from collections.abc import Callable

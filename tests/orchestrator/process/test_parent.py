@@ -1,7 +1,5 @@
 """No process outlives its parent: real grandchildren, whose parent is killed."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

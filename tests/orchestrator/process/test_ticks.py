@@ -1,7 +1,5 @@
 """When loops look that look every so often."""
 
-from __future__ import annotations
-
 import os
 import time
 

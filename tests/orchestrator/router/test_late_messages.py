@@ -3,8 +3,6 @@
 But the outputs of an attempt come once and in order: see `tests/orchestrator/wire/test_transport.py`.
 """
 
-from __future__ import annotations
-
 import random
 import time
 

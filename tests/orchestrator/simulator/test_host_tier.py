@@ -1,7 +1,5 @@
 """The simulated host tier: what the device evicts is loaded, here or to be sent elsewhere, and takes its time."""
 
-from __future__ import annotations
-
 import msgspec
 import pytest
 

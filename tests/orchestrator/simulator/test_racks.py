@@ -1,7 +1,5 @@
 """Racks between which KV passes slowly: pairing keeps transfers within them, and loses no requests by it."""
 
-from __future__ import annotations
-
 import pytest
 
 from orchestrator.policy import policies

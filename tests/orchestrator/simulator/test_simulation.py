@@ -185,17 +185,6 @@ def test_cached_prefixes_are_not_computed_again():
     assert figures.prefix_hit > 0.6
 
 
-@pytest.mark.parametrize("victim", ["p0", "d0"])
-def test_a_killed_worker_loses_no_request(victim):
-    sim = simulate(at_rate(synthetic("bursty", 600, seed=4), 12), "ours:fixed", routing={"claim_timeout_s": 1e6})
-    faults = Faults(sim)
-    for at in (5.0, 20.0, 35.0):
-        faults.kill(victim, at, down_s=4.0)
-    sim.run()
-    assert report(sim).finished == 600
-    assert_no_leaks(sim)
-
-
 def test_overloaded_fleet_keeps_caches_and_catches_up():
     attained = []
     # With engines in order of arrival these attain 0, 74 and 97 to 99%; without expected prefixes 85 and 98 to 99%.

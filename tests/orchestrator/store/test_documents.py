@@ -1,7 +1,5 @@
 """Documents in Redis, changed by compare-and-set, against a real server."""
 
-from __future__ import annotations
-
 import asyncio
 
 import msgspec

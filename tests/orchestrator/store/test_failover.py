@@ -1,10 +1,8 @@
 """Sentinels and clusters of real servers: the primary is found, followed under load, and gets the functions."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -24,6 +22,19 @@ pytestmark = pytest.mark.slow
 def start(tmp_path: Path) -> Iterator[Start]:
     with nodes(tmp_path) as begin:
         yield begin
+
+
+@pytest.fixture
+async def connected(start: Start) -> AsyncIterator[Callable[..., Awaitable[Redis]]]:
+    clients = []
+
+    async def connected(url: str, timeout_s: float = TIMEOUT_S) -> Redis:
+        clients.append(await connect(url, timeout_s))
+        return clients[-1]
+
+    yield connected
+    for client in clients:
+        await client.aclose()
 
 
 async def ask(node: Node, *command: object) -> object:
@@ -94,27 +105,24 @@ async def assert_told(events: AsyncIterator[object]) -> None:
         await anext(events)
 
 
-async def test_the_primary_that_sentinels_name_is_followed(start):
+async def test_the_primary_that_sentinels_name_is_followed(start, connected):
     primary, replica, sentinel = await watched_pair(start)
     nobody = f"127.0.0.1:{free_port()}"
-    redis = await connect(f"redis+sentinel://{nobody},{sentinel.address}/fleet", 1.0)
+    redis = await connected(f"redis+sentinel://{nobody},{sentinel.address}/fleet", 1.0)
     load = Load(redis)
     events = load.registry.watch()
-    try:
-        await assert_told(events)
-        async with load.running():
-            await load.more(50)
-            assert load.errors == 0
-            primary.kill()
-            await load.more(50)
-        await assert_told(events)
-        await set_desired(load.registry, 1, 2, "after")
-        there = await replica.client()
-        assert (await Registry(there, load.namespace).desired()).decode == 2
-        await there.aclose()
-    finally:
-        await events.aclose()
-        await redis.aclose()
+    await assert_told(events)
+    async with load.running():
+        await load.more(50)
+        assert load.errors == 0
+        primary.kill()
+        await load.more(50)
+    await assert_told(events)
+    await events.aclose()
+    await set_desired(load.registry, 1, 2, "after")
+    there = await replica.client()
+    assert (await Registry(there, load.namespace).desired()).decode == 2
+    await there.aclose()
 
 
 @pytest.fixture
@@ -137,35 +145,32 @@ async def cluster(start) -> list[Node]:
     return [primary, replica]
 
 
-async def test_a_move_within_a_cluster_is_followed_without_an_error(cluster):
+async def test_a_move_within_a_cluster_is_followed_without_an_error(cluster, connected):
     primary, replica = cluster
     # The replica is asked first, and names the primary.
-    redis = await connect(f"redis+cluster://{replica.address},{primary.address}", TIMEOUT_S)
+    redis = await connected(f"redis+cluster://{replica.address},{primary.address}")
     load = Load(redis)
-    try:
-        async with load.running():
-            await load.more(50)
-            await ask(replica, "CLUSTER FAILOVER")
+    async with load.running():
+        await load.more(50)
+        await ask(replica, "CLUSTER FAILOVER")
 
-            async def promoted() -> bool:
-                return (await ask(replica, "INFO", "replication"))["role"] == "master"
+        async def promoted() -> bool:
+            return (await ask(replica, "INFO", "replication"))["role"] == "master"
 
-            await until(promoted, "the replica is the primary")
-            await load.more(50)
-            assert load.errors == 0, "a client noticed"
-        assert await ask(replica, "FUNCTION LIST"), "the functions are on the new primary"
-    finally:
-        await redis.aclose()
+        await until(promoted, "the replica is the primary")
+        await load.more(50)
+        assert load.errors == 0, "a client noticed"
+    assert await ask(replica, "FUNCTION LIST"), "the functions are on the new primary"
 
 
-async def test_while_its_slot_migrates_redis_is_away_and_afterwards_nothing_is_lost(start, cluster):
+async def test_while_its_slot_migrates_redis_is_away_and_afterwards_nothing_is_lost(start, connected, cluster):
     """The old node sends who asks for a key that it has not to the new one (ASK), which has a part of the keys only.
     A function that followed would find half a queue, and leave keys there that the migration would stumble over."""
     old, _ = cluster
     new = start("--cluster-enabled", "yes", "--cluster-node-timeout", "1000")
     await ask(new, "CLUSTER MEET", "127.0.0.1", old.port)
     old_id, new_id = [(await ask(node, "CLUSTER MYID")).decode() for node in (old, new)]
-    redis = await connect(f"redis+cluster://{old.address}", TIMEOUT_S)
+    redis = await connected(f"redis+cluster://{old.address}")
     load = Load(redis)
     slot = await ask(old, "CLUSTER KEYSLOT", f"{{{load.namespace}}}")
 
@@ -176,78 +181,65 @@ async def test_while_its_slot_migrates_redis_is_away_and_afterwards_nothing_is_l
     async def keys(node: Node) -> int:
         return int(await ask(node, "CLUSTER COUNTKEYSINSLOT", slot))
 
-    try:
-        await until(met, "the nodes have met")
-        await set_desired(load.registry, 1, 2, "before")
-        async with load.running():
-            await load.more(50)
-            await ask(new, "CLUSTER SETSLOT", slot, "IMPORTING", old_id)
-            await ask(old, "CLUSTER SETSLOT", slot, "MIGRATING", new_id)
-            errors = load.errors
+    await until(met, "the nodes have met")
+    await set_desired(load.registry, 1, 2, "before")
+    async with load.running():
+        await load.more(50)
+        await ask(new, "CLUSTER SETSLOT", slot, "IMPORTING", old_id)
+        await ask(old, "CLUSTER SETSLOT", slot, "MIGRATING", new_id)
+        errors = load.errors
 
-            async def away() -> bool:
-                return load.errors > errors + 20
+        async def away() -> bool:
+            return load.errors > errors + 20
 
-            await until(away, "Redis is away for those who ask")
-            assert await keys(new) == 0, "nothing was done where the keys are not yet"
-            while there := await ask(old, "CLUSTER GETKEYSINSLOT", slot, 100):
-                await ask(old, "MIGRATE", "127.0.0.1", new.port, "", 0, 1000, "KEYS", *there)
-            for node in (new, old):
-                await ask(node, "CLUSTER SETSLOT", slot, "NODE", new_id)
-            await load.more(50)
-        assert await keys(new) > 0 and await keys(old) == 0
-        assert (await load.registry.desired()).decode == 2
-    finally:
-        await redis.aclose()
+        await until(away, "Redis is away for those who ask")
+        assert await keys(new) == 0, "nothing was done where the keys are not yet"
+        while there := await ask(old, "CLUSTER GETKEYSINSLOT", slot, 100):
+            await ask(old, "MIGRATE", "127.0.0.1", new.port, "", 0, 1000, "KEYS", *there)
+        for node in (new, old):
+            await ask(node, "CLUSTER SETSLOT", slot, "NODE", new_id)
+        await load.more(50)
+    assert await keys(new) > 0 and await keys(old) == 0
+    assert (await load.registry.desired()).decode == 2
 
 
-async def test_a_cluster_whose_primary_dies_is_followed(cluster):
+async def test_a_cluster_whose_primary_dies_is_followed(cluster, connected):
     primary, replica = cluster
-    redis = await connect(f"redis+cluster://{primary.address},{replica.address}", TIMEOUT_S)
+    redis = await connected(f"redis+cluster://{primary.address},{replica.address}")
     load = Load(redis)
     events = load.registry.watch()
-    try:
-        await assert_told(events)
-        async with load.running():
-            await load.more(50)
-            primary.kill()
-            await ask(replica, "CLUSTER FAILOVER", "TAKEOVER")  # two nodes have no majority to vote
-            await load.more(50)
-        await assert_told(events)
-    finally:
-        await events.aclose()
-        await redis.aclose()
+    await assert_told(events)
+    async with load.running():
+        await load.more(50)
+        primary.kill()
+        await ask(replica, "CLUSTER FAILOVER", "TAKEOVER")  # two nodes have no majority to vote
+        await load.more(50)
+    await assert_told(events)
+    await events.aclose()
 
 
-async def test_waiting_worker_is_woken_after_move(cluster):
+async def test_waiting_worker_is_woken_after_move(cluster, connected):
     """One worker for each job: the queue counts who has heard it, and a node counts its own listeners only."""
     primary, replica = cluster
-    redis = await connect(f"redis+cluster://{replica.address},{primary.address}", TIMEOUT_S)
+    redis = await connected(f"redis+cluster://{replica.address},{primary.address}")
     queue = PrefillQueue(redis, fresh_namespace(), "w")
     waiting = asyncio.create_task(queue.wait_for_work(30.0))
-    try:
 
-        async def heard() -> bool:
-            ((_, listeners),) = await ask(primary, "PUBSUB NUMSUB", queue.keys.wake("w"))
-            return listeners == 1
+    async def heard() -> bool:
+        ((_, listeners),) = await ask(primary, "PUBSUB NUMSUB", queue.keys.wake("w"))
+        return listeners == 1
 
-        await until(heard, "the worker listens at the node that has the queue")
-        await queue.enqueue(job("a"))
-        async with asyncio.timeout(DEADLINE_S):
-            await waiting
-    finally:
-        waiting.cancel()
-        await queue.aclose()
-        await redis.aclose()
+    await until(heard, "the worker listens at the node that has the queue")
+    await queue.enqueue(job("a"))
+    async with asyncio.timeout(DEADLINE_S):
+        await waiting
+    await queue.aclose()
 
 
-async def test_one_address_of_a_cluster_leads_to_the_others(cluster):
+async def test_one_address_of_a_cluster_leads_to_the_others(cluster, connected):
     primary, replica = cluster
-    redis = await connect(f"redis://{replica.address}", TIMEOUT_S)
-    try:
-        assert await PrefillQueue(redis, fresh_namespace()).depth()
-    finally:
-        await redis.aclose()
+    redis = await connected(f"redis://{replica.address}", TIMEOUT_S)
+    assert await PrefillQueue(redis, fresh_namespace()).depth()
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,5 @@
 """Every key in Redis has a time to live: what a fleet leaves behind goes, and nothing of it is in the next one."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

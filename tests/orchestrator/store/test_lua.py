@@ -1,7 +1,5 @@
 """The files of the function libraries: each is Lua by itself, so that an editor or a linter can read it."""
 
-from __future__ import annotations
-
 from importlib import resources
 from pathlib import Path
 

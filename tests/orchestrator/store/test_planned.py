@@ -1,7 +1,5 @@
 """What operators are told of a rollout."""
 
-from __future__ import annotations
-
 from orchestrator.store.configuration import Phase, Rollout, Version
 from orchestrator.store.planned import rollout_status
 from orchestrator.store.registry import Frontend

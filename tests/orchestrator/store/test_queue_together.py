@@ -53,30 +53,6 @@ async def queues(server):
     await make.redis.aclose()
 
 
-async def test_many_claimers_lose_nothing_and_share_nothing(queues):
-    total, handed = 1000, collections.Counter()
-    producers, consumers = [await queues() for _ in range(3)], [await queues() for _ in range(10)]
-
-    async def produce(queue, part):
-        for number in range(part, total, len(producers)):
-            await queue.enqueue(job(f"r{number}", number % 97 + 1))
-
-    async def consume(queue, name):
-        while sum(handed.values()) < total:
-            for claim in await claim_head(queue, name, 300, 5):
-                handed[claim.job.request_id] += 1
-                assert await queue.ack(name, claim.job.request_id, 1)
-
-    async with asyncio.timeout(60):
-        await asyncio.gather(
-            *(produce(queue, part) for part, queue in enumerate(producers)),
-            *(consume(queue, f"w{number}") for number, queue in enumerate(consumers)),
-        )
-    assert len(handed) == total and set(handed.values()) == {1}
-    assert await producers[0].depth() == QueueDepth(0, 0, 0)
-    await assert_no_leaks(queues.redis, queues.namespace)
-
-
 async def test_claimers_that_choose_from_one_window_share_nothing(queues):
     total, handed, lost = 400, collections.Counter(), 0
     producer, names = await queues(), [f"w{number}" for number in range(6)]
@@ -181,22 +157,6 @@ async def waiting_are(queues, number):
         return await waiters(queues) >= number
 
     await until(registered, f"{number} waiters")
-
-
-async def test_waiting_ends_at_once_when_there_is_work(queues):
-    queue = await queues()
-    await queue.enqueue(job("a"))
-    assert await waits(queue) < 5
-
-
-async def test_waiting_ends_when_a_job_comes(queues):
-    queue, other = await queues(), await queues()
-    await queue.wait_for_work(10)  # the subscription is new
-    waiting = asyncio.create_task(waits(queue, 30))
-    await waiting_are(queues, 1)
-    await other.enqueue(job("a"))
-    assert await waiting < 15
-    assert [claim.job.request_id for claim in await claim_head(queue, "w", ALL, 1)] == ["a"]
 
 
 async def test_job_between_claim_and_wait_wakes_worker(queues):
@@ -451,42 +411,3 @@ async def test_a_killed_and_restarted_server(mortal):
     assert await waiting < 15
     await queue.aclose()
     await redis.aclose()
-
-
-async def test_killed_server_leaves_no_call_hanging(mortal):
-    """Every call ends, with an answer or RedisAway, while the server is killed and restarted under it."""
-    namespace, ended, stop = "load", collections.Counter(), False
-
-    async def run(number):
-        redis = await connect(mortal.url, 0.5)
-        queue = PrefillQueue(redis, namespace)
-        turn = 0
-        while not stop:
-            turn += 1
-            try:
-                await queue.enqueue(job(f"r{number}-{turn}", body=b"x" * 2000))
-                for claim in await claim_head(queue, f"w{number}", 1000, 4):
-                    await queue.ack(f"w{number}", claim.job.request_id, 1)
-                ended["answered"] += 1
-            except RedisAway:
-                ended["away"] += 1
-                await asyncio.sleep(0.01)
-        await redis.aclose()
-
-    async def more_than(kind, number):
-        return ended[kind] > number
-
-    async def until_more(kind):
-        before = ended[kind]
-        await until(lambda: more_than(kind, before + 20), kind)
-
-    tasks = [asyncio.create_task(run(number)) for number in range(8)]
-    for _ in range(3):
-        await until_more("answered")
-        os.kill(mortal.pid, signal.SIGKILL)
-        await until_more("away")
-        mortal.stop()
-        mortal.start()
-    await until_more("answered")
-    stop = True
-    await asyncio.wait_for(asyncio.gather(*tasks), DEADLINE_S)

@@ -1,7 +1,5 @@
 """What an operator's orders mean for the fleet, and for workers that no launcher runs."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Awaitable, Callable
 from pathlib import Path

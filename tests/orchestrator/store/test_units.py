@@ -1,7 +1,5 @@
 """A unit of several ranks in the registry: its orders and role are its first rank's, and all take a role at once."""
 
-from __future__ import annotations
-
 import msgspec
 import pytest
 from support_redis import fresh_namespace, worker

@@ -1,7 +1,5 @@
 """Numbers of adapters: the same for all who compute them, another one for another adapter."""
 
-from __future__ import annotations
-
 from orchestrator.wire.adapters import adapter_number, unique_name
 
 

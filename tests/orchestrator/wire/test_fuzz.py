@@ -1,7 +1,5 @@
 """Bytes from anywhere: a decoder gives a message or its own error. Every message of every union is covered."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable
 from typing import Any

@@ -85,22 +85,23 @@ class Mesh:
     def __init__(self, encrypted=True):
         self.encrypted = encrypted
         self.registered = {}  # public key -> frontend id
-        self.reads = 0
+        self.made = []
 
     async def find(self, keys):
-        self.reads += 1
         return {key: self.registered[key] for key in keys if key in self.registered}
 
     def frontend(self, name, register=True):
         keys = KeyPair.new() if self.encrypted else None
         if keys is not None and register:
             self.registered[keys.public] = name
-        return FrontendTransport(name, keys=keys)
+        self.made.append(FrontendTransport(name, keys=keys))
+        return self.made[-1]
 
     def worker(self):
         keys = KeyPair.new() if self.encrypted else None
         worker = WorkerTransport(Listening("127.0.0.1"), keys=keys, find_frontends=self.find)
         worker.key = keys.public if keys else ""
+        self.made.append(worker)
         return worker
 
 
@@ -109,8 +110,26 @@ def connect(frontend, worker, name="w", request_address=None):
 
 
 @pytest.fixture(params=["curve", "none"])
-def mesh(request):
-    return Mesh(request.param == "curve")
+async def mesh(request):
+    mesh = Mesh(request.param == "curve")
+    yield mesh
+    for end in mesh.made:
+        end.close()
+
+
+@pytest.fixture
+async def link():
+    link = Link()
+    yield link
+    await link.close()
+
+
+@pytest.fixture
+async def doors():
+    doors = Doors()
+    doors.open_all()
+    yield doors
+    await doors.close()
 
 
 @pytest.fixture
@@ -119,9 +138,7 @@ async def pair(mesh):
     connect(frontend, worker)
     identity, hello, _ = await asyncio.wait_for(worker.receive(), DEADLINE_S)
     assert (identity, hello) == ("frontend-1", Hello())
-    yield worker, frontend
-    frontend.close()
-    worker.close()
+    return worker, frontend
 
 
 async def test_messages_with_payload_go_both_ways(pair):
@@ -138,30 +155,25 @@ async def test_messages_stay_whole_while_connections_end(mesh):
     workers = {f"w{number}": mesh.worker() for number in range(40)}
     corrupt = []
     frontend._on_corrupt = lambda: corrupt.append(1)
-    try:
-        async with asyncio.timeout(60):
-            for _ in range(12):
-                for name, worker in workers.items():
-                    connect(frontend, worker, name)
-                for worker in workers.values():
-                    await worker.receive()
-                for name, worker in workers.items():
-                    for _ in range(30):
-                        worker.send("f", Welcome(), [name.encode()] * 4)
-                await asyncio.sleep(0.1)  # all of it arrives
-                ending = random_.sample(sorted(workers), 30)
-                for turn in range(600):
-                    name, message, payload = await frontend.receive()
-                    assert message == Disconnected(name) or (message, payload) == (Welcome(), [name.encode()] * 4)
-                    if turn % 20 == 0:
-                        frontend.disconnect(ending.pop())
-                for name in workers:
-                    frontend.disconnect(name)
-        assert not corrupt
-    finally:
-        frontend.close()
-        for worker in workers.values():
-            worker.close()
+    async with asyncio.timeout(60):
+        for _ in range(12):
+            for name, worker in workers.items():
+                connect(frontend, worker, name)
+            for worker in workers.values():
+                await worker.receive()
+            for name, worker in workers.items():
+                for _ in range(30):
+                    worker.send("f", Welcome(), [name.encode()] * 4)
+            await asyncio.sleep(0.1)  # all of it arrives
+            ending = random_.sample(sorted(workers), 30)
+            for turn in range(600):
+                name, message, payload = await frontend.receive()
+                assert message == Disconnected(name) or (message, payload) == (Welcome(), [name.encode()] * 4)
+                if turn % 20 == 0:
+                    frontend.disconnect(ending.pop())
+            for name in workers:
+                frontend.disconnect(name)
+    assert not corrupt
 
 
 async def test_send_to_unknown_peer_is_refused(pair):
@@ -237,48 +249,40 @@ async def test_a_dead_worker_is_noticed_and_a_new_one_greeted(mesh, pair):
     connect(frontend, again)
     assert (await asyncio.wait_for(again.receive(), DEADLINE_S))[1] == Hello()
     assert again.send("frontend-1", Rejected("r", 1, "draining"))
-    again.close()
 
 
 @pytest.mark.slow
-async def test_a_welcome_of_a_broken_connection_is_not_one_of_the_next(mesh):
+async def test_a_welcome_of_a_broken_connection_is_not_one_of_the_next(doors, mesh):
     """What a worker said last may be read after the news that its connection broke."""
-    worker, frontend, doors = mesh.worker(), mesh.frontend("f"), Doors()
-    doors.open_all()
+    worker, frontend = mesh.worker(), mesh.frontend("f")
     connect(frontend, worker, request_address=await doors.to(worker.request_address))
-    try:
-        async with asyncio.timeout(DEADLINE_S):
-            await worker.receive()
-            assert worker.send("f", Welcome())
-            assert await frontend.receive() == ("w", Welcome(), [])
-            assert worker.send("f", Welcome())
-            assert worker.send("f", Rejected("r", 1, "the last word"))
-            while not frontend._requests.getsockopt(zmq.EVENTS) & zmq.POLLIN:
-                await asyncio.sleep(0.01)
-            await asyncio.sleep(0.1)  # for the second one
-            doors.break_all()
-            while frontend.send("w", Abort("r", 1)):
-                await asyncio.sleep(0.01)
-            assert await frontend.receive() == ("w", Disconnected("w"), [])
-            _, message, _ = await frontend.receive()
-            assert message == Rejected("r", 1, "the last word"), "what is fenced otherwise is not lost"
-            doors.open_all()
-            while (await worker.receive())[1] != Hello():
-                pass
-            assert worker.send("f", Welcome())
-            assert await frontend.receive() == ("w", Welcome(), [])
-    finally:
-        frontend.close()
-        worker.close()
-        await doors.close()
+    async with asyncio.timeout(DEADLINE_S):
+        await worker.receive()
+        assert worker.send("f", Welcome())
+        assert await frontend.receive() == ("w", Welcome(), [])
+        assert worker.send("f", Welcome())
+        assert worker.send("f", Rejected("r", 1, "the last word"))
+        while not frontend._requests.getsockopt(zmq.EVENTS) & zmq.POLLIN:
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.1)  # for the second one
+        doors.break_all()
+        while frontend.send("w", Abort("r", 1)):
+            await asyncio.sleep(0.01)
+        assert await frontend.receive() == ("w", Disconnected("w"), [])
+        _, message, _ = await frontend.receive()
+        assert message == Rejected("r", 1, "the last word"), "what is fenced otherwise is not lost"
+        doors.open_all()
+        while (await worker.receive())[1] != Hello():
+            pass
+        assert worker.send("f", Welcome())
+        assert await frontend.receive() == ("w", Welcome(), [])
 
 
 @pytest.mark.slow
-async def test_no_message_comes_twice_or_late_and_none_is_missing_without_news(mesh):
+async def test_no_message_comes_twice_or_late_and_none_is_missing_without_news(doors, mesh):
     """Outputs have no sequence number: what a router takes for the next tokens of an attempt is that, because they come
     in order, once, and after a gap only behind a `Disconnected`, on which every attempt there is started again."""
-    worker, frontend, doors = mesh.worker(), mesh.frontend("f"), Doors()
-    doors.open_all()
+    worker, frontend = mesh.worker(), mesh.frontend("f")
     connect(frontend, worker, request_address=await doors.to(worker.request_address))
     sent = itertools.count()
 
@@ -317,13 +321,10 @@ async def test_no_message_comes_twice_or_late_and_none_is_missing_without_news(m
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        frontend.close()
-        worker.close()
-        await doors.close()
 
 
-async def test_cut_off_host_is_noticed_and_reconnected(mesh):
-    worker, frontend, link = mesh.worker(), mesh.frontend("f"), Link()
+async def test_cut_off_host_is_noticed_and_reconnected(link, mesh):
+    worker, frontend = mesh.worker(), mesh.frontend("f")
     connect(frontend, worker, request_address=await link.to(worker.request_address))
     async with asyncio.timeout(DEADLINE_S):
         await worker.receive()
@@ -343,37 +344,29 @@ async def test_cut_off_host_is_noticed_and_reconnected(mesh):
         while (await worker.receive())[1] != Hello():
             pass
     assert worker.send("f", Welcome())
-    await link.close()
-    frontend.close()
-    worker.close()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("asked", [True, False], ids=["with a request", "idle"])
-async def test_frontend_notices_link_cut_before_first_heartbeat(mesh, asked):
-    worker, frontend, link = mesh.worker(), mesh.frontend("f"), Link()
-    try:
-        connect(frontend, worker, request_address=await link.to(worker.request_address))
-        async with asyncio.timeout(DEADLINE_S):
-            await worker.receive()
-            assert worker.send("f", Welcome())
-            await frontend.receive()
-            await link.cut()
-        if asked:
-            assert frontend.send("w", Abort("r", 1))
-        async with asyncio.timeout(DEADLINE_S):
-            assert await frontend.receive() == ("w", Disconnected("w"), [])
-        assert not frontend.send("w", Abort("r", 1))
-    finally:
-        await link.close()
-        frontend.close()
-        worker.close()
+async def test_frontend_notices_link_cut_before_first_heartbeat(link, mesh, asked):
+    worker, frontend = mesh.worker(), mesh.frontend("f")
+    connect(frontend, worker, request_address=await link.to(worker.request_address))
+    async with asyncio.timeout(DEADLINE_S):
+        await worker.receive()
+        assert worker.send("f", Welcome())
+        await frontend.receive()
+        await link.cut()
+    if asked:
+        assert frontend.send("w", Abort("r", 1))
+    async with asyncio.timeout(DEADLINE_S):
+        assert await frontend.receive() == ("w", Disconnected("w"), [])
+    assert not frontend.send("w", Abort("r", 1))
 
 
 @pytest.mark.slow
-async def test_only_workers_send_heartbeats():
+@pytest.mark.parametrize("mesh", ["none"], indirect=True)
+async def test_only_workers_send_heartbeats(link, mesh):
     """With a thousand workers the timers of a frontend's own questions were most of what its ZMQ thread did."""
-    mesh, link = Mesh(encrypted=False), Link()
     worker, frontend = mesh.worker(), mesh.frontend("f")
     frontend.connect("w", await link.to(worker.request_address), await link.to(worker.load_address), worker.key)
     async with asyncio.timeout(DEADLINE_S):
@@ -382,9 +375,6 @@ async def test_only_workers_send_heartbeats():
             await asyncio.sleep(0.05)
     assert link.said["worker"].count(b"\4PING") >= 3
     assert b"\4PING" not in link.said["frontend"]
-    await link.close()
-    frontend.close()
-    worker.close()
 
 
 def descriptors():
@@ -405,7 +395,6 @@ async def test_connections_come_and_go_without_a_trace(mesh):
         if turn == 5:
             before = descriptors()
     await until(lambda: descriptors() <= before + 5)
-    frontend.close()
 
 
 async def test_an_address_has_one_process(pair):

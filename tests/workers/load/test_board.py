@@ -1,7 +1,5 @@
 """The board of a group: what each rank may compute next, and what their steps' balance was."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Load reports: exact, coalesced, and how fast prefill is."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from typing import cast

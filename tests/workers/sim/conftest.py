@@ -1,7 +1,5 @@
 """Simulated engines for each test, of which nothing may be left reserved at its end."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator
 
 import pytest

@@ -1,7 +1,5 @@
 """The structs that need no vLLM against vLLM's own encoder and decoder, both ways, and against garbage."""
 
-from __future__ import annotations
-
 import msgspec
 import pytest
 

@@ -1,7 +1,5 @@
 """Connections between simulated engines: who is there, who is not, and messages in order."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator
 

@@ -1,7 +1,5 @@
 """The simulated engine: deterministic tokens, block accounting, hand-over between engines, and every way it can end."""
 
-from __future__ import annotations
-
 import asyncio
 
 import pytest
@@ -176,31 +174,6 @@ async def test_blocks_stay_reserved_while_a_write_may_land(sims: SimFixture) -> 
     assert (await decode.load()).kv.withdrawing_blocks == 0
 
 
-async def test_abort_of_the_prefill_side_makes_decode_recompute(sims: SimFixture) -> None:
-    prefill, decode, source = await sims.pair(Simulated(prefill_us_per_token=2000))
-    await prefill.submit(request_of("a#1", PROMPT, phase=Phase.PREFILL))
-    await decode.submit(request_of("a#1", PROMPT, max_tokens=3, source=source))
-    await sims.until(lambda load: load.waiting == 1, decode)
-    await prefill.abort(["a#1"])
-    assert (await collect(decode, "a#1")).tokens == expected(PROMPT, 3)
-
-
-async def test_prefill_engine_that_stops_is_noticed(sims: SimFixture) -> None:
-    prefill, decode, source = await sims.pair()
-    await decode.submit(request_of("a#1", PROMPT, max_tokens=3, source=source))
-    await sims.until(lambda load: load.waiting == 1, decode)
-    await sims.stop(prefill)
-    assert (await collect(decode, "a#1")).tokens == expected(PROMPT, 3)
-
-
-async def test_decode_engine_that_stops_frees_the_prefill_side(sims: SimFixture) -> None:
-    prefill, decode, source = await sims.pair(Simulated(kv_bytes_per_token=10_000_000, link_gb_per_s=1.0))
-    await decode.submit(request_of("a#1", PROMPT, max_tokens=3, source=source))
-    await prefill.submit(request_of("a#1", PROMPT, phase=Phase.PREFILL))
-    await collect(prefill, "a#1")
-    await sims.stop(decode)
-
-
 async def test_fail_peer_ends_both_halves(sims: SimFixture) -> None:
     slow = Simulated(prefill_us_per_token=2000, max_num_batched_tokens=16)
     prefill, p_info = await sims.start(slow)
@@ -213,21 +186,6 @@ async def test_fail_peer_ends_both_halves(sims: SimFixture) -> None:
     result = await collect(decode, "a#1")
     assert result.tokens == expected(PROMPT, 3)
     assert result.stats is not None and result.stats.num_external_cached_tokens == 0
-
-
-async def test_another_engine_at_the_same_address_is_not_asked(sims: SimFixture) -> None:
-    _, p_info = await sims.start()
-    decode, _ = await sims.start()
-    source = sims.source(p_info, "a#1", engine_id="an-earlier-process")
-    await decode.submit(request_of("a#1", PROMPT, max_tokens=3, source=source))
-    assert (await collect(decode, "a#1")).tokens == expected(PROMPT, 3)
-
-
-async def test_unreachable_source_is_recomputed(sims: SimFixture) -> None:
-    prefill, decode, source = await sims.pair()
-    await sims.stop(prefill)
-    await decode.submit(request_of("a#1", PROMPT, max_tokens=3, source=source))
-    assert (await collect(decode, "a#1")).tokens == expected(PROMPT, 3)
 
 
 async def test_preempts_when_blocks_run_out_and_still_answers_all(sims: SimFixture) -> None:

@@ -1,7 +1,5 @@
 """Steps that ranks take together: as long as the slowest, none while nobody works, and none without all."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager

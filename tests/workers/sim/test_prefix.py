@@ -1,7 +1,5 @@
 """The simulated engine's prefix cache: what it holds, what it says of it, and what it spares."""
 
-from __future__ import annotations
-
 from support_sim import SimFixture, collect, request_of
 
 from orchestrator.config.simulated import Simulated

@@ -1,7 +1,5 @@
 """The simulated scheduler as a pure state machine: blocks are conserved, nobody starves, every token is right."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st

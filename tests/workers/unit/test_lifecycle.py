@@ -1,7 +1,5 @@
 """The states of a worker process and the legal moves between them."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from typing import cast

@@ -1,7 +1,5 @@
 """The ranks of a group find each other, each once and all of one attempt, and end together."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

@@ -12,10 +12,9 @@ from collections.abc import Iterable
 import msgspec
 import pytest
 from support_wait import until
-from support_workers import Frontend, Workers, running_workers
+from support_workers import Frontend, Workers
 
 from orchestrator.fleet.control_calls import CallFailed
-from orchestrator.launch.host.redis_server import EmbeddedRedis
 from orchestrator.types import PauseState, Role
 from orchestrator.wire.messages import Call
 
@@ -86,44 +85,41 @@ PAUSE, RESUME, ABORT = PauseState(0, "keep", True), PauseState(), PauseState(0, 
 
 @pytest.mark.parametrize("wanted", [(PAUSE, RESUME, ABORT), (ABORT, PAUSE, RESUME), (RESUME, PAUSE, ABORT)])
 async def test_no_order_of_calls_leaves_ranks_in_different_states(
-    redis_server: EmbeddedRedis, wanted: tuple[PauseState, ...]
+    workers: Workers, wanted: tuple[PauseState, ...]
 ) -> None:
-    async with running_workers(redis_server, **SECTIONS) as workers:
-        group = await Group.start(workers)
-        for orders in itertools.product(itertools.permutations(range(len(wanted))), repeat=len(RANKS)):
-            states = group.states(*wanted)
-            for rank, order in zip(RANKS, orders, strict=True):
-                group.tell(rank, [states[i] for i in order])
-            await group.settles(states[-1])
-            (resumed,) = group.states(RESUME)
-            for rank in RANKS:
-                group.tell(rank, [resumed])
-            await group.settles(resumed)
-            assert await group.serves()
-        await workers.assert_no_leaks()
+    group = await Group.start(workers)
+    for orders in itertools.product(itertools.permutations(range(len(wanted))), repeat=len(RANKS)):
+        states = group.states(*wanted)
+        for rank, order in zip(RANKS, orders, strict=True):
+            group.tell(rank, [states[i] for i in order])
+        await group.settles(states[-1])
+        (resumed,) = group.states(RESUME)
+        for rank in RANKS:
+            group.tell(rank, [resumed])
+        await group.settles(resumed)
+        assert await group.serves()
+    await workers.assert_no_leaks()
 
 
 @pytest.mark.parametrize("hears", RANKS)
-async def test_all_ranks_follow_what_one_of_them_hears(redis_server: EmbeddedRedis, hears: str) -> None:
-    async with running_workers(redis_server, **SECTIONS) as workers:
-        group = await Group.start(workers)
-        for state in group.states(PAUSE, RESUME):
-            group.tell(hears, [state])
-            await group.settles(state)
-        assert await group.serves()
+async def test_all_ranks_follow_what_one_of_them_hears(workers: Workers, hears: str) -> None:
+    group = await Group.start(workers)
+    for state in group.states(PAUSE, RESUME):
+        group.tell(hears, [state])
+        await group.settles(state)
+    assert await group.serves()
 
 
-async def test_two_operators_at_once(redis_server: EmbeddedRedis) -> None:
+async def test_two_operators_at_once(workers: Workers) -> None:
     """Through two frontends. Whose call was superseded is told so."""
-    async with running_workers(redis_server, **SECTIONS) as workers:
-        group = await Group.start(workers)
-        clients = [await workers.router(decode=len(RANKS)) for _ in range(2)]
-        one, other = (client.connection.pause for client in clients)
-        for mode in ("keep", "wait", "abort"):
-            calls = [one.begin(mode, False), other.end(), one.end(), other.begin("keep", True), other.end()]
-            failed = [error for error in await asyncio.gather(*calls, return_exceptions=True) if error]
-            assert all(isinstance(error, CallFailed) and "ask again" in str(error) for error in failed), failed
-            await one.end()
-            assert await group.paused() == [False] * len(RANKS)
-            await asyncio.gather(*(client.ask([1, 2, 3], 5) for client in clients))
-            assert await group.serves()
+    group = await Group.start(workers)
+    clients = [await workers.router(decode=len(RANKS)) for _ in range(2)]
+    one, other = (client.connection.pause for client in clients)
+    for mode in ("keep", "wait", "abort"):
+        calls = [one.begin(mode, False), other.end(), one.end(), other.begin("keep", True), other.end()]
+        failed = [error for error in await asyncio.gather(*calls, return_exceptions=True) if error]
+        assert all(isinstance(error, CallFailed) and "ask again" in str(error) for error in failed), failed
+        await one.end()
+        assert await group.paused() == [False] * len(RANKS)
+        await asyncio.gather(*(client.ask([1, 2, 3], 5) for client in clients))
+        assert await group.serves()

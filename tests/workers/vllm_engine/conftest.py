@@ -1,7 +1,5 @@
 """One tiny model for all tests of this folder that start a plain engine."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Two real engines, a tiny float32 model: whatever happens to a transfer, tokens are right and blocks come back."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import multiprocessing

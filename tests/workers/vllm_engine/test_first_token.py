@@ -1,7 +1,7 @@
-"""Prefill's one token on a real engine: under all that determines it, it is the token that decode begins with."""
+"""Prefill's one token on a real engine: under all that determines it, it is the token that decode begins with. The
+first request of such a pair needs no handshake where one of them was told of the other."""
 
-from __future__ import annotations
-
+import contextlib
 import random
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -9,7 +9,11 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
+from support_relay import Relay
 from support_vllm import Driver, frames
+from support_wait import until
+
+from orchestrator.wire.addresses import free_ports
 
 pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="module")]
 
@@ -18,13 +22,38 @@ def prompt(length: int) -> list[int]:
     return random.Random(length).choices(range(3, 500), k=length)
 
 
+HERE, SEEN_AT = "127.0.0.1", "127.0.0.2"  # where engines answer handshakes, and where relays count those
+
+
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def pair(model: Path) -> AsyncIterator[tuple[Driver, Driver]]:
-    prefill = await Driver.start(model, name="prefill")
-    decode = await Driver.start(model, name="decode")
-    yield prefill, decode
-    await prefill.stop()
-    await decode.stop()
+async def seen(model: Path) -> AsyncIterator[list[tuple[Driver, Relay]]]:
+    ports = free_ports(HERE)
+    async with contextlib.AsyncExitStack() as ending:
+        pair = []
+        for name in ("prefill", "decode"):
+            relay = Relay(HERE, port := next(ports))
+            await ending.enter_async_context(relay.listening(SEEN_AT, port))
+            driver = await Driver.start(model, name=name, kv_port=port, kv_advertise=SEEN_AT)
+            ending.push_async_callback(driver.stop)
+            pair.append((driver, relay))
+        yield pair
+
+
+@pytest.fixture(scope="module")
+def pair(seen: list[tuple[Driver, Relay]]) -> tuple[Driver, Driver]:
+    (prefill, _), (decode, _) = seen
+    return prefill, decode
+
+
+async def test_first_request_of_engines_that_met_makes_no_handshake(seen: list[tuple[Driver, Relay]]) -> None:
+    """The first test of this pair. One is told of the other, as when its role has changed, and tells that one."""
+    (prefill, to_prefill), (decode, to_decode) = seen
+    await prefill.engine.meet(decode.info.kv)
+    await until(lambda: to_decode.accepted == 1 and to_prefill.accepted == 1, "handshakes of both")
+    early, answer = await both((prefill, decode), "first#1", frames(prompt(100)))
+    assert early == answer[:1] and len(answer) == 8
+    assert decode.stats["first#1"].num_external_cached_tokens == 100
+    assert (to_decode.accepted, to_prefill.accepted) == (1, 1)
 
 
 async def both(pair: tuple[Driver, Driver], key: str, body: list[bytes]) -> tuple[list[int], list[int]]:

@@ -1,7 +1,5 @@
 """The host tier with real engines: what a small device cache evicts is loaded, tokens stay right, and nothing leaks."""
 
-from __future__ import annotations
-
 import asyncio
 import multiprocessing
 import os

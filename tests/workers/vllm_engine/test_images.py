@@ -3,8 +3,6 @@
 The tokens are those of one engine. Where the decode engine needs pixels after all, it gives the request back.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import AsyncIterator
 from typing import Any

@@ -1,8 +1,6 @@
 """How many threads an engine on CPU computes with, in a container that has CPU time for less than its cores; and what
 becomes of an engine that starts for nobody."""
 
-from __future__ import annotations
-
 import asyncio
 import math
 import threading

@@ -1,7 +1,5 @@
 """A prefix from another engine's cache, with real engines: right tokens, no leak, nothing computed to lend it."""
 
-from __future__ import annotations
-
 import os
 import random
 import signal

@@ -3,8 +3,6 @@
 For each the tokens after a remote prefill are those of one engine, and checksums of what was sent and came agree.
 """
 
-from __future__ import annotations
-
 import random
 from pathlib import Path
 from typing import Any

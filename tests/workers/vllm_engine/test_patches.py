@@ -1,7 +1,5 @@
 """Fixes of vLLM's defects, without an engine."""
 
-from __future__ import annotations
-
 import gc
 import subprocess
 import sys

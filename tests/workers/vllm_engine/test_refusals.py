@@ -1,7 +1,5 @@
 """Settings with which KV would be lost or wrong are refused before a model is loaded, in one line with the mend."""
 
-from __future__ import annotations
-
 import tomllib
 import types
 from collections.abc import Callable

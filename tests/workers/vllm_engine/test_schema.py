@@ -1,7 +1,5 @@
 """What tells versions of vLLM apart whose frontends and engines do not understand each other."""
 
-from __future__ import annotations
-
 import dataclasses
 import enum
 import subprocess

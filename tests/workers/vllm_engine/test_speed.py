@@ -1,7 +1,5 @@
 """What an engine measures of itself when it starts: the right coefficients, in bounded time, and nothing is left."""
 
-from __future__ import annotations
-
 import asyncio
 from pathlib import Path
 from types import SimpleNamespace

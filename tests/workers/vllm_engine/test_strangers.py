@@ -1,7 +1,5 @@
 """Real engines whose peer is not what it was or should be: garbled, of another version, restarted, or too late."""
 
-from __future__ import annotations
-
 import os
 import random
 import signal

@@ -1,7 +1,5 @@
 """A thousand requests through two real engines, a tenth aborted and a twentieth hit by the death of their prefill."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import random
@@ -19,7 +17,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(900)]
 REQUESTS, AT_ONCE = 1000, 10
 KILLS = 6  # of the prefill engine, each while a wave of ten is prefilled or transferred
 ABORTED = REQUESTS // 10  # half of them on decode, half on prefill
-LENGTHS = range(40, 740, 25)
+LENGTHS = range(40, 400, 13)
 TOKENS = 4
 
 

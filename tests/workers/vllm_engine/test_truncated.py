@@ -1,7 +1,5 @@
 """Real engines of a model whose prefill stops short of the prompt's end, as those with a recurrent state do."""
 
-from __future__ import annotations
-
 import random
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """An engine that only waits for KV takes no steps until an input or one of its ranks wakes it."""
 
-from __future__ import annotations
-
 import asyncio
 import multiprocessing
 import queue

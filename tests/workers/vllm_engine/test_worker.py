@@ -1,6 +1,4 @@
-"""The worker process around the real engine: hand-over, death, role change, exit codes. Small random model, CPU."""
-
-from __future__ import annotations
+"""The worker process around the real engine: its end with the engine, and exit codes. Fleets of them: `tests/e2e`."""
 
 import asyncio
 import contextlib
@@ -10,19 +8,14 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-from support_steering import order_role
-from support_wait import until
-from support_workers import Frontend, Request, WorkerProcess, Workers, running_workers
+from support_workers import WorkerProcess, Workers, running_workers
 
 from orchestrator.launch.host.redis_server import EmbeddedRedis
-from orchestrator.process.parent import started_ticks
 from orchestrator.types import Role
-from orchestrator.wire.messages import Claimed, Prefilled, Rejected
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(240)]
 
 START_S = 120.0
-PROMPT = list(range(3, 203))
 
 
 @contextlib.asynccontextmanager
@@ -54,85 +47,20 @@ def engine_pids(worker: WorkerProcess) -> list[int]:
     return children
 
 
-async def local_tokens(frontend: Frontend, worker_id: str, prompts: list[list[int]]) -> list[list[int]]:
-    """What the decode worker answers when it prefills by itself."""
-    requests = [frontend.new(prompt) for prompt in prompts]
-    for request in requests:
-        frontend.submit_to(worker_id, request)
-    await frontend.ended(*requests)
-    return [request.tokens for request in requests]
-
-
-async def remote(frontend: Frontend, prompts: list[list[int]]) -> list[Request]:
-    requests = [frontend.new(prompt) for prompt in prompts]
-    for request in requests:
-        await frontend.enqueue(request)
-    return requests
-
-
-async def test_a_pair_of_real_workers(redis_server: EmbeddedRedis, model: Path) -> None:
+async def test_a_worker_whose_engine_dies_asks_to_be_restarted_and_leaves_nothing(
+    redis_server: EmbeddedRedis, model: Path
+) -> None:
     async with real_workers(redis_server, model) as workers:
-        prefill = await workers.spawn(Role.PREFILL, wait=False)
-        decode = await workers.spawn(Role.DECODE, "--max-num-seqs", "8", wait=False)
-        await workers.registered(prefill.id, timeout_s=START_S)
-        info = await workers.registered(decode.id, timeout_s=START_S)
+        worker = await workers.spawn(Role.DECODE, "--max-num-seqs", "8", wait=False)
+        info = await workers.registered(worker.id, timeout_s=START_S)
         assert info.identity.engine == "vllm" and info.max_num_seqs == 8  # the command line wins
-        frontend = await workers.frontend(prefill, decode, binds_to=decode)
-
-        # Hand-over gives the tokens of a local prefill. Different prompts, so that no prefix cache helps.
-        prompts = [[i + 3, *PROMPT[: 20 + 17 * i]] for i in range(8)]
-        requests = await remote(frontend, prompts)
-        await frontend.ended(*requests)
-        assert [r.tokens for r in requests] == await local_tokens(frontend, decode.id, prompts)
-        assert all(r.got(Claimed) for r in requests)
-        await until(lambda: all(r.got(Prefilled) for r in requests))
-        await workers.assert_no_leaks()
-        assert frontend.loads[prefill.id].kv.transfers == len(prompts)
-        assert frontend.loads[prefill.id].prefill_tokens_per_s > 0
-
-        # What cannot be run is refused, not fatal; an abort frees both sides.
-        long = frontend.new(list(range(3, 300)) * 10)
-        frontend.submit_to(decode.id, long)
-        rejected = await until(lambda: long.got(Rejected))
-        assert rejected.why.startswith("invalid: ")
-        aborted = frontend.new([99, *PROMPT], max_tokens=1000)
-        await frontend.enqueue(aborted)
-        await until(lambda: aborted.tokens)
-        frontend.abort(prefill.id, aborted)
-        frontend.abort(decode.id, aborted)
-        await workers.assert_no_leaks()
-
-        # Roles change in place, there and back, and each serves the other's role.
-        before = (await workers.registered(prefill.id)).kv.engine_id
-        await order_role(workers.registry, prefill.id, Role.DECODE)
-        await order_role(workers.registry, decode.id, Role.PREFILL)
-        await workers.registered(prefill.id, Role.DECODE)
-        await workers.registered(decode.id, Role.PREFILL)
-        frontend.decode = prefill.id
-        (swapped,) = await remote(frontend, [[77, *PROMPT]])
-        await frontend.ended(swapped)
-        claimed_by = swapped.got(Claimed).kv_source.endpoint.engine_id
-        assert claimed_by == (await workers.registered(decode.id)).kv.engine_id
-        await workers.assert_no_leaks()
-        assert (await workers.registered(prefill.id)).kv.engine_id == before
-
-        # kill -9 of the one that prefills: the other answers by itself, and no engine process is left behind.
-        engines = engine_pids(decode)
-        assert engines
-        (orphaned,) = await remote(frontend, [[3 + i % 500 for i in range(1800)]])
-        await until(lambda: orphaned.got(Claimed))
-        decode.kill()
-        await frontend.ended(orphaned)
-        await until(lambda: all(started_ticks(pid) is None for pid in engines), "the engine of a killed worker")
-
-        # An engine that dies takes its worker with it, with an exit code that asks for a restart.
-        for pid in engine_pids(prefill):
+        for pid in engine_pids(worker):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        assert await prefill.stopped() == 1
-        left = {path.name for path in prefill.folder.iterdir() if not path.name.startswith("torchinductor_")}  # a cache
+        assert await worker.stopped() == 1
+        left = {path.name for path in worker.folder.iterdir() if not path.name.startswith("torchinductor_")}  # a cache
         assert left == {"fleet.yaml"}, "no socket, nothing of its engine"
-        assert prefill.id not in await workers.registry.workers()
+        assert worker.id not in await workers.registry.workers()
 
 
 async def test_bad_engine_arguments_are_one_line(redis_server: EmbeddedRedis, model: Path) -> None:

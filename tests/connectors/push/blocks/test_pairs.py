@@ -1,7 +1,5 @@
 """Which block here goes into which block of decode."""
 
-from __future__ import annotations
-
 import pytest
 
 from connectors.push.actions import Chunk, Post

@@ -1,7 +1,5 @@
 """The doctor: each line with its fix, exit code 1 where something fails, and what it reads of devices and fleets."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

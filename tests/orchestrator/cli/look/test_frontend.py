@@ -1,7 +1,5 @@
 """Where a command looks for a fleet, and whom it asks."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator

@@ -1,7 +1,5 @@
 """`orchestrator logs` and `events`, as typed."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import signal

@@ -1,7 +1,5 @@
 """`orchestrator top` against a real frontend's stream, with keys pressed as a person would."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import subprocess

@@ -1,7 +1,5 @@
 """One ended request as a waterfall: from the log, else from what frontends remember."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from unittest.mock import AsyncMock
 

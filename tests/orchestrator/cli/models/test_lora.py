@@ -1,7 +1,5 @@
 """`orchestrator lora`: what a frontend answers, in one line with the mend. Real engines: `test_real_adapters.py`."""
 
-from __future__ import annotations
-
 import json
 import threading
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """`orchestrator model`: what it refuses, each in one line with the mend, and what it writes down."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import Awaitable, Callable

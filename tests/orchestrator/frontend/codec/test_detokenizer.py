@@ -1,7 +1,5 @@
 """Detokenizers that begin with the end of the prompt say what vLLM's say, which begin with all of it."""
 
-from __future__ import annotations
-
 import os
 import random
 from pathlib import Path

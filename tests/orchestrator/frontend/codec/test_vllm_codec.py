@@ -1,7 +1,5 @@
 """What the router needs of vLLM's requests and outputs: which first tokens are certain, and cut at the first."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """The last hour of a fleet, a point each second, and who watches."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 

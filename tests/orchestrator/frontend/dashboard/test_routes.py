@@ -1,7 +1,5 @@
 """The streams and pages of a frontend's fleet, as an ASGI server asks for them."""
 
-from __future__ import annotations
-
 import asyncio
 from typing import Any
 from urllib.parse import quote

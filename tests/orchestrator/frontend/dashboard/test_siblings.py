@@ -1,7 +1,5 @@
 """What frontends tell each other, over a real Redis: sums, questions, and one that does not answer."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import AsyncIterator

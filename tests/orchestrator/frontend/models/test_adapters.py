@@ -1,7 +1,5 @@
 """vLLM's models over the fleet's list of adapters: what clients are answered, on a real Redis, without engines."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator
 from types import SimpleNamespace

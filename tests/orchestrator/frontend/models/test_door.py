@@ -1,7 +1,5 @@
 """Which app of several models gets a request, and what a request without a model is told. The apps are stand-ins."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import AsyncIterator
 from typing import Any

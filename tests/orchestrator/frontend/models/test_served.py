@@ -1,7 +1,5 @@
 """Which models a frontend that no launcher starts serves: its file's, as the fleet has them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from support_redis import fresh_namespace

@@ -1,7 +1,5 @@
 """A plain request gets, byte for byte, what vLLM's own route answers; what is not plain, that route gets as it came."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import re

@@ -1,7 +1,5 @@
 """What is streamed past vLLM's server is, byte for byte, what vLLM's server streams: its app over a scripted engine."""
 
-from __future__ import annotations
-
 import json
 from types import SimpleNamespace
 from typing import Any

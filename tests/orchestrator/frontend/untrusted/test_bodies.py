@@ -1,7 +1,5 @@
 """Bodies on which a validator trips, with validators as vLLM's are."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import httpx

@@ -2,8 +2,6 @@
 
 So is whoever connects while one of two frontends of a port ends. A client that waits for nothing is disconnected."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import logging

@@ -1,7 +1,5 @@
 """From which addresses a frontend fetches media: vLLM's connector, as the frontend sets it up, and real servers."""
 
-from __future__ import annotations
-
 import base64
 import logging
 import socket

@@ -1,7 +1,5 @@
 """The size that the launcher gives a fleet: by what was late, with no going up and down."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 import pytest
@@ -32,11 +30,6 @@ def test_it_grows_on_the_side_whose_objective_is_missed():
     assert size(2, 2, samples(20, 10, late_first=3, late_tokens=1)) == (3, 2)
     assert size(2, 2, samples(20, 10, late_first=1, late_tokens=3)) == (2, 3)
     assert size(0, 4, samples(20, 10, late_first=3)) == (0, 5), "without prefill workers decode workers prefill"
-
-
-def test_resize_reports_its_numbers():
-    resize = resized(samples(20, 10, late_first=3, late_tokens=1), DesiredRatio(2, 2), SCALE, {}, NOW)
-    assert resize is not None and resize.why == "30 first tokens and 10 answers were late, of 100 requests in 10 s"
 
 
 def test_it_keeps_its_limits_and_is_off_without_them():

@@ -1,7 +1,5 @@
 """How many frontends by what they do: more at once where they are busy, one fewer after a quiet minute."""
 
-from __future__ import annotations
-
 import pytest
 
 from orchestrator.launch.decisions.frontend_count import FrontendSample, frontends_wanted

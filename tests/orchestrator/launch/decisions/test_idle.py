@@ -1,7 +1,5 @@
 """When a model's workers end for want of requests."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import msgspec

@@ -1,14 +1,12 @@
 """What the launcher does about the difference between desired and running workers."""
 
-from __future__ import annotations
-
 import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support_redis import worker
 
-from orchestrator.launch.decisions.reconcile import Action, Drain, Flip, Start, plan, stand_in
+from orchestrator.launch.decisions.reconcile import Action, Drain, Flip, Start, decide, has_decoded, plan, stand_in
 from orchestrator.store.fields import WorkerOrders
 from orchestrator.store.planned import PlannedWorker, is_last_decode, planned_worker
 from orchestrator.types import DesiredRatio, Role, WorkerState
@@ -41,6 +39,16 @@ def test_a_worker_that_waits_for_room_goes_before_one_that_serves():
     assert do(1, 1, workers) == [Drain("prefill-1")]
     elsewhere = msgspec.structs.replace(waiting, owned=False)
     assert do(1, 2, [*seen("p0", "d0"), elsewhere]) == [Start(D)], "its own launcher gives it up"
+
+
+def test_a_stand_in_comes_first_in_a_fleet_that_has_decoded_and_is_to_decode():
+    workers = [*seen("p0", "p1"), *seen("d0", ready=False)]
+    flip = Flip("prefill-1", D, stands_in=True)
+    assert decide(DesiredRatio(2, 1), workers, decoded=True) == [flip]
+    assert decide(DesiredRatio(2, 1), workers, decoded=False) == do(2, 1, workers) == []
+    assert decide(DesiredRatio(2, 0), workers, decoded=True) == do(2, 0, workers) == [Drain("decode-0")]
+    assert decide(DesiredRatio(1, 1), seen("p0", "d0"), decoded=True) == []
+    assert has_decoded(seen("p0", "d0")) and not has_decoded(workers)
 
 
 def test_an_empty_machine_gets_processes():

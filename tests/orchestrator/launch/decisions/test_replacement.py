@@ -1,7 +1,5 @@
 """Who is replaced next: never more than may be away, both roles at the same pace."""
 
-from __future__ import annotations
-
 from collections.abc import Collection
 
 import msgspec

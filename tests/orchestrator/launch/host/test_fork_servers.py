@@ -1,7 +1,5 @@
 """Processes that are forked from one that has imported their modules: what they are, and when they are not forked."""
 
-from __future__ import annotations
-
 import asyncio
 import errno
 import os

@@ -1,7 +1,5 @@
 """Cores and GPUs are shared out evenly, and a machine that is too small says so."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 import os

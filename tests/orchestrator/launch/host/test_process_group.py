@@ -1,7 +1,5 @@
 """The processes of a unit's ranks: they start together, and once one has ended, all end."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal

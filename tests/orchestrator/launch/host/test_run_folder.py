@@ -1,7 +1,5 @@
 """The run folder: one launcher per namespace, told apart from what a killed one left."""
 
-from __future__ import annotations
-
 import logging
 import multiprocessing
 import os

@@ -1,7 +1,5 @@
 """The processes of several models, as those of one: what is written down, and who begins and ends first."""
 
-from __future__ import annotations
-
 import asyncio
 from typing import Any
 from unittest.mock import Mock

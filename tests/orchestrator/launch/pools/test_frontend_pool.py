@@ -1,7 +1,5 @@
 """Frontends that hang are started again."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal

@@ -1,7 +1,5 @@
 """Launchers follow the list of models: a real registry, models without processes."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator

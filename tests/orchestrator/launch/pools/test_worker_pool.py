@@ -1,7 +1,5 @@
 """The launcher's workers against the desired ratio: real worker processes (simulated engines) on a real Redis."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import sys

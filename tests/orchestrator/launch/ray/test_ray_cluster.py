@@ -1,7 +1,5 @@
 """A cluster that does not answer, or answers late. Real clusters: tests/e2e/test_ray.py."""
 
-from __future__ import annotations
-
 import asyncio
 import sys
 import threading

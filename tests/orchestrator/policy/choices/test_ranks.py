@@ -1,7 +1,5 @@
 """Ranks that step together: which one gets a request, and how many prompt tokens each computes."""
 
-from __future__ import annotations
-
 import msgspec
 import pytest
 from hypothesis import given

@@ -1,7 +1,5 @@
 """Which prefixes are fetched, from whom, and how long for."""
 
-from __future__ import annotations
-
 import msgspec
 import pytest
 

@@ -1,7 +1,5 @@
 """Classes of links, and what is learned of each."""
 
-from __future__ import annotations
-
 import pytest
 
 from orchestrator.config.values import labels_of, link_of

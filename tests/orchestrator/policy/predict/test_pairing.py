@@ -1,7 +1,5 @@
 """Which decode worker a prefill worker sends KV to."""
 
-from __future__ import annotations
-
 import msgspec
 import pytest
 

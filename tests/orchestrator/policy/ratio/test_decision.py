@@ -304,11 +304,6 @@ def test_shorter_windows_need_more_requests():
     assert len(recent([some] * 6, least_s=0.0)) == 4, "200 requests, which may be one burst"
 
 
-def test_decision_prints_its_numbers():
-    line = str(decide(CODE, CODE, CODE))
-    assert line.startswith("4P4D -> 6P2D: bears ") and "130 requests/s" in line and "50 ms of prefill" in line
-
-
 @pytest.mark.parametrize(("window", "current"), [(CODE, (4, 4)), (STORIES, (4, 4)), (STORIES, (2, 6)), (CODE, (0, 8))])
 def test_groups_move_as_the_workers_that_they_hold_would(window: LoadSample, current: tuple[int, int]):
     """The load is that of eight workers; where two of them change roles together, their number is a multiple of two."""

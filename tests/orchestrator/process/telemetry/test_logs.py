@@ -1,7 +1,5 @@
 """The two formats of a log line, and what is read back from them."""
 
-from __future__ import annotations
-
 import json
 import logging
 import re

@@ -1,7 +1,5 @@
 """What several frontends of a machine tell together, one after the other too."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

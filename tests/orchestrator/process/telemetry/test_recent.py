@@ -1,7 +1,5 @@
 """What is kept of the latest requests, and the stages of one of them."""
 
-from __future__ import annotations
-
 import statistics
 
 import msgspec

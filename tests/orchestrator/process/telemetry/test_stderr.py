@@ -1,7 +1,5 @@
 """The log of a process whose reader is slow, stopped or gone."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """A run measures the times that users see, however the server answers; two servers are compared turn by turn."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

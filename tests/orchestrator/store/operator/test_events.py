@@ -1,7 +1,5 @@
 """What is kept of a fleet's events, against a real server."""
 
-from __future__ import annotations
-
 import msgspec
 from support_redis import fresh_namespace, keys_of, worker
 from support_steering import set_desired

@@ -1,7 +1,5 @@
 """Log levels set while a fleet runs, against a real server."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 

@@ -1,7 +1,5 @@
 """The list of a fleet's models, and that nothing of one stays that is gone: a real server."""
 
-from __future__ import annotations
-
 import msgspec
 from support_redis import claim_head, fresh_namespace, job, keys_of, worker
 from support_steering import set_desired

@@ -1,7 +1,5 @@
 """Adapters are checked and loaded before a request runs, without an engine."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import os

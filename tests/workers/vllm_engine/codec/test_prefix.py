@@ -1,7 +1,5 @@
 """vLLM's KV cache events as prefix keys: event by event, and those of a real engine against what it then reuses."""
 
-from __future__ import annotations
-
 import random
 from pathlib import Path
 from typing import Any

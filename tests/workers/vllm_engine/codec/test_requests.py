@@ -1,7 +1,5 @@
 """A frontend's request as the engine gets it, without an engine."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Every check of vLLM that names vLLM's own connectors is known, and answered."""
 
-from __future__ import annotations
-
 import sysconfig
 import textwrap
 import tomllib

@@ -1,7 +1,5 @@
 """What we use of vLLM is there, in the installed version and in the next one, and what differs there is known."""
 
-from __future__ import annotations
-
 import ast
 import sysconfig
 import textwrap

@@ -1,7 +1,5 @@
 """A vLLM engine of a group: its scheduler's limits follow the board, and the board gets each of its steps."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from pathlib import Path
