@@ -232,6 +232,10 @@ class PrefillQueue:
         found = await self._call("states", *request_ids)
         return {name: JobState(state.decode()) for name, state in zip(request_ids, found, strict=True)}
 
+    async def claims_of(self, worker_id: str) -> list[str]:
+        """The requests whose jobs this worker has claimed. O(n) in their number."""
+        return [_text(request_id) for request_id in await self._call("claims_of", worker_id)]
+
     async def server_run(self) -> str:
         """The run id of the server. If it changes, jobs may be lost. Empty if the server does not tell it."""
         try:

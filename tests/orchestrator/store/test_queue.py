@@ -205,11 +205,12 @@ async def test_chosen_jobs_are_claimed_once_and_the_rest_stays(make):
     for request_id in "abc":
         await queue.enqueue(job(request_id))
     assert [claim.job.request_id for claim in await queue.claim_chosen("w", ["c", "a"])] == ["c", "a"]
+    assert set(await queue.claims_of("w")) == {"a", "c"} and await queue.claims_of("w2") == []
     assert [claim.job.request_id for claim in await queue.claim_chosen("w2", ["a", "b", "never"])] == ["b"]
     assert await queue.claim_chosen("w2", []) == []
     assert await queue.depth() == QueueDepth(0, 0, 3)
     assert await queue.renew("w", ["a", "b", "c"]) == ["b"]
-    assert await queue.release("w", "a", 1)
+    assert await queue.release("w", "a", 1) and await queue.claims_of("w") == ["c"]
     assert await ids(queue) == ["a"]
 
 
