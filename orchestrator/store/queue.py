@@ -82,6 +82,7 @@ class PrefillQueue:
         self._listener: asyncio.Task[None] | None = None
         self._woken = asyncio.Event()
         self.waits = False  # since the last `claim` the next job wakes this worker
+        self.away: list[str] = []  # frontends whose jobs claims leave to other workers
         self.share_tokens: int | None = (
             None  # of what waits, as of the last `claim`; None where no other worker is idle
         )
@@ -144,7 +145,7 @@ class PrefillQueue:
         return await self._read_claims(worker_id, *read_reply(packed))
 
     def _claimer(self, worker_id: str) -> tuple[object, ...]:
-        return worker_id, self._lease_s, JOB_TTL_S, self._lease_s, self._waiter_id
+        return worker_id, self._lease_s, JOB_TTL_S, self._lease_s, self._waiter_id, " ".join(self.away)
 
     async def _read_claims(self, worker_id: str, reply: ClaimReply, bodies: bytes) -> list[Claim]:
         claims = []

@@ -8,7 +8,7 @@ import time
 from collections.abc import AsyncIterator
 
 import pytest
-from support_wait import until
+from support_wait import DEADLINE_S, until
 
 from orchestrator.store.client import RedisAway
 from orchestrator.store.fields import Departed
@@ -17,7 +17,7 @@ from orchestrator.wire.sockets import Sent
 from workers import peers as peers_module
 from workers.attempts import Attempt, Attempts
 from workers.engine import Phase
-from workers.peers import Frontends, Peers, probe, probe_address
+from workers.peers import FRONTEND_AWAY_S, Frontends, Peers, probe, probe_address
 
 
 class Listener:
@@ -243,6 +243,17 @@ async def test_hello_that_never_comes_leaves_nothing() -> None:
     frontends.on_hello("late", Hello(PROTOCOL_VERSION))
     assert await second
     assert not frontends._greetings
+
+
+async def test_frontend_that_was_waited_for_is_away_until_it_greets() -> None:
+    frontends, now = Frontends(lambda *message: Sent.UNREACHABLE), time.monotonic()
+    waiting = asyncio.create_task(frontends.wait_for_hello("late", DEADLINE_S))
+    await until(lambda: frontends.away(time.monotonic()) == ["late"], "its jobs are left, also while it is waited for")
+    frontends.on_hello("late", Hello(PROTOCOL_VERSION))
+    assert await waiting and frontends.away(now) == []
+    frontends.forget("gone", now)
+    assert frontends.away(now) == ["gone"]
+    assert frontends.away(now + FRONTEND_AWAY_S) == [] and not frontends._away
 
 
 async def test_probe(alive: tuple[Listener, Listener]) -> None:

@@ -231,6 +231,25 @@ async def test_idle_worker_takes_head_after_lost_races(make, redis):
     assert await queue.depth() == QueueDepth(0, 0, 3)
 
 
+async def test_jobs_of_frontends_that_are_away_are_left(make, redis):
+    queue, other = make(), make()
+    for number in range(40):
+        await queue.enqueue(job(f"away{number}", 10, reply_to="f2" if number % 2 else "f3"))
+    for name in ("a", "b", "c"):
+        await queue.enqueue(job(name, 10))
+    queue.away = ["f2", "f3"]
+    assert await ids(queue, max_tokens=10) == ["a"]
+    claims, window = await queue.claim("w", 9, 9, 64, idle=False)
+    assert claims == [] and [job.request_id for job in window] == ["b", "c"]
+    assert [claim.job.request_id for claim in await queue.claim_chosen("w", ["away0", "c"])] == ["c"]
+    assert await queue.claim_chosen("w", ["never"], idle=True) == []
+    assert await ids(queue) == ["b"] and await ids(queue) == []
+    queue.away = ["f2"]
+    assert await ids(queue, max_jobs=2) == ["away0", "away2"]
+    assert await ids(other, max_jobs=2) == ["away1", "away3"]
+    assert await queue.depth() == QueueDepth(36, 360, 7)
+
+
 async def test_window_shows_head_that_does_not_fit(make):
     queue = make()
     for request_id, tokens in (("a", 10), ("big", 500), ("b", 10), ("c", 10)):
