@@ -70,8 +70,11 @@ class Frontends:
 
     def send(self, frontend_id: str, message: ToFrontend, payload: Sequence[bytes] = ()) -> Sent:
         sent = self._send(frontend_id, message, payload)
-        there = sent in (Sent.YES, Sent.TOO_LARGE)
-        (self._reached.add if there else self._reached.discard)(frontend_id)
+        if sent in (Sent.YES, Sent.TOO_LARGE):
+            self._reached.add(frontend_id)
+            self._unreachable_since.pop(frontend_id, None)
+        else:
+            self._reached.discard(frontend_id)
         return sent
 
     def away(self, now: float) -> list[str]:
@@ -123,13 +126,17 @@ class Frontends:
         gone = []
         for frontend_id in known:
             if frontend_id in self._reached or self.reachable(frontend_id):
-                self._unreachable_since.pop(frontend_id, None)
                 continue
             if frontend_id in self._unreachable_since:
                 self._unreachable_since[frontend_id] += late_s
             if now - self._unreachable_since.setdefault(frontend_id, now) > timeout_s:
                 gone.append(frontend_id)
         self._reached.clear()
+        self._unreachable_since = {
+            name: since
+            for name, since in self._unreachable_since.items()
+            if name in known or now - since < FRONTEND_AWAY_S  # in some calls `known` has only those with requests here
+        }
         return gone
 
     def forget(self, frontend_id: str, now: float) -> None:

@@ -232,6 +232,20 @@ def test_unreachable_frontend_is_gone_after_running_time() -> None:
     assert frontends.gone({"a", "b"}, 4.0, now=10.1) == ["a"]
 
 
+def test_frontend_that_was_out_of_reach_long_ago_is_not_gone_at_once() -> None:
+    sent = Sent.NOT_READ
+    frontends = Frontends(lambda *message: sent)
+    assert frontends.gone({"a", "b"}, 1.0, now=0.0) == []
+    sent = Sent.YES
+    frontends.reachable("a")
+    assert frontends.gone(set(), 1.0, now=1.0) == []
+    sent = Sent.NOT_READ
+    assert frontends.gone({"a"}, 1.0, now=2.0) == []
+    assert frontends.gone({"a"}, 1.0, now=100.0) == ["a"]
+    frontends.forget("a", now=100.0)
+    assert not frontends._unreachable_since, "nor is one that has no requests here remembered for ever"
+
+
 async def test_hello_that_never_comes_leaves_nothing() -> None:
     frontends = Frontends(lambda *message: Sent.YES)
     assert not await frontends.wait_for_hello("dead", 0.01)
