@@ -120,6 +120,7 @@ class FakeQueue:
     cancelled: list = field(default_factory=list)
     refuses: str | None = None  # why it takes no job
     known: dict = field(default_factory=dict)  # what has become of jobs
+    claims: dict = field(default_factory=dict)  # by worker
 
     async def enqueue(self, job):
         if self.refuses is None:
@@ -128,6 +129,9 @@ class FakeQueue:
 
     async def states(self, request_ids):
         return {name: self.known[name] for name in request_ids}
+
+    async def claims_of(self, worker_id):
+        return self.claims.get(worker_id, [])
 
     async def cancel(self, request_id, attempt):
         self.cancelled.append((request_id, attempt))

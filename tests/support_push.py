@@ -1,6 +1,7 @@
 """A `PushWorker` on a fake NIXL: vLLM's own plans for unequal ranks, without an engine, memory or network."""
 
 import threading
+import time
 from collections import defaultdict
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import SimpleNamespace
@@ -183,8 +184,10 @@ class FakeWorker(PushWorker):
         self.dst_region_group_ids[engine], self.dst_uses_region_group_mapping[engine] = [0], False
         self.src_xfer_handles_by_tp_ratio[topology.tp_ratio(tp_size), BLOCK_TOKENS] = [f"mine-{i}" for i in ranks]
         self._remote_agents[engine] = {(0, rank): f"{engine}/{rank}" for rank in ranks}
+        self._engine_last_active[engine] = time.perf_counter()
 
     def _ensure_handshake(self, engine: str, *args: Any, **options: Any) -> Future[Any] | None:
+        self._evict_stale_engines()  # as vLLM's does
         if engine in self._remote_agents:
             return None
         answer: Future[Any] = Future()

@@ -141,6 +141,7 @@ class Agent:
             attempts=self._attempts,
             load=self._load,
             prefills=self._prefills,
+            frontends=self._frontends,
             active=self._may_claim,
         )
         self._serving = Serving(

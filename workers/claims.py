@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
+import time
 from collections.abc import Callable
 
 from orchestrator.config.settings import Config
@@ -27,6 +28,7 @@ from orchestrator.store.queue import Claim, PrefillQueue
 from orchestrator.types import WorkerInfo
 from workers.attempts import Attempts
 from workers.load.reports import LoadReporter
+from workers.peers import Frontends
 from workers.prefills import Prefills
 
 log = logging.getLogger("pd.claims")
@@ -48,12 +50,13 @@ class ClaimLoop:
         attempts: Attempts,
         load: LoadReporter,
         prefills: Prefills,
+        frontends: Frontends,
         active: Callable[[], bool],
     ) -> None:
         """`active`: whether this worker may claim now."""
         self._info, self._lease_s, self._slo = info, config.workers.lease_s, config.slo
         self._queue, self._attempts, self._load, self._prefills = queue, attempts, load, prefills
-        self._active = active
+        self._frontends, self._active = frontends, active
         self._room = asyncio.Event()  # set when there may be more room
         self._claiming = False
         self._left = False  # the last claim saw jobs and left them in the queue
@@ -102,7 +105,7 @@ class ClaimLoop:
             try:
                 claims, self._left = await self._claim(budget, jobs)
                 for claim in claims:
-                    self._prefills.begin(claim, wanted=self._active())
+                    self._prefills.begin(claim, wanted=self._active)
             except RedisAway as error:
                 log.debug("claims pause: %s", error)
                 await asyncio.sleep(AWAY_PAUSE_S)
@@ -116,12 +119,12 @@ class ClaimLoop:
 
     async def _claim(self, budget: int, jobs: int) -> tuple[list[Claim], bool]:
         """The new claims, and whether jobs were seen and all of them left in the queue. Raises RedisAway."""
-        idle = self._idle
+        idle, self._queue.away = self._idle, self._frontends.away(time.monotonic())
         claims, window = await self._queue.claim(self._info.id, budget, jobs, AFFINITY_WINDOW, idle, WAIT_S)
         if not window:
-            # Jobs that do not fit, or are left to idle workers, look like an empty queue. Asking again at once would
+            # Jobs that do not fit, or are left to other workers, look like an empty queue. Asking again at once would
             # make a busy loop.
-            return claims, not claims and not idle and not self._queue.waits
+            return claims, not claims and (not idle or bool(self._queue.away)) and not self._queue.waits
         s_per_token = self._prefills.fetches.s_per_token
         chosen = choose_claims(window, budget, idle, s_per_token, share_tokens=self._queue.share_tokens)[:jobs]
         # Another worker may have claimed some of them meanwhile.
@@ -137,7 +140,7 @@ class ClaimLoop:
             await self._attempts.room.wait()
             self._attempts.room.clear()
             self._room.set()
-            if self._left or not self._attempts.prefill_count:
+            if self._left or self._queue.away or not self._attempts.prefill_count:
                 self._queue.wake()
 
     # ---- leases ------------------------------------------------------------------------------------------------

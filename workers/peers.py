@@ -31,6 +31,7 @@ log = logging.getLogger("pd.peers")
 # A frontend whose connection stays broken for half a second, or was made again, starts new attempts on other workers
 # (`fleet/membership.py`). So its requests here can be ended after a second.
 FRONTENDS_CHECK_S, FRONTEND_GONE_S = 0.25, 1.0
+FRONTEND_AWAY_S = 10.0  # after that it may be there: its `Hello` is waited for once more
 # A frontend without requests here only has to be forgotten some time. A shorter interval would cost a large fleet a
 # message from each worker to each frontend.
 IDLE_FRONTENDS_CHECK_S = 5.0
@@ -65,12 +66,21 @@ class Frontends:
         self._greetings: dict[str, set[asyncio.Event]] = {}  # of those who wait for one
         self._reached: set[str] = set()  # their last message was sent; since the last call of `gone`
         self._unreachable_since: dict[str, float] = {}
+        self._away: dict[str, float] = {}  # monotonic seconds
 
     def send(self, frontend_id: str, message: ToFrontend, payload: Sequence[bytes] = ()) -> Sent:
         sent = self._send(frontend_id, message, payload)
-        there = sent in (Sent.YES, Sent.TOO_LARGE)
-        (self._reached.add if there else self._reached.discard)(frontend_id)
+        if sent in (Sent.YES, Sent.TOO_LARGE):
+            self._reached.add(frontend_id)
+            self._unreachable_since.pop(frontend_id, None)
+        else:
+            self._reached.discard(frontend_id)
         return sent
+
+    def away(self, now: float) -> list[str]:
+        """The frontends that were waited for lately, or are gone, and have not greeted since."""
+        self._away = {name: since for name, since in self._away.items() if now - since < FRONTEND_AWAY_S}
+        return list(self._away)
 
     def reachable(self, frontend_id: str) -> bool:
         return bool(self.send(frontend_id, Welcome()))
@@ -94,11 +104,13 @@ class Frontends:
             return
         self.send(frontend_id, Welcome())
         self._unreachable_since.pop(frontend_id, None)
+        self._away.pop(frontend_id, None)
         for event in self._greetings.get(frontend_id, ()):
             event.set()
 
     async def wait_for_hello(self, frontend_id: str, timeout_s: float) -> bool:
         """Wait for the next `Hello` of that frontend. False at the time-out."""
+        self._away[frontend_id] = time.monotonic()
         event, waiting = asyncio.Event(), self._greetings.setdefault(frontend_id, set())
         waiting.add(event)
         try:
@@ -114,17 +126,23 @@ class Frontends:
         gone = []
         for frontend_id in known:
             if frontend_id in self._reached or self.reachable(frontend_id):
-                self._unreachable_since.pop(frontend_id, None)
                 continue
             if frontend_id in self._unreachable_since:
                 self._unreachable_since[frontend_id] += late_s
             if now - self._unreachable_since.setdefault(frontend_id, now) > timeout_s:
                 gone.append(frontend_id)
         self._reached.clear()
+        self._unreachable_since = {
+            name: since
+            for name, since in self._unreachable_since.items()
+            if name in known or now - since < FRONTEND_AWAY_S  # in some calls `known` has only those with requests here
+        }
         return gone
 
-    def forget(self, frontend_id: str) -> None:
+    def forget(self, frontend_id: str, now: float) -> None:
+        """It is gone."""
         self._unreachable_since.pop(frontend_id, None)
+        self._away[frontend_id] = now
 
 
 class Peers:

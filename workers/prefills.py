@@ -136,8 +136,8 @@ class Prefills:
 
     # ---- begin -------------------------------------------------------------------------------------------------
 
-    def begin(self, claim: Claim, wanted: bool) -> None:
-        """Prefill a claimed job, or give it back if it is not `wanted` any more."""
+    def begin(self, claim: Claim, wanted: Callable[[], bool]) -> None:
+        """Prefill a claimed job, or give it back if it is not `wanted` any more, now or when its frontend is there."""
         job = claim.job
         if self._unacked.get(job.request_id) == job.attempt:
             self._start(self._ack(job.request_id, job.attempt))
@@ -160,14 +160,15 @@ class Prefills:
         if self._attempts.was_prefilled(attempt):  # Redis has lost its end, and an engine ends at a key that it has
             self._start(self._ack(job.request_id, job.attempt))
             return
-        if not wanted or self._attempts.get(attempt.key) is not None:
-            self._start(self._release(attempt))
+        if not wanted() or self._attempts.get(attempt.key) is not None:
+            self._start(self._release(job))
             return
         self._attempts.add(attempt)
         self._load.added()
-        self._start(self._prefill(attempt, job, claim.queued_s, older))
+        self._start(self._prefill(attempt, claim, older, wanted))
 
-    async def _prefill(self, attempt: Attempt, job: PrefillJob, queued_s: float, older: Attempt | None) -> None:
+    async def _prefill(self, attempt: Attempt, claim: Claim, older: Attempt | None, wanted: Callable[[], bool]) -> None:
+        job = claim.job
         if older is not None:  # an earlier attempt, which no frontend waits for
             self._attempts.remove(older)
             await self._engine.abort([older.key])
@@ -178,16 +179,12 @@ class Prefills:
             return
         asks = self._fetch and could_gain(job.lacking_at(self._worker_id), self.fetches.s_per_token)
         cached_tokens = job.cached.get(self._worker_id, 0) if asks else None
-        while not self._tell_claimed(attempt, queued_s, cached_tokens):
-            if not await self._frontends.wait_for_hello(attempt.frontend_id, GREETING_TIMEOUT_S):
-                log.warning("released %s: frontend %s is not connected", attempt.key, attempt.frontend_id)
-                self._attempts.remove(attempt)
-                await self._release(attempt)
-                return
-            if not self._attempts.holds(attempt):
-                return  # given back meanwhile
         if not self._attempts.holds(attempt):
             return  # aborted meanwhile
+        if not self._tell_claimed(attempt, claim.queued_s, cached_tokens):
+            self._attempts.remove(attempt)
+            await self._begin_later(claim, wanted)
+            return
         attempt.since = time.monotonic()
         if asks:
             prefix = await self.fetches.answered(attempt.key)
@@ -201,6 +198,15 @@ class Prefills:
             await self._fail(attempt, refusal.why)
         elif not self._attempts.holds(attempt):
             await self._engine.abort([attempt.key])
+
+    async def _begin_later(self, claim: Claim, wanted: Callable[[], bool]) -> None:
+        """When its frontend is there. Meanwhile it is no attempt: it takes nothing of what this worker may claim."""
+        job = claim.job
+        if await self._frontends.wait_for_hello(job.reply_to, GREETING_TIMEOUT_S):
+            self.begin(claim, wanted)
+            return
+        log.warning("released %s#%d: frontend %s is not connected", job.request_id, job.attempt, job.reply_to)
+        await self._release(job)
 
     def _tell_claimed(self, attempt: Attempt, queued_s: float, cached_tokens: int | None = None) -> bool:
         source = KVSource(self._endpoint, attempt.key)
@@ -295,11 +301,11 @@ class Prefills:
             log.debug("acknowledged later: %s", error)
             self._unacked[request_id] = number
 
-    async def _release(self, attempt: Attempt) -> None:
+    async def _release(self, job: PrefillJob) -> None:
         try:
-            await self._queue.release(self._worker_id, attempt.request_id, attempt.number)
+            await self._queue.release(self._worker_id, job.request_id, job.attempt)
         except RedisAway as error:
-            log.debug("its lease will return %s: %s", attempt.key, error)
+            log.debug("its lease will return %s: %s", job.request_id, error)
 
     def _start(self, coroutine: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(coroutine)

@@ -301,15 +301,15 @@ class Serving:
             self._idle_checked_at = now
             known |= self._load.frontends
         for frontend_id in self._frontends.gone(known, timeout_s, now, late_s):
-            await self._abort_frontend(frontend_id)
+            await self._abort_frontend(frontend_id, now)
 
-    async def _abort_frontend(self, frontend_id: str) -> None:
+    async def _abort_frontend(self, frontend_id: str, now: float) -> None:
         attempts = [attempt for attempt in self._attempts.all() if attempt.frontend_id == frontend_id]
         if attempts:
             log.warning("aborted %d attempts of frontend %s, which is gone", len(attempts), frontend_id)
             await self._drop(attempts)
         await self._end_pushing(self._attempts.end_pushing_to(frontend_id))
-        self._frontends.forget(frontend_id)
+        self._frontends.forget(frontend_id, now)
         self._load.forget(frontend_id)
 
     async def close(self) -> None:

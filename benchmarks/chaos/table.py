@@ -14,7 +14,6 @@ from benchmarks.chaos import (
 from benchmarks.chaos.world import Fault
 from orchestrator.types import Role
 from workers.load.reports import ENGINE_STUCK_S
-from workers.prefills import GREETING_TIMEOUT_S
 
 PREFILL_GAP_S, QUEUE_GAP_S, DECODE_GAP_S, LINK_GAP_S, GONE_S = 2.0, 3.0, 3.0, 6.0, 2.0
 # An engine may be computing a long step, so its worker is taken for stuck later than one that is silent itself.
@@ -112,9 +111,7 @@ _PAIRS = [
         pair_faults.frontend_and_prefill,
         QUEUE_GAP_S + PREFILL_GAP_S,
         fleet="frontends",
-        # Jobs that the prefill worker had claimed return to the queue. The other one and its replacement may each claim
-        # them, and wait for their frontend.
-        gone_s=GONE_S + PREFILL_GAP_S + GREETING_TIMEOUT_S,
+        gone_s=GONE_S,
     ),
     Fault("pair_launcher_decode_killed", pair_faults.launcher_and_decode, None, gone_s=GONE_S),
 ]

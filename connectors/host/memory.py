@@ -9,7 +9,6 @@ import contextlib
 import ctypes
 import functools
 import itertools
-import os
 import queue
 import time
 from collections import Counter, deque
@@ -17,6 +16,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, Protocol
 
+import numpy as np
 import torch
 from vllm.platforms import current_platform
 from vllm.v1.simple_kv_offload.cuda_mem_ops import (
@@ -28,6 +28,8 @@ from vllm.v1.simple_kv_offload.cuda_mem_ops import (
 )
 from vllm.v1.simple_kv_offload.manager import SimpleCPUOffloadScheduler
 
+from connectors.host.idle import IdleFile
+
 if TYPE_CHECKING:
     from vllm.distributed.kv_transfer.kv_connector.v1.nixl.push_worker import NixlPushConnectorWorker
     from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -37,6 +39,10 @@ Rows = dict[str, torch.Tensor]  # by region of the device's cache: (blocks, byte
 
 _PIECE_BYTES = 8 << 20  # of a store on CPUs: what an engine's step may wait for
 _LATE_S = 0.5  # a store that no core was idle for is made by the engine's own thread: its blocks cannot be evicted
+
+
+# Of a store: since when it waits, what `Way.copy` takes, and what is called at its end.
+_Piece = tuple[float, Sequence[int], Sequence[int], Any, Callable[[float], None]]
 
 
 class Way(Protocol):
@@ -50,8 +56,8 @@ class Way(Protocol):
 class HostMemory:
     """Each direction has a thread, so that no load waits for stores.
 
-    On CPUs the one that stores runs only while a core has nothing else to do. It may run on all of the machine's, also
-    on the one where a step of another engine computes, whose KV has just been pushed there.
+    On CPUs stores are made only while a core has nothing else to do (`idle.py`). It may be any of the machine's, also
+    one where a step of another engine computes, whose KV has just been pushed there.
     """
 
     def __init__(
@@ -72,24 +78,13 @@ class HostMemory:
         self._block_bytes = sum(rows.shape[1] for rows in device.values())
         if (needed := blocks * self._block_bytes) > capacity_bytes:
             raise ValueError(f"kv.host_tier_bytes: this model's blocks would take {needed} bytes; set it to 0")
-        host = {
-            name: torch.zeros((blocks, rows.shape[1]), dtype=torch.int8, device="cpu") for name, rows in device.items()
-        }
-        self._store, self._load = _ways(worker, device, host)
-        self._gives_way = worker.device_type != "cuda"
-        self._piece = max(1, _PIECE_BYTES // self._block_bytes) if self._gives_way else blocks
-
-        def begin_storing() -> None:
-            begin()
-            if self._gives_way:
-                with contextlib.suppress(OSError):
-                    os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
-
+        self._store, self._load, self._store_now = _ways(worker, device, blocks, begin)
+        self._piece = max(1, _PIECE_BYTES // self._block_bytes) if self._store_now else blocks
         self._threads = [
-            ThreadPoolExecutor(1, "pd-host-store", initializer=begin_storing),
+            ThreadPoolExecutor(1, "pd-host-store", initializer=begin),
             ThreadPoolExecutor(1, "pd-host-load", initializer=begin),
         ]
-        self._waiting: deque[tuple[float, Callable[[], None]]] = deque()  # pieces of stores, and since when
+        self._waiting = deque[_Piece]()
         self._ended, self._note_load = ended, loaded
         self._loaded: queue.SimpleQueue[list[str]] = queue.SimpleQueue()
         self._stored: queue.SimpleQueue[int] = queue.SimpleQueue()
@@ -120,19 +115,18 @@ class HostMemory:
 
         now = time.monotonic()
         for some in (slice(start, start + self._piece) for start in starts):
-            copy = functools.partial(self._store.copy, sources[some], targets[some], computed)
-            self._waiting.append((now, functools.partial(self._run, copy, told)))
-            self._threads[0].submit(self._store_next)
+            self._waiting.append((now, sources[some], targets[some], computed, told))
+            self._threads[0].submit(self._store_next, self._store)
 
     def _is_late(self) -> bool:
         with contextlib.suppress(IndexError):  # the other thread has taken the last one
             return self._waiting[0][0] + _LATE_S <= time.monotonic()
         return False
 
-    def _store_next(self) -> None:
+    def _store_next(self, way: Way) -> None:
         with contextlib.suppress(IndexError):
-            _, store = self._waiting.popleft()
-            store()
+            _, sources, targets, computed, told = self._waiting.popleft()
+            self._run(functools.partial(way.copy, sources, targets, computed), told)
 
     def _run(self, copy: Callable[[], None], told: Callable[[float], None]) -> None:
         began = time.perf_counter()
@@ -153,8 +147,8 @@ class HostMemory:
     def take_stored(self) -> dict[int, int]:
         """The stores that have ended since the last call, by their numbers, 1 each: all ranks' are added. Makes one
         piece that is late: it is called in each step, which is not to take much longer."""
-        if self._gives_way and self._is_late():
-            self._store_next()
+        if self._store_now is not None and self._is_late():
+            self._store_next(self._store_now)
         return Counter(self._stored.get() for _ in range(self._stored.qsize()))
 
     def close(self) -> None:
@@ -184,16 +178,25 @@ def _regions(worker: NixlPushConnectorWorker, blocks: int) -> Rows:
     return found
 
 
-def _ways(worker: NixlPushConnectorWorker, device: Rows, host: Rows) -> tuple[Way, Way]:
-    """From the device to the host, and back."""
+def _ways(
+    worker: NixlPushConnectorWorker, device: Rows, blocks: int, begin: Callable[[], None]
+) -> tuple[Way, Way, Way | None]:
+    """From the device to so many blocks of the host, and back; and where the first waits for an idle core, another that
+    does not."""
+    sizes = {name: rows.shape[1] for name, rows in device.items()}
     if worker.device_type != "cuda":
-        return _Memmove(device, host), _Memmove(host, device)
+        file = IdleFile(blocks * sum(sizes.values()), begin)
+        parts = file.memory.split([blocks * size for size in sizes.values()])
+        host = {name: part.view(blocks, -1) for name, part in zip(sizes, parts, strict=True)}
+        return _WhenIdle(device, host, file), _Memmove(host, device), _Memmove(device, host)
+    host = {name: torch.zeros((blocks, size), dtype=torch.int8, device="cpu") for name, size in sizes.items()}
     for rows in host.values():
         pin_tensor(rows)
     where = torch.device("cuda", worker.device_id)
     return (
         _Dma(device, host, where, CU_MEMCPY_SRC_ACCESS_ORDER_STREAM),
         _Dma(host, device, where, CU_MEMCPY_SRC_ACCESS_ORDER_ANY),
+        None,
     )
 
 
@@ -208,6 +211,24 @@ class _Memmove:
             size = source.shape[1]
             for old, new in zip(sources, targets, strict=True):
                 ctypes.memmove(target[new].data_ptr(), source[old].data_ptr(), size)
+
+
+class _WhenIdle:
+    """The same, while a core is idle."""
+
+    def __init__(self, source: Rows, target: Rows, file: IdleFile) -> None:
+        self._file, self._sizes = file, [rows.shape[1] for rows in source.values()]
+        self._addresses = _places(source)
+        self._offsets = _places(target) - file.memory.data_ptr()
+
+    def copy(self, sources: Sequence[int], targets: Sequence[int], computed: Any) -> None:
+        old, new = self._addresses[:, list(sources)], self._offsets[:, list(targets)]
+        self._file.write(old.ravel(), new.ravel(), np.repeat(self._sizes, len(sources)))
+
+
+def _places(rows: Rows) -> np.ndarray:
+    """Addresses by region and block."""
+    return np.array([each.data_ptr() + np.arange(len(each)) * each.shape[1] for each in rows.values()])
 
 
 class _Dma:

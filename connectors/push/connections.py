@@ -250,7 +250,8 @@ class Connections(verify.Verifying):
             self._submit(functools.partial(self._handshake_for_messages, peer, why))
 
     def _handshake_for_messages(self, peer: wire.Endpoint, why: str, now: float) -> Iterable[Any]:
-        self._unwritable[peer.engine_id] = Unwritable(why, since=now)
+        self._cleanup_remote_engine(peer.engine_id, log_eviction=False)
+        self._endpoints[peer.engine_id], self._unwritable[peer.engine_id] = peer, Unwritable(why, since=now)
         self._handshake(peer, messages_only=True)
         return ()
 
@@ -283,8 +284,9 @@ class Connections(verify.Verifying):
 
     def _on_unreachable(self, engine: str, why: str, now: float) -> Iterable[Any]:
         self._connecting.discard(engine)
-        for known in (self._undelivered, self._unwritable, self._endpoints):
-            known.pop(engine, None)
+        self._undelivered.pop(engine, None)
+        if engine not in self._remote_agents:
+            self._cleanup_remote_engine(engine, log_eviction=False)
         return [*self._inbound.unreachable(engine, why, now), *self._outbound.unreachable(engine, why, now)]
 
     def _on_dead(self, engine: str, now: float) -> Iterable[Any]:
@@ -307,30 +309,33 @@ class Connections(verify.Verifying):
             self._lost.discard(engine)
             self._connecting.discard(engine)
             peer = self._endpoints[engine]
-            if engine in self._remote_agents:
-                self._cleanup_remote_engine(engine)
+            self._cleanup_remote_engine(engine)
             self._connect(peer)
 
     def _forget_dead(self) -> None:
         """Drops NIXL's state of dead engines once nothing refers to it."""
         for engine in self._to_forget - self._engines_with_inflight_transfers():
-            if engine in self._connecting:
-                continue
             self._to_forget.discard(engine)
-            if engine in self._remote_agents:
-                self._cleanup_remote_engine(engine)
+            self._cleanup_remote_engine(engine)
 
     def _engines_with_inflight_transfers(self) -> set[str]:
-        return self._inbound.engines() | self._outbound.engines()
+        """Those that vLLM may not forget, however long ago it has used them."""
+        return self._inbound.engines() | self._outbound.engines() | self._connecting
 
     def _cleanup_remote_engine(self, engine_id: str, *, log_eviction: bool = True) -> None:
-        super()._cleanup_remote_engine(engine_id, log_eviction=log_eviction)
-        self._unwritable.pop(engine_id, None)
-        self._endpoints.pop(engine_id, None)
-        self._pongs.forget(engine_id)
-        self._inbound.forget(engine_id)
-        self._outbound.forget(engine_id)
-        self._peer_addresses.forget(engine_id, awaited=self._inbound.engines())
+        """Also of an engine that is not connected: of a message that could not be sent, or of a handshake that failed
+        halfway. Whatever were left would fail here, at each later handshake with any engine."""
+        self._remote_agents.setdefault(engine_id, {})  # vLLM insists
+        try:
+            super()._cleanup_remote_engine(engine_id, log_eviction=log_eviction)
+        finally:
+            self._engine_last_active.pop(engine_id, None)
+            self._unwritable.pop(engine_id, None)
+            self._endpoints.pop(engine_id, None)
+            self._pongs.forget(engine_id)
+            self._inbound.forget(engine_id)
+            self._outbound.forget(engine_id)
+            self._peer_addresses.forget(engine_id, awaited=self._inbound.engines())
 
     def add_remote_agent(self, meta: Any, *args: Any, **kwargs: Any) -> str:
         self._note_address(meta)

@@ -73,6 +73,14 @@ class QueueView:
             self._note_away(error)
             return {}
 
+    async def claims_of(self, worker_id: str) -> list[str]:
+        """The requests whose jobs this worker has claimed; empty while Redis is away."""
+        try:
+            return await self._queue.claims_of(worker_id)
+        except RedisAway as error:
+            self._note_away(error)
+            return []
+
     async def run(self, on_away: Callable[[], None], on_failed: Callable[[str, int], None]) -> None:
         """Runs until cancelled. `on_away()` is called once for each time that the queue is given up: it was away for
         long, or another server, or the same one restarted, answers after it was.

@@ -83,6 +83,15 @@ class Overdue:
                 claimed.add(request_id)
         self._claimed = claimed
 
+    async def leave_claimer(self, worker_id: str, why: str) -> None:
+        """Retry requests whose jobs this silent worker has claimed, and has not said so."""
+        if all(active.state is not State.QUEUED for active in self._requests.all()):
+            return
+        for request_id in await self._queue.claims_of(worker_id):
+            active = self._requests.by_id.get(request_id)
+            if active is not None and active.state is State.QUEUED:
+                self._recovery.retry(active, why, charge=False)
+
     def _claim_is_late(self, active: ActiveRequest, now: float, resumed_at: float) -> bool:
         timeout_s = claim_timeout_s(self._routing, self._slo, active.parsed.info.ttft_slo_s)
         return now - max(active.moved_at, resumed_at) > timeout_s

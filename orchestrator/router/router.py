@@ -299,10 +299,8 @@ class Router:
     def worker_lost(self, worker_id: str) -> None:
         """Retry the requests of a worker that is gone.
 
-        The requests that it decoded continue on another worker. The prompts that it was computing are prefilled
-        locally. Where its prefill had ended, the KV may have arrived already, so `overdue` waits a moment. A job that
-        it had claimed unknown to this frontend returns to the queue when another prefill worker sees its death, or when
-        the lease expires.
+        The requests that it decoded continue on another worker. The prompts that it was computing, or had claimed
+        unheard, are prefilled locally. Where it had ended, the KV may be there already: `overdue` waits a moment.
         """
         self.learning.forget(worker_id)
         for active in self._requests.all():
@@ -312,6 +310,7 @@ class Router:
                 self._dispatch.cancel_job(active)
                 self._recovery.retry(active, "prefill_worker_lost", charge=False)
         self._check_claimers()
+        self._dispatch.background(self._overdue.leave_claimer(worker_id, "prefill_worker_lost"))
 
     def worker_quiet(self, worker_id: str) -> None:
         """Move requests away from a worker that is slow, stopped or cut off. Those that no other worker can continue
@@ -324,6 +323,7 @@ class Router:
             elif active.state is State.TRANSFERRING and active.prefill_worker == worker_id:
                 self._recovery.retry(active, "prefill_worker_quiet", charge=False)
         self._check_claimers()
+        self._dispatch.background(self._overdue.leave_claimer(worker_id, "prefill_worker_quiet"))
 
     def connection_reset(self, worker_id: str) -> None:
         """Retry the requests of a worker whose connection was made again: requests or tokens may be lost with the old

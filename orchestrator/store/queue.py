@@ -82,6 +82,7 @@ class PrefillQueue:
         self._listener: asyncio.Task[None] | None = None
         self._woken = asyncio.Event()
         self.waits = False  # since the last `claim` the next job wakes this worker
+        self.away: list[str] = []  # frontends whose jobs claims leave to other workers
         self.share_tokens: int | None = (
             None  # of what waits, as of the last `claim`; None where no other worker is idle
         )
@@ -144,7 +145,7 @@ class PrefillQueue:
         return await self._read_claims(worker_id, *read_reply(packed))
 
     def _claimer(self, worker_id: str) -> tuple[object, ...]:
-        return worker_id, self._lease_s, JOB_TTL_S, self._lease_s, self._waiter_id
+        return worker_id, self._lease_s, JOB_TTL_S, self._lease_s, self._waiter_id, " ".join(self.away)
 
     async def _read_claims(self, worker_id: str, reply: ClaimReply, bodies: bytes) -> list[Claim]:
         claims = []
@@ -231,6 +232,10 @@ class PrefillQueue:
         """The state of each of these jobs. O(1) for each."""
         found = await self._call("states", *request_ids)
         return {name: JobState(state.decode()) for name, state in zip(request_ids, found, strict=True)}
+
+    async def claims_of(self, worker_id: str) -> list[str]:
+        """The requests whose jobs this worker has claimed. O(n) in their number."""
+        return [_text(request_id) for request_id in await self._call("claims_of", worker_id)]
 
     async def server_run(self) -> str:
         """The run id of the server. If it changes, jobs may be lost. Empty if the server does not tell it."""

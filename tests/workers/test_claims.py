@@ -270,6 +270,46 @@ async def test_a_claim_for_an_unknown_frontend_is_released(workers: Workers) -> 
     await frontend.finished(request)
 
 
+async def test_jobs_of_an_absent_frontend_hold_up_no_other(
+    redis_server: EmbeddedRedis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("workers.prefills.GREETING_TIMEOUT_S", 2 * DEADLINE_S)
+    async with running_workers(redis_server, sim={"max_num_batched_tokens": 200}) as workers:
+        prefill, decode = await workers.start(Role.PREFILL), await workers.start(Role.DECODE)
+        here = await workers.frontend(prefill, decode, binds_to=decode)
+        absent = await workers.frontend(decode, binds_to=decode)
+        theirs = [absent.new([i, *PROMPT]) for i in range(5)]  # one of them is all that the worker may claim
+        for request in theirs:
+            await absent.enqueue(request)
+        request = here.new(PROMPT)
+        await here.enqueue(request)
+        await here.finished(request)
+        await absent.meet(prefill.info)
+        await absent.finished(*theirs)
+
+
+async def test_frontend_that_was_waited_for_once_is_left_to_other_workers(
+    redis_server: EmbeddedRedis, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("workers.prefills.GREETING_TIMEOUT_S", 0.01)
+    async with running_workers(redis_server) as workers:
+        prefill, decode = await workers.start(Role.PREFILL), await workers.start(Role.DECODE)
+        here = await workers.frontend(prefill, decode, binds_to=decode)
+        absent = await workers.frontend(decode, binds_to=decode)
+        theirs = absent.new(PROMPT)
+        await absent.enqueue(theirs)
+        await until(lambda: "is not connected" in caplog.text)
+        requests = [here.new([i, *PROMPT], max_tokens=1) for i in range(5)]
+        for request in requests:
+            await here.enqueue(request)
+            await here.finished(request)
+        assert caplog.text.count("is not connected") == 1
+        other = await workers.start(Role.PREFILL)
+        await absent.meet(other.info)
+        await absent.finished(theirs)
+        assert theirs.claimed_by == [other.id]
+
+
 async def test_kill_of_the_prefill_worker_while_decode_waits(redis_server: EmbeddedRedis) -> None:
     slow = {"speed": 1.0, "prefill_us_per_token": 3000.0}
     async with running_workers(redis_server, sim=slow, kv={"transfer_timeout_s": 60.0}) as workers:

@@ -6,7 +6,7 @@ import time
 from collections.abc import AsyncIterator
 
 import pytest
-from support_wait import until
+from support_wait import DEADLINE_S, until
 
 from orchestrator.store.client import RedisAway
 from orchestrator.store.fields import Departed
@@ -15,7 +15,7 @@ from orchestrator.wire.sockets import Sent
 from workers import peers as peers_module
 from workers.attempts import Attempt, Attempts
 from workers.engine import Phase
-from workers.peers import Frontends, Peers, probe, probe_address
+from workers.peers import FRONTEND_AWAY_S, Frontends, Peers, probe, probe_address
 
 
 class Listener:
@@ -230,6 +230,20 @@ def test_unreachable_frontend_is_gone_after_running_time() -> None:
     assert frontends.gone({"a", "b"}, 4.0, now=10.1) == ["a"]
 
 
+def test_frontend_that_was_out_of_reach_long_ago_is_not_gone_at_once() -> None:
+    sent = Sent.NOT_READ
+    frontends = Frontends(lambda *message: sent)
+    assert frontends.gone({"a", "b"}, 1.0, now=0.0) == []
+    sent = Sent.YES
+    frontends.reachable("a")
+    assert frontends.gone(set(), 1.0, now=1.0) == []
+    sent = Sent.NOT_READ
+    assert frontends.gone({"a"}, 1.0, now=2.0) == []
+    assert frontends.gone({"a"}, 1.0, now=100.0) == ["a"]
+    frontends.forget("a", now=100.0)
+    assert not frontends._unreachable_since, "nor is one that has no requests here remembered for ever"
+
+
 async def test_hello_that_never_comes_leaves_nothing() -> None:
     frontends = Frontends(lambda *message: Sent.YES)
     assert not await frontends.wait_for_hello("dead", 0.01)
@@ -241,6 +255,17 @@ async def test_hello_that_never_comes_leaves_nothing() -> None:
     frontends.on_hello("late", Hello(PROTOCOL_VERSION))
     assert await second
     assert not frontends._greetings
+
+
+async def test_frontend_that_was_waited_for_is_away_until_it_greets() -> None:
+    frontends, now = Frontends(lambda *message: Sent.UNREACHABLE), time.monotonic()
+    waiting = asyncio.create_task(frontends.wait_for_hello("late", DEADLINE_S))
+    await until(lambda: frontends.away(time.monotonic()) == ["late"], "its jobs are left, also while it is waited for")
+    frontends.on_hello("late", Hello(PROTOCOL_VERSION))
+    assert await waiting and frontends.away(now) == []
+    frontends.forget("gone", now)
+    assert frontends.away(now) == ["gone"]
+    assert frontends.away(now + FRONTEND_AWAY_S) == [] and not frontends._away
 
 
 async def test_probe(alive: tuple[Listener, Listener]) -> None:

@@ -4,6 +4,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -80,10 +81,18 @@ async def test_blocks_go_to_host_memory_and_back_to_other_blocks(world: Any) -> 
         assert bool((was == now).all())
 
 
-async def test_stores_run_where_a_core_is_idle_and_loads_like_the_engine(world: Any) -> None:
-    _, tier, _ = world
-    policies = [threads.submit(os.sched_getscheduler, 0).result(DEADLINE_S) for threads in tier._threads]
-    assert policies == [os.SCHED_IDLE, os.sched_getscheduler(0)]
+async def test_stores_run_where_a_core_is_idle_by_a_thread_without_python(world: Any) -> None:
+    """A thread that waits for an idle core with Python's lock in its hands would hold up the engine."""
+    _, tier, woken = world
+    tasks = [path.parent for path in Path("/proc/self/task").glob("*/comm") if path.read_text() == "pd-host-idle\n"]
+    assert [os.sched_getscheduler(int(task.name)) for task in tasks] == [os.SCHED_IDLE]
+    ran = (tasks[0] / "schedstat").read_text()
+    tier.store(orders(store_event=1, store_gpu_blocks=[1], store_cpu_blocks=[3]), None)
+    await until(woken.is_set)
+    assert (tasks[0] / "schedstat").read_text() != ran
+    assert os.sched_getscheduler(int(tasks[0].name)) == os.SCHED_IDLE, "writing did not change it"
+    policies = {threads.submit(os.sched_getscheduler, 0).result(DEADLINE_S) for threads in tier._threads}
+    assert policies == {os.sched_getscheduler(0)}
 
 
 async def test_a_store_in_pieces_counts_once_and_the_engine_makes_what_is_late(

@@ -510,6 +510,40 @@ def test_a_rank_reports_what_it_has_given_up_and_how_many_blocks_wait_for_a_sile
     assert worker.reports.take() == RankReport(unpushed=frozenset({"u"}))
 
 
+def test_what_could_not_be_said_to_an_engine_that_is_gone_ends_no_later_handshake(push: Any) -> None:
+    """vLLM forgets engines that it has not used for an hour, before it connects with another one."""
+    worker, gone = push.FakeWorker(0, 1), wire.Endpoint("P2", "host", 2, 1)
+    worker.handshakes = [None]
+    worker.step(reserved=[Reserved(order("s", 7, 8), gone)])
+    worker.turn()
+    worker.nixl_wrapper.broken, worker.handshakes = {"P2/0"}, [zmq.Again()]
+    worker._lose("P2", "its kernel says so")
+    worker.turn()
+    assert "P2" not in worker._remote_agents
+    worker.step(withdrawn={"r-s": "aborted"})
+    worker.hear("P2/0", wire.Gone("r-s", "withdrawn by decode"))
+    assert worker.get_transfer_results() == ended(failed="r-s")
+    worker._engine_ttl = 3600.0
+    worker._engine_last_active = dict.fromkeys(worker._engine_last_active, -7200.0)
+    worker.nixl_wrapper.told()
+    worker.handshakes = [None]
+    worker.step(reserved=[Reserved(order("t", 7, 8), wire.Endpoint("P3", "host", 3, 1))])
+    worker.turn()
+    assert [message.stream for message in worker.nixl_wrapper.told()] == ["t"]
+
+
+def test_a_lost_engine_that_was_not_used_for_an_hour_is_connected_anew(equal: Any) -> None:
+    equal.hear("D/0", wire.Unregister("first", "r-first", NEAR))
+    assert not equal._engines_with_inflight_transfers()
+    equal._engine_ttl = 3600.0
+    equal._engine_last_active["D"] -= 7200.0
+    equal._lose("D", "its kernel says so")
+    equal.handshakes = [None, None]
+    equal.step(met=[Met(wire.Endpoint("P2", "host", 2, 1), None)])
+    equal.turn()
+    assert equal.handshakes == [] and set(equal._remote_agents) == {"D", "P2"}
+
+
 def test_a_handshake_that_raises_is_tried_again(push: Any) -> None:
     worker = push.FakeWorker(0, 1)
     source = wire.Endpoint("P2", "host", 2, 1)

@@ -384,6 +384,18 @@ async def test_request_does_not_wait_for_quiet_prefill_worker(computed):
     assert "p0" in bench.fleet.workers  # silence is no death
 
 
+@pytest.mark.parametrize("why", ["prefill_worker_quiet", "prefill_worker_lost"])
+async def test_request_does_not_wait_for_a_silent_worker_that_has_claimed_it_unheard(why):
+    bench = await Bench.asked(FakeRequest("r"))
+    bench.add_worker("p1", Role.PREFILL)
+    await bench.router.submit(FakeRequest("waits"))
+    bench.queue.claims = {"p0": ["r", "another frontend's"]}
+    bench.silence("p0") if why == "prefill_worker_quiet" else bench.lose("p0")
+    await bench.settle()
+    assert [bench.router.requests[name].retries for name in ("r", "waits")] == [[why], []]
+    assert bench.queue.cancelled == [("r", 1)] and bench.submits()[-1][1].kv_source is None
+
+
 async def test_queued_requests_go_local_when_all_prefill_workers_are_quiet():
     bench = await Bench.asked(FakeRequest("r"))
     bench.silence("p0")

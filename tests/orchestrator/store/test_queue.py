@@ -205,11 +205,12 @@ async def test_chosen_jobs_are_claimed_once_and_the_rest_stays(make):
     for request_id in "abc":
         await queue.enqueue(job(request_id))
     assert [claim.job.request_id for claim in await queue.claim_chosen("w", ["c", "a"])] == ["c", "a"]
+    assert set(await queue.claims_of("w")) == {"a", "c"} and await queue.claims_of("w2") == []
     assert [claim.job.request_id for claim in await queue.claim_chosen("w2", ["a", "b", "never"])] == ["b"]
     assert await queue.claim_chosen("w2", []) == []
     assert await queue.depth() == QueueDepth(0, 0, 3)
     assert await queue.renew("w", ["a", "b", "c"]) == ["b"]
-    assert await queue.release("w", "a", 1)
+    assert await queue.release("w", "a", 1) and await queue.claims_of("w") == ["c"]
     assert await ids(queue) == ["a"]
 
 
@@ -228,6 +229,25 @@ async def test_idle_worker_takes_head_after_lost_races(make, redis):
     assert await chosen("w3", "b", idle=True) == ["d"], "what was chosen could not be read"
     assert await chosen("w4", "a", idle=True) == []
     assert await queue.depth() == QueueDepth(0, 0, 3)
+
+
+async def test_jobs_of_frontends_that_are_away_are_left(make, redis):
+    queue, other = make(), make()
+    for number in range(40):
+        await queue.enqueue(job(f"away{number}", 10, reply_to="f2" if number % 2 else "f3"))
+    for name in ("a", "b", "c"):
+        await queue.enqueue(job(name, 10))
+    queue.away = ["f2", "f3"]
+    assert await ids(queue, max_tokens=10) == ["a"]
+    claims, window = await queue.claim("w", 9, 9, 64, idle=False)
+    assert claims == [] and [job.request_id for job in window] == ["b", "c"]
+    assert [claim.job.request_id for claim in await queue.claim_chosen("w", ["away0", "c"])] == ["c"]
+    assert await queue.claim_chosen("w", ["never"], idle=True) == []
+    assert await ids(queue) == ["b"] and await ids(queue) == []
+    queue.away = ["f2"]
+    assert await ids(queue, max_jobs=2) == ["away0", "away2"]
+    assert await ids(other, max_jobs=2) == ["away1", "away3"]
+    assert await queue.depth() == QueueDepth(36, 360, 7)
 
 
 async def test_window_shows_head_that_does_not_fit(make):

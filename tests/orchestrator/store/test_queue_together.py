@@ -292,6 +292,18 @@ async def test_rest_of_wave_wakes_idle_worker(queues):
     assert await first_of(tasks) == "idler"
 
 
+async def test_worker_that_leaves_all_jobs_wakes_nobody_and_waits(queues):
+    queue = await queues(waiter="a")
+    await queue.enqueue(job("theirs"))
+    prefix, later = Keys(queues.namespace).prefix, time.time() + 60
+    await queues.redis.zadd(f"{prefix}idle", {"idler": later})
+    queue.away = ["f1"]
+    assert await queue.claim("a", ALL, 9, 32, idle=True, wait_s=60) == ([], [])
+    assert queue.waits and await waiters(queues) == 2, "two of them would wake each other for ever"
+    await queue.enqueue(job("mine", reply_to="f2"))
+    assert [claim.job.request_id for claim in await claim_head(queue, "a", ALL, 9)] == ["mine"]
+
+
 async def test_a_busy_worker_beside_idle_ones_waits_for_the_next_job(queues):
     queue = await queues(waiter="a")
     await queues.redis.zadd(f"{Keys(queues.namespace).prefix}told", {"b": time.time() + 60})

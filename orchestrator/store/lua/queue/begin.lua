@@ -7,6 +7,7 @@
 local SECONDS = '%.6f'    -- how times are stored and told: unix seconds on the server's clock
 local HEAD_JOBS = 16      -- jobs read from the head of the queue at once
 local MAX_UNUSABLE = 200  -- unusable jobs that one claim drops; the next one goes on behind them
+local MAX_PASSED = 1000   -- jobs that one claim passes over, because the worker does not reach their frontends
 local MAX_RECOUNT = 1000  -- most waiting jobs whose tokens are counted afresh
 local AFFINE_S = 60       -- for this long after a job with a cached prefix, claims look for such jobs
 local WAITERS_S = 60      -- a set of waiters outlives its last waiter by this

@@ -1,9 +1,14 @@
 -- The verbs by which a worker gets jobs, or waits for one.
 
--- Who claims, as args[1..5] of both claiming verbs say, and what it got: rows, and bodies in the same order.
+-- Who claims, as args[1..6] of both claiming verbs say, and what it got: rows, and bodies in the same order. `away`: the
+-- frontends that it does not reach, whose jobs it leaves to others; nil for none.
 local function open_claims(q, args)
-  local worker, lease_s, ttl_s, grace_s, waiter = unpack(args, 1, 5)
-  local now = clock()
+  local worker, lease_s, ttl_s, grace_s, waiter, unreached = unpack(args, 1, 6)
+  local now, away = clock(), nil
+  for frontend in string.gmatch(unreached, '%S+') do
+    away = away or {}
+    away[frontend] = true
+  end
   -- Whoever claims is awake: a wake-up meant for a waiting worker must not go to it. A fleet with work has none waiting.
   if call('EXISTS', q.idle, q.busy, q.told) > 0 then
     call('ZREM', q.idle, waiter)
@@ -11,8 +16,10 @@ local function open_claims(q, args)
     call('ZREM', q.told, waiter)
   end
   return { worker = worker, now = now, lease_until = SECONDS:format(now + lease_s), ttl_s = ttl_s,
-    grace_s = tonumber(grace_s), rows = {}, bodies = {} }
+    grace_s = tonumber(grace_s), away = away, rows = {}, bodies = {} }
 end
+
+local function is_left(q, claims, id) return claims.away and claims.away[try('HGET', q.job .. id, 'reply_to')] end
 
 -- A waiting job that can be claimed, and its body; else nil, and it is dropped: nobody can read it or waits for it.
 local function read_claimable(q, claims, id)
@@ -48,19 +55,23 @@ end
 -- and whether it took all that waits and would have taken more.
 local function take_head(q, claims, budget, max_jobs, idle)
   if budget <= 0 then return false, call('ZCARD', q.waiting) == 0 end
-  local unusable = 0
-  while budget > 0 and #claims.rows < max_jobs and unusable < MAX_UNUSABLE do
-    local last = math.min(max_jobs - #claims.rows, HEAD_JOBS) - 1
-    local head = call('ZRANGE', q.waiting, 0, last, 'WITHSCORES')
+  local unusable, passed = 0, 0
+  while budget > 0 and #claims.rows < max_jobs and unusable < MAX_UNUSABLE and passed < MAX_PASSED do
+    local last = passed + math.min(max_jobs - #claims.rows, HEAD_JOBS) - 1
+    local head = call('ZRANGE', q.waiting, passed, last, 'WITHSCORES')
     if #head == 0 then return false, true end
     for i = 1, #head, 2 do
-      local job, body = read_claimable(q, claims, head[i])
+      local left = is_left(q, claims, head[i])
+      local job, body
+      if not left then job, body = read_claimable(q, claims, head[i]) end
       if job then
         local cost = math.max(1, job.tokens)
         if cost > budget and not (idle and #claims.rows == 0) then return true, false end
         take(q, claims, head[i], head[i + 1], job, body)
         budget = budget - cost
         if budget <= 0 then return false, false end
+      elseif left then
+        passed = passed + 1
       else
         unusable = unusable + 1
       end
@@ -70,8 +81,9 @@ local function take_head(q, claims, budget, max_jobs, idle)
 end
 
 -- What a choice among waiting jobs needs of one of them. It must be cheap: of a sound job that is not old only this
--- is read. Returns tokens, seconds waited, cached; nothing where the job was dropped.
+-- is read. Returns tokens, seconds waited, cached; nothing where the job was dropped or is left to others.
 local function glance(q, claims, id)
+  if is_left(q, claims, id) then return nil end
   local fields = try('HMGET', q.job .. id, 'state', 'tokens', 'arrived_at', 'cached')
   if not fields.err and fields[1] == 'waiting' then
     local tokens, arrived_at = count(fields[2]), tonumber(fields[3] or '')
@@ -136,7 +148,7 @@ local function close_claims(q, claims, window, waits, share)
   return #packed .. '\n' .. packed .. concat(claims.bodies)
 end
 
--- args[6..10]: most tokens, most jobs, window, 1 if idle, seconds. Claims from the head of the queue what fits; an idle
+-- args[7..11]: most tokens, most jobs, window, 1 if idle, seconds. Claims from the head of the queue what fits; an idle
 -- worker's first job fits any budget. Where another order may be better it claims nothing, and returns the first
 -- `window` jobs: one of them is cached on a worker that claims, or the head does not fit. A worker that took all and has
 -- room for more is woken by the next job for so many seconds, as after `wait`.
@@ -145,7 +157,7 @@ end
 local function claim(keys, args)
   local q = open(keys)
   local claims = open_claims(q, args)
-  local budget, max_jobs, window, idle = tonumber(args[6]), tonumber(args[7]), tonumber(args[8]), args[9] == '1'
+  local budget, max_jobs, window, idle = tonumber(args[7]), tonumber(args[8]), tonumber(args[9]), args[10] == '1'
   local others, share = count_idle(q, claims.now), -1
   if others > 0 then share = math.ceil((count(try('GET', q.waiting_tokens)) or 0) / (others + 1)) end
   if window > 0 and call('EXISTS', q.prefix .. 'affine') == 1 then
@@ -154,30 +166,31 @@ local function claim(keys, args)
   end
   if others > 0 then budget = idle and math.min(budget, math.max(share, 1)) or 0 end
   local too_long, all = take_head(q, claims, budget, max_jobs, idle)
-  local choice, wait_s = {}, tonumber(args[10])
+  local choice, wait_s = {}, tonumber(args[11])
   if too_long and #claims.rows == 0 and window > 0 then choice = read_window(q, claims, window) end
   all = all and wait_s > 0
   if all then
     await_jobs(q, idle and #claims.rows == 0 and q.idle or q.busy, args[5], claims.now + wait_s, wait_s)
   end
   local reply = close_claims(q, claims, choice, all, share)
-  if others > 0 then wake_idle(q, claims.now) end
+  -- A worker that leaves all that waits to others wakes none: two of them would wake each other for ever.
+  if others > 0 and not (claims.away and #claims.rows == 0) then wake_idle(q, claims.now) end
   return reply
 end
 
--- args[6..]: 1 if idle, ids. Claims those that still wait; the others were somebody else's first. An idle worker that
+-- args[7..]: 1 if idle, ids. Claims those that still wait; the others were somebody else's first. An idle worker that
 -- came too late for all of them gets the head of the queue.
 local function claim_chosen(keys, args)
   local q = open(keys)
   local claims = open_claims(q, args)
   local function claim_one(id)
     local score = call('ZSCORE', q.waiting, id)
-    if not score then return end
+    if not score or is_left(q, claims, id) then return end
     local job, body = read_claimable(q, claims, id)
     if job then take(q, claims, id, score, job, body) end
   end
-  for i = 7, #args do claim_one(args[i]) end
-  if args[6] == '1' and #claims.rows == 0 then
+  for i = 8, #args do claim_one(args[i]) end
+  if args[7] == '1' and #claims.rows == 0 then
     local head = call('ZRANGE', q.waiting, 0, 0)[1]
     if head then claim_one(head) end
   end

@@ -19,5 +19,6 @@ register('depth', depth, 'no-writes')
 -- The depth too, but refused wherever claims are: out of memory, read-only, too few replicas.
 register('poll', depth)
 register('states', states, 'no-writes')
+register('claims_of', claims_of, 'no-writes')
 register('peek', peek, 'no-writes')
 register('show', show, 'no-writes')

@@ -19,6 +19,9 @@ local function states(keys, ids)
   return found
 end
 
+-- args: worker. Returns the ids of the jobs that it has claimed.
+local function claims_of(keys, args) return call('ZRANGE', open(keys).claims .. args[1], 0, -1) end
+
 -- args: limit. Returns rows of id, tokens, uncached, age, score, attempt and reply_to from the head of the queue.
 local function peek(keys, args)
   local q, now, rows = open(keys), clock(), {}
