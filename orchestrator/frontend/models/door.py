@@ -142,9 +142,8 @@ class ModelDoor:
         return JSONResponse({"status": "not ready", "models": ready}, status_code=503, headers={"retry-after": "1"})
 
     def _unnamed(self, scope: Scope) -> str:
-        names = list(self._apps)
-        ways = f"name one as `model`, or ask {PREFIX}{names[0]}{self._path(scope)}"
-        return f"this server has several models, {', '.join(names)}: {ways}"
+        ways = f"name one as `model`, or ask {PREFIX}{next(iter(self._apps))}{self._path(scope)}"
+        return f"this server has several models, {', '.join(self._of_model)}: {ways}"
 
     async def _refuse(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Which model it is for cannot be told."""

@@ -136,7 +136,8 @@ async def test_what_names_no_model_is_told_how_to(method: str, path: str) -> Non
     for body in (b"", b"{}", b'{"model": null}', b'{"model": 3}', b"[", b'"b"'):
         answer = await Behind().ask(method, path, content=body)
         assert answer.status_code == 400
-        assert f"several models, a, b: name one as `model`, or ask /models/a{path}" in answer.json()["error"]["message"]
+        said = answer.json()["error"]["message"]
+        assert f"several models, org/a, b: name one as `model`, or ask /models/a{path}" in said
 
 
 async def test_pages_show_all_models() -> None:
@@ -186,7 +187,7 @@ def test_apps_live_as_long_as_the_server_and_sockets_need_a_model() -> None:
             assert socket.receive_text() == "b"
         with pytest.raises(WebSocketDisconnect) as refused, client.websocket_connect("/v1/realtime") as socket:
             socket.receive_text()
-        assert refused.value.code == 1008 and "several models, a, b" in refused.value.reason
+        assert refused.value.code == 1008 and "several models, org/a, b" in refused.value.reason
     assert behind.lives[2:] == ["b ends", "org/a ends"]
 
 
