@@ -177,6 +177,8 @@ def test_the_version_is_the_packages():
         (["bench", "http://127.0.0.1:1", "--rate", "2,nan"], "--rate: expected numbers above 0"),
         (["scale", "prefill=\N{SUPERSCRIPT TWO}"], "expected prefill=X or decode=Y with an integer >= 0"),
         (["scale", "2P"], "2P: expected prefill=X or decode=Y with an integer >= 0, or both as 2P6D"),
+        (["scale", "2P6D", "--namespace", "f", "--model", "m"], "give one; a model of fleet F is --namespace F.MODEL"),
+        (["status", "--model=m", "--namespace=f"], "give one; a model of fleet F is --namespace F.MODEL"),
         (["config"], "Missing command. See `orchestrator config --help`."),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
