@@ -176,7 +176,7 @@ def located(path: Path, overrides: Sequence[str] = ()) -> Iterator[None]:
         if not colon or any(f"{key}.".startswith(f"{name}.") for name in given):
             raise
         line = None
-        with contextlib.suppress(OSError):  # a file that cannot be read is what the error is about
+        with contextlib.suppress(OSError, UnicodeDecodeError):  # a file that cannot be read is what the error is about
             line = line_of(read_plain_file(path, CONFIG_BYTES), key)
         if line:
             raise ConfigError(f"{path}, line {line}: {error}") from None

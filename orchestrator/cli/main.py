@@ -98,6 +98,9 @@ class Commands(TyperGroup):
 
     def resolve_command(self, context: Any, arguments: list[str]) -> Any:
         name, command, rest = super().resolve_command(context, arguments)
+        # Elsewhere they are two names of one option, whose last value would win.
+        if name != "worker" and {"--namespace", "--model"} <= {word.partition("=")[0] for word in rest}:
+            raise ConfigError("--namespace and --model: give one; a model of fleet F is --namespace F.MODEL")
         return name, command and load(command.name or ""), rest
 
 

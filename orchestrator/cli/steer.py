@@ -21,7 +21,7 @@ from orchestrator.cli.handle import (
 from orchestrator.cli.look.views import fields_view, queue_view
 from orchestrator.config.settings import Refused
 from orchestrator.store.operator.log_levels import ALL, LogLevels
-from orchestrator.store.steering import Steering
+from orchestrator.store.steering import NOBODY, Steering
 from orchestrator.types import Role
 
 ForceOption = Annotated[bool, typer.Option("--force", help="Allow it for the last worker of a role.")]
@@ -131,12 +131,15 @@ def queue_show(
 
 
 async def _set_level(fleet: OpenFleet, namespace: str, level: str | None, process: str) -> None:
-    """Raises Refused for a process that is not there."""
-    if process not in (ALL, "launcher"):
-        frontends = {name.rpartition("-")[0] for name in await fleet.registry.frontends()}
-        there = sorted({*await fleet.registry.workers(), *frontends})
-        if process not in there:
-            raise Refused(f"{process!r} is no process of the fleet; it has {', '.join([*there, 'launcher'])}")
+    """Raises Refused for a process that is not there: its level would wait in Redis for one of that name."""
+    frontends = {name.rpartition("-")[0] for name in await fleet.registry.frontends()}
+    there = sorted({*await fleet.registry.workers(), *frontends})
+    if await fleet.registry.launchers():
+        there.append("launcher")
+    if not there:
+        raise Refused(NOBODY)
+    if process not in (ALL, *there):
+        raise Refused(f"{process!r} is no process of the fleet; it has {', '.join(there)}")
     await LogLevels(fleet.redis, namespace).set(level, process)
 
 

@@ -254,8 +254,9 @@ class FleetProcesses:
             for process in self._processes():
                 process.restart_now()
         await self.frontends.update(snapshot)
-        if snapshot.desired is None:  # Redis was restarted, and has forgotten
-            await self.registry.configuration.write(self._rolling.version)
+        # Redis was restarted, and has forgotten; a frontend or an operator may have set the ratio again before this.
+        if await self.registry.configuration.read() is None:
+            await self.registry.configuration.put_back(self._rolling.version)
         self.desired = await self.registry.restored(self.desired, snapshot.desired) or self.desired
         snapshot = msgspec.structs.replace(snapshot, desired=self.desired)
         await self._pool.update(snapshot)

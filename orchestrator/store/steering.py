@@ -24,6 +24,7 @@ from orchestrator.store.queue import PrefillQueue
 from orchestrator.store.registry import Registry
 from orchestrator.types import DesiredRatio, Role
 
+NOBODY = "the fleet has no process in this Redis; is --namespace right? Of several models each has its own: FLEET.MODEL"
 _HEARTBEATS = 2.0  # after so many every worker that lives has told Redis of itself
 
 
@@ -47,6 +48,8 @@ class Steering:
 
         async def decide() -> DesiredRatio | None:
             reading = await self._read()
+            if not (reading.workers or reading.launchers):
+                raise Refused(NOBODY)
             workers, launched = _planned(reading), _launched(reading)
             current = _desired(reading, workers)
             wanted = DesiredRatio(

@@ -15,6 +15,7 @@ from typing import Any
 
 import msgspec
 from fastapi import FastAPI
+from starlette.datastructures import MutableHeaders
 from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -100,7 +101,26 @@ class ModelDoor:
         if (app := self._of_model.get(name)) is not None:
             return app
         has_adapter = (each for each in self._apps.values() if name in each.state.openai_serving_models.lora_requests)
-        return next(has_adapter, self._first)
+        return next(has_adapter, self._unknown)
+
+    async def _unknown(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """The first app's answer. That it knows no such model comes with its own names, which become those of all."""
+        named = _aliases(path.name for path in self._first.state.openai_serving_models.base_model_paths)
+        start: Message | None = None
+
+        async def name_all(message: Message) -> None:
+            nonlocal start
+            if message.get("status") == HTTPStatus.NOT_FOUND:
+                start = message
+                return
+            if start is not None:
+                message["body"] = message["body"].replace(named, _aliases(self._of_model))
+                MutableHeaders(raw=start["headers"])["content-length"] = str(len(message["body"]))
+                await send(start)
+                start = None
+            await send(message)
+
+        await self._first(scope, receive, name_all)
 
     def _path(self, scope: Scope) -> str:
         path: str = scope["path"]
@@ -142,9 +162,8 @@ class ModelDoor:
         return JSONResponse({"status": "not ready", "models": ready}, status_code=503, headers={"retry-after": "1"})
 
     def _unnamed(self, scope: Scope) -> str:
-        names = list(self._apps)
-        ways = f"name one as `model`, or ask {PREFIX}{names[0]}{self._path(scope)}"
-        return f"this server has several models, {', '.join(names)}: {ways}"
+        ways = f"name one as `model`, or ask {PREFIX}{next(iter(self._apps))}{self._path(scope)}"
+        return f"this server has several models, {', '.join(self._of_model)}: {ways}"
 
     async def _refuse(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Which model it is for cannot be told."""
@@ -164,6 +183,11 @@ class ModelDoor:
             await send({"type": "lifespan.startup.complete"})
             await receive()
         await send({"type": "lifespan.shutdown.complete"})
+
+
+def _aliases(names: Iterable[str]) -> bytes:
+    """As vLLM lists what a model is called, in a JSON body."""
+    return msgspec.json.encode(f"Valid aliases: {', '.join(names)}.")[1:-1]
 
 
 async def _ask(app: FastAPI, scope: Scope) -> tuple[int, msgspec.Raw]:

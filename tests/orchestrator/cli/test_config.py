@@ -8,7 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from orchestrator.cli.config import app, default_config_text
-from orchestrator.config.settings import Config, Refused, load_config
+from orchestrator.config.settings import Config, ConfigError, Refused, load_config
 
 runner = CliRunner()
 
@@ -49,6 +49,14 @@ def test_a_file_of_one_model_may_be_asked_for_its_namespace(tmp_path: Path):
     assert shown(str(file), "--namespace", "mine") == shown(str(file))
     wrong = runner.invoke(app, ["config", "show", str(file), "--namespace", "yours"]).exception
     assert "has one: leave --model out" in str(wrong)
+
+
+@pytest.mark.parametrize("command", ["check", "show"])
+def test_a_file_that_is_not_utf8_is_refused_in_one_line(command: str, tmp_path: Path):
+    file = tmp_path / "c.yaml"
+    file.write_bytes("model: démo\n".encode("latin-1"))
+    said = runner.invoke(app, ["config", command, str(file)]).exception
+    assert isinstance(said, ConfigError) and str(said) == f"{file}: expected text in UTF-8, got byte 0xe9"
 
 
 @pytest.mark.parametrize(("gpus", "fleet"), [(0, (1, 1)), (1, (1, 1)), (2, (1, 1)), (5, (2, 3)), (8, (4, 4))])

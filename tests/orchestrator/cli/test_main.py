@@ -169,6 +169,8 @@ def test_the_version_is_the_packages():
         (["bench", "http://127.0.0.1:1", "--rate", "2,nan"], "--rate: expected numbers above 0"),
         (["scale", "prefill=\N{SUPERSCRIPT TWO}"], "expected prefill=X or decode=Y with an integer >= 0"),
         (["scale", "2P"], "2P: expected prefill=X or decode=Y with an integer >= 0, or both as 2P6D"),
+        (["scale", "2P6D", "--namespace", "f", "--model", "m"], "give one; a model of fleet F is --namespace F.MODEL"),
+        (["status", "--model=m", "--namespace=f"], "give one; a model of fleet F is --namespace F.MODEL"),
         (["config"], "Missing command. See `orchestrator config --help`."),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
@@ -265,13 +267,38 @@ def test_commands_without_a_fleet_say_so():
     assert "several: expected prefill=X or decode=Y" in refused("scale", "several", "--namespace", "nobody")
 
 
-def test_scale_beyond_the_room_of_the_launchers_machine_needs_force(redis_url):
+def join_as_launcher(redis_url: str) -> None:
     async def launcher() -> None:
         redis = await connect(redis_url, 5)
         await Registry(redis, "default").refresh_launcher("l", Launcher(room=8), 60)
         await redis.aclose()
 
     asyncio.run(launcher())
+
+
+@pytest.mark.parametrize("command", [["scale", "2P6D"], ["log-level", "DEBUG"], ["log-level", "DEBUG", "launcher"]])
+def test_an_order_that_nobody_is_there_for_is_refused_and_left_nowhere(command: list[str], redis_url: str):
+    join_as_launcher(redis_url)
+    assert "has no process in this Redis" in refused(*command, "--namespace", "typo", "--redis", redis_url)
+    orchestrator(*command, "--redis", redis_url)
+
+    async def keys() -> list[bytes]:
+        redis = await connect(redis_url, 5)
+        found: list[bytes] = await redis.execute_command("KEYS", "*{typo}*")
+        await redis.aclose()
+        return found
+
+    assert all(key.endswith(b":noted") for key in asyncio.run(keys())), "since when Redis knows the namespace"
+
+
+def test_scale_reads_both_counts_in_one_word(redis_url):
+    join_as_launcher(redis_url)
+    said = orchestrator("scale", "2P6D", "--json", "--redis", redis_url).stdout
+    assert json.loads(said) == {"prefill": 2, "decode": 6}
+
+
+def test_scale_beyond_the_room_of_the_launchers_machine_needs_force(redis_url):
+    join_as_launcher(redis_url)
     orchestrator("scale", "2P6D", "--redis", redis_url)
     assert "500P6D: there is room for 8 workers" in refused("scale", "prefill=500", "--redis", redis_url)
     assert "decode is asked for twice" in refused("scale", "decode=1", "2P6D", "--redis", redis_url)

@@ -24,8 +24,10 @@ from orchestrator.cli.steer import log_level, queue, queue_show
 from orchestrator.config.settings import Refused
 from orchestrator.launch.console import Console
 from orchestrator.store.client import connect
+from orchestrator.store.fields import Launcher
 from orchestrator.store.operator.events import Event
 from orchestrator.store.queue import PrefillQueue
+from orchestrator.store.registry import Registry
 
 ODD = "cmpl-[/x][red]:100:[link=a]"  # a client's x-request-id becomes a part of such a name
 
@@ -126,7 +128,14 @@ async def test_status_is_shown_again_and_again_in_a_pipe(monkeypatch: pytest.Mon
 
 
 def test_level_without_process_and_missing_file_are_refused(tmp_path: Path) -> None:
-    with running_server(tmp_path) as server, pytest.raises(Refused, match="'nobody' is no process of the fleet"):
-        log_level("INFO", "nobody", fresh_namespace(), server.url)
+    async def launcher(url: str, namespace: str) -> None:
+        redis = await connect(url, 5)
+        await Registry(redis, namespace).refresh_launcher("l", Launcher(), 60)
+        await redis.aclose()
+
+    with running_server(tmp_path) as server:
+        asyncio.run(launcher(server.url, namespace := fresh_namespace()))
+        with pytest.raises(Refused, match="'nobody' is no process of the fleet; it has launcher"):
+            log_level("INFO", "nobody", namespace, server.url)
     with pytest.raises(Refused, match="--set a=b: changes what a file says"):
         show(None, ["a=b"])

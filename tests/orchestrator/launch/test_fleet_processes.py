@@ -10,6 +10,7 @@ from unittest.mock import AsyncMock, Mock
 import msgspec
 import pytest
 from support_redis import fresh_namespace, worker
+from support_steering import set_desired
 from support_wait import DEADLINE_S
 
 from orchestrator.config.settings import Config, LauncherConfig, parse_config
@@ -21,6 +22,7 @@ from orchestrator.launch.host.redis_server import EmbeddedRedis
 from orchestrator.launch.machines import Setup
 from orchestrator.launch.pools.frontend_pool import FrontendPool
 from orchestrator.launch.pools.worker_pool import WorkerPool
+from orchestrator.launch.registry_watch import Snapshot
 from orchestrator.launch.rollout import cannot_start
 from orchestrator.launch.supervise import Exit, Stage, Supervised
 from orchestrator.process.parent import own_identity
@@ -131,6 +133,30 @@ async def test_a_place_on_which_nothing_runs_is_no_fleet(tmp_path: Path, left: d
     fleet._rolling.begin = AsyncMock()
     await fleet._begin_version()
     fleet._rolling.begin.assert_awaited_once_with(alone)
+
+
+async def test_a_redis_that_forgot_gets_the_configuration_back_after_the_ratio(tmp_path: Path, monkeypatch):
+    """A frontend or an operator may have set the ratio again before the launcher looked."""
+    server = EmbeddedRedis()
+    redis = await connect(await server.start(tmp_path), 5)
+    try:
+        config = parse_config({"model": "m", "engine": "sim", "namespace": fresh_namespace()})
+        registry = Registry(redis, config.namespace)
+        for pool in (FrontendPool, WorkerPool):
+            monkeypatch.setattr(pool, "update", AsyncMock())
+        fleet = processes_of(config, registry, LocalMachine(config), tmp_path)
+        await set_desired(registry, 1, 1, "scale")
+        snapshot = Snapshot(desired=await registry.desired())
+        await fleet._update(snapshot)
+        known = await registry.configuration.read()
+        assert known is not None and known.config, "what workers on other hosts and rollouts begin with"
+        newer = msgspec.structs.replace(known, generation=7)
+        await registry.configuration.write(newer)
+        await fleet._update(snapshot)
+        assert await registry.configuration.read() == newer, "another launcher's, or a rollout's"
+    finally:
+        await redis.aclose()
+        await server.stop()
 
 
 async def test_crashes_while_redis_was_away_are_not_held_against_a_process(tmp_path: Path, monkeypatch):

@@ -14,6 +14,7 @@ from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector, CollectorRegistry
 from pydantic import BaseModel
+from starlette.responses import JSONResponse, Response
 from starlette.testclient import TestClient
 from starlette.websockets import WebSocketDisconnect
 
@@ -67,11 +68,13 @@ def app_of(name: str, lives: list[str], *adapters: str) -> FastAPI:
         return httpx.codes.OK if app.state.ready else _not_ready()
 
     def _not_ready() -> Any:
-        from starlette.responses import Response
-
         return Response(status_code=503)
 
+    async def unknown() -> JSONResponse:
+        return JSONResponse({"error": f"It does not exist. Valid aliases: {name}."}, status_code=404)
+
     app.add_api_route("/ready", ready)
+    app.add_api_route("/v1/chat/completions", unknown, methods=["POST"])
     for path in ("/v1/completions", "/fleet", "/operator/scale", "/pause", "/health", "/v1/audio"):
         app.add_api_route(path, answer, methods=["GET", "POST"])
 
@@ -106,6 +109,13 @@ async def test_a_request_goes_whole_to_the_app_of_its_model(model: str, app: str
     assert "x" * 100 in answer["body"]
 
 
+async def test_an_unknown_model_is_told_the_names_of_all() -> None:
+    for path, known in (("/v1/chat/completions", "org/a, b"), ("/models/a/v1/chat/completions", "org/a")):
+        answer = await Behind().ask("POST", path, json={"model": "unknown"})
+        assert answer.status_code == 404 and answer.json() == {"error": f"It does not exist. Valid aliases: {known}."}
+    assert (await Behind().ask("POST", "/nowhere", json={"model": "unknown"})).json() == {"detail": "Not Found"}
+
+
 async def test_a_model_goes_before_an_adapter_of_the_same_name() -> None:
     behind = Behind()
     behind.apps["a"].state.openai_serving_models.lora_requests["b"] = None
@@ -134,7 +144,8 @@ async def test_what_names_no_model_is_told_how_to(method: str, path: str) -> Non
     for body in (b"", b"{}", b'{"model": null}', b'{"model": 3}', b"[", b'"b"'):
         answer = await Behind().ask(method, path, content=body)
         assert answer.status_code == 400
-        assert f"several models, a, b: name one as `model`, or ask /models/a{path}" in answer.json()["error"]["message"]
+        said = answer.json()["error"]["message"]
+        assert f"several models, org/a, b: name one as `model`, or ask /models/a{path}" in said
 
 
 async def test_pages_show_all_models() -> None:
@@ -184,7 +195,7 @@ def test_apps_live_as_long_as_the_server_and_sockets_need_a_model() -> None:
             assert socket.receive_text() == "b"
         with pytest.raises(WebSocketDisconnect) as refused, client.websocket_connect("/v1/realtime") as socket:
             socket.receive_text()
-        assert refused.value.code == 1008 and "several models, a, b" in refused.value.reason
+        assert refused.value.code == 1008 and "several models, org/a, b" in refused.value.reason
     assert behind.lives[2:] == ["b ends", "org/a ends"]
 
 
