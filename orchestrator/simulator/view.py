@@ -154,9 +154,9 @@ class PoolView:
 def limits_of_claims(worker: Worker, slo: SLOConfig, s_per_token: float) -> tuple[int, int, bool]:
     """Prompt tokens, and jobs, that a prefill worker may claim now, and whether it does as an idle one."""
     free_tokens = (worker.kv.free + worker.uncomputed_blocks()) * worker.profile.block_size
-    decodes = len(worker.running) > len(worker.prefilling) or worker.receiving or worker.arrived
+    decodes = len(worker.running) > len(worker.prefilling) or bool(worker.receiving or worker.arrived)
     held, idle = prefills(worker), prefills(worker) == 0 and not decodes
-    most = most_claimed(worker.profile.max_num_batched_tokens, slo, s_per_token)
+    most = most_claimed(worker.profile.max_num_batched_tokens, slo, s_per_token, decodes)
     budget = claim_budget(most, worker.pending_tokens, idle, free_tokens)
     return *claim_limits(held, budget, idle, free_tokens, sys.maxsize), idle
 

@@ -16,7 +16,7 @@ from orchestrator.launch.host.redis_server import EmbeddedRedis
 from orchestrator.types import Role
 from workers.engine import EngineStep
 from workers.prefills import Prefills
-from workers.sim.scheduler import SimRequest
+from workers.sim.request import SimRequest
 
 # A tenth of a second of KV on the wire for every 500 tokens: decode's own token comes well after prefill's.
 SECTIONS = {

@@ -42,6 +42,26 @@ async def test_a_decode_worker_claims_while_its_answers_still_stream(workers: Wo
     await workers.assert_no_leaks()
 
 
+async def test_a_prompt_is_computed_in_steps_that_leave_room_for_the_answers_beside_it(
+    redis_server: EmbeddedRedis,
+) -> None:
+    """All of it fits into one step, and is computed in one where nothing decodes beside it."""
+    async with running_workers(redis_server, slo={"tpot_s": 0.005}) as workers:
+        moved, frontend, stream, remote = await claims_beside(workers, PROMPT[:20], LONG)
+        await frontend.finished(remote)
+        assert stream.finish is None and len(remote.got(Prefilled).chunk_ends_s) > 0
+        frontend.abort(moved.id, stream)
+
+        async def idle() -> bool:
+            return not (await moved.engine.load()).running
+
+        await until(idle, "nothing decodes")
+        alone = frontend.new([token + 1 for token in PROMPT])
+        await frontend.enqueue(alone)
+        await frontend.finished(alone)
+        assert alone.got(Prefilled).chunk_ends_s == []
+
+
 async def test_a_prefill_worker_decodes_while_what_it_claimed_is_computed_and_pushed(workers: Workers) -> None:
     moved = await workers.start(Role.PREFILL, speed=1.0, prefill_us_per_token=2000.0, max_num_batched_tokens=32)
     decode = await workers.start(Role.DECODE)
