@@ -38,6 +38,9 @@ async def test_a_decode_worker_claims_while_its_answers_still_stream(workers: Wo
     await until(lambda: len(stream.tokens) > seen, "it streams on")
     assert stream.finish is None and not stream.got(Rejected)
     assert (await moved.engine.load()).running == 1
+    frontend.submit_to(moved.id, remote)  # by a frontend that does not know that it was prefilled
+    refused = await until(lambda: remote.got(Rejected), "its engine may still have that key")
+    assert refused.leaving and refused.why == "this worker prefilled it"
     frontend.abort(moved.id, stream)
     await workers.assert_no_leaks()
 
