@@ -86,6 +86,23 @@ async def test_a_prefill_worker_decodes_while_what_it_claimed_is_computed_and_pu
     await workers.assert_no_leaks()
 
 
+async def test_a_prompt_that_it_prefilled_is_cached_when_it_decodes_it_after_all(workers: Workers) -> None:
+    """As a stand-in for the last decode worker does: only what fills no block is computed again."""
+    moved, other = await workers.start(Role.PREFILL, speed=1.0), await workers.start(Role.DECODE)
+    frontend = await workers.frontend(moved, other, binds_to=other)
+    remote, again = frontend.new(PROMPT), frontend.new(PROMPT, LONG)
+    await frontend.enqueue(remote)
+    await frontend.finished(remote)
+    await order_role(workers.registry, moved.id, Role.DECODE)
+    await workers.registered(moved.id, Role.DECODE)
+    frontend.submit_to(moved.id, again)
+    await until(lambda: again.tokens, "it streams")
+    (request,) = moved.engine._scheduler.requests.values()
+    assert len(PROMPT) - request.cached_tokens < moved.info.identity.block_size
+    frontend.abort(moved.id, again)
+    await workers.assert_no_leaks()
+
+
 async def test_a_change_back_at_once_disturbs_nothing(workers: Workers) -> None:
     moved, frontend = await workers.served(Role.DECODE, speed=1.0)
     stream = frontend.new(PROMPT[:20], 60)
