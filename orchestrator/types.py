@@ -211,6 +211,7 @@ class WorkerLoad(msgspec.Struct, tag="load", frozen=True, omit_defaults=True):
     # Requests here by the number of their LoRA adapter; 0 for one that is loaded and idle. Least recently used first.
     adapters: dict[int, int] = {}
     adapter_load_s: float = 0.0  # mean time of the latest loads; 0 = none was measured
+    decodes: int = 0  # requests that decode here, or will: on a prefill worker, what it has of its former role
 
 
 class PrefixEvents(msgspec.Struct, tag="prefix", frozen=True):

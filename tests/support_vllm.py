@@ -137,7 +137,7 @@ class Driver:
         # Its hooks lock around each mmap: a process that is forked meanwhile waits for that lock forever.
         assert "libucm" not in Path("/proc/self/maps").read_text(), "a test has loaded UCX into this process"
         cores = args.pop("cores", None)
-        profile, warm = args.pop("profile", False), args.pop("warm", False)
+        profile, warm, tpot_s = args.pop("profile", False), args.pop("warm", False), args.pop("tpot_s", 0.0)
         kv_port = args.pop("kv_port", None) or next(free_ports("127.0.0.1"))
         group, kv_advertise = args.pop("group", Group()), args.pop("kv_advertise", "")
         EngineCore.test_kv_state = kv_state  # engines are forked from here
@@ -162,6 +162,7 @@ class Driver:
             prefix_events=True,
             profile=profile,
             warm=warm,
+            tpot_s=tpot_s,
         )
         driver = cls(engine, await engine.start(group))
         cls.running.append(driver)

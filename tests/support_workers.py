@@ -313,7 +313,7 @@ class Workers:
 
     async def start(self, role: Role, **sim: Any) -> LocalWorker:
         config = parse_config(self.tree)
-        engine = SimEngine(self.simulated(role, **sim), "sim-model", kv=config.kv)
+        engine = SimEngine(self.simulated(role, **sim), "sim-model", kv=config.kv, tpot_s=config.slo.tpot_s)
         worker_id, listening = f"{role.value}-{next(self._numbers)}", Listening("127.0.0.1")
         agent = Agent(engine, self.redis, config, worker_id, role, listening, generation=0)
         worker = LocalWorker(agent, engine, asyncio.create_task(agent.run()))

@@ -82,6 +82,10 @@ class Attempts:
     def prefill_count(self) -> int:
         return len(self._prefills)
 
+    @property
+    def decode_count(self) -> int:
+        return len(self._by_key) - len(self._prefills)
+
     def frontends(self) -> set[str]:
         return {attempt.frontend_id for attempt in self._by_key.values()}
 
@@ -152,10 +156,10 @@ class Attempts:
         if len(self._pushing) > MAX_PUSHING:
             self._pushing.popitem(last=False)
 
-    def was_prefilled(self, attempt: Attempt) -> bool:
-        """Whether an attempt of the same key has ended well, so that its KV and its key may still be in the engine."""
-        ended = self._pushing.get(attempt.request_id)
-        return ended is not None and ended.key == attempt.key
+    def was_prefilled(self, request_id: str, key: str) -> bool:
+        """Whether an attempt of this key has ended well, so that its KV and its key may still be in the engine."""
+        ended = self._pushing.get(request_id)
+        return ended is not None and ended.key == key
 
     def end_pushing(self, frontend_id: str, request_id: str, number: int) -> list[str]:
         """Forget the prefill of this attempt of a frontend's request, or of an older one, and return its engine key for

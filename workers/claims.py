@@ -90,7 +90,8 @@ class ClaimLoop:
         batch, claimed = self._info.max_num_batched_tokens, self._attempts.claimed_tokens
         # Ranks in lockstep share the work of each step, so that a claimed job waits for no other.
         lockstep, s_per_token = self._info.lockstep, self._prefills.fetches.s_per_token
-        most = CLAIM_BATCHES * batch if lockstep else most_claimed(batch, self._slo, s_per_token)
+        decodes = self._attempts.decode_count > 0
+        most = CLAIM_BATCHES * batch if lockstep else most_claimed(batch, self._slo, s_per_token, decodes)
         idle, jobs = self._idle, self._info.max_num_seqs - len(self._attempts)
         budget = claim_budget(most, claimed, idle, self._free_tokens)
         return claim_limits(self._attempts.prefill_count, budget, idle, self._free_tokens, jobs)

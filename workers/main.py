@@ -209,6 +209,7 @@ def _engine(parsed: WorkerSettings, listening: Listening, kv_port: int) -> Engin
         "kv_advertise": listening.reached_at,
         "kv_port": kv_port,
         "kv": config.kv,
+        "tpot_s": config.slo.tpot_s,
     }
     if config.engine == "sim":
         from orchestrator.config.simulated import simulated

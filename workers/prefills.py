@@ -157,7 +157,8 @@ class Prefills:
             since=time.monotonic(),
             leased=True,
         )
-        if self._attempts.was_prefilled(attempt):  # Redis has lost its end, and an engine ends at a key that it has
+        # Redis has lost its end, and an engine ends at a key that it has.
+        if self._attempts.was_prefilled(attempt.request_id, attempt.key):
             self._start(self._ack(job.request_id, job.attempt))
             return
         if not wanted() or self._attempts.get(attempt.key) is not None:

@@ -120,7 +120,8 @@ class Serving:
                 return None  # a duplicate, or overtaken by its successor
             await self._drop([older])
         source = message.kv_source
-        if source is not None and source.endpoint.engine_id == self._engine_id:
+        here = source is not None and source.endpoint.engine_id == self._engine_id
+        if here or self._attempts.was_prefilled(message.request_id, key):
             # This worker prefilled the request and has changed its role. Its engine may still hold the key, and a
             # second request with the same key could end the engine.
             return Refusal("this worker prefilled it", leaving=True)

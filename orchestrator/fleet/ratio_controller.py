@@ -137,6 +137,7 @@ def observe(views: Iterable[WorkerView], at: float, offered: Offered, host_tier_
         return None
     info = decoding[0].info
     block_size = info.identity.block_size
+    former = sum(view.load.decodes for view in views if view.load is not None and view.info.role is Role.PREFILL)
     # WRITEs that share a link are slower than the link, and the fastest of all workers hardly shared it.
     sent = [view.load.kv for view in views if view.load is not None and view.load.kv.transfers >= _MIN_TRANSFERS]
     fastest = max((kv.link_bytes_per_s for kv in sent), default=0.0)
@@ -151,6 +152,7 @@ def observe(views: Iterable[WorkerView], at: float, offered: Offered, host_tier_
         decode_workers=tuple(view.info.id for view in decoding),
         link_s_per_token=info.kv_bytes_per_token / fastest if fastest > 0 else 0.0,
         host_tokens=host_tier_bytes * info.kv.tp_size // max(1, info.kv_bytes_per_token),
+        former=former,
     )
 
 

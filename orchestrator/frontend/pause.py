@@ -110,11 +110,7 @@ class PauseCalls:
     def _in_transit(self) -> bool:
         """Whether a prompt is queued, prefilled remotely, or waits for its KV."""
         own = any(active.state in _BEFORE_DECODE for active in self._router.requests.values())
-        held = any(
-            load.waiting or (role is Role.PREFILL and load.blocks_free < load.blocks_total)
-            for role, load in self._loads()
-        )
-        return own or self._queued() or held
+        return own or self._queued() or any(moves_kv(role, load) for role, load in self._loads())
 
     def _loads(self) -> Iterator[tuple[Role, WorkerLoad]]:
         for view in self._fleet.workers.values():
@@ -124,3 +120,11 @@ class PauseCalls:
     def _queued(self) -> bool:
         depth = self._queue.depth
         return depth is not None and depth.requests + depth.claimed > 0
+
+
+def moves_kv(role: Role, load: WorkerLoad) -> bool:
+    """Whether a worker computes prompts for others, sends KV or waits for some, by its last report. What a prefill
+    worker still decodes holds blocks too: who waits for its KV then says whether it sends any."""
+    if load.waiting or role is Role.DECODE:
+        return load.waiting > 0
+    return load.running > load.decodes or (not load.decodes and load.blocks_free < load.blocks_total)

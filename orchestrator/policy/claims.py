@@ -32,8 +32,9 @@ def claims_as_idle(
     return held == 0 or (lockstep and claimed_tokens < max_num_batched_tokens <= free_tokens - claimed_tokens)
 
 
-def most_claimed(max_num_batched_tokens: int, slo: SLOConfig, seconds_per_token: float) -> int:
-    """Prompt tokens that a busy worker may have claimed: `CLAIM_BATCHES` batches, or fewer by `CLAIM_SHARE`.
+def most_claimed(max_num_batched_tokens: int, slo: SLOConfig, seconds_per_token: float, decodes: bool = False) -> int:
+    """Prompt tokens that a busy worker may have claimed: `CLAIM_BATCHES` batches, or fewer by `CLAIM_SHARE`. One that
+    also `decodes` has the least: it computes little in a step (`choices.steps`), and others are sooner done.
 
     Nothing overtakes a job that is claimed: a short prompt would wait behind all that its worker has claimed before, a
     batch's included, and share its steps with them. In the queue it goes where there is room first, and is counted
@@ -42,7 +43,8 @@ def most_claimed(max_num_batched_tokens: int, slo: SLOConfig, seconds_per_token:
     tightest_s = min([slo.ttft_s, *(own.ttft_s for own in slo.classes.values() if own.ttft_s is not None)])
     in_time = int(CLAIM_SHARE * tightest_s / max(seconds_per_token, _LEAST_S))
     # Smaller steps take more time for each token: with fewer tokens, fewer would seem to be in time, and so on.
-    return min(CLAIM_BATCHES * max_num_batched_tokens, max(in_time, max_num_batched_tokens // LEAST_CLAIM))
+    least = max_num_batched_tokens // LEAST_CLAIM
+    return least if decodes else min(CLAIM_BATCHES * max_num_batched_tokens, max(in_time, least))
 
 
 def claim_budget(most_tokens: int, claimed_tokens: int, idle: bool, free_tokens: int) -> int:

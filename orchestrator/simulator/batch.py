@@ -7,9 +7,11 @@ computed when it leaves the batch or ends.
 from __future__ import annotations
 
 import heapq
+from collections.abc import Iterable
 from math import sqrt
 
 from orchestrator.simulator.job import Stay
+from orchestrator.simulator.profile import Profile
 
 
 class StepRun:
@@ -119,3 +121,17 @@ class DecodeBatch:
                 break
             fit += 1
         return max(1, min(longest, fit))
+
+
+def chunks(prefilling: Iterable[Stay], budget: int, profile: Profile) -> tuple[list[tuple[Stay, int]], float]:
+    """The prompt tokens of each stay, the first before the others, that a step of `budget` tokens computes, and by how
+    many seconds they make it longer."""
+    found, seconds = [], 0.0
+    for stay in prefilling:
+        tokens = stay.compute if stay.compute < budget else budget
+        if tokens <= 0:
+            break
+        found.append((stay, tokens))
+        budget -= tokens
+        seconds += tokens * (profile.prefill_s_per_token + profile.attention_s * (stay.computed + tokens / 2))
+    return found, seconds + (profile.prompt_s if found else 0.0)

@@ -13,6 +13,7 @@ from orchestrator.policy.ratio.decision import RatioDecision, desired_ratio
 from orchestrator.policy.ratio.load import INTERVAL_S, WINDOW_SAMPLES, LoadSample, LoadSampler, Observation
 from orchestrator.simulator.router import Router
 from orchestrator.simulator.settings import Settings
+from orchestrator.simulator.view import decodes
 from orchestrator.simulator.worker import Worker
 from orchestrator.types import DesiredRatio
 
@@ -68,6 +69,7 @@ class RatioControl:
             worker_sequences=profile.max_num_seqs,
             decode_workers=tuple(worker.name for worker in workers),
             link_s_per_token=profile.kv_bytes_per_token / link_bytes_per_s if link_bytes_per_s else 0.0,
+            former=sum(decodes(worker) for worker in router.prefill.workers()),
         )
 
     def _apply(self, desired: DesiredRatio, now: float) -> None:

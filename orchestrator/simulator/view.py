@@ -154,9 +154,9 @@ class PoolView:
 def limits_of_claims(worker: Worker, slo: SLOConfig, s_per_token: float) -> tuple[int, int, bool]:
     """Prompt tokens, and jobs, that a prefill worker may claim now, and whether it does as an idle one."""
     free_tokens = (worker.kv.free + worker.uncomputed_blocks()) * worker.profile.block_size
-    decodes = len(worker.running) > len(worker.prefilling) or worker.receiving or worker.arrived
-    held, idle = prefills(worker), prefills(worker) == 0 and not decodes
-    most = most_claimed(worker.profile.max_num_batched_tokens, slo, s_per_token)
+    held, others = prefills(worker), decodes(worker)
+    idle = not (held or others)
+    most = most_claimed(worker.profile.max_num_batched_tokens, slo, s_per_token, others > 0)
     budget = claim_budget(most, worker.pending_tokens, idle, free_tokens)
     return *claim_limits(held, budget, idle, free_tokens, sys.maxsize), idle
 
@@ -164,3 +164,8 @@ def limits_of_claims(worker: Worker, slo: SLOConfig, s_per_token: float) -> tupl
 def prefills(worker: Worker) -> int:
     """How many prompts it computes, or will."""
     return len(worker.waiting) + len(worker.prefilling) + len(worker.fetching)
+
+
+def decodes(worker: Worker) -> int:
+    """How many requests decode there, or will once their KV has come."""
+    return len(worker.running) - len(worker.prefilling) + len(worker.receiving) + len(worker.arrived)

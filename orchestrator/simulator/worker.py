@@ -11,8 +11,9 @@ from collections.abc import Callable
 from math import floor, log2
 from operator import attrgetter
 
+from orchestrator.policy.choices.steps import prompt_tokens_beside
 from orchestrator.simulator.adapters import RunningStays
-from orchestrator.simulator.batch import DecodeBatch, StepRun
+from orchestrator.simulator.batch import DecodeBatch, StepRun, chunks
 from orchestrator.simulator.events import Events
 from orchestrator.simulator.job import Stay, steps_until_ready
 from orchestrator.simulator.kv import KVPool
@@ -34,7 +35,10 @@ class Worker:
         sim: Events,
         schedule: Callable[[float, Worker, int], None],
         host_blocks: int = 0,
+        tpot_s: float = 0.0,
     ) -> None:
+        """`tpot_s`: the objective of those that decode beside prompts of prefill stays; 0: none."""
+        self.tpot_s = tpot_s
         self.name, self.profile, self.sim = name, profile, sim
         self._schedule_wake = schedule
         self.unit_tokens = unit_tokens
@@ -187,9 +191,9 @@ class Worker:
                 self.itl_buckets[bucket] = self.itl_buckets.get(bucket, 0) + decoding * steps
             for stay in batch.advance(steps):
                 self._done(stay, now)
-        chunks, self._chunks = self._chunks, []
+        prompts, self._chunks = self._chunks, []
         computed = 0
-        for stay, tokens in chunks:
+        for stay, tokens in prompts:
             computed += tokens
             self.pending_tokens -= tokens
             stay.compute -= tokens
@@ -199,7 +203,7 @@ class Worker:
                 self._prompt_done(stay, now)
         self._busy = False
         self.computed_tokens += computed
-        if chunks:
+        if prompts:
             self.sim.on_boundary(self, computed, duration, now)
         if not self._busy:
             self._begin(now)
@@ -254,17 +258,11 @@ class Worker:
         step_s = profile.step_s + decoding * profile.decode_s_per_seq + batch.context_tokens * profile.kv_s_per_token
         step_s += loading_s
         if self.prefilling:
-            chunks = []
-            for stay in self.prefilling:
-                tokens = stay.compute if stay.compute < budget else budget
-                if tokens <= 0:
-                    break
-                chunks.append((stay, tokens))
-                budget -= tokens
-                past = stay.computed + tokens / 2
-                step_s += tokens * (profile.prefill_s_per_token + profile.attention_s * past)
-            step_s += profile.prompt_s if chunks else 0.0
-            self._chunks = chunks
+            if decoding and self.tpot_s and any(stay.phase == "prefill" for stay in self.prefilling):
+                s_per_token = profile.prefill_s_per_token + profile.attention_s * next(iter(self.prefilling)).computed
+                budget = min(budget, prompt_tokens_beside(self.tpot_s, step_s + profile.prompt_s, s_per_token))
+            self._chunks, prompts_s = chunks(self.prefilling, budget, profile)
+            step_s += prompts_s
             if decoding:
                 self.kv.grow(batch.next_blocks())
             self._run.start(now, step_s, 0.0, 1)

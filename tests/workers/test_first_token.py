@@ -11,7 +11,7 @@ from support_workers import LocalWorker, Workers, expected, running_workers
 from orchestrator.fleet.prefixes import PrefixView
 from orchestrator.launch.host.redis_server import EmbeddedRedis
 from orchestrator.types import Role
-from workers.sim.scheduler import SimRequest
+from workers.sim.request import SimRequest
 
 # A tenth of a second of KV on the wire for every 500 tokens: decode's own token comes well after prefill's.
 SECTIONS = {

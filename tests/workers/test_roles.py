@@ -36,8 +36,31 @@ async def test_a_decode_worker_claims_while_its_answers_still_stream(workers: Wo
     await until(lambda: len(stream.tokens) > seen, "it streams on")
     assert stream.finish is None and not stream.got(Rejected)
     assert (await moved.engine.load()).running == 1
+    frontend.submit_to(moved.id, remote)  # by a frontend that does not know that it was prefilled
+    refused = await until(lambda: remote.got(Rejected), "its engine may still have that key")
+    assert refused.leaving and refused.why == "this worker prefilled it"
     frontend.abort(moved.id, stream)
     await workers.assert_no_leaks()
+
+
+async def test_a_prompt_is_computed_in_steps_that_leave_room_for_the_answers_beside_it(
+    redis_server: EmbeddedRedis,
+) -> None:
+    """All of it fits into one step, and is computed in one where nothing decodes beside it."""
+    async with running_workers(redis_server, slo={"tpot_s": 0.005}) as workers:
+        moved, frontend, stream, remote = await claims_beside(workers, PROMPT[:20], LONG)
+        await frontend.finished(remote)
+        assert stream.finish is None and len(remote.got(Prefilled).chunk_ends_s) > 0
+        frontend.abort(moved.id, stream)
+
+        async def idle() -> bool:
+            return not (await moved.engine.load()).running
+
+        await until(idle, "nothing decodes")
+        alone = frontend.new([token + 1 for token in PROMPT])
+        await frontend.enqueue(alone)
+        await frontend.finished(alone)
+        assert alone.got(Prefilled).chunk_ends_s == []
 
 
 async def test_a_prefill_worker_decodes_while_what_it_claimed_is_computed_and_pushed(workers: Workers) -> None:
@@ -58,6 +81,23 @@ async def test_a_prefill_worker_decodes_while_what_it_claimed_is_computed_and_pu
     await frontend.meet(third.info)
     await frontend.finished(late)
     assert late.claimed_by == [third.id], "a decode worker claims nothing"
+    await workers.assert_no_leaks()
+
+
+async def test_a_prompt_that_it_prefilled_is_cached_when_it_decodes_it_after_all(workers: Workers) -> None:
+    """As a stand-in for the last decode worker does: only what fills no block is computed again."""
+    moved, other = await workers.start(Role.PREFILL, speed=1.0), await workers.start(Role.DECODE)
+    frontend = await workers.frontend(moved, other, binds_to=other)
+    remote, again = frontend.new(PROMPT), frontend.new(PROMPT, LONG)
+    await frontend.enqueue(remote)
+    await frontend.finished(remote)
+    await order_role(workers.registry, moved.id, Role.DECODE)
+    await workers.registered(moved.id, Role.DECODE)
+    frontend.submit_to(moved.id, again)
+    await until(lambda: again.tokens, "it streams")
+    (request,) = moved.engine._scheduler.requests.values()
+    assert len(PROMPT) - request.cached_tokens < moved.info.identity.block_size
+    frontend.abort(moved.id, again)
     await workers.assert_no_leaks()
 
 

@@ -274,6 +274,7 @@ class LoadReporter:
                 group=self._board.counters() if self._board is not None else None,
                 adapters=engine.adapters,
                 adapter_load_s=engine.adapter_load_s,
+                decodes=self._attempts.decode_count,
             )
         )
 

@@ -39,7 +39,8 @@ from workers.sim.codec import (
     WireSampling,
 )
 from workers.sim.lockstep import Lockstep
-from workers.sim.scheduler import Sampled, Scheduled, SimRequest, SimScheduler
+from workers.sim.request import SimRequest
+from workers.sim.scheduler import Sampled, Scheduled, SimScheduler, prompt_tokens
 from workers.sim.tokens import TokenStream
 from workers.sim.transfers import SimTransfers
 
@@ -63,11 +64,12 @@ class SimEngine:
         kv_port: int = 0,
         kv_advertise: str = "",
         kv: KVConfig | None = None,
+        tpot_s: float = 0.0,
     ) -> None:
         self._config, self._model = config, model
         self._engine_id = engine_id or f"sim-{uuid.uuid4().hex[:12]}"
         self._host, self._port, self._advertise = kv_host, kv_port, kv_advertise or kv_host
-        self._codec, self._scheduler = SimCodec(), SimScheduler(config)
+        self._codec, self._scheduler = SimCodec(), SimScheduler(config, tpot_s=tpot_s)
         self._transfers = SimTransfers(self._scheduler, kv or KVConfig(), self._engine_id, self._wake_up)
         self._lockstep = Lockstep(Group(), self._wake_up)
         self._board: Board | None = None
@@ -285,7 +287,7 @@ class SimEngine:
 
     def _duration(self, batch: list[Scheduled]) -> float:
         config = self._config
-        prefill_tokens = _prompt_tokens(batch)
+        prefill_tokens = prompt_tokens(batch)
         decodes = sum(item.tokens for item in batch) - prefill_tokens
         modelled_us = decodes * config.decode_us_per_seq + prefill_tokens * config.prefill_us_per_token
         loading_s = self._scheduler.adapters.load_s(item.request.adapter for item in batch)
@@ -307,7 +309,7 @@ class SimEngine:
 
     def _finish(self, batch: list[Scheduled], began: float) -> None:
         now = time.monotonic()
-        sampled = self._scheduler.complete(batch)
+        sampled = self._scheduler.complete(batch, now - began)
         outputs = [self._output(s) for s in sampled]
         self._transfers.computed([item.request for item in batch], began, now)
         self._steps.put_nowait(EngineStep(outputs, self._load(), now, self._prefix(), self._scheduler.tokens_left()))
@@ -343,7 +345,3 @@ class SimEngine:
         waiting, kv = scheduler.waiting_count, self._transfers.counters()
         load = EngineLoad(scheduler.blocks_free, len(scheduler.running), waiting, self._step_ms, kv)
         return scheduler.adapters.use.shown(load)
-
-
-def _prompt_tokens(batch: list[Scheduled]) -> int:
-    return sum(item.tokens for item in batch if item.tokens != 1 or not item.request.generated)

@@ -7,7 +7,6 @@ transferred.
 
 from __future__ import annotations
 
-import enum
 from bisect import insort
 from collections import deque
 from operator import attrgetter
@@ -15,69 +14,13 @@ from operator import attrgetter
 import msgspec
 
 from orchestrator.config.simulated import Simulated
-from orchestrator.types import FinishReason, KVSource
+from orchestrator.policy.choices.steps import StepTimes
+from orchestrator.types import FinishReason
 from workers.engine import InvalidEngineRequest, Phase
 from workers.load.board import Board
 from workers.sim.adapters import SimAdapters
 from workers.sim.prefix import SimPrefixCache
-from workers.sim.tokens import TokenStream
-
-
-class SimState(enum.Enum):
-    """The state of a request. The scheduler forgets the request once its blocks are free."""
-
-    WAITING = "waiting"  # for admission; may hold received blocks
-    AWAITING_KV = "awaiting_kv"  # blocks are reserved, the prompt's KV has not arrived
-    RUNNING = "running"
-    PUSHING = "pushing"  # prefill has ended, blocks held until the receiver has them
-    LEAVING = "leaving"  # aborted or failed while a transfer could still touch its blocks
-
-
-LEGAL: dict[SimState, frozenset[SimState]] = {
-    SimState.WAITING: frozenset({SimState.AWAITING_KV, SimState.RUNNING, SimState.LEAVING}),
-    SimState.AWAITING_KV: frozenset({SimState.WAITING, SimState.LEAVING}),
-    SimState.RUNNING: frozenset({SimState.WAITING, SimState.PUSHING, SimState.LEAVING}),
-    SimState.PUSHING: frozenset({SimState.LEAVING}),
-    SimState.LEAVING: frozenset(),
-}
-
-
-class SimRequest(msgspec.Struct, eq=False):
-    """One attempt in the simulated engine. `computed` counts tokens whose KV is in its blocks."""
-
-    key: str
-    phase: Phase
-    prompt: list[int]
-    resume_tokens: int  # tokens generated elsewhere before, part of the context here
-    max_tokens: int  # tokens to generate here
-    min_tokens: int
-    eos_token_id: int | None
-    stop_token_ids: frozenset[int]
-    stream: TokenStream
-    kv_source: KVSource | None = None
-    state: SimState = SimState.WAITING
-    computed: int = 0
-    generated: int = 0
-    blocks: int = 0
-    preemptions: int = 0
-    external_tokens: int = 0  # prompt tokens whose KV was received
-    cached_tokens: int = 0  # prompt tokens found in the prefix cache
-    prefix: list[int] = []  # keys of the prompt's blocks; none if it shares nothing
-    queued_at: float = 0.0
-    scheduled_at: float = 0.0  # 0 until first scheduled
-    order: float = 0.0  # in the waiting queue: the smallest is next
-    adapter: int = 0  # the number of its LoRA adapter; 0: none
-    pushed_blocks: int = 0  # blocks of the prompt given to `transfers`; 0 again after a preemption
-
-    @property
-    def context(self) -> int:
-        """Tokens whose KV the next token needs."""
-        return len(self.prompt) + self.resume_tokens + self.generated
-
-    def enter(self, state: SimState) -> None:
-        if state not in LEGAL[self.state]:
-            raise RuntimeError(f"simulated request {self.key}: {self.state.value} cannot become {state.value}")
-        self.state = state
+from workers.sim.request import SimRequest, SimState
 
 
 class Scheduled(msgspec.Struct, frozen=True):
@@ -98,9 +41,10 @@ class Sampled(msgspec.Struct, frozen=True):
 class SimScheduler:
     """Owns the blocks. Every block is either free or counted in exactly one request of `requests`."""
 
-    def __init__(self, config: Simulated, board: Board | None = None) -> None:
-        """`board`: of the group whose ranks step together."""
-        self.config, self.board = config, board
+    def __init__(self, config: Simulated, board: Board | None = None, tpot_s: float = 0.0) -> None:
+        """`board`: of the group whose ranks step together. `tpot_s`: the objective of those that decode beside prompts
+        for other engines; 0: none."""
+        self.config, self.board, self._times = config, board, StepTimes(tpot_s)
         self.blocks_free = config.blocks
         self.cache = SimPrefixCache(config.blocks)
         self.adapters = SimAdapters(config)
@@ -144,7 +88,8 @@ class SimScheduler:
     def schedule(self) -> tuple[list[Scheduled], list[SimRequest]]:
         """The next batch, and the requests that now hold blocks to receive KV into."""
         budget = self.config.max_num_batched_tokens
-        self._prompt_budget = budget if self.board is None else self._levelled(self.board)
+        chunk = self._paced() if self.board is None else self.board.budget(*self._work([]), budget)
+        self._prompt_budget = budget if chunk is None else chunk
         batch: list[Scheduled] = []
         receiving: list[SimRequest] = []
         preempted = False
@@ -209,11 +154,11 @@ class SimScheduler:
             batch.append(self._scheduled(request, tokens))
             budget -= tokens
 
-    def _levelled(self, board: Board) -> int:
-        """Prompt tokens to compute in the next step, which other ranks take too."""
-        most = self.config.max_num_batched_tokens
-        chunk = board.budget(*self._work([]), most)
-        return most if chunk is None else chunk
+    def _paced(self) -> int | None:
+        """Prompt tokens to compute in the next step beside those that decode; None: as many as fit."""
+        prefills = any(request.phase is Phase.PREFILL for request in (*self.running, *self.waiting))
+        decodes = any(request.context - request.computed <= 1 for request in self.running)
+        return self._times.prompt_tokens() if prefills and decodes else None
 
     def _work(self, batch: list[Scheduled]) -> tuple[int, int]:
         """Tokens to decode in a step, and those of prompts to compute, once this batch is computed."""
@@ -231,9 +176,10 @@ class SimScheduler:
         self._prompt_budget -= tokens if request.context - request.computed > 1 else 0
         return Scheduled(request, tokens)
 
-    def complete(self, batch: list[Scheduled]) -> list[Sampled]:
-        """Account for a batch that ran. Requests that left `running` meanwhile get no token."""
-        sampled = []
+    def complete(self, batch: list[Scheduled], seconds: float = 0.0) -> list[Sampled]:
+        """Account for a batch that ran for so long. Requests that left `running` meanwhile get no token."""
+        sampled, prompts = [], prompt_tokens(batch)
+        self._times.ended(prompts, sum(item.tokens for item in batch) - prompts, seconds)
         for item in batch:
             request = item.request
             if request.state is not SimState.RUNNING:
@@ -347,3 +293,7 @@ class SimScheduler:
     def _release_blocks(self, request: SimRequest) -> None:
         self.blocks_free += request.blocks
         request.blocks = 0
+
+
+def prompt_tokens(batch: list[Scheduled]) -> int:
+    return sum(item.tokens for item in batch if item.tokens != 1 or not item.request.generated)

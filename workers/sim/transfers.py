@@ -21,7 +21,8 @@ from orchestrator.policy.predict.estimates import LINK_AGE_S, RecentMaximum
 from orchestrator.types import KVCounters, KVEndpoint, KVSource
 from workers.engine import Phase, link_rate
 from workers.sim.connections import SimConnections
-from workers.sim.scheduler import SimRequest, SimScheduler, SimState
+from workers.sim.request import SimRequest, SimState
+from workers.sim.scheduler import SimScheduler
 
 log = logging.getLogger("pd.sim")
 

@@ -50,7 +50,8 @@ class VllmEngine:
     `engine_args` are AsyncEngineArgs fields. `kv_port` must be free; it is bound at `kv_host`, and peers reach it at
     `kv_advertise`. `cores` pins a CPU engine. `prefix_events`: steps report changes of the prefix cache. `encrypted`:
     KV handshakes are. `profile`: it measures its speed when it starts. `warm`: it first runs a few requests, so that no
-    client waits for one-time set-up.
+    client waits for one-time set-up. `tpot_s`: the objective of those that decode beside prompts for other engines; 0:
+    none.
     """
 
     def __init__(
@@ -68,13 +69,14 @@ class VllmEngine:
         encrypted: bool = True,
         profile: bool = False,
         warm: bool = True,
+        tpot_s: float = 0.0,
     ) -> None:
         self._model, self._group = model, Group()
         self._engine_args = engine_args
         self._engine_id, self._kv_host, self._kv_port, self._kv = engine_id, kv_host, kv_port, kv
         self._kv_advertise = kv_advertise or kv_host
         self._cores = cores
-        self._prefix_events, self._profile, self._warm = prefix_events, profile, warm
+        self._prefix_events, self._profile, self._warm, self._tpot_s = prefix_events, profile, warm, tpot_s
         self._kv_keys = KeyPair.new() if encrypted else None
         self._client: Any = None
         self._codec: RequestCodec | None = None
@@ -180,10 +182,8 @@ class VllmEngine:
             prefix_events=self._prefix_events,
             group=self._group,
         )
-        secret = self._kv_keys.secret if self._kv_keys else ""
-        return start_client(
-            config, kv_host=self._kv_host, kv_port=self._kv_port, kv_secret=secret, cores=self._cores
-        ), config
+        where = {"kv_host": self._kv_host, "kv_secret": self._kv_keys.secret if self._kv_keys else ""}
+        return start_client(config, **where, kv_port=self._kv_port, cores=self._cores, tpot_s=self._tpot_s), config
 
     async def stop(self) -> None:
         """End the engine process. Idempotent."""

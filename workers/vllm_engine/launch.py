@@ -35,6 +35,7 @@ from orchestrator.config.settings import KVConfig
 from orchestrator.process.control_group import cpu_limit, find_memory
 from workers.engine import Group
 from workers.vllm_engine.interfaces import group_settings, interfaces_here
+from workers.vllm_engine.loop.lockstep import TPOT
 from workers.vllm_engine.plugin import SOCKETS, engine_process
 
 _CPU_KV_CACHE_BYTES = 1 << 30
@@ -152,15 +153,15 @@ def _section(name: str, value: Any) -> Any:
 
 
 def start_client(
-    config: VllmConfig, *, kv_host: str, kv_port: int, kv_secret: str = "", cores: list[int] | None
+    config: VllmConfig, *, kv_host: str, kv_port: int, kv_secret: str = "", cores: list[int] | None, tpot_s: float = 0.0
 ) -> EngineCoreClient:
     """Start the engine, and block until it is ready. Raises RuntimeError if its process ends before that.
 
-    `kv_secret`: the key of its KV handshakes; empty if they are not encrypted.
+    `kv_secret`: the key of its KV handshakes; empty if they are not encrypted. `tpot_s`: as of `VllmEngine`.
     """
     # vLLM adds the rank to the port that it is given.
     own_port = kv_port - config.parallel_config.data_parallel_index
-    environment = {**_connector_env(kv_host, own_port), _KV_SECRET: kv_secret}
+    environment = {**_connector_env(kv_host, own_port), _KV_SECRET: kv_secret, TPOT: str(tpot_s)}
     if (parallel := config.parallel_config).data_parallel_size > 1:
         network = group_settings(parallel.data_parallel_master_ip, interfaces_here())
         environment |= {name: value for name, value in network.items() if name not in os.environ}

@@ -244,11 +244,12 @@ def _process_engine_step(engine: Any) -> bool:
     began = time.monotonic()
     outputs, executed = engine.step_fn()
     elapsed_ms = (time.monotonic() - began) * 1000.0
+    details = None
     for client, output in outputs.items() if outputs else ():
         if (stats := output.scheduler_stats) is not None:
-            if stats.iteration_details is not None:
+            if (details := stats.iteration_details or details) is not None:
                 # vLLM's own figure excludes the time of an executor in this process.
-                stats.iteration_details.elapsed_ms = elapsed_ms
+                details.elapsed_ms = elapsed_ms
             if prefix:
                 stats.kv_connector_stats = {**(stats.kv_connector_stats or {}), PREFIX_STATS: prefix.take()}
             if executed and (tokens_left := _tokens_left(engine, stats)):
@@ -258,7 +259,7 @@ def _process_engine_step(engine: Any) -> bool:
     engine.post_step(executed)
     _finish_resets(engine)
     if executed and steps is not None:
-        steps.ended(elapsed_ms)
+        steps.ended(elapsed_ms, details)
     if executed:
         waker.worked()
     elif engine.scheduler.has_requests() and not _is_awaited(engine):

@@ -306,7 +306,7 @@ def _decode_growing(window: Sequence[LoadSample]) -> bool:
     while first > 0 and seconds < MIN_WINDOWS_S[0]:
         seconds += window[first].period_s
         first -= 1
-    before, after = window[first].sequences, window[-1].sequences
+    before, after = window[first].decoding, window[-1].decoding
     return after - before > 2 * math.sqrt(before + after)
 
 

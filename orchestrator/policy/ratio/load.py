@@ -38,6 +38,7 @@ class Observation(msgspec.Struct, frozen=True):
     decode_workers: tuple[str, ...] = ()  # their ids; what others decoded before a role change tells nothing now
     link_s_per_token: float = 0.0  # in which a worker's link carries a token's KV; 0: not known
     host_tokens: int = 0  # size of one worker's host tier
+    former: int = 0  # sequences that prefill workers still decode since they were decode workers
 
 
 class LoadSample(msgspec.Struct, frozen=True):
@@ -54,6 +55,12 @@ class LoadSample(msgspec.Struct, frozen=True):
     worker_tokens: float = 0.0  # for which one worker caches KV, on its device or in its host tier, which copies that
     reuse: Reuse = Reuse()  # of the prompts that arrived
     link_s_per_token: float = 0.0  # `Observation`'s
+    former: int = 0  # `Observation`'s
+
+    @property
+    def decoding(self) -> int:
+        """Sequences that have not ended, on workers of either role."""
+        return self.sequences + self.former
 
 
 class LoadSampler:
@@ -100,6 +107,7 @@ class LoadSampler:
             worker_tokens=max(now.worker_tokens, now.host_tokens),
             reuse=reuse,
             link_s_per_token=now.link_s_per_token,
+            former=now.former,
         )
 
     def _step(self, itl_s: float) -> tuple[float, float]:
@@ -160,7 +168,7 @@ def traffic(window: Sequence[LoadSample]) -> Traffic | None:
     # Mean output lengths are learned from ended requests, and long answers end last. Dividing the tokens generated for
     # all sequences by the number of ended requests also counts answers that have not ended. For exponential lengths it
     # is the maximum-likelihood estimate.
-    ended = max(count * MIN_ENDED_SHARE, count + window[0].sequences - last.sequences)
+    ended = max(count * MIN_ENDED_SHARE, count + window[0].decoding - last.decoding)
     return Traffic(
         requests_per_s=rate,
         prefill_s=prefill_s,
@@ -180,4 +188,4 @@ def traffic(window: Sequence[LoadSample]) -> Traffic | None:
 def residence_s(window: Sequence[LoadSample], arriving: Traffic) -> float:
     """Mean seconds that a request stays on a decode worker, by Little's law."""
     seconds = sum(sample.period_s for sample in window)
-    return sum(sample.sequences * sample.period_s for sample in window) / (arriving.requests_per_s * seconds)
+    return sum(sample.decoding * sample.period_s for sample in window) / (arriving.requests_per_s * seconds)

@@ -98,6 +98,13 @@ def test_observation_sums_decode_workers():
     assert [fleet.workers[name].info.role for name in look.decode_workers] == [D, D]
 
 
+def test_what_prefill_workers_still_decode_is_observed():
+    fleet = fleet_of(P, P, D, running=5)
+    for name in ("w0", "w2"):
+        fleet.take_load(msgspec.structs.replace(fleet.workers[name].load, decodes=4, sequence=9), 0.0)
+    assert observe(fleet.workers.values(), 9.0, Offered()).former == 4, "not those of a decode worker"
+
+
 def test_link_is_as_fast_as_the_fastest_write_of_any_worker():
     fleet = fleet_of(P, P, D)
     assert observe(fleet.workers.values(), 9.0, Offered()).link_s_per_token == 0, "no KV has been sent"

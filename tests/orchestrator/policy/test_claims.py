@@ -28,6 +28,7 @@ def test_what_a_worker_claims_takes_no_longer_than_a_share_of_the_tightest_objec
     assert most_claimed(8192, SLOConfig(ttft_s=0.01), S_PER_TOKEN) == 1024, "nor less than a part of a batch"
     assert most_claimed(8192, SLOConfig(ttft_s=100.0), S_PER_TOKEN) == 2 * 8192, "nor more than two batches"
     assert most_claimed(8192, SLOConfig(), 0.0) == 2 * 8192, "prompts that cost nothing"
+    assert most_claimed(8192, SLOConfig(ttft_s=5.0), S_PER_TOKEN, decodes=True) == 1024, "others are sooner done"
 
 
 def test_small_job_fills_remaining_budget():

@@ -224,6 +224,24 @@ def test_a_worker_that_changes_its_role_does_both_for_a_while(monkeypatch, begin
         assert any(both for _, both in seen), "a prefill worker computes prompts beside answers of its former role"
 
 
+def test_answers_of_the_former_role_get_their_tokens_within_the_objective(monkeypatch):
+    """Steps of the former role take 0.21 s, with a batch of 2,048 prompt tokens."""
+    changes = [SimpleNamespace(after=DesiredRatio(2, 1), more=1)]
+    monkeypatch.setattr(ratio_control, "desired_ratio", lambda *_, **__: changes.pop() if changes else None)
+    sim = simulate(Load("both", LONG_ANSWERS + LONG_PROMPTS, 0), prefill=1, decode=2, ratio={"mode": "auto"})
+    beside, wake = [], Worker.wake
+
+    def watch(worker: Worker, now: float) -> None:
+        if worker.batch.sequences and worker._chunks and worker.name in sim.router.prefill:
+            beside.append(now - worker._run.started_at)
+        wake(worker, now)
+
+    monkeypatch.setattr(Worker, "wake", watch)
+    sim.run()
+    assert len(beside) > 10 and max(beside) <= PROFILE.tpot_slo_s
+    assert_no_leaks(sim)
+
+
 def test_the_ratio_follows_the_load():
     prompts_only = at_rate(Load("prompts", [Arrival(i, 3000, 2) for i in range(3000)]), 25)
     sim = simulate(prompts_only, prefill=2, decode=6, ratio={"mode": "auto"}).run()

@@ -5,10 +5,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from orchestrator.config.simulated import Simulated
+from orchestrator.policy.choices.steps import prompt_tokens_beside
 from orchestrator.types import FinishReason, KVEndpoint, KVSource
 from workers.engine import EngineLoad, InvalidEngineRequest, Phase
 from workers.sim.adapters import LOAD_S
-from workers.sim.scheduler import SimRequest, SimScheduler, SimState
+from workers.sim.request import SimRequest, SimState
+from workers.sim.scheduler import SimScheduler
 from workers.sim.tokens import TokenStream
 
 SOURCE = KVSource(KVEndpoint("peer", "h", 1), "k")
@@ -87,6 +89,23 @@ def test_a_levelled_step_cuts_prompts_and_nothing_else() -> None:
     assert [(item.request.key, item.tokens) for item in batch] == [("a", 1), ("b", 1), ("long", 70), ("short", 10)]
     assert [request.key for request in receiving] == ["remote"]
     assert board.planned == (3, 15, True), "the long one will decode"
+
+
+def test_a_prompt_for_another_engine_leaves_room_for_those_that_decode_beside_it() -> None:
+    """Only beside them, and only such a prompt: what a decode worker prefills itself is computed as vLLM does."""
+    scheduler = SimScheduler(Simulated(max_num_seqs=4, max_num_batched_tokens=1000), tpot_s=0.1)
+    scheduler.add(request_of("stream", 500))
+    scheduler.complete(scheduler.schedule()[0], 500 * 1e-3)
+    scheduler.complete(scheduler.schedule()[0], 0.01)
+    scheduler.add(request_of("local", 900))
+    assert sum(item.tokens for item in scheduler.schedule()[0]) == 901
+    scheduler.free(scheduler.requests["local"])
+    scheduler.add(request_of("prefill", 900, phase=Phase.PREFILL))
+    batch, _ = scheduler.schedule()
+    chunk = prompt_tokens_beside(0.1, 0.01, 1e-3)
+    assert [(item.request.key, item.tokens) for item in batch] == [("stream", 1), ("prefill", chunk)]
+    scheduler.free(scheduler.requests["stream"])
+    assert [item.tokens for item in scheduler.schedule()[0]] == [900], "nothing decodes any more"
 
 
 _action = st.one_of(

@@ -90,6 +90,26 @@ async def test_steps_report_remaining_prompt_tokens(pair) -> None:
     await assert_no_leaks(prefill)
 
 
+async def test_a_prompt_for_another_engine_is_computed_in_smaller_steps_beside_those_that_decode(model: Path) -> None:
+    """With an objective that no step meets a prompt takes at most twice as long as by itself."""
+    engine = await Driver.start(model, name="paced", max_num_batched_tokens=2048, tpot_s=1e-6)
+    try:
+        await engine.prefill("alone", frames(prompt(1900), 4))
+        await engine.done("alone")
+        await engine.decode("stream", frames(prompt(20), 1900))
+        await until(lambda: len(engine.tokens.get("stream", ())) > 20, "it streams")
+        await engine.decode("local", frames(prompt(1900, 1), 4))
+        await engine.done("local")
+        await engine.prefill("beside", frames(prompt(1900, 2), 4))
+        await engine.done("beside")
+        assert "stream" not in engine.finished
+        assert "alone" not in engine.tokens_left and "local" not in engine.tokens_left, "one step each"
+        assert engine.tokens_left["beside"]
+        await engine.engine.abort(["stream", "alone", "beside"])
+    finally:
+        await engine.stop()
+
+
 @pytest.mark.parametrize("length", [5, 31, 32, 33, 64, 255, 256, 257, 700, 1500])
 async def test_remote_prefill_gives_the_tokens_of_a_local_one(pair, reference, length: int) -> None:
     prefill, decode = pair

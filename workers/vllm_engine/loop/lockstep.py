@@ -3,21 +3,26 @@ compute, by `workers.load.board`. vLLM's own code makes the ranks meet."""
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 from vllm.v1.request import RequestStatus
 
 from workers.load.board import Board
+from workers.vllm_engine.loop.paced import PacedSteps, schedule_at_most
 
+TPOT = "PD_TPOT_S"  # the objective of those that decode beside prompts for other engines; 0: none
 _STARTS = (RequestStatus.WAITING, RequestStatus.PREEMPTED)
 
 
-def steps_of(engine: Any) -> Steps | None:
-    """None for an engine that steps alone, or whose group has no board."""
+def steps_of(engine: Any) -> Steps | PacedSteps | None:
+    """None for an engine whose group has no board."""
     if not hasattr(engine, "_pd_steps"):
-        board = Board.here() if hasattr(engine, "dp_group") else None
-        engine._pd_steps = Steps(engine, board) if board is not None else None
-    steps: Steps | None = engine._pd_steps
+        if not hasattr(engine, "dp_group"):
+            engine._pd_steps = PacedSteps(engine.scheduler, float(os.environ.get(TPOT, 0)))
+        else:
+            engine._pd_steps = Steps(engine, board) if (board := Board.here()) is not None else None
+    steps: Steps | PacedSteps | None = engine._pd_steps
     return steps
 
 
@@ -27,11 +32,10 @@ class Steps:
     def __init__(self, engine: Any, board: Board) -> None:
         self._engine, self._board, self._tokens = engine, board, 0
         scheduler = engine.scheduler
-        self._limits = scheduler.max_num_scheduled_tokens, scheduler.scheduler_config.long_prefill_token_threshold
         self._schedule, self._execute_dummy = scheduler.schedule, engine.execute_dummy_batch
         scheduler.schedule, engine.execute_dummy_batch = self._level_and_schedule, self._dummy
 
-    def ended(self, elapsed_ms: float) -> None:
+    def ended(self, elapsed_ms: float, details: Any = None) -> None:
         """A step that computed something."""
         self._board.note(self._tokens, elapsed_ms / 1e3, self._engine.current_wave + 1)
 
@@ -61,18 +65,9 @@ class Steps:
 
     def _level_and_schedule(self, *args: Any, **kwargs: Any) -> Any:
         scheduler = self._engine.scheduler
-        limit, long = self._limits
         decodes, backlog, awaiting = self._work()
-        chunk = self._board.budget(decodes, backlog, limit)
-        if chunk is not None:
-            # Requests whose KV comes from elsewhere start beside a long prompt.
-            scheduler.scheduler_config.long_prefill_token_threshold = max(1, min(chunk, long or chunk))
-            scheduler.max_num_scheduled_tokens = min(limit, decodes + chunk + awaiting)
-        try:
-            output = self._schedule(*args, **kwargs)
-        finally:
-            scheduler.max_num_scheduled_tokens = limit
-            scheduler.scheduler_config.long_prefill_token_threshold = long
+        chunk = self._board.budget(decodes, backlog, scheduler.max_num_scheduled_tokens)
+        output = schedule_at_most(scheduler, chunk, decodes + awaiting, lambda: self._schedule(*args, **kwargs))
         self._tokens = output.total_num_scheduled_tokens
         decodes, backlog, _ = self._work()  # what is in the step counts as computed by now
         self._board.plan(decodes, backlog, len(scheduler.running) >= scheduler.max_num_running_reqs)

@@ -5,7 +5,7 @@ import pytest
 
 from orchestrator.config.settings import SLOConfig
 from orchestrator.policy.predict.predictor import Predictor
-from orchestrator.policy.ratio.load import LoadSampler, Observation, haste, offered_since, traffic
+from orchestrator.policy.ratio.load import LoadSampler, Observation, haste, offered_since, residence_s, traffic
 from orchestrator.types import EngineSpeed, Offered
 
 FIRST = Observation(
@@ -31,6 +31,20 @@ def test_sample_is_difference_of_two_observations():
     assert (sample.at, sample.period_s, sample.sequences) == (110.0, 10.0, 6)
     assert sample.offered == Offered(10, 20_000, 1500.0, prefill_tokens2=4.0e7)
     assert sample.prefill_s_per_token == pytest.approx(0.0005)
+
+
+def test_answers_that_prefill_workers_still_decode_have_not_ended():
+    """Half of the sequences are on a worker that changes its role, and the answers are as long as before."""
+    sampler, enough = LoadSampler(), Offered(100, 20_000, 1500.0, generated_tokens=10_000)
+    sampler.sample(FIRST, Predictor(0.0005))
+    window = [
+        sampler.sample(later(seconds, holding=holding, waiting=0, former=former), Predictor(0.0005))
+        for seconds, holding, former in ((10.0, 60, 0), (20.0, 20, 40))
+    ]
+    window = [msgspec.structs.replace(sample, offered=enough) for sample in window]
+    arriving = traffic(window)
+    assert arriving.output_tokens == pytest.approx(100)
+    assert residence_s(window, arriving) == pytest.approx(60 / arriving.requests_per_s)
 
 
 def test_haste_is_the_share_of_its_objective_that_others_have():

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from orchestrator.policy.choices.steps import prompt_tokens_beside
 from workers.load.board import Board, announce
 
 pytestmark = pytest.mark.vllm
@@ -123,10 +124,24 @@ def test_steps_and_dummy_batches_are_counted(boards: list[Board]) -> None:
 
 
 def test_an_engine_that_steps_alone_is_left_as_it_is(boards: list[Board]) -> None:
-    from workers.vllm_engine.loop.lockstep import steps_of
+    """Unless prompts for other engines are there beside those that decode."""
+    from workers.vllm_engine.loop.lockstep import TPOT, steps_of
 
+    os.environ[TPOT] = "0.1"
     engine = FakeEngine()
     del engine.dp_group
-    assert steps_of(engine) is None
+    steps = steps_of(engine)
+    assert steps is not None
+    steps.ended(100.0, SimpleNamespace(num_ctx_tokens=1000, num_generation_requests=0))
+    steps.ended(10.0, SimpleNamespace(num_ctx_tokens=0, num_generation_requests=2))
+    decodes, prompt = request(101, 100, "RUNNING"), request(1000, 200, "RUNNING")
+    engine.scheduler.running = [decodes, prompt]
+    engine.scheduler.kv_holding_waiting = [request(400, 0, "WAITING_FOR_REMOTE_KVS")]
     engine.scheduler.schedule(False)
-    assert engine.seen == [(LIMIT, 0)]
+    prompt.kv_transfer_params = {"do_remote_decode": True}
+    engine.scheduler.schedule(False)
+    engine.scheduler.running = [prompt]
+    engine.scheduler.schedule(False)
+    chunk = prompt_tokens_beside(0.1, 0.01, 1e-4)
+    assert engine.seen == [(LIMIT, 0), (chunk + 3, chunk), (LIMIT, 0)]
+    del os.environ[TPOT]

@@ -1,0 +1,53 @@
+"""How many prompt tokens a prefill worker computes in a step beside sequences that it still decodes since it was a
+decode worker, so that these get their next token within the objective.
+
+A step lasts as long as the prompts in it take, and a prefill worker has more of them than one that decodes: in whole
+batches each sequence there would wait for all prompts that it takes. What a decode worker prefills itself is chosen by
+`placement`, which counts the harm, and is computed as vLLM does.
+"""
+
+from __future__ import annotations
+
+import math
+
+from orchestrator.policy.predict.estimates import Smoothed
+
+STEP_MARGIN = 0.95  # of the objective: steps vary
+_WEIGHT = 0.1  # of a step in the mean of those without a prompt
+_MEMORY_TOKENS = 4096.0  # of prompts, after which what a step said of their time weighs 1/e
+_LEAST_S = 1e-9  # of a token
+
+
+def prompt_tokens_beside(tpot_s: float, beside_s: float, s_per_token: float) -> int:
+    """Prompt tokens, at least one, for a step that without them takes `beside_s` for the sequences that decode in it.
+
+    The step then lasts for `STEP_MARGIN` of the objective `tpot_s`; or for twice `beside_s`, where that is longer, so
+    that a prompt takes at most twice as long as by itself: there the sequences are late, or nearly, without it.
+    """
+    return max(1, int(max(STEP_MARGIN * tpot_s - beside_s, beside_s) / max(s_per_token, _LEAST_S)))
+
+
+class StepTimes:
+    """What the steps of one engine take, learned from those that have ended."""
+
+    def __init__(self, tpot_s: float) -> None:
+        """`tpot_s`: the objective; 0: none."""
+        self._tpot_s = tpot_s
+        self._beside_s = Smoothed(0.0, _WEIGHT)
+        self._seconds = self._tokens = 0.0  # of prompts; sums in which earlier steps count less
+
+    def ended(self, prompt_tokens: int, sequences: int, seconds: float) -> None:
+        """A step has ended, in which so many sequences decoded."""
+        if prompt_tokens:
+            # A step with one prompt token, as after KV has come, tells little: it takes as long as others, or nearly.
+            kept = math.exp(-prompt_tokens / _MEMORY_TOKENS)
+            self._seconds = self._seconds * kept + seconds - (self._beside_s.value if sequences else 0.0)
+            self._tokens = self._tokens * kept + prompt_tokens
+        elif sequences:
+            self._beside_s.observe(seconds)
+
+    def prompt_tokens(self) -> int | None:
+        """For the next step, if sequences decode in it; None: as many as fit, until a step with a prompt has ended."""
+        if not (self._tpot_s and self._tokens):
+            return None
+        return prompt_tokens_beside(self._tpot_s, self._beside_s.value, self._seconds / self._tokens)
