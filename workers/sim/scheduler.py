@@ -141,9 +141,9 @@ class SimScheduler:
             self.adapters.use.began(request.key, request.adapter)
         insort(self.waiting, request, key=attrgetter("order"))
 
-    def schedule(self) -> tuple[list[Scheduled], list[SimRequest]]:
-        """The next batch, and the requests that now hold blocks to receive KV into."""
-        budget = self.config.max_num_batched_tokens
+    def schedule(self, paused: bool = False) -> tuple[list[Scheduled], list[SimRequest]]:
+        """The next batch, and the requests that now hold blocks to receive KV into. None if `paused`."""
+        budget = 0 if paused else self.config.max_num_batched_tokens
         self._prompt_budget = budget if self.board is None else self._levelled(self.board)
         batch: list[Scheduled] = []
         receiving: list[SimRequest] = []

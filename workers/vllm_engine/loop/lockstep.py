@@ -15,7 +15,7 @@ _STARTS = (RequestStatus.WAITING, RequestStatus.PREEMPTED)
 def steps_of(engine: Any) -> Steps | None:
     """None for an engine that steps alone, or whose group has no board."""
     if not hasattr(engine, "_pd_steps"):
-        board = Board.here() if hasattr(engine, "dp_group") else None
+        board = Board.here(engine.batch_queue_size) if hasattr(engine, "dp_group") else None
         engine._pd_steps = Steps(engine, board) if board is not None else None
     steps: Steps | None = engine._pd_steps
     return steps
