@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import socket
@@ -74,8 +75,10 @@ def end_fleet(config: Config, timeout_s: float) -> list[str]:
     """End every process of the fleet, whichever launcher started it. Returns their names. Raises ConfigError."""
     connect(config)
     try:
-        names = left_running()
-        runners = [ray.get_actor(name) for name in names]
+        names, runners = left_running(), []
+        for name in names:
+            with contextlib.suppress(ValueError):  # it has ended since
+                runners.append(ray.get_actor(name))
         stops: list[Any] = [runner.stop.remote(timeout_s) for runner in runners]
         if stops:
             ray.wait(stops, num_returns=len(stops), timeout=2 * timeout_s)
