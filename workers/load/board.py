@@ -44,9 +44,14 @@ _ROW = _RINGS + 2 * _RING
 
 def announce(name: str, rank: int, size: int, levels: bool) -> None:
     """Make the row of this process's rank, on the board of its group's name, and name it to the processes that this one
-    starts. `levels`: the ranks' prompts are cut into level chunks. Where there can be no file there is no board."""
+    starts. `levels`: the ranks' prompts are cut into level chunks. Where there can be no file there is no board.
+    `name`: its unit's, and a number of this attempt. The boards of attempts before, whose first rank was killed, go."""
     try:
         path = _folder() / f"board-{name}"
+        unit = path.name.rpartition("-")[0]
+        for old in path.parent.glob("board-*") if rank == 0 else ():
+            if old.name.rpartition("-")[0] == unit and old != path:
+                old.unlink(missing_ok=True)
         with open_own(path, "a+b") as file:
             os.truncate(file.fileno(), size * _ROW * 8)
             os.posix_fallocate(file.fileno(), 0, size * _ROW * 8)  # on a full disk an error now, not a signal later

@@ -204,6 +204,17 @@ def test_file_of_a_group_that_never_stepped_goes_with_the_first_rank(here: Path)
     assert list(here.iterdir()) == []
 
 
+def test_boards_of_attempts_whose_first_rank_was_killed_go_with_the_next_one(here: Path) -> None:
+    """A group that cannot start is tried again and again."""
+    announce("n-g-2-40000", 0, SIZE, True)  # another unit's
+    for rank in (1, 0):
+        announce("n-g-50000", rank, SIZE, True)
+    assert len(list(here.iterdir())) == 2
+    for rank in (1, 0):
+        announce("n-g-50001", rank, SIZE, True)
+    assert {file.name for file in here.iterdir()} == {"board-n-g-2-40000", "board-n-g-50001"}
+
+
 def test_a_step_lasts_as_long_as_on_the_rank_that_worked(here: Path) -> None:
     first, second = ranks()
     first.note(0, 0.0, waves=1)  # an empty batch, which its engine does not wait for
