@@ -20,7 +20,7 @@ except ModuleNotFoundError:
 from ray.exceptions import RayError
 from ray.util import list_named_actors
 
-from orchestrator.launch.ray.places import Places
+from orchestrator.launch.ray.places import Places, first_line
 
 log = logging.getLogger("pd.launcher")
 
@@ -86,6 +86,11 @@ def end_fleet(config: Config, timeout_s: float) -> list[str]:
             ray.kill(runner)
         Places(names_begin(config)).remove_all()
         return names
+    except (RayError, RuntimeError) as error:
+        raise ConfigError(
+            f"launcher.address: the cluster does not end the fleet ({first_line(error)}); see whether its head "
+            "answers, and run `orchestrator down` again"
+        ) from None
     finally:
         disconnect()
 

@@ -71,7 +71,7 @@ class RayProcess:
         except asyncio.CancelledError:
             self._release()
             raise
-        except (RayError, ValueError) as error:
+        except (RayError, ValueError, RuntimeError) as error:
             self._release()
             raise OSError(0, f"Ray: {str(error).strip().splitlines()[0]}") from error
         if isinstance(reply, NotStarted):

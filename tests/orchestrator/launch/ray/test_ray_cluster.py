@@ -188,6 +188,13 @@ async def test_a_foreign_actor_is_none_of_the_fleets_processes(monkeypatch, grou
     assert connection_module.end_fleet(CONFIG, 1.0) == ours and ended == ours[:-1]
     assert groups.there.keys() == {"pd-other/worker-7"}
 
+    def away() -> None:
+        raise ray.exceptions.RaySystemError("no head")
+
+    monkeypatch.setattr(connection_module, "list_named_actors", away)
+    with pytest.raises(ConfigError, match=r"does not end the fleet .*no head.*orchestrator down"):
+        connection_module.end_fleet(CONFIG, 1.0)
+
 
 async def test_what_runs_is_taken_over_as_it_is_and_takes_another_place_when_it_starts_again(monkeypatch, groups):
     """Also where this launcher's configuration has another size."""
