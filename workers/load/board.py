@@ -4,9 +4,13 @@ Each rank writes its own row and reads all. From the rows a rank gets the prompt
 (`policy.choices.ranks`), and the first rank's worker what the steps' balance was. A group on several hosts
 has none. One whose rows are not all written is neither levelled nor measured.
 
-Ranks begin a step at the same time, so none can wait for what another is about to write. Each writes before a step
-what it will have after it, and none ends a step that another has not begun: at the next one all read the same rows,
-and so find the same level. What has come to a rank since counts a step later.
+Ranks begin a step at the same time, so none can wait for what another is about to write. Each writes, when it begins
+step n, its plan for step n + ahead: what it will have by then. `ahead` is how many steps its engine has begun at most
+without the end of the first of them, 1 or, where it schedules asynchronously, more. None ends a step that another has
+not begun. So who begins a step finds the plans of all ranks for it, and all find the same level; and the newest plan
+of anybody is less than 2 * ahead steps later. A rank that has no plan for this step, since the group has just begun to
+step or that rank has begun again, has none for any other: all compute whole prompts. What has come to a rank since it
+wrote its plan counts `ahead` steps later.
 """
 
 from __future__ import annotations
@@ -28,11 +32,11 @@ log = logging.getLogger("pd.worker")
 
 _HERE = "PD_RANK_BOARD"  # of the rank of this process: its number, how many there are, 1 if it levels, the file
 _FOLDER = "VLLM_RPC_BASE_PATH"  # of the launcher's run, for short-lived files
-# A row: 8-byte integers, two plans, of the next even and the next odd step, then two rings of the latest steps: tokens,
-# and microseconds.
+# A row: 8-byte integers, a ring of the latest plans, then two rings of the latest steps: tokens, and microseconds.
 _WAVES, _STEPS, _PLANS = range(3)
-_PLAN = 3  # tokens to decode, and of prompts; the fewest of these to compute
-_RINGS = _PLANS + 2 * _PLAN
+_PLAN = 4  # which step it is for; tokens to decode, and of prompts; the fewest of these to compute
+_KEPT = 32  # plans, of steps up to half as many ahead
+_RINGS = _PLANS + _KEPT * _PLAN
 _RING = 1024  # more steps than pass between two looks
 _RECENT = 1 - 1 / 512  # weight of a step beside the next one, in the balance of the latest
 _ROW = _RINGS + 2 * _RING
@@ -40,9 +44,14 @@ _ROW = _RINGS + 2 * _RING
 
 def announce(name: str, rank: int, size: int, levels: bool) -> None:
     """Make the row of this process's rank, on the board of its group's name, and name it to the processes that this one
-    starts. `levels`: the ranks' prompts are cut into level chunks. Where there can be no file there is no board."""
+    starts. `levels`: the ranks' prompts are cut into level chunks. Where there can be no file there is no board.
+    `name`: its unit's, and a number of this attempt. The boards of attempts before, whose first rank was killed, go."""
     try:
         path = _folder() / f"board-{name}"
+        unit = path.name.rpartition("-")[0]
+        for old in path.parent.glob("board-*") if rank == 0 else ():
+            if old.name.rpartition("-")[0] == unit and old != path:
+                old.unlink(missing_ok=True)
         with open_own(path, "a+b") as file:
             os.truncate(file.fileno(), size * _ROW * 8)
             os.posix_fallocate(file.fileno(), 0, size * _ROW * 8)  # on a full disk an error now, not a signal later
@@ -74,13 +83,14 @@ class Board:
     """`budget` before each step, `plan` once its batch is known, `note` after it; `counters` at any time."""
 
     @classmethod
-    def here(cls) -> Board | None:
-        """The board of this process's rank; None where it has none, or not any more."""
+    def here(cls, ahead: int = 1) -> Board | None:
+        """The board of this process's rank; None where it has none, or not any more. `ahead`: the steps that its engine
+        begins before the first of them has ended."""
         if not (announced := os.environ.get(_HERE)):
             return None
         rank, size, levels, path = announced.split(",", 3)
         try:
-            return cls(Path(path), int(rank), int(size), levels == "1")
+            return cls(Path(path), int(rank), int(size), levels == "1" and 2 * ahead <= _KEPT, ahead)
         except OSError as error:
             log.warning("this rank is not levelled: %s", error)
             return None
@@ -91,8 +101,8 @@ class Board:
         workers of other ranks, which may start later."""
         return cls.here() if os.environ.get(_HERE, "").startswith("0,") else None
 
-    def __init__(self, path: Path, rank: int, size: int, levels: bool) -> None:
-        self._path, self._rank, self._levels = path, rank, levels
+    def __init__(self, path: Path, rank: int, size: int, levels: bool, ahead: int) -> None:
+        self._path, self._rank, self._levels, self._ahead = path, rank, levels, ahead
         with open_own(path, "r+b") as file:
             cells = memoryview(mmap.mmap(file.fileno(), size * _ROW * 8)).cast("q")
         self._rows = [cells[at * _ROW : (at + 1) * _ROW] for at in range(size)]
@@ -104,28 +114,29 @@ class Board:
     def budget(self, generating: int, backlog: int, max_tokens: int) -> int | None:
         """Prompt tokens to compute in this step, of a rank with so many tokens to decode, and of prompts; None: as
         many as fit."""
-        decodes, prompts, floors = zip(*self._plans(), strict=True)
+        decodes, prompts, floors = zip(*plans, strict=True) if (plans := self._plans()) else ((), (), ())
         # Where no rank decodes, a step that computes less only makes more steps.
-        if not (self._levels and backlog and any(decodes) and all(row[_STEPS] for row in self._rows)):
+        if not (self._levels and backlog and any(decodes)):
             return None
         return max(1, min(backlog, level(decodes, prompts, floors, max_tokens) - generating))
 
     def plan(self, generating: int, backlog: int, full: bool) -> None:
         """What this rank has after the step that it is about to take, before it does. `full`: it has a request in every
         place of its batch."""
-        decodes = [decode for decode, _, _ in self._plans()]
-        decodes[self._rank] = generating
-        floor, self._steps_left = pace(backlog, decodes, full, self._steps_left)
-        at = self._plan_at(1)
-        self._own[at], self._own[at + 1], self._own[at + 2] = generating, backlog, floor
-
-    def _plan_at(self, ahead: int = 0) -> int:
-        return _PLANS + (self._own[_STEPS] + ahead) % 2 * _PLAN
+        others = [decode for rank, (decode, _, _) in enumerate(self._plans()) if rank != self._rank]
+        floor, self._steps_left = pace(backlog, [generating, *others], full, self._steps_left)
+        step = self._own[_STEPS] + self._ahead
+        at = _PLANS + step % _KEPT * _PLAN
+        self._own[at + 1], self._own[at + 2], self._own[at + 3] = generating, backlog, floor
+        self._own[at] = step  # last: who reads it has the rest
 
     def _plans(self) -> list[tuple[int, int, int]]:
-        """Of all ranks, for this step."""
-        at = self._plan_at()
-        return [(row[at], row[at + 1], row[at + 2]) for row in self._rows]
+        """Of all ranks, for this step; none if one has none."""
+        step = self._own[_STEPS]
+        at = _PLANS + step % _KEPT * _PLAN
+        if any(row[at] != step for row in self._rows):
+            return []
+        return [(row[at + 1], row[at + 2], row[at + 3]) for row in self._rows]
 
     def note(self, tokens: int, seconds: float, waves: int) -> None:
         """A step has ended, in which this rank computed so many tokens, 0 for an empty batch; `waves` have begun."""

@@ -257,7 +257,7 @@ class SimEngine:
             if self._lockstep.ended:
                 raise EngineDead("another rank of its group has ended")
             began = time.monotonic()
-            batch, receiving = ([], []) if self._paused else self._scheduler.schedule()
+            batch, receiving = self._scheduler.schedule(self._paused)
             for request in receiving:
                 self._transfers.receive(request)
             self._started(batch, began)

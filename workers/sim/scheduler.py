@@ -85,10 +85,11 @@ class SimScheduler:
             self.adapters.use.began(request.key, request.adapter)
         insort(self.waiting, request, key=attrgetter("order"))
 
-    def schedule(self) -> tuple[list[Scheduled], list[SimRequest]]:
-        """The next batch, and the requests that now hold blocks to receive KV into."""
-        budget = self.config.max_num_batched_tokens
-        chunk = self._paced() if self.board is None else self.board.budget(*self._work([]), budget)
+    def schedule(self, paused: bool = False) -> tuple[list[Scheduled], list[SimRequest]]:
+        """The next batch, and the requests that now hold blocks to receive KV into. None if `paused`."""
+        most = self.config.max_num_batched_tokens
+        budget = 0 if paused else most
+        chunk = self._paced() if self.board is None else self.board.budget(*self._work([]), most)
         self._prompt_budget = budget if chunk is None else chunk
         batch: list[Scheduled] = []
         receiving: list[SimRequest] = []

@@ -1,4 +1,7 @@
-"""Ray's calls that block, made in threads of their own: a head that does not answer holds up only who waits for it."""
+"""Ray's calls that block, made in threads of their own: a head that does not answer holds up only who waits for it.
+
+Whoever waits has a deadline, and says what becomes of an answer that is late: `Asked` here, runners.py, places.py.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ import asyncio
 import contextlib
 import threading
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
 
@@ -38,3 +41,31 @@ async def in_thread(call: Callable[[], T]) -> T:
 
     threading.Thread(target=run, name="pd-ray", daemon=True).start()
     return await answer
+
+
+def in_background(call: Callable[[], Any]) -> None:
+    """Make a call whose answer nobody needs."""
+
+    def run() -> None:
+        with contextlib.suppress(Exception):  # the cluster has gone, or what the call is about
+            call()
+
+    threading.Thread(target=run, name="pd-ray", daemon=True).start()
+
+
+class Asked(Generic[T]):
+    """A question that is asked again and again, and never twice at once. An answer that is late is dropped."""
+
+    def __init__(self, call: Callable[[], T], within_s: float) -> None:
+        self._call, self._within_s = call, within_s
+        self._asking: asyncio.Task[T] | None = None
+
+    async def answer(self) -> T:
+        """Raises TimeoutError, and what the call raises."""
+        if self._asking is None or self._asking.done():
+            self._asking = asyncio.create_task(in_thread(self._call))
+            self._asking.add_done_callback(lambda late: late.cancelled() or late.exception())
+        done, _ = await asyncio.wait({self._asking}, timeout=self._within_s)
+        if not done:
+            raise TimeoutError(f"no answer within {self._within_s:g} s")
+        return self._asking.result()

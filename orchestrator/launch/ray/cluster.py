@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 import ray
-from ray.exceptions import RayError
+from ray.exceptions import ActorUnavailableError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from orchestrator.config.engine_args import group_size, ranks
@@ -21,10 +21,11 @@ from orchestrator.config.settings import Config, ConfigError
 from orchestrator.launch.host.machine import has_cuda_vllm
 from orchestrator.launch.host.process_group import ProcessGroup
 from orchestrator.launch.machines import OnLine, Setup, ranks_of, unit_named
-from orchestrator.launch.ray.calls import in_thread
+from orchestrator.launch.ray.calls import Asked, in_thread
 from orchestrator.launch.ray.connection import left_running, names_begin
 from orchestrator.launch.ray.places import Bundles, Places, first_line, shown
 from orchestrator.launch.ray.process import RayProcess
+from orchestrator.launch.ray.runners import Runners
 from orchestrator.launch.ray.wire import RunFrontend, RunWorker
 from orchestrator.types import Role
 
@@ -48,14 +49,15 @@ class RayCluster:
         self.device = "a Ray cluster"
         self._config = config
         self._nodes: dict[str, str] | None = None  # node ids by address; None until the cluster has told them
-        self._places = Places(names_begin(config))
+        self._asked_nodes = Asked(lambda: ray.nodes(), _ANSWERS_WITHIN_S)
+        self._places, self._runners = Places(names_begin(config)), Runners()
         self._left: dict[str, Bundles] = {}  # what units have that run already, until they are made into processes
 
     async def refresh(self) -> None:
         """Read the nodes for frontends, which have cores. A head that only manages its cluster has none."""
         try:
-            nodes = await in_thread(ray.nodes)
-        except (RayError, RuntimeError) as error:
+            nodes = await self._asked_nodes.answer()
+        except (RayError, RuntimeError, TimeoutError) as error:
             log.warning("the nodes of the cluster are not known: %s", first_line(error))
             return
         alive = [node for node in nodes if node["Alive"] and node["Resources"].get("CPU", 0) > 0]
@@ -106,7 +108,8 @@ class RayCluster:
             return {"num_cpus": bundle["CPU"], "num_gpus": bundle.get("GPU", 0), "scheduling_strategy": strategy}
 
         orders = [RunWorker(setup.config, rank, role, setup.generation, group) for rank in ranks]
-        return ProcessGroup([RayProcess(order, partial(options, index), on_line) for index, order in enumerate(orders)])
+        placed = [(order, partial(options, index)) for index, order in enumerate(orders)]
+        return ProcessGroup([RayProcess(order, where, on_line, self._runners) for order, where in placed])
 
     def _needed(self, unit: str, role: Role, setup: Setup) -> Bundles:
         return self._left.get(unit) or _bundles(setup.config, role)
@@ -121,7 +124,7 @@ class RayCluster:
 
         if node not in (self._nodes or {}):
             raise OSError(0, f"node {node} is gone" if self._nodes is not None else "the cluster's nodes are not known")
-        return RayProcess(RunFrontend(setup.config, name, index, setup.generation), place, on_line)
+        return RayProcess(RunFrontend(setup.config, name, index, setup.generation), place, on_line, self._runners)
 
 
 async def _told(call: Callable[[], T]) -> T:
@@ -136,23 +139,24 @@ async def _told(call: Callable[[], T]) -> T:
 
 
 async def _started_as(unit: str, bundles: Bundles, registered: Role | None) -> Role | None:
-    """See Machines.take_over. `bundles`: those of its place."""
+    """See Machines.take_over. `bundles`: those of its place. Raises ConfigError."""
     try:
         if not bundles:
             raise LookupError("it has no placement group")
-        role = registered
+        runners = [await _told(partial(ray.get_actor, rank)) for rank in ranks_of(unit, len(bundles))]
         try:
             async with asyncio.timeout(_RUNNER_ANSWERS_S):
-                runners = [await in_thread(partial(ray.get_actor, rank)) for rank in ranks_of(unit, len(bundles))]
                 said: list[str] = await asyncio.gather(*(runner.role.remote() for runner in runners))
-            role = [Role(each) for each in said][0]
-        except TimeoutError:
-            if role is None:
+            return [Role(each) for each in said][0]
+        except (TimeoutError, ActorUnavailableError):
+            if registered is None:
                 raise TimeoutError(f"its ranks do not answer in {_RUNNER_ANSWERS_S:g} s") from None
+            return registered
+    except ConfigError:
+        raise
     except (RayError, LookupError, ValueError, TimeoutError, RuntimeError) as error:
         log.warning("%s: is not whole: %s", unit, first_line(error))
         return None
-    return role
 
 
 def _bundles(config: Config, role: Role) -> Bundles:

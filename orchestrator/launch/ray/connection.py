@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import socket
@@ -19,7 +20,7 @@ except ModuleNotFoundError:
 from ray.exceptions import RayError
 from ray.util import list_named_actors
 
-from orchestrator.launch.ray.places import Places
+from orchestrator.launch.ray.places import Places, first_line
 
 log = logging.getLogger("pd.launcher")
 
@@ -74,8 +75,10 @@ def end_fleet(config: Config, timeout_s: float) -> list[str]:
     """End every process of the fleet, whichever launcher started it. Returns their names. Raises ConfigError."""
     connect(config)
     try:
-        names = left_running()
-        runners = [ray.get_actor(name) for name in names]
+        names, runners = left_running(), []
+        for name in names:
+            with contextlib.suppress(ValueError):  # it has ended since
+                runners.append(ray.get_actor(name))
         stops: list[Any] = [runner.stop.remote(timeout_s) for runner in runners]
         if stops:
             ray.wait(stops, num_returns=len(stops), timeout=2 * timeout_s)
@@ -83,6 +86,11 @@ def end_fleet(config: Config, timeout_s: float) -> list[str]:
             ray.kill(runner)
         Places(names_begin(config)).remove_all()
         return names
+    except (RayError, RuntimeError) as error:
+        raise ConfigError(
+            f"launcher.address: the cluster does not end the fleet ({first_line(error)}); see whether its head "
+            "answers, and run `orchestrator down` again"
+        ) from None
     finally:
         disconnect()
 

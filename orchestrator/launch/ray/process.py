@@ -6,15 +6,16 @@ import asyncio
 import contextlib
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import ray
-from ray.exceptions import ActorUnavailableError, RayActorError, RayError
+from ray.exceptions import ActorUnavailableError, RayError
 
 from orchestrator.launch.host.process import CannotRun, Process
 from orchestrator.launch.machines import OnLine
-from orchestrator.launch.ray.calls import in_thread
-from orchestrator.launch.ray.runner import Runner
+from orchestrator.launch.ray.calls import in_background
+from orchestrator.launch.ray.runners import Runners
 from orchestrator.launch.ray.wire import Ended, NotStarted, Order, Started, decode_reply, encode
 from orchestrator.process.parent import ExitReason
 
@@ -23,6 +24,7 @@ _KEPT_LINES = 100
 _CALLS_AT_ONCE = 16
 # Until Ray knows that a node is gone it still sends work there, which is never answered.
 _START_DEADLINE_S = 120.0
+_ENDS_WITHIN_S = 30.0  # a process that was killed, or a runner says so: one that is frozen never does
 _ASK_AGAIN_S = 1.0
 _LINES_WAIT_S = 10.0
 _LAST_LINES_S = 1.0
@@ -31,7 +33,7 @@ _LAST_LINES_S = 1.0
 class RayProcess:
     """See Process. `place` returns the actor's options: where it runs, and which resources of a node it takes."""
 
-    def __init__(self, order: Order, place: Callable[[], dict[str, Any]], on_line: OnLine) -> None:
+    def __init__(self, order: Order, place: Callable[[], dict[str, Any]], on_line: OnLine, runners: Runners) -> None:
         self.name = order.name
         self.last_lines: deque[str] = deque(maxlen=_KEPT_LINES)
         self.identity = ""
@@ -42,6 +44,8 @@ class RayProcess:
         self._order = order
         self._place = place
         self._on_line = on_line
+        self._runners = runners
+        self._given_up = asyncio.Event()  # its runner has not answered in time
         self._runner: Any = None
         self._pump: asyncio.Task[None] | None = None
 
@@ -52,7 +56,6 @@ class RayProcess:
     async def start(self) -> None:
         """Start it, or take over a process of this name that an earlier launcher left running. Raises OSError."""
         options = {
-            "name": self.name,
             "get_if_exists": True,
             "lifetime": "detached",
             "max_concurrency": _CALLS_AT_ONCE,
@@ -60,7 +63,7 @@ class RayProcess:
         }
         try:
             async with asyncio.timeout(_START_DEADLINE_S):
-                self._runner = await in_thread(lambda: ray.remote(Runner).options(**options).remote())
+                self._runner = await self._runners.named(self.name, options)
                 reply = decode_reply(await self._runner.start.remote(encode(self._order)))
         except TimeoutError:
             self._release()
@@ -68,7 +71,7 @@ class RayProcess:
         except asyncio.CancelledError:
             self._release()
             raise
-        except (RayError, ValueError) as error:
+        except (RayError, ValueError, RuntimeError) as error:
             self._release()
             raise OSError(0, f"Ray: {str(error).strip().splitlines()[0]}") from error
         if isinstance(reply, NotStarted):
@@ -97,16 +100,33 @@ class RayProcess:
         return code
 
     async def stop(self, timeout_s: float) -> None:
+        """See LocalProcess.stop. `wait` returns in bounded time then."""
         if (runner := self._runner) is not None:
+            asyncio.get_running_loop().call_later(timeout_s + _ENDS_WITHIN_S, self._given_up.set)
             with contextlib.suppress(RayError):
                 await self._asked(lambda: runner.stop.remote(timeout_s))
 
     def kill(self) -> None:
+        """`wait` returns in bounded time then."""
         if self._runner is not None and self.running:
+            asyncio.get_running_loop().call_later(_ENDS_WITHIN_S, self._given_up.set)
             self._runner.kill.remote()
 
     async def _asked(self, call: Callable[[], Any]) -> Any:
-        """Call again while the runner is only unavailable: in the end it answers, or Ray says that it is dead."""
+        """What the runner answers. Raises RayError if it is dead, or given up."""
+        asking = asyncio.create_task(self._ask(call))
+        given_up = asyncio.create_task(self._given_up.wait())
+        try:
+            await asyncio.wait({asking, given_up}, return_when=asyncio.FIRST_COMPLETED)
+            if not asking.done():
+                raise RayError(f"its runner does not say within {_ENDS_WITHIN_S:g} s that it has ended")
+            return asking.result()
+        finally:
+            asking.cancel()
+            given_up.cancel()
+
+    async def _ask(self, call: Callable[[], Any]) -> Any:
+        """Again while the runner is only unavailable: in the end it answers, or Ray says that it is dead."""
         while True:
             try:
                 return await call()
@@ -116,8 +136,7 @@ class RayProcess:
     def _release(self) -> None:
         """End the runner, which frees its resources of the node."""
         if self._runner is not None:
-            with contextlib.suppress(RayActorError):
-                ray.kill(self._runner)
+            in_background(partial(ray.kill, self._runner))
             self._runner = None
 
     async def _read(self) -> None:

@@ -44,14 +44,12 @@ def level_chunks(
 
 
 def level(generating: Sequence[int], backlog: Sequence[int], floors: Sequence[int], max_tokens: int) -> int:
-    """How many tokens all ranks compute in this step, those that have so many; 0 where none has prompts.
+    """How many tokens all ranks compute in this step, those that have so many.
 
     It is `generating + backlog` of the rank with the least to do, and at least what computes the prompts of all ranks
     in `DRAIN_STEPS` steps. It is more than every rank's `generating`, so that a rank without prompts cannot stall the
     others, and leaves room for each rank's `floors`, its fewest prompt tokens; it is at most `max_tokens`.
     """
-    if not any(backlog):
-        return 0
     reach = [decode + prompt for decode, prompt in zip(generating, backlog, strict=True)]
     mean = math.ceil((sum(generating) + sum(backlog) / DRAIN_STEPS) / len(backlog))
     least = max(decode + floor for decode, floor in zip(generating, floors, strict=True))

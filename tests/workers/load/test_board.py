@@ -1,6 +1,7 @@
 """The board of a group: what each rank may compute next, and what their steps' balance was."""
 
 import os
+import random
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,7 +11,7 @@ from orchestrator.types import StepCounters
 from workers.load import board
 from workers.load.board import Board, announce, withdraw
 
-SIZE = 2
+SIZE, RANKS = 2, 3
 
 
 @pytest.fixture
@@ -89,11 +90,71 @@ def test_ranks_that_begin_a_step_together_find_the_same_level_whichever_is_first
 def test_a_prompt_that_has_just_come_begins_and_is_cut_by_what_all_know(here: Path) -> None:
     first, second = boards = ranks()
     plan(boards, (10, 0), (12, 0))
-    assert first.budget(10, 700, 2048) == 1, "nobody else knows of it"
+    assert first.budget(10, 700, 2048) == 3, "nobody else knows of it: what makes the step one token longer"
     plan(boards, (10, 699), (12, 0))
     assert first.budget(10, 699, 2048) > 50
     plan(boards, (10, 0), (12, 300))
     assert first.budget(10, 700, 2048) > 10, "it goes along with the other's"
+
+
+class Stepping:
+    """A rank of a group, of whose calls any order is taken that steps in lockstep allow."""
+
+    def __init__(self, rank: int, ahead: int, chance: random.Random) -> None:
+        self._rank, self._ahead, self._chance, self.paused = rank, ahead, chance, 0
+        self.levels: list[int | None] = []  # in the steps that it has begun
+        self.begin()
+
+    def begin(self) -> None:
+        announce("n-g-1", self._rank, RANKS, True)
+        board = Board.here(self._ahead)
+        assert board is not None
+        self._next, self.levels, self.computing = self._steps(board), [], 0
+
+    def __next__(self) -> None:
+        next(self._next)
+
+    def _steps(self, board: Board) -> Iterator[None]:
+        while True:
+            # Of prompts without end, beside nothing to decode, it computes what the level is.
+            self.levels.append(board.budget(0, 1 << 40, 1 << 40))
+            yield
+            if self.paused:
+                self.paused -= 1
+            else:
+                board.plan(self._chance.randrange(50), self._chance.choice((0, self._chance.randrange(5000))), False)
+            self.computing += 1
+            yield
+            board.note(1, 1.0, 1)
+            yield
+
+
+@pytest.mark.parametrize("ahead", [1, 2, 4])
+@pytest.mark.parametrize("seed", range(20))
+def test_in_every_order_of_their_steps_ranks_find_the_same_level_or_none(here: Path, seed: int, ahead: int) -> None:
+    chance = random.Random(seed)
+    group = [Stepping(rank, ahead, chance) for rank in range(RANKS)]
+    for _ in range(1500):
+        # A step ends once everybody computes it, and the one that is `ahead` of it begins then.
+        ended = min(rank.computing for rank in group)
+        free = [rank for rank in group if rank.computing < ended + ahead]
+        next(chance.choice(free))
+        if chance.random() < 0.01:
+            chance.choice(group).paused = chance.randrange(1, 5)  # meanwhile it has no plans
+    by_step = [set(levels) for levels in zip(*(rank.levels for rank in group), strict=False)]
+    assert all(len(levels) == 1 for levels in by_step), f"other levels in a step: {by_step}"
+    found = [level for levels in by_step for level in levels]
+    assert set(found[:ahead]) == {None} and len([level for level in found if level]) > len(found) / 2
+    # One that begins again alone, as none does whose group is started as one, is counted on by nobody.
+    alone, *others = group
+    alone.begin()
+    then = [len(rank.levels) for rank in others]
+    for _ in range(3 * ahead):
+        for rank in group:
+            next(rank)
+    for rank, before in zip(others, then, strict=True):
+        assert set(rank.levels[before:]) == {None}
+    assert set(alone.levels) == {None}
 
 
 def test_prompts_are_whole_where_no_rank_decodes_or_the_key_says_so(here: Path) -> None:
@@ -139,6 +200,17 @@ def test_file_of_a_group_that_never_stepped_goes_with_the_first_rank(here: Path)
     announce("n-g-1", 0, SIZE, True)
     withdraw()
     assert list(here.iterdir()) == []
+
+
+def test_boards_of_attempts_whose_first_rank_was_killed_go_with_the_next_one(here: Path) -> None:
+    """A group that cannot start is tried again and again."""
+    announce("n-g-2-40000", 0, SIZE, True)  # another unit's
+    for rank in (1, 0):
+        announce("n-g-50000", rank, SIZE, True)
+    assert len(list(here.iterdir())) == 2
+    for rank in (1, 0):
+        announce("n-g-50001", rank, SIZE, True)
+    assert {file.name for file in here.iterdir()} == {"board-n-g-2-40000", "board-n-g-50001"}
 
 
 def test_a_step_lasts_as_long_as_on_the_rank_that_worked(here: Path) -> None:

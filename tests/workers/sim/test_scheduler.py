@@ -89,6 +89,10 @@ def test_a_levelled_step_cuts_prompts_and_nothing_else() -> None:
     assert [(item.request.key, item.tokens) for item in batch] == [("a", 1), ("b", 1), ("long", 70), ("short", 10)]
     assert [request.key for request in receiving] == ["remote"]
     assert board.planned == (3, 15, True), "the long one will decode"
+    scheduler.complete(batch)
+    board.planned = (0, 0, False)
+    assert scheduler.schedule(paused=True) == ([], [])
+    assert board.planned == (3, 15, True), "a rank that is paused tells what it has, at each step"
 
 
 def test_a_prompt_for_another_engine_leaves_room_for_those_that_decode_beside_it() -> None:

@@ -21,7 +21,8 @@ def steps_of(engine: Any) -> Steps | PacedSteps | None:
         if not hasattr(engine, "dp_group"):
             engine._pd_steps = PacedSteps(engine.scheduler, float(os.environ.get(TPOT, 0)))
         else:
-            engine._pd_steps = Steps(engine, board) if (board := Board.here()) is not None else None
+            board = Board.here(engine.batch_queue_size)
+            engine._pd_steps = Steps(engine, board) if board is not None else None
     steps: Steps | PacedSteps | None = engine._pd_steps
     return steps
 

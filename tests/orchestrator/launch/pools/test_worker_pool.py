@@ -20,7 +20,9 @@ from orchestrator.cli.look.frontend import fleet_status
 from orchestrator.config.settings import Config, Refused, parse_config
 from orchestrator.launch import supervise
 from orchestrator.launch.decisions.reconcile import Drain, Flip, PlannedWorker
+from orchestrator.launch.host import machine
 from orchestrator.launch.host.local_machine import LocalMachine
+from orchestrator.launch.host.machine import MachineShares
 from orchestrator.launch.host.process import adopt_orphans, group_alive
 from orchestrator.launch.host.redis_server import EmbeddedRedis
 from orchestrator.launch.host.run_folder import RunFolder
@@ -30,6 +32,7 @@ from orchestrator.launch.registry_watch import RegistryWatch, Snapshot
 from orchestrator.process.parent import started_ticks
 from orchestrator.store.client import connect
 from orchestrator.store.fields import Launcher
+from orchestrator.store.planned import Holder
 from orchestrator.store.registry import Registry
 from orchestrator.store.steering import Steering
 from orchestrator.types import DesiredRatio, Role, WorkerState
@@ -174,6 +177,30 @@ async def test_nothing_is_done_before_all_are_back_in_a_registry_that_has_lost_t
     await pool.update(replace(there, workers=workers, read_at=now + config.workers.timeout_s))
     pool.start.assert_called_once()
     assert pool.start.call_args.args[1] == [Role.PREFILL]
+
+
+async def test_of_two_models_that_grow_at_once_one_gets_the_last_room(tmp_path, monkeypatch, caplog):
+    """Both have seen that there is room, and wait for the registry."""
+    monkeypatch.setattr(machine, "find_gpus", lambda: ["0"])
+    monkeypatch.setattr(machine, "has_cuda_vllm", lambda: True)
+    monkeypatch.setattr(WorkerPool, "_run", AsyncMock())
+    configs = [parse_config({"model": "m", "namespace": name, "idle_after_s": 60}) for name in ("first", "second")]
+    shares, both = MachineShares(*configs), asyncio.Barrier(2)
+
+    async def claimed(*_: object, holder: Holder) -> list[str]:
+        await both.wait()
+        return [f"{holder.named}-0"]
+
+    pools = []
+    for config in configs:
+        registry, setup = Registry(AsyncMock(), config.namespace), Setup(0, config, tmp_path, config.namespace)
+        registry.steer = claimed  # type: ignore[assignment, method-assign]
+        machines = LocalMachine(config, shares)
+        assert machines.fitting([Role.DECODE]) == [Role.DECODE]
+        pools.append(WorkerPool(config, registry, machines, Mock(), Mock(), setup))
+    async with asyncio.timeout(DEADLINE_S):
+        await asyncio.gather(*(pool.start(Snapshot().seen, [Role.DECODE]) for pool in pools))
+    assert sorted(len(pool.slots) for pool in pools) == [0, 1] and "this machine has 0 left of 1" in caplog.text
 
 
 async def test_last_decode_worker_is_removed_only_by_force(tmp_path):

@@ -1,15 +1,18 @@
 """A cluster that does not answer, or answers late. Real clusters: tests/e2e/test_ray.py."""
 
 import asyncio
+import queue
 import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 from unittest.mock import AsyncMock
 
 import msgspec
 import pytest
-from support_wait import DEADLINE_S
+from support_wait import DEADLINE_S, until
 
 from orchestrator.config.settings import Config, ConfigError, parse_config
 from orchestrator.launch.host.process import ProcessSpec
@@ -25,8 +28,10 @@ from orchestrator.launch.ray import connection as connection_module  # noqa: E40
 from orchestrator.launch.ray import places as places_module  # noqa: E402
 from orchestrator.launch.ray import process as process_module  # noqa: E402
 from orchestrator.launch.ray import runner as runner_module  # noqa: E402
+from orchestrator.launch.ray import runners as runners_module  # noqa: E402
 from orchestrator.launch.ray.places import Bundles  # noqa: E402
 from orchestrator.launch.ray.process import RayProcess  # noqa: E402
+from orchestrator.launch.ray.runners import Runners  # noqa: E402
 from orchestrator.launch.ray.wire import NotStarted, RunWorker, Started, decode_reply, encode  # noqa: E402
 
 CONFIG = parse_config(
@@ -169,6 +174,8 @@ async def test_a_foreign_actor_is_none_of_the_fleets_processes(monkeypatch, grou
 
         def __init__(self, name: str) -> None:
             assert name in ours, "a foreign actor was asked to stop"
+            if name == ours[-1]:
+                raise ValueError("it has ended since")
             self.name = name
 
     monkeypatch.setattr(connection_module, "connect", lambda config: "")
@@ -176,8 +183,15 @@ async def test_a_foreign_actor_is_none_of_the_fleets_processes(monkeypatch, grou
     monkeypatch.setattr(connection_module.ray, "wait", lambda *_, **__: None)
     monkeypatch.setattr(connection_module.ray, "kill", lambda actor: ended.append(actor.name))
     groups.there = {name: Group(name, [BUNDLE]) for name in ("pd-default/worker-7", "pd-other/worker-7")}
-    assert connection_module.end_fleet(CONFIG, 1.0) == ended == ours
+    assert connection_module.end_fleet(CONFIG, 1.0) == ours and ended == ours[:-1]
     assert groups.there.keys() == {"pd-other/worker-7"}
+
+    def away() -> None:
+        raise ray.exceptions.RaySystemError("no head")
+
+    monkeypatch.setattr(connection_module, "list_named_actors", away)
+    with pytest.raises(ConfigError, match=r"does not end the fleet .*no head.*orchestrator down"):
+        connection_module.end_fleet(CONFIG, 1.0)
 
 
 async def test_what_runs_is_taken_over_as_it_is_and_takes_another_place_when_it_starts_again(monkeypatch, groups):
@@ -215,11 +229,14 @@ async def test_a_part_of_a_unit_is_not_taken_over_and_what_is_left_of_it_ends(mo
     assert not groups.there and not await cluster.take_over({"worker-0": None})
 
 
+@pytest.mark.parametrize(
+    "asked", [asyncio.Event().wait, AsyncMock(side_effect=ray.exceptions.ActorUnavailableError("a cut", b"a" * 16))]
+)
 @pytest.mark.parametrize("registered", [Role.DECODE, None])
-async def test_a_registered_unit_that_does_not_answer_goes_on(monkeypatch, groups, registered):
-    """Its node stands still for a moment."""
+async def test_a_registered_unit_that_does_not_answer_goes_on(monkeypatch, groups, registered, asked):
+    """Its node stands still for a moment, or cannot be reached."""
     await started(module.RayCluster(CONFIG), "worker-0", Role.DECODE)
-    silent = SimpleNamespace(role=SimpleNamespace(remote=asyncio.Event().wait))
+    silent = SimpleNamespace(role=SimpleNamespace(remote=asked))
     monkeypatch.setattr(module.ray, "get_actor", lambda name: silent)
     monkeypatch.setattr(module, "_RUNNER_ANSWERS_S", 0.01)
     taken = await module.RayCluster(CONFIG).take_over({"worker-0": registered})
@@ -393,6 +410,138 @@ async def test_failed_placement_is_retried(monkeypatch, groups):
     assert await started(cluster, "worker-0", Role.PREFILL) == ["worker-0"]
 
 
+class Actors:
+    """The runners of a cluster, in place of Ray's calls. It makes them once it `answers`."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.there: dict[str, Any] = {}
+        self.asked = 0
+        self.answers, self.killed = threading.Event(), queue.Queue[Any]()
+        monkeypatch.setattr(runners_module.ray, "remote", lambda runner: SimpleNamespace(options=self.options))
+        monkeypatch.setattr(runners_module.ray, "get_actor", self.get_actor)
+        monkeypatch.setattr(runners_module.ray, "kill", self.kill)
+
+    def options(self, name: str, **_: object) -> SimpleNamespace:
+        return SimpleNamespace(remote=lambda: self.make(name))
+
+    def make(self, name: str) -> Any:
+        self.asked += 1
+        assert self.answers.wait(DEADLINE_S)
+        reply = AsyncMock(return_value=encode(Started(1, "i")))
+        silent = SimpleNamespace(remote=lambda *_: asyncio.Event().wait())
+        runner = SimpleNamespace(name=name, start=SimpleNamespace(remote=reply), wait=silent, lines=silent)
+        return self.there.setdefault(name, runner)
+
+    def get_actor(self, name: str) -> Any:
+        if name not in self.there:
+            raise ValueError("Failed to look up actor")
+        return self.there[name]
+
+    def kill(self, runner: Any) -> None:
+        self.killed.put(self.there.pop(runner.name))
+
+
+@pytest.fixture
+def actors(monkeypatch: pytest.MonkeyPatch) -> Iterator[Actors]:
+    made = Actors(monkeypatch)
+    yield made
+    made.answers.set()
+
+
+def process_of(runners: Runners) -> RayProcess:
+    return RayProcess(RunWorker(CONFIG, "worker-0", Role.DECODE), dict, lambda name, line: None, runners)
+
+
+async def given_up(monkeypatch: pytest.MonkeyPatch, actors: Actors, runners: Runners) -> None:
+    """A start that the cluster has not answered."""
+    with monkeypatch.context() as patch:
+        patch.setattr(process_module, "_START_DEADLINE_S", 0.01)
+        with pytest.raises(OSError, match="no answer from its node within 0.01 s"):
+            await process_of(runners).start()
+    await until(lambda: actors.asked == 1, "the cluster is asked")
+
+
+async def test_a_runner_that_is_there_late_is_ended(monkeypatch, actors):
+    """It is detached: nobody else would end it."""
+    await given_up(monkeypatch, actors, runners := Runners())
+    actors.answers.set()
+    assert (await asyncio.to_thread(actors.killed.get, timeout=DEADLINE_S)).name == "worker-0"
+    await until(lambda: not runners._asking, "the call is done")
+    assert not actors.there
+
+
+async def test_a_runner_that_is_there_late_is_used_by_who_asks_for_it_again(monkeypatch, actors):
+    await given_up(monkeypatch, actors, runners := Runners())
+    again = process_of(runners)
+    starting = asyncio.create_task(again.start())
+    await until(lambda: bool(runners._wanted), "it is asked for again")
+    actors.answers.set()
+    async with asyncio.timeout(DEADLINE_S):
+        await starting
+    assert again.running and actors.asked == 1 and actors.killed.empty()
+    again._pump.cancel()
+
+
+@pytest.mark.parametrize("end", ["stop", "kill"])
+async def test_a_runner_that_does_not_answer_is_given_up_once_its_process_is_to_end(monkeypatch, actors, end):
+    """It is frozen, and its node is not: Ray finds nothing wrong with it."""
+    actors.answers.set()
+    await (process := process_of(Runners())).start()
+    waiting = asyncio.create_task(process.wait())
+    process._runner.stop, process._runner.kill = process._runner.wait, SimpleNamespace(remote=lambda: None)
+    monkeypatch.setattr(process_module, "_ENDS_WITHIN_S", 0.01)
+    async with asyncio.timeout(DEADLINE_S):
+        if end == "kill":
+            process.kill()
+        else:
+            await process.stop(0.01)
+        assert await waiting == process_module.NODE_LOST
+    assert process.lost and not process.running and "has ended" in process.last_lines[-1]
+    assert (await asyncio.to_thread(actors.killed.get, timeout=DEADLINE_S)).name == "worker-0"
+
+
+async def test_nodes_are_asked_for_once_at_a_time_and_nobody_waits_for_long(monkeypatch, caplog):
+    answers, asked = threading.Event(), []
+
+    def nodes() -> list[object]:
+        asked.append(1)
+        assert answers.wait(DEADLINE_S)
+        return []
+
+    monkeypatch.setattr(module, "_ANSWERS_WITHIN_S", 0.01)
+    monkeypatch.setattr(module.ray, "nodes", nodes)
+    cluster = module.RayCluster(CONFIG)
+    try:
+        async with asyncio.timeout(DEADLINE_S):
+            for _ in range(5):
+                await cluster.refresh()
+        assert cluster.frontend_nodes() is None and len(asked) == 1
+        assert "the nodes of the cluster are not known: no answer within 0.01 s" in caplog.text
+    finally:
+        answers.set()
+
+    async def told() -> bool:
+        await cluster.refresh()
+        return cluster.frontend_nodes() == []
+
+    async with asyncio.timeout(DEADLINE_S):
+        while not await told():
+            pass
+
+
+async def test_a_registered_unit_is_no_less_there_where_the_head_does_not_answer(monkeypatch, groups):
+    """That says nothing about its ranks: neither that they run, nor that what is left of them is to end."""
+    await started(module.RayCluster(CONFIG), "worker-0", Role.DECODE)
+    answers = threading.Event()
+    monkeypatch.setattr(module.ray, "get_actor", lambda name: answers.wait(DEADLINE_S))
+    monkeypatch.setattr(module, "_ANSWERS_WITHIN_S", 0.01)
+    try:
+        with pytest.raises(ConfigError, match="the cluster does not tell what it runs"):
+            await module.RayCluster(CONFIG).take_over({"worker-0": Role.DECODE})
+    finally:
+        answers.set()
+
+
 async def test_a_runner_that_is_only_unavailable_is_told_again_to_stop(monkeypatch):
     """Else its process runs on, and whoever has told it waits for its end."""
     monkeypatch.setattr(process_module, "_ASK_AGAIN_S", 0.01)
@@ -407,7 +556,7 @@ async def test_a_runner_that_is_only_unavailable_is_told_again_to_stop(monkeypat
     class Runner:
         stop = Stop()
 
-    process = RayProcess(RunWorker(CONFIG, "worker-0", Role.DECODE), dict, lambda name, line: None)
+    process = process_of(Runners())
     process._runner = Runner()
     async with asyncio.timeout(DEADLINE_S):
         await process.stop(3.0)

@@ -20,7 +20,7 @@ class FakeEngine:
     """What `Steps` uses of vLLM's engine. `seen`: the limits of each call of `schedule`."""
 
     def __init__(self) -> None:
-        self.dp_group, self.current_wave, self.dummies = object(), 3, 0
+        self.dp_group, self.current_wave, self.dummies, self.batch_queue_size = object(), 3, 0, 1
         self.seen: list[tuple[int, int]] = []
         self.scheduler = SimpleNamespace(
             running=[],
@@ -90,10 +90,40 @@ def test_a_long_prompt_is_cut_and_what_waits_for_kv_keeps_its_place(boards: list
     assert engine.scheduler.scheduler_config.long_prefill_token_threshold == 0
     # What it has then, the others read at the next step; and once it has nothing, that.
     steps.ended(1.0)
-    assert boards[0]._plans()[0][:2] == (1, 850)
+    goes_on(boards[1])
+    assert boards[1]._plans()[0][:2] == (1, 850)
     engine.scheduler.running, engine.scheduler.waiting = [], []
     engine.execute_dummy_batch()
-    assert boards[0]._plans()[0] == (0, 0, 0)
+    goes_on(boards[1])
+    assert boards[1]._plans()[0] == (0, 0, 0)
+
+
+def goes_on(board: Board) -> None:
+    """Takes a step."""
+    board.plan(20, 0, full=False)
+    board.note(20, 1.0, 1)
+
+
+@pytest.mark.parametrize("queued", [1, 2])
+def test_a_plan_is_for_the_step_that_begins_when_its_own_has_ended_at_the_latest(
+    boards: list[Board], queued: int
+) -> None:
+    """An engine that schedules asynchronously begins a step before the one before it has ended."""
+    from workers.vllm_engine.loop.lockstep import steps_of
+
+    engine = FakeEngine()
+    engine.batch_queue_size = queued
+    other = Board.here(queued)
+    assert other is not None
+    other._rank, other._own = 1, other._rows[1]
+    steps = steps_of(engine)
+    assert steps is not None
+    engine.scheduler.running = [request(101, 100, "RUNNING")]
+    for step in range(1, 4):
+        assert [plan[0] for plan in other._plans()] == ([1, 20] if step > queued else [])
+        engine.scheduler.schedule(False)
+        steps.ended(1.0)
+        goes_on(other)
 
 
 def test_without_prompts_the_limits_are_vllms(boards: list[Board]) -> None:
