@@ -239,7 +239,7 @@ class ConsoleHandler(logging.Handler):
 
 
 def shown_request(line: str) -> str | None:
-    """A frontend's `pd.request` line (telemetry/request_line.py) for a person; None for any other line."""
+    """A frontend's `pd.request` line (telemetry/requests.py) for a person; None for any other line."""
     if (encoded := request_in(line)) is None:
         return None
     try:
