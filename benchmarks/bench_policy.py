@@ -25,7 +25,7 @@ from bench_queue import run as queue_benchmark
 from policy_adp import AdpSettings, simulate_adp
 from policy_goodput import CASES, load_of, measure_all, measure_changing, simulate
 
-from orchestrator.config.settings import parse_config
+from orchestrator.config.settings import ConfigError, parse_config
 from orchestrator.fleet.prefixes import PrefixView
 from orchestrator.fleet.queue_view import QueueView
 from orchestrator.fleet.view import Fleet
@@ -34,11 +34,11 @@ from orchestrator.policy.decode_choice import decode_choice
 from orchestrator.policy.predict.predictor import Predictor
 from orchestrator.policy.prefix_keys import prefix_keys
 from orchestrator.process.telemetry.metrics import Metrics
-from orchestrator.process.telemetry.recent import Recent
+from orchestrator.process.telemetry.requests import Recent
 from orchestrator.router.decider import Decider
 from orchestrator.router.learning import Learning
 from orchestrator.router.request import ActiveRequest, ParsedRequest
-from orchestrator.simulator.plot import PlotError, line_chart
+from orchestrator.simulator.plot import line_chart
 from orchestrator.types import (
     EngineIdentity,
     KVCounters,
@@ -275,7 +275,7 @@ def main() -> None:
     (RESULTS / "policy.md").write_text(markdown(everything))
     try:
         write_plots(everything)
-    except PlotError as error:
+    except ConfigError as error:
         say(str(error))
     say(f"wrote {RESULTS / 'policy.md'}")
 

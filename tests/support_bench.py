@@ -12,7 +12,7 @@ from support_wait import DEADLINE_S
 from orchestrator.config.settings import parse_config
 from orchestrator.fleet.prefixes import PrefixView
 from orchestrator.fleet.view import Fleet
-from orchestrator.frontend.untrusted.objectives import Objectives
+from orchestrator.frontend.edge import Objectives
 from orchestrator.policy.candidate import RequestInfo
 from orchestrator.policy.decode_choice import decode_choice
 from orchestrator.process.telemetry.metrics import Metrics

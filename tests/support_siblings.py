@@ -6,7 +6,7 @@ from unittest.mock import Mock
 
 from orchestrator.fleet.queue_view import QueueView
 from orchestrator.frontend.dashboard.siblings import Siblings
-from orchestrator.process.telemetry.recent import Recent
+from orchestrator.process.telemetry.requests import Recent
 from orchestrator.types import QueueDepth
 
 

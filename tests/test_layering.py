@@ -24,7 +24,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "orchestrator.router": ("types", "process", "config", "wire", "policy", "fleet"),
     "orchestrator.frontend": ("types", "process", "config", "wire", "policy", "store", "fleet", "router"),
     "orchestrator.simulator": ("types", "config", "policy"),
-    "orchestrator.simulator.real": ("simulator",),
+    "orchestrator.simulator.real": ("config", "simulator"),
     "orchestrator.launch": ("types", "process", "config", "store"),
     "orchestrator.cli": (
         *("types", "process", "config", "wire", "store", "launch"),

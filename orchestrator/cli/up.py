@@ -1,18 +1,26 @@
-"""`orchestrator up`: start a fleet on this machine, and run it."""
+"""`orchestrator up`: start a fleet on this machine, and run it.
+
+With `--detach` its launcher runs in the background; its output is shown until it is ready or has failed.
+"""
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+import time
 from pathlib import Path
-from typing import Annotated
+from typing import IO, Annotated
 
+import msgspec
 import typer
 
 from orchestrator.cli.config import checked_models
-from orchestrator.cli.detach import start_detached
-from orchestrator.cli.handle import JsonOption, SetOption
+from orchestrator.cli.handle import JsonOption, SetOption, print_json
 from orchestrator.config.models import fleet_namespace
-from orchestrator.config.settings import Refused, overridden, read_tree
+from orchestrator.config.settings import ConfigError, Refused, overridden, read_tree
 from orchestrator.launch.console import Console
+from orchestrator.launch.host.run_folder import FleetRunning, Ready, RunFolder
 from orchestrator.launch.launcher import launch
 
 DEMO_FILE = Path(__file__).parents[1] / "config" / "demo" / "demo-1p1d-cpu.yaml"
@@ -45,3 +53,58 @@ def up(
         start_detached(fleet_namespace(models), [str(file), *sets, *(["--verbose"] if verbose else [])], as_json)
     else:
         launch(models, overridden(read_tree(file), set_ or []), Console(verbose=verbose))
+
+
+_POLL_S = 0.1
+_SIGNAL_WAIT_S = 60.0
+
+
+def start_detached(namespace: str, arguments: list[str], as_json: bool) -> None:
+    """Start a launcher with these arguments of `up`, without --detach. `as_json` prints only where the fleet is.
+
+    Raises ConfigError with the launcher's last line if it ends. Once it is ready nobody reads its output: it then
+    writes to its log file only.
+    """
+    folder = RunFolder(namespace)
+    if folder.is_held:
+        raise FleetRunning(namespace, folder.launcher())
+    launcher = subprocess.Popen(
+        [sys.executable, "-m", "orchestrator.cli.main", "up", *arguments],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        env={**os.environ, "PYTHONUNBUFFERED": "1"},
+        start_new_session=True,
+    )
+    assert launcher.stdout is not None
+    with launcher.stdout as shown:
+        os.set_blocking(shown.fileno(), False)
+        try:
+            ready = _show_until_ready(launcher, folder, shown, as_json)
+        except KeyboardInterrupt:
+            launcher.terminate()
+            launcher.wait(_SIGNAL_WAIT_S)
+            raise
+    if as_json:
+        where = {"namespace": namespace, "pid": launcher.pid, "log": str(folder.log_path)}
+        print_json({**msgspec.to_builtins(ready), **where})
+        return
+    print(f"runs on as process {launcher.pid}; log: {folder.log_path}; end it with `orchestrator down`", flush=True)
+
+
+def _show_until_ready(launcher: subprocess.Popen[bytes], folder: RunFolder, shown: IO[bytes], quiet: bool) -> Ready:
+    last = rest = b""
+    while True:
+        # Asked before the output is read, so that everything written before the exit is shown.
+        ended, ready = launcher.poll() is not None, folder.ready()
+        *lines, rest = (rest + (shown.read() or b"")).split(b"\n")
+        for line in lines:
+            last = line.strip() or last
+            if not quiet and not (ended and line.startswith(b"orchestrator: ")):
+                print(line.decode(errors="replace"), flush=True)
+        if ended:
+            said = last.decode(errors="replace").removeprefix("orchestrator: ")
+            raise ConfigError(said or f"the launcher ended with exit code {launcher.returncode} and said nothing")
+        if ready is not None:
+            return ready
+        time.sleep(_POLL_S)

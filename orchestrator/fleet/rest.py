@@ -1,7 +1,7 @@
 """A model that nobody asks for may end its workers (`idle_after_s`); a frontend that needs one brings them back.
 
 That it is idle is in the desired ratio: who set it is `IDLE`, and it keeps how many workers there were. Launchers
-decide when it becomes idle (`launch/decisions/idle.py`).
+decide when it becomes idle (`launch/decisions/fleet_size.py`).
 """
 
 from __future__ import annotations

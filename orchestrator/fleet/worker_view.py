@@ -21,23 +21,6 @@ class WorkerView:
     """One worker as this frontend sees it. `last_heard_at` and `reported_at` (when its last load report came) are
     the frontend's monotonic clock, seconds."""
 
-    __slots__ = (
-        "_candidate",
-        "_changed",
-        "_connected",
-        "_info",
-        "_numbers",
-        "_placed",
-        "_placed_blocks",
-        "_placed_tokens",
-        "disconnected_at",
-        "greeted",
-        "last_heard_at",
-        "load",
-        "quiet",
-        "reported_at",
-    )
-
     def __init__(self, info: WorkerInfo, last_heard_at: float, changed: set[str], numbers: Iterator[int]) -> None:
         """`changed` collects the ids of workers whose usability or load is not what it was; `numbers` number what is
         submitted."""

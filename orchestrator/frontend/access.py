@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import base64
 import binascii
-import concurrent.futures
 import hashlib
 import hmac
 import ipaddress
@@ -19,10 +18,9 @@ import logging
 import math
 import os
 import secrets
-import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from http import HTTPStatus
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias
 from urllib.parse import urlsplit
 
 import msgspec
@@ -34,10 +32,10 @@ from orchestrator.config.access import (
     read_api_keys,
 )
 from orchestrator.config.settings import ConfigError
+from orchestrator.process.threads import in_thread
 
 log = logging.getLogger("pd.frontend")
 
-T = TypeVar("T")
 FileState: TypeAlias = "tuple[int, int, int]"  # inode, time of modification in ns, bytes
 
 OPEN = frozenset({"/health", "/ready", "/ping"})
@@ -180,7 +178,7 @@ class Access:
         file may lie on a mount that hangs."""
         while self._security.api_keys_file is not None:
             await asyncio.sleep(_FILE_CHECK_S)
-            reading = _in_thread(self._read)
+            reading = asyncio.ensure_future(in_thread(self._read))
             await asyncio.wait({reading}, timeout=_FILE_SLOW_S)
             if not reading.done():
                 log.error("security.api_keys_file: not read within %g s; the keys of before stay valid", _FILE_SLOW_S)
@@ -208,21 +206,6 @@ class Access:
 
     def _mac(self, key: bytes) -> bytes:
         return hashlib.blake2b(key, key=self._mac_key).digest()
-
-
-def _in_thread(read: Callable[[], T]) -> asyncio.Future[T]:
-    """What `read` returns or raises, in a thread that the process does not wait for when it ends."""
-    result: concurrent.futures.Future[T] = concurrent.futures.Future()
-
-    def run() -> None:
-        try:
-            result.set_result(read())
-        except Exception as error:
-            result.set_exception(error)
-
-    result.set_running_or_notify_cancel()  # who waits may be cancelled, the reading goes on
-    threading.Thread(target=run, name="pd-read", daemon=True).start()
-    return asyncio.wrap_future(result)
 
 
 def _take(usage: Usage, limits: LimitsConfig, more: int, whole: int, now: float) -> Refusal | None:

@@ -1,4 +1,8 @@
-"""ASGI middleware around vLLM's HTTP app: request ids, keys, what a body may be, and the headers of a refusal."""
+"""ASGI middleware around vLLM's HTTP app: request ids, keys, what a body may be, and the headers of a refusal.
+
+Headers also say a request's latency objectives and its tenant. Objectives are in milliseconds, in headers that llm-d
+and the Gateway API's predictor use too, or a class of the configuration.
+"""
 
 from __future__ import annotations
 
@@ -8,20 +12,19 @@ import math
 import re
 import time
 import uuid
-from collections.abc import Callable, Iterable, MutableMapping
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from http import HTTPStatus
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 from starlette.requests import ClientDisconnect
 
+from orchestrator.config.settings import SLOClass
 from orchestrator.frontend import tracing
 from orchestrator.frontend.access import Access, Admission, Refusal
-from orchestrator.frontend.untrusted.objectives import Objectives
-from orchestrator.frontend.untrusted.objectives import read as read_objectives
-from orchestrator.process.telemetry.request_line import RequestLine
+from orchestrator.process.telemetry.requests import RequestLine
 
 log = logging.getLogger("pd.frontend")
 
@@ -34,6 +37,48 @@ _PAIRED = re.compile(
 _ESCAPED = re.compile(rb"\\u[dD][89a-fA-F]")
 _FAILED = HTTPStatus.INTERNAL_SERVER_ERROR
 _ENDING = Refusal(HTTPStatus.SERVICE_UNAVAILABLE, "this frontend is ending: ask again", 1.0)
+TTFT, TPOT, CLASS, TENANT = b"x-slo-ttft-ms", b"x-slo-tpot-ms", b"x-slo-class", b"x-tenant"
+MAX_MS = 86_400_000.0  # a day
+_SHOWN = 100
+
+
+class Objectives(NamedTuple):
+    """What a request's headers say. Seconds; None: the fleet's."""
+
+    ttft_s: float | None = None
+    tpot_s: float | None = None
+    name: str = ""  # of its class
+    tenant: str = ""
+
+    def resolved(self, classes: Mapping[str, SLOClass]) -> Objectives:
+        """What the headers leave open is as its class has it. Raises ValueError for a class that there is not."""
+        if not self.name:
+            return self
+        if (known := classes.get(self.name)) is None:
+            there = ", ".join(sorted(classes)) or "none; slo.classes in the configuration adds them"
+            raise ValueError(f"{CLASS.decode()}: no class {self.name!r}; there are: {there}")
+        return self._replace(ttft_s=self.ttft_s or known.ttft_s, tpot_s=self.tpot_s or known.tpot_s)
+
+
+def read_objectives(headers: Iterable[tuple[bytes, bytes]]) -> Objectives:
+    """Raises ValueError for what is no number of milliseconds."""
+    found = {name: value for name, value in headers if name in (TTFT, TPOT, CLASS, TENANT)}
+    ttft_s, tpot_s = (_seconds(name, found[name]) if name in found else None for name in (TTFT, TPOT))
+    return Objectives(ttft_s, tpot_s, *(_text(found.get(name, b"")) for name in (CLASS, TENANT)))
+
+
+def _text(value: bytes) -> str:
+    return value[:_SHOWN].decode("latin-1")
+
+
+def _seconds(name: bytes, value: bytes) -> float:
+    try:
+        milliseconds = float(value)
+    except ValueError:
+        milliseconds = 0.0
+    if not 0 < milliseconds <= MAX_MS:  # not for NaN either
+        raise ValueError(f"{name.decode()}: expected milliseconds above 0 and up to {MAX_MS:.0f}, got {_text(value)!r}")
+    return milliseconds / 1e3
 
 
 @dataclass(slots=True, eq=False)

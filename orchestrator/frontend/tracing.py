@@ -12,7 +12,7 @@ from typing import Any
 
 from orchestrator.config.explain import missing
 from orchestrator.config.settings import Config, ConfigError
-from orchestrator.process.telemetry.request_line import RequestLine, stages
+from orchestrator.process.telemetry.requests import RequestLine, stages
 
 try:
     from opentelemetry import trace

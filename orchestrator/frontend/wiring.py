@@ -27,8 +27,7 @@ from orchestrator.fleet.view import Fleet
 from orchestrator.frontend.dashboard.history import History
 from orchestrator.frontend.dashboard.siblings import Siblings
 from orchestrator.frontend.pause import PauseCalls
-from orchestrator.policy.choices.ranks import RankChoice
-from orchestrator.policy.decode_choice import decode_choice
+from orchestrator.policy.decode_choice import RankChoice, decode_choice
 from orchestrator.process.parent import own_identity
 from orchestrator.process.telemetry.metrics import Metrics, counts
 from orchestrator.process.ticks import left_s, ticks

@@ -16,7 +16,7 @@ import threading
 import time
 from collections import deque
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 import msgspec
 from rich.console import Console as RichConsole
@@ -27,6 +27,7 @@ from rich.text import Text
 
 from orchestrator.process.own_files import make_folder, open_own
 from orchestrator.process.telemetry.logs import LogFormat, common_log_line, formatter, request_in
+from orchestrator.process.telemetry.requests import RequestLine
 
 _COLOURS = {"worker": 32, "frontend": 35, "launcher": 33}  # ANSI
 _REFRESH_PER_S = 8
@@ -239,28 +240,19 @@ class ConsoleHandler(logging.Handler):
 
 
 def shown_request(line: str) -> str | None:
-    """A frontend's `pd.request` line (telemetry/request_line.py) for a person; None for any other line."""
+    """A frontend's `pd.request` line for a person; one that is cut off as it is; None for any other line."""
     if (encoded := request_in(line)) is None:
         return None
     try:
-        fields: dict[str, Any] = msgspec.json.decode(encoded)
-        prefill, decode = fields["prefill_worker"], fields["decode_worker"]
-        where = f", prefilled by {prefill}, decoded by {decode}" if prefill else f", prefilled and decoded by {decode}"
-        stages = [
-            f"{label} {fields[name]:.0f} ms"
-            for name, label in (
-                ("queued_ms", "queued"),
-                ("prefill_ms", "prefill"),
-                ("exposed_ms", "exposed transfer"),
-                ("decode_ms", "decode"),
-            )
-            if name in fields
-        ]
-        cached = f" ({fields['cached_tokens']} cached)" if fields.get("cached_tokens") else ""
-        return (
-            f"pd.request {fields['id']}: {fields['outcome']}, {fields['prompt_tokens']}{cached} prompt and "
-            f"{fields['output_tokens']} output tokens{where if decode else ''} ({fields['reason']})"
-            f"{'; ' if stages else ''}{', '.join(stages)}"
-        )
-    except (msgspec.DecodeError, KeyError, TypeError, ValueError):
+        it = msgspec.json.decode(encoded, type=RequestLine)
+    except msgspec.DecodeError:
         return line
+    by = f"prefilled by {it.prefill_worker}, decoded by" if it.prefill_worker else "prefilled and decoded by"
+    where = f", {by} {it.decode_worker}" if it.decode_worker else ""
+    cached = f" ({it.cached_tokens} cached)" if it.cached_tokens else ""
+    took = {"queued": it.queued_ms, "prefill": it.prefill_ms, "exposed transfer": it.exposed_ms, "decode": it.decode_ms}
+    stages = ", ".join(f"{name} {ms:.0f} ms" for name, ms in took.items() if ms is not None)
+    return (
+        f"pd.request {it.id}: {it.outcome}, {it.prompt_tokens}{cached} prompt and {it.output_tokens} output tokens"
+        f"{where} ({it.reason}){'; ' if stages else ''}{stages}"
+    )

@@ -17,8 +17,7 @@ import msgspec
 from orchestrator.config.server_args import needs_client_certificate, uses_tls
 from orchestrator.config.settings import Config, ConfigError
 from orchestrator.launch.console import Console
-from orchestrator.launch.decisions.fleet_size import FleetSize, Resize
-from orchestrator.launch.decisions.idle import Idleness
+from orchestrator.launch.decisions.fleet_size import FleetSize, Idleness, Resize
 from orchestrator.launch.host.leftovers import SharedMemory
 from orchestrator.launch.host.run_folder import StartedProcess
 from orchestrator.launch.machines import Machines, Setup, frontend_named

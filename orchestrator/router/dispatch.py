@@ -1,6 +1,7 @@
-"""Carries placements out: puts jobs into the prefill queue, sends requests to decode workers, withdraws attempts.
+"""Moves a request from PLACING to where the decider sends it: into the prefill queue, or to a decode worker.
 
-Decides nothing: `router` handles the results.
+Waits for room if asked to, and for a decode worker if one is coming. Withdraws attempts. Decides nothing: `router`
+handles the results.
 """
 
 from __future__ import annotations
@@ -10,26 +11,83 @@ import time
 from collections.abc import Coroutine
 from typing import Any
 
+from orchestrator.fleet.prefixes import PrefixView
 from orchestrator.fleet.queue_view import QueueView
 from orchestrator.fleet.view import Fleet
+from orchestrator.policy.placement import RETRY_AFTER_S, Reject
 from orchestrator.policy.predict.fetch import Holder
 from orchestrator.process.telemetry.metrics import Metrics
+from orchestrator.router.decider import Decider
 from orchestrator.router.quarantine import TRIAL_S
-from orchestrator.router.request import ActiveRequest, State, Submitted
-from orchestrator.types import KVSource, PrefillJob
+from orchestrator.router.request import ActiveRequest, Placed, State, Submitted
+from orchestrator.types import KVSource
 from orchestrator.wire.messages import Abort, Fetch, Lend, Prefix, Submit, engine_key
 from orchestrator.wire.sockets import Sent
 from orchestrator.wire.transport import FrontendTransport
 
+# How long a request waits before it asks again for a decode worker.
+PLACE_AGAIN_INTERVAL_S = 0.1
+
 
 class Dispatch:
-    def __init__(self, fleet: Fleet, transport: FrontendTransport, queue: QueueView, metrics: Metrics) -> None:
-        self._fleet, self._transport, self._queue, self._metrics = fleet, transport, queue, metrics
+    def __init__(
+        self,
+        decider: Decider,
+        fleet: Fleet,
+        transport: FrontendTransport,
+        queue: QueueView,
+        prefixes: PrefixView,
+        timeout_s: float,
+        metrics: Metrics,
+    ) -> None:
+        """`timeout_s`: the longest wait of a request, unless the workers of an idle model are to come back first."""
+        self._decider, self._fleet, self._transport = decider, fleet, transport
+        self._queue, self._prefixes, self._timeout_s, self._metrics = queue, prefixes, timeout_s, metrics
         self._tasks: set[asyncio.Task[None]] = set()
 
-    async def enqueue(self, job: PrefillJob) -> str | None:
-        """Put a job into the prefill queue. Returns None, or why the queue did not take it."""
-        return await self._queue.enqueue(job)
+    async def place(self, active: ActiveRequest, wait_for_room: bool = False) -> Reject | None:
+        """Returns why it could not be placed; None once it is not PLACING any more, for whatever reason."""
+        self._prefixes.index.expected.settled(active.id)  # an attempt before this one computes nothing any more
+        while active.state is State.PLACING:
+            placed = self._decider.decide(active)
+            if isinstance(placed, Placed):
+                active.placed = placed
+                others_failed = placed.worker_id in active.avoid  # chosen because no other worker is left
+                if await self._carry_out(active, placed):
+                    self._metrics.placements.labels(placed.decision, placed.reason).inc()
+                    continue
+                if placed.job is not None or not others_failed:
+                    continue
+                placed = Reject("no_decode_worker", RETRY_AFTER_S)
+            waited_s = time.monotonic() - active.moved_at
+            patience_s = max(self._timeout_s, self._decider.recall_s())
+            waits = (wait_for_room and not placed.no_fallback) or self._decider.is_temporary(placed)
+            if waited_s >= patience_s or not waits:
+                return placed
+            await asyncio.sleep(PLACE_AGAIN_INTERVAL_S)
+        return None
+
+    async def _carry_out(self, active: ActiveRequest, placed: Placed) -> bool:
+        """False if the queue or the worker did not take it. The next decision takes that into account."""
+        if placed.job is None:
+            holder = self._decider.holder(active, placed.worker_id, placed.cached_tokens)
+            if holder is not None:
+                active.placed = placed = placed.with_cached(holder.tokens, active.parsed.info.prompt_tokens)
+            sent = self.send(active, placed.worker_id, State.LOCAL, holder)
+            if sent:
+                self._prefixes.index.expected.sent(active.id, placed.worker_id, active.parsed.prefix_keys)
+            self._metrics.prefix_hit_tokens.labels("local").inc(placed.cached_tokens if sent else 0)
+            return sent
+        active.move(State.QUEUED)  # before the enqueue returns: a worker's claim may be here first
+        refused = await self._queue.enqueue(placed.job)
+        if refused is not None:
+            if active.state is State.QUEUED and active.attempt == placed.job.attempt:
+                active.local_reason = refused
+                active.move(State.PLACING)
+            return False
+        if active.ended:
+            self.cancel_job(active)
+        return True
 
     def send(
         self, active: ActiveRequest, worker_id: str, to: State, holder: Holder | None = None, hit_tokens: int = 0

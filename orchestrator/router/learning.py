@@ -14,7 +14,7 @@ from orchestrator.policy.predict.predictor import Predictor
 from orchestrator.policy.ratio.load import haste
 from orchestrator.policy.ratio.reuse import ReuseCounter
 from orchestrator.process.telemetry.metrics import Metrics
-from orchestrator.process.telemetry.recent import Recent
+from orchestrator.process.telemetry.requests import Recent
 from orchestrator.router.request import ActiveRequest, State
 from orchestrator.types import Offered
 

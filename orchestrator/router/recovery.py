@@ -16,7 +16,6 @@ from orchestrator.fleet.view import Fleet
 from orchestrator.process.telemetry.metrics import Metrics
 from orchestrator.router.active_requests import ActiveRequests
 from orchestrator.router.dispatch import Dispatch
-from orchestrator.router.placer import Placer
 from orchestrator.router.quarantine import Quarantine
 from orchestrator.router.request import ActiveRequest, Failure, State
 from orchestrator.types import Role
@@ -35,11 +34,10 @@ class Recovery:
         fleet: Fleet,
         requests: ActiveRequests,
         dispatch: Dispatch,
-        placer: Placer,
         metrics: Metrics,
     ) -> None:
         self._routing, self._fleet, self._requests = routing, fleet, requests
-        self._dispatch, self._placer, self._metrics = dispatch, placer, metrics
+        self._dispatch, self._metrics = dispatch, metrics
         self._quarantine = Quarantine()
 
     def retry(
@@ -156,7 +154,7 @@ class Recovery:
                 await asyncio.sleep(after_s)
                 if active.ended:
                     return
-            rejected = await self._placer.place(active, wait_for_room=True)
+            rejected = await self._dispatch.place(active, wait_for_room=True)
             if rejected is not None and rejected.no_fallback:
                 self._requests.refuse(active, rejected)
                 self.clear_suspect(active)

@@ -16,7 +16,7 @@ import msgspec
 
 from orchestrator.policy.candidate import RequestInfo
 from orchestrator.policy.placement import Reject
-from orchestrator.process.telemetry.request_line import RequestLine
+from orchestrator.process.telemetry.requests import RequestLine
 from orchestrator.types import KVSource, PrefillJob
 from orchestrator.wire.messages import Prefilled
 
@@ -146,7 +146,7 @@ class Submitted(msgspec.Struct, frozen=True):
 
 @dataclass(slots=True)
 class Answer:
-    """The part of the answer that the client has. Written by `answer`."""
+    """The part of the answer that the client has. Written by `active_requests`."""
 
     tokens: list[int] = field(default_factory=list)
     early_token: int | None = None  # the prefill engine's token, until the decode engine has sampled the same one

@@ -1,7 +1,7 @@
 """The life of a request: placed, queued or sent, bound to a decode worker, streamed, retried, ended.
 
 Replaces an engine core client: takes engine requests and returns engine outputs. `decider` chooses where a request
-goes, `dispatch` sends it there, `answer` chooses what the client gets, and `request` has the states and their
+goes, `dispatch` sends it there, `active_requests` chooses what the client gets, and `request` has the states and their
 transitions. The router reads engine requests and outputs through `Codec` only.
 """
 
@@ -20,16 +20,14 @@ from orchestrator.policy.candidate import DecodeChoice
 from orchestrator.policy.policies import RECALL_S
 from orchestrator.policy.predict.predictor import Predictor
 from orchestrator.process.telemetry.metrics import Metrics
-from orchestrator.process.telemetry.recent import Recent
+from orchestrator.process.telemetry.requests import Recent
 from orchestrator.process.ticks import ticks
-from orchestrator.router.active_requests import ActiveRequests
-from orchestrator.router.answer import Answers, OutputAction
+from orchestrator.router.active_requests import ActiveRequests, OutputAction
 from orchestrator.router.codec import Batch, Codec
 from orchestrator.router.decider import Decider
 from orchestrator.router.dispatch import Dispatch
 from orchestrator.router.learning import Learning
 from orchestrator.router.overdue import Overdue
-from orchestrator.router.placer import Placer
 from orchestrator.router.recovery import Recovery
 from orchestrator.router.request import ActiveRequest, Failure, Overloaded, Prefilling, State
 from orchestrator.types import FinishReason
@@ -69,13 +67,12 @@ class Router:
     ) -> None:
         self._metrics, self.recent, self._recall_at = metrics, Recent(), 0.0
         self._routing, self._fleet, self._codec, self._prefixes = config.routing, fleet, codec, prefixes
-        self._answers = Answers(codec, config.routing.first_token == "prefill", metrics)
         self.learning = Learning(Predictor(), choose, config.slo, metrics, self.recent)
         self._decider = Decider(transport.frontend_id, config, fleet, queue, prefixes, choose, self.learning)
-        self._dispatch = Dispatch(fleet, transport, queue, metrics)
-        self._requests = ActiveRequests(codec, self.learning, self.recent, prefixes, metrics)
-        self._placer = Placer(self._decider, self._dispatch, prefixes, config.routing.placement_timeout_s, metrics)
-        self._recovery = Recovery(config.routing, fleet, self._requests, self._dispatch, self._placer, metrics)
+        patience_s, early = config.routing.placement_timeout_s, config.routing.first_token == "prefill"
+        self._dispatch = Dispatch(self._decider, fleet, transport, queue, prefixes, patience_s, metrics)
+        self._requests = ActiveRequests(codec, early, self.learning, self.recent, prefixes, metrics)
+        self._recovery = Recovery(config.routing, fleet, self._requests, self._dispatch, metrics)
         self._overdue = Overdue(config, fleet, queue, self._requests, self._recovery, self.learning.predictor)
         self.requests, self.batches = self._requests.by_id, self._requests.batches
 
@@ -95,7 +92,7 @@ class Router:
         active = ActiveRequest(parsed, accepted_at=time.monotonic())
         self._requests.add(active)
         try:
-            rejected = await self._placer.place(active)
+            rejected = await self._dispatch.place(active)
         except BaseException:
             self.abort([active.id])  # the client left while its request was being placed, or placing it failed
             raise
@@ -195,7 +192,7 @@ class Router:
         self.learning.prefilled(active, self._fleet.workers.get(active.prefill.worker_id))
         if active.answer.held:
             self._release_held(active, now)
-        elif (batch := self._answers.from_prefill(active, said, payload, now)) is not None:
+        elif (batch := self._requests.from_prefill(active, said, payload, now)) is not None:
             self.recent.early_token(now - active.accepted_at)
             self.batches.put_nowait(batch)
 
@@ -253,7 +250,7 @@ class Router:
         if output.new_token_ids:
             self.recent.itl.add(now - active.answer.last_output_at)
             self.recent.output_tokens += len(output.new_token_ids)
-        self._answers.record_output(active.answer, output, now)
+        self._requests.record_output(active.answer, output, now)
         if output.finish_reason is not None:
             self._end(active, State.FINISHED)
         return True
@@ -263,7 +260,7 @@ class Router:
         began = bool(output.new_token_ids)
         first = began and active.answer.decoding_at is None
         had_first = active.answer.first_token_at is not None
-        action = self._answers.from_decode(active, output, now)
+        action = self._requests.from_decode(active, output, now)
         if action is OutputAction.DIVERGED:
             self._recovery.diverged(active)
             return False

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from orchestrator.config.settings import ConfigError
 from orchestrator.simulator.job import Stay
-from orchestrator.simulator.settings import FleetError
 from orchestrator.simulator.simulation import Simulation
 from orchestrator.simulator.view import PoolView
 from orchestrator.simulator.worker import Worker
@@ -18,9 +18,9 @@ class Faults:
         self._sim = sim
 
     def kill(self, name: str, at: float, down_s: float) -> None:
-        """Kill a worker at `at` seconds, for `down_s` seconds. Raises FleetError if the fleet has no such worker."""
+        """Kill a worker at `at` seconds, for `down_s` seconds. Raises ConfigError if the fleet has no such worker."""
         if name not in self._sim.workers:
-            raise FleetError(f"worker {name}: not in this fleet; expected one of {', '.join(self._sim.workers)}")
+            raise ConfigError(f"worker {name}: not in this fleet; expected one of {', '.join(self._sim.workers)}")
         self._sim.at(at, self._kill, name, down_s)
 
     def slow_links(self, at: float, seconds: float, factor: float) -> None:

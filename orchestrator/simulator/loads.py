@@ -9,7 +9,8 @@ from functools import partial
 from itertools import count
 from typing import NamedTuple
 
-from orchestrator.simulator.trace import Arrival, Load, TraceError, filled
+from orchestrator.config.settings import ConfigError
+from orchestrator.simulator.trace import Arrival, Load, filled
 
 MADE_UNIT_TOKENS = 512  # in a prefix unit, which prompts share as a whole or not at all
 
@@ -205,9 +206,9 @@ LOADS: dict[str, Callable[[int, int], Load]] = {
 
 
 def synthetic(name: str, requests: int, seed: int = 0) -> Load:
-    """The named load, of about `requests` requests. Raises TraceError for an unknown name, or if none is made."""
+    """The named load, of about `requests` requests. Raises ConfigError for an unknown name, or if none is made."""
     if name not in LOADS:
-        raise TraceError(f"load: expected a trace file or one of {', '.join(LOADS)}, got {name!r}")
+        raise ConfigError(f"load: expected a trace file or one of {', '.join(LOADS)}, got {name!r}")
     return filled(LOADS[name](requests, seed))
 
 

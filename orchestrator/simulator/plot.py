@@ -6,14 +6,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from orchestrator.config.explain import missing
+from orchestrator.config.settings import ConfigError
 
 # Okabe and Ito's palette, whose colours colour-blind people can tell apart.
 COLOURS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#999933"]
 MAX_MARKED_POINTS = 60  # on one line; more marks would hide it
-
-
-class PlotError(ValueError):
-    """The message is one line: the file, why it cannot be drawn, and the fix."""
 
 
 def line_chart(
@@ -24,14 +21,14 @@ def line_chart(
     series: Mapping[str, Sequence[tuple[float, float]]],
     mark_y: float | None = None,
 ) -> None:
-    """Draw one line per series of (x, y) points, and a dashed level at `mark_y`. Raises PlotError without matplotlib,
+    """Draw one line per series of (x, y) points, and a dashed level at `mark_y`. Raises ConfigError without matplotlib,
     without points, and if the file cannot be written."""
     try:
         from matplotlib.figure import Figure
     except ModuleNotFoundError:
-        raise PlotError(missing(f"--plot {path}", "matplotlib", "bench")) from None
+        raise ConfigError(missing(f"--plot {path}", "matplotlib", "bench")) from None
     if not any(series.values()):
-        raise PlotError(f"--plot {path}: there is nothing to draw")
+        raise ConfigError(f"--plot {path}: there is nothing to draw")
     figure = Figure(figsize=(9, 5.2), layout="constrained")
     axes = figure.add_subplot(title=title, xlabel=x_name, ylabel=y_name)
     for number, (name, points) in enumerate(series.items()):
@@ -47,6 +44,6 @@ def line_chart(
     try:
         figure.savefig(path, format="png")
     except OSError as error:
-        raise PlotError(
+        raise ConfigError(
             f"--plot {path}: cannot be written ({error.strerror}); name a file in a folder that exists"
         ) from None

@@ -11,16 +11,13 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
+from orchestrator.config.settings import ConfigError
 from orchestrator.types import EngineSpeed
 
 PROFILES = Path(__file__).parent / "profiles"  # the profiles in the package
 
 Count = Annotated[int, Meta(ge=1)]
 Seconds = Annotated[float, Meta(ge=0)]
-
-
-class ProfileError(ValueError):
-    """The message is one line: file, key, value, fix."""
 
 
 class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -71,10 +68,10 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 
 
 def load_profile(path: Path) -> Profile:
-    """Read a profile. Raises ProfileError if the file cannot be read or is not a profile."""
+    """Read a profile. Raises ConfigError if the file cannot be read or is not a profile."""
     try:
         return msgspec.json.decode(path.read_bytes(), type=Profile)
     except OSError as error:
-        raise ProfileError(f"{path}: cannot be read ({error.strerror}); name a profile's JSON file") from None
+        raise ConfigError(f"{path}: cannot be read ({error.strerror}); name a profile's JSON file") from None
     except msgspec.DecodeError as error:
-        raise ProfileError(f"{path}: not a profile: {error}") from None
+        raise ConfigError(f"{path}: not a profile: {error}") from None

@@ -5,6 +5,7 @@ Requests that were rejected, failed or never finished count as having missed the
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import Counter
 from collections.abc import Callable
@@ -174,14 +175,7 @@ def goodput(
 
 def goodputs(run: Callable[[float], Report], low: float, high: float, tolerance: float = 0.03) -> dict[float, Goodput]:
     """`goodput` for each of `SHARES`, which ascend. No rate is simulated twice."""
-    runs: dict[float, Report] = {}
-
-    def once(rate: float) -> Report:
-        if rate not in runs:
-            runs[rate] = run(rate)
-        return runs[rate]
-
-    found: dict[float, Goodput] = {}
+    once, found = functools.cache(run), dict[float, Goodput]()
     for share in SHARES:
         found[share] = goodput(once, low, high, tolerance, share)
         if found[share].rate:

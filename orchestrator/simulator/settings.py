@@ -10,13 +10,9 @@ from typing import Any, Literal
 
 import msgspec
 
-from orchestrator.config.settings import Config, SLOConfig
+from orchestrator.config.settings import Config, ConfigError, SLOConfig
 from orchestrator.policy.decode_choice import POLICY_NAMES
 from orchestrator.simulator.profile import Profile
-
-
-class FleetError(ValueError):
-    """The fleet or a setting is impossible."""
 
 
 class Stack(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -68,13 +64,13 @@ def stack(name: str, config: Config = SHIPPED) -> Stack:
     """The stack of a name. `ours` is the configuration as it is. The name of a decode choice is the configuration with
     that choice and a fixed ratio. `field:NAME` works as routers of other projects do.
 
-    Raises ValueError for an unknown name.
+    Raises ConfigError for an unknown name.
     """
     if name in _VARIANTS:
         return Stack(name=name, config=changed(config, _VARIANTS[name]), adapters=name != BLIND)
     choice = "dynamo_cost" if name == CONDITIONAL else name.removeprefix(FIELD)
     if choice not in POLICY_NAMES:
-        raise ValueError(f"policy: expected one of {', '.join(stack_names())}, got {name!r}")
+        raise ConfigError(f"policy: expected one of {', '.join(stack_names())}, got {name!r}")
     fixed = changed(config, {"ratio": {"mode": "off"}, "routing": {"decode_choice": choice}})
     if not name.startswith(FIELD):
         return Stack(name=name, config=fixed)

@@ -10,13 +10,14 @@ from collections.abc import Callable
 from itertools import count
 from typing import Any
 
+from orchestrator.config.settings import ConfigError
 from orchestrator.policy.policies import RECALL_S
 from orchestrator.simulator.fetches import Fetches
 from orchestrator.simulator.job import Job, Stay
 from orchestrator.simulator.racks import Racks
 from orchestrator.simulator.ratio_control import RatioControl
 from orchestrator.simulator.router import Router
-from orchestrator.simulator.settings import FleetError, Settings
+from orchestrator.simulator.settings import Settings
 from orchestrator.simulator.trace import Load
 from orchestrator.simulator.view import PoolView
 from orchestrator.simulator.worker import Worker
@@ -27,22 +28,22 @@ DRAIN_S = 120.0  # simulated after the last arrival; requests unfinished then co
 
 
 class Simulation:
-    """One run of a load on a fleet. Raises FleetError for a fleet or load that cannot be simulated."""
+    """One run of a load on a fleet. Raises ConfigError for a fleet or load that cannot be simulated."""
 
     def __init__(self, settings: Settings, load: Load) -> None:
         profile = settings.profile
         fleet = f"fleet {settings.prefill}P{settings.decode}D"
         if settings.decode < 1 or settings.prefill < 0:
-            raise FleetError(f"{fleet}: expected at least one decode worker")
+            raise ConfigError(f"{fleet}: expected at least one decode worker")
         if settings.stack.dispatch == "push" and settings.prefill == 0:
-            raise FleetError(f"{fleet}: policy {settings.stack.name} pushes prompts to prefill workers, and has none")
+            raise ConfigError(f"{fleet}: policy {settings.stack.name} pushes prompts to prefill workers, and has none")
         if load.unit_tokens % profile.block_size:
-            raise FleetError(
+            raise ConfigError(
                 f"profile {profile.name}: block_size {profile.block_size} does not divide the load's prefix unit "
                 f"of {load.unit_tokens} tokens"
             )
         if not load.arrivals:
-            raise FleetError(f"load {load.name}: no requests in it")
+            raise ConfigError(f"load {load.name}: no requests in it")
         self.settings, self.load = settings, load
         self.now = 0.0
         self.link_bytes_per_s = settings.profile.link_bytes_per_s

@@ -16,11 +16,9 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
+from orchestrator.config.settings import ConfigError
+
 MOONCAKE_UNIT_TOKENS = 512  # in a prefix unit, which prompts share as a whole or not at all
-
-
-class TraceError(ValueError):
-    """The message is one line: file and line number, what was expected, what was found."""
 
 
 class Arrival(msgspec.Struct, frozen=True):
@@ -63,13 +61,13 @@ class _MooncakeLine(msgspec.Struct):
 
 
 def read_trace(path: Path, seed: int = 0) -> Load:
-    """Read a trace of Mooncake or Azure, which differ in their first line. Raises TraceError for any other file, a
+    """Read a trace of Mooncake or Azure, which differ in their first line. Raises ConfigError for any other file, a
     malformed line, or a trace without requests."""
     try:
         text = path.read_text()
     except (OSError, UnicodeDecodeError) as error:
         why = error.strerror if isinstance(error, OSError) else str(error)
-        raise TraceError(f"{path}: cannot be read ({why}); name a Mooncake .jsonl or an Azure .csv file") from None
+        raise ConfigError(f"{path}: cannot be read ({why}); name a Mooncake .jsonl or an Azure .csv file") from None
     lines = text.splitlines()
     first = next((line for line in lines if line.strip()), "")
     if first.lstrip().startswith("{"):
@@ -78,9 +76,9 @@ def read_trace(path: Path, seed: int = 0) -> Load:
         arrivals, unit_tokens = _from_zero(_azure(path, lines)), 0
     else:
         expected = "JSON (Mooncake) or a header with ContextTokens (Azure)"
-        raise TraceError(f"{path}, line 1: expected {expected}, got {first[:60]!r}")
+        raise ConfigError(f"{path}, line 1: expected {expected}, got {first[:60]!r}")
     if not arrivals:
-        raise TraceError(f"{path}: no requests in it")
+        raise ConfigError(f"{path}: no requests in it")
     arrivals.sort(key=lambda arrival: arrival.at)
     return Load(path.stem, arrivals, unit_tokens)
 
@@ -100,7 +98,7 @@ def _mooncake(path: Path, lines: Sequence[str]) -> Iterator[Arrival]:
         try:
             entry = decoder.decode(line)
         except msgspec.DecodeError as error:
-            raise TraceError(f"{path}, line {number}: {error}") from None
+            raise ConfigError(f"{path}, line {number}: {error}") from None
         # The last id may name a partial unit, which no cache holds.
         keys = tuple(entry.hash_ids[: entry.input_length // MOONCAKE_UNIT_TOKENS])
         yield Arrival(entry.timestamp / 1000, entry.input_length, max(1, entry.output_length), keys)
@@ -111,7 +109,7 @@ def _azure(path: Path, lines: Sequence[str]) -> Iterator[Arrival]:
     try:
         columns = [header.index(name) for name in ("TIMESTAMP", "ContextTokens", "GeneratedTokens")]
     except ValueError as error:
-        raise TraceError(f"{path}, line 1: {error}; expected TIMESTAMP, ContextTokens, GeneratedTokens") from None
+        raise ConfigError(f"{path}, line 1: {error}; expected TIMESTAMP, ContextTokens, GeneratedTokens") from None
     start: datetime | None = None
     for number, line in enumerate(lines[1:], 2):
         if not line.strip():
@@ -122,9 +120,9 @@ def _azure(path: Path, lines: Sequence[str]) -> Iterator[Arrival]:
             moment = datetime.fromisoformat(stamp[:26])  # the fraction of a second has seven digits; Python reads six
             prompt_tokens, output_tokens = int(prompt), int(output)
         except (ValueError, IndexError) as error:
-            raise TraceError(f"{path}, line {number}: {error}; got {line[:80]!r}") from None
+            raise ConfigError(f"{path}, line {number}: {error}; got {line[:80]!r}") from None
         if prompt_tokens < 1 or output_tokens < 0:
-            raise TraceError(f"{path}, line {number}: expected at least one prompt token, got {line[:80]!r}")
+            raise ConfigError(f"{path}, line {number}: expected at least one prompt token, got {line[:80]!r}")
         start = start or moment
         yield Arrival((moment - start).total_seconds(), prompt_tokens, max(1, output_tokens))
 
@@ -147,10 +145,10 @@ def steady(requests: int, prompt_tokens: int, output_tokens: int, seed: int = 0)
 
 
 def at_rate(load: Load, rate: float) -> Load:
-    """The load at this mean rate (requests per second); a trace's times are stretched or squeezed. Raises TraceError
+    """The load at this mean rate (requests per second); a trace's times are stretched or squeezed. Raises ConfigError
     for a rate of 0 or less, or if a synthetic load has no requests at it."""
     if rate <= 0:
-        raise TraceError(f"rate: expected more than 0 requests per second, got {rate}")
+        raise ConfigError(f"rate: expected more than 0 requests per second, got {rate}")
     if load.at is not None:
         return filled(load.at(rate))
     factor = load.rate / rate
@@ -179,9 +177,9 @@ def scaled(load: Load, factor: float) -> Load:
 
 
 def filled(load: Load) -> Load:
-    """Return the load. Raises TraceError if it is empty."""
+    """Return the load. Raises ConfigError if it is empty."""
     if not load.arrivals:
-        raise TraceError(f"load {load.name}: none of so few requests comes in time; ask for more")
+        raise ConfigError(f"load {load.name}: none of so few requests comes in time; ask for more")
     return load
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from itertools import chain
 
 import msgspec
@@ -20,27 +21,17 @@ from orchestrator.simulator.racks import Racks
 from orchestrator.simulator.worker import Worker
 
 
+@dataclass(slots=True)
 class _Entry:
-    __slots__ = (
-        "adapters",
-        "candidate",
-        "placed",
-        "placed_blocks",
-        "placed_tokens",
-        "promised",
-        "promised_blocks",
-        "report",
-        "worker",
-    )
-
-    def __init__(self, worker: Worker) -> None:
-        self.worker = worker
-        # free, running, waiting, waiting tokens, requests by adapter
-        self.report = (worker.profile.blocks, 0, 0, 0, dict[int, int]())
-        self.placed = self.placed_blocks = self.placed_tokens = 0
-        self.promised = self.promised_blocks = 0
-        self.candidate: Candidate | None = None
-        self.adapters: list[int] = []  # of the requests placed since
+    worker: Worker
+    report: tuple[int, int, int, int, dict[int, int]]  # free, running, waiting, waiting tokens, requests by adapter
+    placed: int = 0
+    placed_blocks: int = 0
+    placed_tokens: int = 0
+    promised: int = 0
+    promised_blocks: int = 0
+    candidate: Candidate | None = None
+    adapters: list[int] = field(default_factory=list)  # of the requests placed since
 
 
 class PoolView:
@@ -65,7 +56,7 @@ class PoolView:
         return [entry.worker for entry in self._entries.values()]
 
     def add(self, worker: Worker, now: float) -> None:
-        self._entries[worker.name] = _Entry(worker)
+        self._entries[worker.name] = _Entry(worker, (worker.profile.blocks, 0, 0, 0, {}))
         self.reported(worker, now)
 
     def remove(self, name: str) -> None:

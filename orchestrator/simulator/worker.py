@@ -14,8 +14,7 @@ from operator import attrgetter
 from orchestrator.policy.choices.steps import prompt_tokens_beside
 from orchestrator.simulator.adapters import RunningStays
 from orchestrator.simulator.batch import DecodeBatch, StepRun, chunks
-from orchestrator.simulator.events import Events
-from orchestrator.simulator.job import Stay, steps_until_ready
+from orchestrator.simulator.job import Events, Stay, steps_until_ready
 from orchestrator.simulator.kv import KVPool
 from orchestrator.simulator.profile import Profile
 

@@ -32,8 +32,7 @@ from workers.engine import (
     link_rate,
 )
 from workers.vllm_engine.codec.adapters import Adapters
-from workers.vllm_engine.codec.outputs import correct, kv_counters, take_plugin_stats, why_refused
-from workers.vllm_engine.codec.requests import RequestCodec
+from workers.vllm_engine.codec.messages import RequestCodec, correct, kv_counters, take_plugin_stats, why_refused
 from workers.vllm_engine.identity import identity_of
 from workers.vllm_engine.launch import build_config, start_client
 from workers.vllm_engine.patches import compiles

@@ -29,8 +29,7 @@ except ImportError:  # vLLM 0.32
 
 from orchestrator.process.parent import PARENT, die_with_parent
 from workers.engine import PrefixChanges
-from workers.vllm_engine.codec.prefix import PrefixCollector
-from workers.vllm_engine.codec.requests import block_hashes
+from workers.vllm_engine.codec.prefix import PrefixCollector, block_hashes
 from workers.vllm_engine.codec.withheld import give_back_withheld
 from workers.vllm_engine.loop.lockstep import steps_of
 from workers.vllm_engine.loop.waker import name_socket, waker_of

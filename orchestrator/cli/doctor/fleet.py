@@ -1,4 +1,7 @@
-"""What the doctor checks in a fleet: its Redis, the ports of a host, and whether KV passes between two workers."""
+"""What the doctor checks in a fleet: its Redis, the ports of a host, and how well KV passes between two workers.
+
+Running engines are left alone: what is measured has memory of its own, and their interface and environment.
+"""
 
 from __future__ import annotations
 
@@ -11,16 +14,28 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from orchestrator.cli.doctor.check import Check, at_least, at_most
-from orchestrator.cli.doctor.links import learned, written
-from orchestrator.cli.handle import FleetHandle, open_fleet
-from orchestrator.cli.look.frontend import ask_registered
-from orchestrator.config.settings import Refused
-from orchestrator.config.values import masked
+from orchestrator.cli.doctor.host import DAMAGED, ProbeFailed, probe_writes
+from orchestrator.cli.handle import FleetHandle, OpenFleet, open_fleet
+from orchestrator.cli.look.frontend import ask_registered, is_own_address
+from orchestrator.config.engine_args import environment
+from orchestrator.config.settings import Refused, parse_config
+from orchestrator.config.values import labels_of, link_of, masked
 from orchestrator.types import Role, WorkerInfo
 from orchestrator.wire.addresses import in_url, resolve
 
 _PINGS = 20
 _CONNECT_S = 2.0
+_TCP = "the network through TCP; with a faster one name it in workers.env: {UCX_NET_DEVICES: ...}"
+_MEMORY = "a core that copies memory"
+# By the beginning of a transport's name in UCX.
+_LIMITS = {
+    "tcp": _TCP,
+    "cuda": "the links between GPUs",
+    "rc": "the RDMA card",
+    "dc": "the RDMA card",
+    "ud": "the RDMA card",
+    **dict.fromkeys(("cma", "sysv", "posix", "knem", "xpmem"), _MEMORY),
+}
 
 
 async def redis_checks(handle: FleetHandle) -> AsyncIterator[Check]:
@@ -171,3 +186,38 @@ def transferred(source: WorkerInfo, metrics: str | None) -> Check:
     if failed:
         return Check("Transfers", "warn", said, "see the reason in `orchestrator logs`")
     return Check("Transfers", "ok", said)
+
+
+def learned(a: WorkerInfo, b: WorkerInfo, predictions: dict[str, Any] | None) -> Check:
+    """What a frontend has learned of links like the one between them. `predictions`: its page; None: none answers."""
+    link = link_of(labels_of(a.host, a.labels), labels_of(b.host, b.labels))
+    between = f"both have the same {' and '.join(link)}" if link else "they have no label in common"
+    if predictions is None:
+        return Check("Link", "warn", f"{between}; no frontend answers", "`orchestrator status`")
+    fixed_s, s_per_token, transfers = predictions.get("links", {}).get(",".join(link), (0.0, 0.0, 0))
+    if not transfers:
+        return Check("Link", "ok", f"{between}; no transfer over such a link yet")
+    said = f"{between}; {transfers} transfers between such workers: {fixed_s * 1e3:.1f} ms"
+    return Check("Link", "ok", f"{said} and {s_per_token * 1e6:.2f} ms per 1,000 tokens after the prefill")
+
+
+async def written(fleet: OpenFleet, a: WorkerInfo, b: WorkerInfo) -> AsyncIterator[Check]:
+    """WRITEs between two processes of this host, where both workers run here; else how to measure between two."""
+    if not all(is_own_address(f"http://{in_url(worker.host)}:1") for worker in (a, b)):
+        probe = "python -m workers.vllm_engine.kv_probe"
+        how = f"run `{probe} --listen {b.host}` on {b.host}, and what it prints behind `{probe} --address {a.host}` on "
+        yield Check("WRITE", "ok", f"not measured: they are not both on this host. To do so {how}{a.host}")
+        return
+    version = await fleet.registry.configuration.read()
+    given = environment(parse_config(version.config), a.role) if version is not None else {}
+    try:
+        told = await asyncio.to_thread(probe_writes, "--address", a.host, env=given)
+    except ProbeFailed as failed:
+        yield Check("WRITE", "fail", f"a WRITE between two processes here {failed}", "see `orchestrator doctor --host`")
+        return
+    rate = f"{told['bytes'] >> 20} MiB at {told['gb_per_s']:.2f} GB/s, 8 bytes in {told['latency_us']:.1f} us"
+    mend = "" if told["intact"] else DAMAGED
+    yield Check("WRITE", "fail" if mend else "ok", f"between two processes here: {rate}", mend)
+    limits = {_LIMITS.get(name.partition("_")[0].partition("/")[0], name) for name in told["carriers"]}
+    said = f"{', '.join(told['carriers']) or 'unknown'}: what limits it is {' and '.join(sorted(limits)) or 'unknown'}"
+    yield Check("Transport", "ok", said)

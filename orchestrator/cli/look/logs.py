@@ -33,7 +33,7 @@ from orchestrator.cli.handle import (
 )
 from orchestrator.config.settings import Refused
 from orchestrator.launch.host.run_folder import RunFolder
-from orchestrator.process.own_files import Foreign, open_own
+from orchestrator.process.own_files import open_own
 
 if TYPE_CHECKING:
     from orchestrator.store.operator.events import Event
@@ -58,8 +58,6 @@ def logs(
         file = open_own(path, errors="replace")
     except FileNotFoundError:
         raise Refused(f"{path}: no log file; start a fleet on this machine, or name its --namespace") from None
-    except Foreign as error:
-        raise Refused(str(error)) from None
     # Not by `splitlines`: a JSON line may have what Unicode calls the end of one.
     *whole, rest = file.read().split("\n")
     kept = [line for line in (whole if follow else [*whole, rest]) if line and mine(line)]

@@ -32,7 +32,7 @@ from orchestrator.config.settings import Refused
 from orchestrator.launch.host.run_folder import RunFolder, held_namespaces
 from orchestrator.process.own_files import Foreign, open_own
 from orchestrator.process.telemetry.logs import request_in
-from orchestrator.process.telemetry.request_line import RequestLine, Stage, stages
+from orchestrator.process.telemetry.requests import RequestLine, Stage, stages
 
 _NAMES_WIDTH = 10
 _COLOURS = {

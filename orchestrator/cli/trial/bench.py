@@ -17,12 +17,12 @@ from rich.table import Table
 from orchestrator.cli.handle import OUT, check_writable, console, number
 from orchestrator.cli.trial.simulate import parse_load
 from orchestrator.config.settings import ConfigError
-from orchestrator.simulator.real.client import MeasureError, Target
+from orchestrator.simulator.real.client import Target
 from orchestrator.simulator.real.drive import Run, Sent, closed_loop, open_loop
 from orchestrator.simulator.real.figures import Figures, Ratio, figures, ratios
 from orchestrator.simulator.real.page import page
 from orchestrator.simulator.real.prompts import Prompts
-from orchestrator.simulator.trace import Load, TraceError, at_rate, first, scaled, steady
+from orchestrator.simulator.trace import Load, at_rate, first, scaled, steady
 
 app = typer.Typer()
 API_KEY = "OPENAI_API_KEY"
@@ -64,14 +64,11 @@ def bench_command(
         raise ConfigError("--scale-tokens, --ttft, --tpot: expected more than 0")
     check_writable(json_file, html_file)
     servers = [url] if against is None else [url, against]
-    try:
-        if load is None:
-            sent = steady(requests, prompt_tokens, output_tokens)
-        else:
-            sent = first(scaled(parse_load(load, requests, seed or 0), scale), requests)
-        asked = parse_rates(rates)
-    except TraceError as error:
-        raise ConfigError(str(error)) from None
+    if load is None:
+        sent = steady(requests, prompt_tokens, output_tokens)
+    else:
+        sent = first(scaled(parse_load(load, requests, seed or 0), scale), requests)
+    asked = parse_rates(rates)
     plan = _Plan(sent, users, int.from_bytes(os.urandom(2)) if seed is None else seed)
     steps: list[float | None] = [*asked] or [None]
     steps *= 1 if against is None else turns
@@ -96,16 +93,13 @@ def _all(plan: _Plan, servers: Sequence[str], rates: Sequence[float | None]) -> 
     """Run the load on each server at each rate. Returns the runs, and why they ended early, or "": a server that dies
     after an hour does not take with it what was measured. Raises ConfigError if nothing was."""
     runs: list[Run] = []
-    try:
-        asyncio.run(plan.reach(servers))
-    except MeasureError as error:
-        raise ConfigError(str(error)) from None
+    asyncio.run(plan.reach(servers))
     for rate in rates:
         try:
             runs += asyncio.run(plan.step(servers, rate))
-        except (MeasureError, TraceError) as error:
+        except ConfigError as error:
             if not runs:
-                raise ConfigError(str(error)) from None
+                raise
             return runs, str(error)
     return runs, ""
 
@@ -123,7 +117,7 @@ class _Plan:
                 pass
 
     async def step(self, servers: Sequence[str], rate: float | None) -> list[Run]:
-        """One run for each server, one after the other. Raises MeasureError, TraceError."""
+        """One run for each server, one after the other. Raises ConfigError."""
         return [await self._run(server, rate) for server in servers]
 
     async def _run(self, server: str, rate: float | None) -> Run:

@@ -21,19 +21,18 @@ from orchestrator.cli.trial.bench import API_KEY
 from orchestrator.cli.trial.simulate import objectives, parse_configuration, parse_fleet, parse_load, parse_profile
 from orchestrator.config.access import OPERATOR_KEY
 from orchestrator.config.settings import ConfigError
-from orchestrator.simulator.profile import PROFILES, ProfileError, load_profile
+from orchestrator.simulator.profile import PROFILES, load_profile
 from orchestrator.simulator.real.calibrate import fit_profile, measure_profile
 from orchestrator.simulator.real.client import MeasureError, Target, Timing
 from orchestrator.simulator.real.drive import open_loop
 from orchestrator.simulator.real.prompts import Prompts
 from orchestrator.simulator.report import Report, percentile, report
-from orchestrator.simulator.settings import FleetError, Settings, stack
+from orchestrator.simulator.settings import Settings, stack
 from orchestrator.simulator.simulation import Simulation
-from orchestrator.simulator.trace import Load, TraceError, at_rate, scaled
+from orchestrator.simulator.trace import Load, at_rate, scaled
 
 UrlOption = Annotated[str, typer.Option("--url", help="The server, as `orchestrator up` prints it.")]
 app = typer.Typer()
-ERRORS = (MeasureError, ProfileError, FleetError, TraceError)
 
 
 @app.command("profile")
@@ -63,11 +62,8 @@ def profile_command(
             fleet = await target.fleet(operator_key(find_fleet(None, None, url), url))
             return await measure_profile(target, sizes, say=typer.echo), fleet, target.model
 
-    try:
-        measured, fleet, model = asyncio.run(measure())
-        base = load_profile(PROFILES / "h100-llama-8b.json")
-    except ERRORS as error:
-        raise ConfigError(str(error)) from None
+    measured, fleet, model = asyncio.run(measure())
+    base = load_profile(PROFILES / "h100-llama-8b.json")
     blocks = min((w.get("blocks_total") or base.blocks for w in fleet.get("workers", [])), default=base.blocks)
     if not fleet:
         said = f"{url} does not tell its KV blocks: the profile has {blocks}, those of {base.name}"
@@ -109,22 +105,19 @@ def compare_command(
     if seconds <= 0 or rate <= 0 or scale <= 0:
         raise ConfigError("--seconds, --rate, --scale-tokens: expected more than 0")
     check_writable(out)
-    try:
-        load = at_rate(scaled(parse_load(trace, max(2, int(seconds * rate)), seed), scale), rate)
-        prefill, decode = parse_fleet(fleet)
-        worker, served = parse_profile(profile), parse_configuration(config, sets, model)
-        settings = Settings(
-            prefill=prefill,
-            decode=decode,
-            profile=worker,
-            stack=stack("ours", served),
-            seed=seed,
-            slo=objectives(served if config else None, worker, None, None),
-        )
-        predicted = report(Simulation(settings, load).run())
-        timings = asyncio.run(_replay(url, load))
-    except (*ERRORS, ValueError) as error:
-        raise ConfigError(str(error)) from None
+    load = at_rate(scaled(parse_load(trace, max(2, int(seconds * rate)), seed), scale), rate)
+    prefill, decode = parse_fleet(fleet)
+    worker, served = parse_profile(profile), parse_configuration(config, sets, model)
+    settings = Settings(
+        prefill=prefill,
+        decode=decode,
+        profile=worker,
+        stack=stack("ours", served),
+        seed=seed,
+        slo=objectives(served if config else None, worker, None, None),
+    )
+    predicted = report(Simulation(settings, load).run())
+    timings = asyncio.run(_replay(url, load))
     result = comparison(predicted, timings)
     out.write_text(json.dumps(result, indent=1) + "\n")
     for metric, row in result["figures"].items():

@@ -10,6 +10,7 @@ import msgspec
 from orchestrator.cli.handle import find_fleet
 from orchestrator.cli.look.frontend import UNANSWERED, fetch, operator_key
 from orchestrator.config.access import OPERATOR_KEY
+from orchestrator.config.settings import ConfigError
 from orchestrator.simulator.profile import PROFILES, Profile, load_profile
 from orchestrator.simulator.trace import Arrival, Load
 
@@ -18,18 +19,14 @@ LATEST = 1000  # requests asked for
 MIN_REQUESTS = 20  # fewer give no useful figures
 
 
-class LiveError(ValueError):
-    """One line: the URL, what it answered, and the fix."""
-
-
 def live_load(url: str) -> Load:
     """The latest requests of the frontends at `url`, from their request logs. Which prefixes they shared is not known.
 
-    Raises LiveError.
+    Raises ConfigError.
     """
     ended = [line for line in _ended(url) if line.get("output_tokens")]
     if len(ended) < MIN_REQUESTS:
-        raise LiveError(
+        raise ConfigError(
             f"{url}: {len(ended)} requests have ended there, at least {MIN_REQUESTS} are needed; or give --trace"
         )
     first = min(line["arrived_at"] for line in ended)
@@ -44,7 +41,7 @@ def live_load(url: str) -> Load:
     ]
     arrivals.sort(key=lambda arrival: arrival.at)
     if arrivals[-1].at <= 0:
-        raise LiveError(f"{url}: all requests came at the same moment, so they have no rate; give --trace")
+        raise ConfigError(f"{url}: all requests came at the same moment, so they have no rate; give --trace")
     return Load("live", arrivals, 0)
 
 
@@ -55,11 +52,11 @@ def _ended(url: str) -> list[dict[str, Any]]:
 
 
 def live_profile(url: str) -> Profile:
-    """What the fleet at `url` has measured of its engines, and the memory of its smallest worker. Raises LiveError."""
+    """What the fleet at `url` has measured of its engines, and its smallest worker's memory. Raises ConfigError."""
     speed = _get(url, "/predictions").get("speed", {})
     workers = _get(url, "/fleet").get("workers", [])
     if not speed.get("prefill_s_per_token") or not workers:
-        raise LiveError(f"{url}: no worker of the fleet has measured its engine; give --profile")
+        raise ConfigError(f"{url}: no worker of the fleet has measured its engine; give --profile")
     base = load_profile(PROFILES / "h100-llama-8b.json")
     return msgspec.structs.replace(
         base,
@@ -81,9 +78,9 @@ def _get(url: str, path: str) -> dict[str, Any]:
         status, body = fetch(url, path, operator_key(find_fleet(None, None, url), url), _TIMEOUT_S)
         told = msgspec.json.decode(body, type=dict[str, Any]) if status == HTTPStatus.OK else {}
     except UNANSWERED as error:
-        raise LiveError(f"{url}{path}: does not answer ({error}); name a frontend of a running fleet") from None
+        raise ConfigError(f"{url}{path}: does not answer ({error}); name a frontend of a running fleet") from None
     if status == HTTPStatus.UNAUTHORIZED:
-        raise LiveError(f"{url}{path}: needs the operator's key; set {OPERATOR_KEY}")
+        raise ConfigError(f"{url}{path}: needs the operator's key; set {OPERATOR_KEY}")
     if status != HTTPStatus.OK:
-        raise LiveError(f"{url}{path}: answers {status}; name a frontend of a running fleet")
+        raise ConfigError(f"{url}{path}: answers {status}; name a frontend of a running fleet")
     return told

@@ -11,16 +11,13 @@ import typer
 from rich.table import Table
 
 from orchestrator.cli.handle import ModelOption, console, number
-from orchestrator.cli.trial.live import LiveError, live_load, live_profile
+from orchestrator.cli.trial.live import live_load, live_profile
 from orchestrator.cli.trial.simulate import objectives, parse_configuration, parse_load, parse_profile, progress_bar
 from orchestrator.config.settings import ConfigError
 from orchestrator.simulator.loads import LOADS
 from orchestrator.simulator.plan import FIXED, FleetOption, Outcome, Question, best, fewest, fleet_options, outcome
-from orchestrator.simulator.plot import PlotError, line_chart
-from orchestrator.simulator.profile import ProfileError
+from orchestrator.simulator.plot import line_chart
 from orchestrator.simulator.report import SHARES
-from orchestrator.simulator.settings import FleetError
-from orchestrator.simulator.trace import TraceError
 
 app = typer.Typer()
 
@@ -54,18 +51,15 @@ def plan_command(
     as_json: Annotated[bool, typer.Option("--json", help="JSON instead of a table.")] = False,
 ) -> None:
     """Simulate every prefill/decode split of N workers and say which serves a load. Adds other projects' policies."""
-    try:
-        if live is None and (trace is None or profile is None):
-            raise ConfigError("plan: expected --trace and --profile, or --live for those of a running fleet")
-        load = parse_load(trace, requests, seed) if trace is not None else live_load(live or "")
-        worker = parse_profile(profile) if profile is not None else live_profile(live or "")
-        served = parse_configuration(config, None, model)
-        slo = objectives(served if config else None, worker, ttft_s, tpot_s)
-        asked = _rate(rate, load.rate)
-        question = Question(load, worker, slo, served, seed)
-        outcomes, sentence = _simulate(question, workers, asked)
-    except (TraceError, ProfileError, FleetError, LiveError, ValueError) as error:
-        raise ConfigError(str(error)) from None
+    if live is None and (trace is None or profile is None):
+        raise ConfigError("plan: expected --trace and --profile, or --live for those of a running fleet")
+    load = parse_load(trace, requests, seed) if trace is not None else live_load(live or "")
+    worker = parse_profile(profile) if profile is not None else live_profile(live or "")
+    served = parse_configuration(config, None, model)
+    slo = objectives(served if config else None, worker, ttft_s, tpot_s)
+    asked = _rate(rate, load.rate)
+    question = Question(load, worker, slo, served, seed)
+    outcomes, sentence = _simulate(question, workers, asked)
     if as_json:
         found = [{"way": str(o.option), "score": o.score, "at": o.at, "goodput": _rates(o)} for o in outcomes]
         sys.stdout.write(msgspec.json.encode({"ways": found, "answer": sentence}).decode() + "\n")
@@ -170,7 +164,7 @@ def _draw(path: Path, outcomes: list[Outcome], question: Question, rate: float |
     y_name = "requests per second that 90% attain" if rate is None else "share of requests within both objectives"
     try:
         line_chart(path, f"{question.load.name}, {question.profile.name}", "prefill workers", y_name, lines)
-    except PlotError as error:
+    except ConfigError as error:
         typer.echo(str(error), err=True)
         return
     if not quiet:

@@ -21,12 +21,12 @@ from orchestrator.config.models import load_model
 from orchestrator.config.settings import Config, ConfigError, SLOConfig, overridden, parse_config
 from orchestrator.simulator.faults import Faults
 from orchestrator.simulator.loads import LOADS, synthetic
-from orchestrator.simulator.plot import PlotError, line_chart
-from orchestrator.simulator.profile import PROFILES, Profile, ProfileError, load_profile
+from orchestrator.simulator.plot import line_chart
+from orchestrator.simulator.profile import PROFILES, Profile, load_profile
 from orchestrator.simulator.report import SHARES, Goodput, Report, goodputs, report
-from orchestrator.simulator.settings import FleetError, Settings, stack
+from orchestrator.simulator.settings import Settings, stack
 from orchestrator.simulator.simulation import Simulation
-from orchestrator.simulator.trace import Load, TraceError, at_rate, first, read_trace, repeated
+from orchestrator.simulator.trace import Load, at_rate, first, read_trace, repeated
 
 DEFAULT_PROFILE = "h100-llama-8b"
 app = typer.Typer()
@@ -74,36 +74,33 @@ def simulate_command(
     plot: Annotated[Path | None, _option("--plot", "A PNG: attainment by rate, or block usage by time.")] = None,
 ) -> None:
     """Simulate a fleet under a load, with the router's own policies and no engines."""
-    try:
-        load = parse_load(trace, requests, seed)
-        worker = parse_profile(profile)
-        served = parse_configuration(config, sets, model)
-        prefill, decode = parse_fleet(fleet or "8P8D") if fleet or config is None else _replicas(served)
-        rates, search = _rates(sweep, rate, load)
-        for name, seconds in (("--ttft", ttft_s), ("--tpot", tpot_s)):
-            if seconds is not None and seconds <= 0:
-                raise ConfigError(f"{name}: expected more than 0 seconds, got {seconds:g}")
-        rack_count, between_racks = _racks(racks)
-        slo = objectives(served if config else None, worker, ttft_s, tpot_s)
-        every = [
-            Settings(
-                prefill=prefill,
-                decode=decode,
-                profile=worker,
-                stack=chosen,
-                seed=seed,
-                slo=slo,
-                racks=rack_count,
-                between_racks=between_racks,
-            )
-            for chosen in [stack(name, served) for name in policy or ["ours"]]
-        ]
-        kills = [_kill(text) for text in kill or []]
-        for settings in every:
-            _simulation(settings, first(load, 1), kills)  # raises for an impossible fleet or kill
-        _run(every, load, kills, rates, search, as_json, plot)
-    except (TraceError, ProfileError, FleetError, PlotError, ValueError) as error:
-        raise ConfigError(str(error)) from None
+    load = parse_load(trace, requests, seed)
+    worker = parse_profile(profile)
+    served = parse_configuration(config, sets, model)
+    prefill, decode = parse_fleet(fleet or "8P8D") if fleet or config is None else _replicas(served)
+    rates, search = _rates(sweep, rate, load)
+    for name, seconds in (("--ttft", ttft_s), ("--tpot", tpot_s)):
+        if seconds is not None and seconds <= 0:
+            raise ConfigError(f"{name}: expected more than 0 seconds, got {seconds:g}")
+    rack_count, between_racks = _racks(racks)
+    slo = objectives(served if config else None, worker, ttft_s, tpot_s)
+    every = [
+        Settings(
+            prefill=prefill,
+            decode=decode,
+            profile=worker,
+            stack=chosen,
+            seed=seed,
+            slo=slo,
+            racks=rack_count,
+            between_racks=between_racks,
+        )
+        for chosen in [stack(name, served) for name in policy or ["ours"]]
+    ]
+    kills = [_kill(text) for text in kill or []]
+    for settings in every:
+        _simulation(settings, first(load, 1), kills)  # raises for an impossible fleet or kill
+    _run(every, load, kills, rates, search, as_json, plot)
 
 
 class _Kill(NamedTuple):
@@ -212,7 +209,7 @@ def progress_bar() -> Progress:
 
 
 def parse_load(trace: str, requests: int | None, seed: int) -> Load:
-    """Raises ConfigError or TraceError."""
+    """Raises ConfigError."""
     if requests is not None and requests < 2:
         raise ConfigError(f"--requests: expected at least 2, got {requests}")
     if trace in LOADS:
@@ -224,7 +221,7 @@ def parse_load(trace: str, requests: int | None, seed: int) -> Load:
 
 
 def parse_profile(name: str) -> Profile:
-    """Raises ConfigError or ProfileError."""
+    """Raises ConfigError."""
     shipped = {path.stem: path for path in sorted(PROFILES.glob("*.json"))}
     if name in shipped:
         return load_profile(shipped[name])

@@ -14,9 +14,14 @@ from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from orchestrator.config.settings import SLOClass
 from orchestrator.frontend import edge
-from orchestrator.frontend.codec.media import MediaRules, media_of, without_pixels
-from orchestrator.frontend.codec.vllm_fields import can_continue, custom_processors, local_only_reason
-from orchestrator.frontend.untrusted.objectives import Objectives
+from orchestrator.frontend.codec.vllm_fields import (
+    MediaRules,
+    can_continue,
+    custom_processors,
+    local_only_reason,
+    media_of,
+    without_pixels,
+)
 from orchestrator.policy.candidate import RequestInfo
 from orchestrator.policy.prefix_keys import key_of_beginning, reusable_keys, salt_of
 from orchestrator.router.codec import Batch
@@ -54,7 +59,7 @@ class VllmCodec:
             raise VLLMValidationError("streaming input is not supported over a fleet of engines")
         context = edge.current.get()
         try:
-            own = (context.objectives if context is not None else Objectives()).resolved(self._classes)
+            own = (context.objectives if context is not None else edge.Objectives()).resolved(self._classes)
         except ValueError as error:
             raise VLLMValidationError(str(error)) from None
         sampling = request.sampling_params
@@ -197,7 +202,7 @@ def _same_first_token(sampling: SamplingParams) -> bool:
     return (
         sampling.output_kind is not RequestOutputKind.FINAL_ONLY
         and sampling.sampling_type is not SamplingType.RANDOM  # greedy, or seeded
-        # These carry state from token to token. Prefill samples without them (workers.vllm_engine.codec.requests).
+        # These carry state from token to token. Prefill samples without them (workers.vllm_engine.codec.messages).
         and sampling.structured_outputs is None
         and sampling.thinking_token_budget is None
     )

@@ -19,8 +19,7 @@ from orchestrator.fleet.queue_view import QueueView
 from orchestrator.fleet.view import Fleet
 from orchestrator.frontend.dashboard.siblings import SLOWEST, Second, Siblings, summed
 from orchestrator.process.telemetry.metrics import Metrics, counts
-from orchestrator.process.telemetry.recent import percentiles
-from orchestrator.process.telemetry.request_line import RequestLine
+from orchestrator.process.telemetry.requests import RequestLine, percentiles
 from orchestrator.process.ticks import ticks
 from orchestrator.store.operator.worker_status import WorkerStatus
 from orchestrator.types import Role, WorkerState

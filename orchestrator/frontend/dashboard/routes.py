@@ -23,7 +23,7 @@ from starlette.types import Receive, Scope, Send
 from orchestrator.config.settings import Refused
 from orchestrator.frontend.dashboard.history import History, event, samples
 from orchestrator.frontend.dashboard.siblings import Question, Siblings, found
-from orchestrator.process.telemetry.recent import KEPT
+from orchestrator.process.telemetry.requests import KEPT
 from orchestrator.store.client import RedisAway
 from orchestrator.store.steering import Steering
 from orchestrator.types import Role

@@ -19,8 +19,7 @@ from typing import Any, Union
 
 import msgspec
 
-from orchestrator.process.telemetry.recent import Recent
-from orchestrator.process.telemetry.request_line import RequestLine
+from orchestrator.process.telemetry.requests import Recent, RequestLine
 from orchestrator.store.client import Redis, RedisAway
 from orchestrator.store.keys import Keys
 

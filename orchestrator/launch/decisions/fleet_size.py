@@ -1,6 +1,7 @@
 """The total number of workers: more when too many requests miss the objectives, fewer when hardly any does.
 
-`resized` decides, and `FleetSize` keeps its samples. `policy.ratio` splits the total between the roles.
+`resized` decides, and `FleetSize` keeps its samples. `policy.ratio` splits the total between the roles. `Idleness`
+tells when all end because nobody asks for the model (`idle_after_s`).
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import msgspec
 
 from orchestrator.config.settings import ScaleConfig
 from orchestrator.launch.registry_watch import Snapshot
-from orchestrator.types import DesiredRatio, Offered, WorkerState
+from orchestrator.types import DesiredRatio, Offered, Role, WorkerState
 
 _LEAST_REQUESTS = 20  # fewer give no useful share of requests on time
 # A size at which too many were late is not gone back to for this many times `shrink_after_s`.
@@ -122,3 +123,23 @@ class FleetSize:
         if resize is not None and resize.prefill + resize.decode > desired.prefill + desired.decode:
             self._late_at[desired.prefill + desired.decode] = now
         return resize
+
+
+class Idleness:
+    """`observe` every reading."""
+
+    def __init__(self) -> None:
+        self._awake_since: float | None = None  # monotonic; since then a decode worker has been ready
+
+    def observe(self, snapshot: Snapshot, desired: DesiredRatio, idle_after_s: float | None) -> bool:
+        """Whether its workers are to end: for so long they could have served, and no frontend had a request."""
+        ready = any(u.role is Role.DECODE and u.state is WorkerState.READY for u in snapshot.units.values())
+        under_way = snapshot.rollout is not None and snapshot.rollout.under_way
+        if idle_after_s is None or desired.idle or under_way or not ready:
+            self._awake_since = None
+            return False
+        if self._awake_since is None:
+            self._awake_since = snapshot.read_at
+        if snapshot.read_at - self._awake_since < idle_after_s or not snapshot.frontends:
+            return False
+        return all(frontend.idle_s >= idle_after_s for frontend in snapshot.frontends.values())

@@ -19,7 +19,6 @@ from typing import IO, TypeVar
 import msgspec
 
 from orchestrator.config.settings import Config, ConfigError, check_name, parse_config
-from orchestrator.config.yaml_text import load_yaml
 from orchestrator.process.own_files import Foreign, check_own, make_folder, open_own, own_uid, read_text, write_text
 from orchestrator.process.parent import local_pid, own_identity
 
@@ -242,10 +241,7 @@ class RunFolder:
         text = self._read(_config_file(model or next(iter(self.models()), "")))
         if not text:
             return None
-        try:
-            return parse_config(msgspec.json.decode(text))
-        except msgspec.DecodeError:
-            return parse_config(load_yaml(text))  # an older release has started this fleet
+        return parse_config(msgspec.json.decode(text))
 
     def ready(self) -> Ready | None:
         """The content of the `Ready` line; None until the fleet is ready."""

@@ -14,10 +14,10 @@ from ray.exceptions import ActorUnavailableError, RayError
 
 from orchestrator.launch.host.process import CannotRun, Process
 from orchestrator.launch.machines import OnLine
-from orchestrator.launch.ray.calls import in_background
 from orchestrator.launch.ray.runners import Runners
 from orchestrator.launch.ray.wire import Ended, NotStarted, Order, Started, decode_reply, encode
 from orchestrator.process.parent import ExitReason
+from orchestrator.process.threads import in_background
 
 NODE_LOST = -9  # the exit code of a process whose node or runner is gone: as if it had been killed
 _KEPT_LINES = 100

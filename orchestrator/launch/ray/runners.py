@@ -18,8 +18,8 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
-from orchestrator.launch.ray.calls import in_background, in_thread
 from orchestrator.launch.ray.runner import Runner
+from orchestrator.process.threads import in_background, in_thread
 
 
 class Runners:

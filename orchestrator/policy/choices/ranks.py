@@ -8,10 +8,7 @@ NVIDIA's strategy also holds prompts until each rank has one; cutting them into 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from typing import Literal
-
-from orchestrator.policy.candidate import Candidate, DecodeChoice, RequestInfo, blocks_for
+from collections.abc import Sequence
 
 DRAIN_STEPS = 32  # in which the prompts of all ranks should be computed, where many sequences decode
 
@@ -69,40 +66,3 @@ def pace(backlog: int, generating: Sequence[int], full: bool, steps_left: int) -
     most = max(1, min(DRAIN_STEPS, -(-sum(generating) // len(generating))))
     left = min(steps_left, most) or most
     return -(-backlog // left), left - 1
-
-
-class RankChoice(DecodeChoice):
-    """Chooses as another decode choice does, and then among the ranks of that worker's group which step together."""
-
-    def __init__(self, choose: DecodeChoice, ranks: Literal["adp", "least_tokens", "round_robin"]) -> None:
-        self._choose, self._ranks, self._turn = choose, ranks, 0
-
-    def __call__(self, request: RequestInfo, candidates: Sequence[Candidate]) -> Candidate | None:
-        chosen = self._choose(request, candidates)
-        if chosen is None or not chosen.group:
-            return chosen
-        group = [candidate for candidate in candidates if candidate.group == chosen.group]
-        blocks = blocks_for(request.prompt_tokens, chosen.block_size)
-        ranks = [rank for rank in group if blocks <= rank.blocks_free] or group
-        if self._ranks == "round_robin":
-            self._turn += 1
-            return ranks[self._turn % len(ranks)]
-        ranks.sort(key=lambda rank: rank is not chosen)  # the first of equal ones is taken
-        active = [rank.running + rank.waiting for rank in ranks]
-        if self._ranks == "least_tokens":
-            active = [0] * len(ranks)
-        # Of what a rank has cached, it computes and stores nothing.
-        tokens = [_tokens(rank) - rank.cached_tokens for rank in ranks]
-        return ranks[assign_longest_first([request.prompt_tokens], tokens, active)[0]]
-
-    @property
-    def static_score(self) -> Callable[[Candidate], float] | None:
-        return self._choose.static_score
-
-    def expect_output(self, tokens: float) -> None:
-        self._choose.expect_output(tokens)
-
-
-def _tokens(rank: Candidate) -> int:
-    """The tokens that it holds, and those that it has yet to compute."""
-    return (rank.blocks_total - rank.blocks_free) * rank.block_size + rank.waiting_tokens + rank.placed_tokens

@@ -20,9 +20,9 @@ from orchestrator.policy.predict.estimates import (
     STALE_S,
     Estimate,
     LineFit,
+    Links,
     Smoothed,
 )
-from orchestrator.policy.predict.links import Links
 from orchestrator.types import EngineSpeed, QueueDepth
 
 WAIT_FIT_MEMORY = 50.0  # observations; queue waits change faster than a worker's speed

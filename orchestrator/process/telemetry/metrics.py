@@ -1,13 +1,22 @@
-"""The `pd_*` counters and histograms of this frontend. Metrics that are read at scrape time are in `frontend.pages`."""
+"""The `pd_*` counters and histograms of this frontend. Metrics that are read at scrape time are in `frontend.pages`.
+
+The frontends of a host keep theirs in files, so that each can report those of all. prometheus_client opens a file for
+each kind of metric when the first metric of that kind gets a value. If the run folder was gone by then (a cleaner of
+/tmp may remove it), every request would fail.
+"""
 
 from __future__ import annotations
 
 import collections
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any, TypeVar
 
-from prometheus_client import Counter, Gauge, Histogram
+from prometheus_client import Counter, Gauge, Histogram, values
 from prometheus_client.metrics import MetricWrapperBase
+from prometheus_client.mmap_dict import MmapedDict
+
+from orchestrator.process.own_files import make_folder
 
 MODEL = "model_name"  # the label that vLLM's metrics have
 
@@ -115,3 +124,13 @@ def counts(counter: Labelled, *labels: str) -> collections.Counter[str]:
         if sample.name.endswith("_total") and counter.own in ((), (sample.labels.get(MODEL),)):
             found[": ".join(sample.labels[label] for label in labels)] += int(sample.value)
     return found
+
+
+def recreate_missing_folder() -> None:
+    """From now on the folder of the files is created again if it is missing. Idempotent."""
+    values.MmapedDict = _open  # type: ignore[assignment,misc]
+
+
+def _open(filename: str, read_mode: bool = False) -> MmapedDict:
+    make_folder(Path(filename).parent)
+    return MmapedDict(filename, read_mode)

@@ -12,6 +12,8 @@ import time
 import aiohttp
 import msgspec
 
+from orchestrator.config.settings import ConfigError
+
 _CHOICE = b'"finish_reason"'  # each choice has this key; the chunk with the usage has no choice
 _USAGE = re.compile(rb'"completion_tokens":\s*(\d+)')
 _PROMPT = re.compile(rb'"prompt_tokens":\s*(\d+)')
@@ -20,7 +22,7 @@ _ERROR = b'data: {"error"'
 _TIMEOUT_S, _CONNECT_TIMEOUT_S = 600.0, 10.0
 
 
-class MeasureError(ValueError):
+class MeasureError(ConfigError):
     """The message is one line: the server, and what it answered or the fix."""
 
 

@@ -14,7 +14,7 @@ import pytest
 
 from orchestrator.launch.console import Console, LogFile, Outlet, shown_request
 from orchestrator.launch.host.process import LocalProcess, ProcessSpec
-from orchestrator.process.telemetry.request_line import RequestLine
+from orchestrator.process.telemetry.requests import RequestLine
 
 LINE = RequestLine(
     id="abc", outcome="finished", decision="remote", reason="long_prompt", prompt_tokens=400, output_tokens=8,

@@ -11,7 +11,7 @@ from orchestrator.policy.decode_choice import decode_choice
 from orchestrator.policy.predict.predictor import Predictor
 from orchestrator.policy.shortlist import SHORTLIST_FROM
 from orchestrator.process.telemetry.metrics import Metrics
-from orchestrator.process.telemetry.recent import Recent
+from orchestrator.process.telemetry.requests import Recent
 from orchestrator.router.decider import Decider
 from orchestrator.router.learning import Learning
 from orchestrator.router.request import ActiveRequest

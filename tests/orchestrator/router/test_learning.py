@@ -5,7 +5,7 @@ import time
 import pytest
 from support_bench import Bench, FakeRequest, counted
 
-from orchestrator.frontend.untrusted.objectives import Objectives
+from orchestrator.frontend.edge import Objectives
 from orchestrator.router.request import Overloaded
 from orchestrator.types import PrefixEvents, QueueDepth, WorkerLoad
 from orchestrator.wire.messages import Prefilled

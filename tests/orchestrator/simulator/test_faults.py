@@ -5,10 +5,11 @@ import random
 import msgspec
 import pytest
 
+from orchestrator.config.settings import ConfigError
 from orchestrator.simulator.faults import Faults
 from orchestrator.simulator.loads import synthetic
 from orchestrator.simulator.profile import Profile
-from orchestrator.simulator.settings import SHIPPED, FleetError, Settings, changed, stack, stack_names
+from orchestrator.simulator.settings import SHIPPED, Settings, changed, stack, stack_names
 from orchestrator.simulator.simulation import Simulation
 from orchestrator.simulator.trace import Arrival, Load
 
@@ -56,5 +57,5 @@ def test_every_request_ends_and_every_block_is_free_again(seed):
 
 def test_an_unknown_worker_cannot_be_killed():
     sim = Simulation(Settings(prefill=1, decode=1, profile=PROFILE, stack=stack("ours")), synthetic("bursty", 5))
-    with pytest.raises(FleetError, match=r"worker p7.*p0, d0"):
+    with pytest.raises(ConfigError, match=r"worker p7.*p0, d0"):
         Faults(sim).kill("p7", 1.0, 1.0)

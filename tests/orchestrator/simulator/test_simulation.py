@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 
-from orchestrator.config.settings import SLOConfig
+from orchestrator.config.settings import ConfigError, SLOConfig
 from orchestrator.policy.placement import claim_timeout_s
 from orchestrator.policy.ratio import decision
 from orchestrator.simulator import ratio_control
@@ -16,7 +16,7 @@ from orchestrator.simulator.job import Stay
 from orchestrator.simulator.loads import synthetic
 from orchestrator.simulator.profile import PROFILES, Profile, load_profile
 from orchestrator.simulator.report import goodput, report
-from orchestrator.simulator.settings import SHIPPED, FleetError, Settings, changed, stack, stack_names
+from orchestrator.simulator.settings import SHIPPED, Settings, changed, stack, stack_names
 from orchestrator.simulator.simulation import Simulation
 from orchestrator.simulator.trace import Arrival, Load, at_rate
 from orchestrator.simulator.worker import Worker
@@ -315,7 +315,7 @@ def test_goodput_is_the_edge_of_attainment():
     [(1, 0, "ours", "1P0D"), (-1, 2, "ours", "decode worker"), (0, 2, "field:round_robin", "pushes")],
 )
 def test_impossible_fleets_are_refused(prefill, decode, policy, word):
-    with pytest.raises(FleetError, match=word):
+    with pytest.raises(ConfigError, match=word):
         simulate(synthetic("bursty", 5), policy, prefill, decode)
 
 

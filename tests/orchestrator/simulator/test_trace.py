@@ -3,10 +3,11 @@
 import msgspec
 import pytest
 
+from orchestrator.config.settings import ConfigError
 from orchestrator.simulator.loads import synthetic
-from orchestrator.simulator.profile import ProfileError, load_profile
+from orchestrator.simulator.profile import load_profile
 from orchestrator.simulator.settings import stack
-from orchestrator.simulator.trace import Arrival, Load, TraceError, at_rate, first, read_trace, repeated, scaled
+from orchestrator.simulator.trace import Arrival, Load, at_rate, first, read_trace, repeated, scaled
 
 MOONCAKE = """\
 {"timestamp": 0, "input_length": 1100, "output_length": 5, "hash_ids": [1, 2, 3]}
@@ -55,12 +56,12 @@ def test_azure(tmp_path):
 )
 def test_a_malformed_trace_is_named_by_file_and_line(tmp_path, text, line):
     path = write(tmp_path, text, "bad.csv")
-    with pytest.raises(TraceError, match=rf"bad\.csv.*{line}"):
+    with pytest.raises(ConfigError, match=rf"bad\.csv.*{line}"):
         read_trace(path)
 
 
 def test_a_missing_file_is_named(tmp_path):
-    with pytest.raises(TraceError, match=r"nowhere.*: cannot be read \(No such file or directory\); name"):
+    with pytest.raises(ConfigError, match=r"nowhere.*: cannot be read \(No such file or directory\); name"):
         read_trace(tmp_path / "nowhere")
 
 
@@ -102,7 +103,7 @@ def test_synthetic_load_without_requests_is_refused():
     for seed in range(40):
         try:
             made.append(at_rate(synthetic("agents", 4, seed), 0.5))
-        except TraceError as error:
+        except ConfigError as error:
             refused.append(str(error))
     assert made and all(load.arrivals for load in made)
     assert refused and all("load agents: " in why and "ask for more" in why for why in refused)
@@ -134,11 +135,11 @@ def test_sessions_grow_by_prompt_and_answer(name):
 
 
 def test_unknown_names_are_refused_with_the_known_ones(tmp_path):
-    with pytest.raises(TraceError, match="bursty"):
+    with pytest.raises(ConfigError, match="bursty"):
         synthetic("calm", 5)
     with pytest.raises(ValueError, match="kv_prefix"):
         stack("best")
-    with pytest.raises(ProfileError, match=r"p\.json.*step"):
+    with pytest.raises(ConfigError, match=r"p\.json.*step"):
         load_profile(write(tmp_path, '{"name": "x", "step": 1}', "p.json"))
 
 

@@ -1,15 +1,21 @@
 """Turns vLLM's KV cache events, in the engine process, into changes of our prefix keys.
 
-The collector replaces the scheduler's event publisher, and passes every batch on to it.
+The collector replaces the scheduler's event publisher, and passes every batch on to it. `block_hashes` are vLLM's keys.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from vllm.distributed.kv_events import MEDIUM_CPU, BlockRemoved, BlockStored, EventBatch, EventPublisher
+from vllm.v1.core.kv_cache_utils import BlockHash
+from vllm.v1.engine import EngineCoreRequest
+from vllm.v1.request import Request
+from vllm.v1.serial_utils import MsgpackDecoder
 
 from orchestrator.policy.prefix_keys import EventTranslator, salt_of
+from orchestrator.wire.adapters import unique_name
 from workers.engine import PrefixChanges
 
 
@@ -85,3 +91,11 @@ def _without(extra: tuple[Any, ...] | None, lora: str | None) -> tuple[Any, ...]
     """A block's extra keys without its LoRA's name, which comes first."""
     extra = extra or ()
     return extra[1:] if lora is not None and extra[:1] == (lora,) else extra
+
+
+def block_hashes(frames: list[bytes], hasher: Callable[[Request], list[BlockHash]] | None) -> list[BlockHash]:
+    """Of the prompt's whole blocks, as an engine that computes the request has them in its prefix cache."""
+    core: EngineCoreRequest = MsgpackDecoder(EngineCoreRequest).decode(frames)
+    if (adapter := core.lora_request) is not None:
+        adapter.lora_name = unique_name(adapter.lora_name, adapter.lora_int_id)  # as `Adapters.prepare` names it
+    return list(Request.from_engine_core_request(core, hasher).block_hashes)

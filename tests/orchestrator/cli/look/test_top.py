@@ -21,7 +21,7 @@ from orchestrator.config.settings import Refused
 from orchestrator.frontend.dashboard import history as history_module
 from orchestrator.frontend.dashboard.history import History
 from orchestrator.frontend.dashboard.routes import operator_routes, stream_routes
-from orchestrator.process.telemetry.recent import Recent
+from orchestrator.process.telemetry.requests import Recent
 from orchestrator.types import DesiredRatio, QueueDepth, Role, WorkerLoad
 
 WITHIN_S = 60.0

@@ -10,7 +10,7 @@ from rich.console import Console
 from orchestrator.cli.handle import FleetHandle
 from orchestrator.cli.look import trace
 from orchestrator.cli.look.trace import _chosen, _recorded_requests, request_lines, waterfall
-from orchestrator.process.telemetry.request_line import RequestLine
+from orchestrator.process.telemetry.requests import RequestLine
 
 LINE = RequestLine(
     id="abc-1", outcome="finished", decision="remote", reason="cost", prompt_tokens=400, output_tokens=8, attempts=1,

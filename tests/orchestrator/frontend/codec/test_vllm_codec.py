@@ -152,8 +152,8 @@ def test_who_decodes_an_image_gets_no_pixels(grid_positions: bool) -> None:
     from vllm.v1.engine import EngineCoreRequest
     from vllm.v1.serial_utils import MsgpackDecoder
 
-    from orchestrator.frontend.codec.media import MediaRules
     from orchestrator.frontend.codec.vllm_codec import VllmCodec
+    from orchestrator.frontend.codec.vllm_fields import MediaRules
     from workers.vllm_engine.codec.withheld import is_withheld
 
     codec, decoder = VllmCodec(media=MediaRules(True, grid_positions)), MsgpackDecoder(EngineCoreRequest)
@@ -171,8 +171,8 @@ def test_who_decodes_an_image_gets_no_pixels(grid_positions: bool) -> None:
 @pytest.mark.parametrize(("grammar", "custom"), [("[ab]+", False), (None, True)])
 def test_pixels_stay_with_an_answer_that_no_other_worker_can_continue(grammar: str | None, custom: bool) -> None:
     """Decode could not give it back when it loses the KV."""
-    from orchestrator.frontend.codec.media import MediaRules
     from orchestrator.frontend.codec.vllm_codec import VllmCodec
+    from orchestrator.frontend.codec.vllm_fields import MediaRules
 
     parsed = VllmCodec(custom, media=MediaRules(True, True)).read(with_image(grammar=grammar), 16)
     assert parsed.info.local_only is None and not parsed.resumable and parsed.frames_with_kv is None
@@ -182,7 +182,7 @@ def test_what_a_model_permits() -> None:
     """`codec` has no model: there images are prefilled where they decode."""
     from types import SimpleNamespace
 
-    from orchestrator.frontend.codec.media import MediaRules
+    from orchestrator.frontend.codec.vllm_fields import MediaRules
 
     def rules(**differing: Any) -> Any:
         pruned = differing.pop("pruned", False)

@@ -11,7 +11,7 @@ from support_siblings import alone, queue_of
 from orchestrator.frontend.dashboard import history as module
 from orchestrator.frontend.dashboard.history import HOUR_S, MAX_WATCHERS, History, samples
 from orchestrator.process.telemetry.metrics import Metrics
-from orchestrator.process.telemetry.recent import Recent
+from orchestrator.process.telemetry.requests import Recent
 from orchestrator.types import DesiredRatio, QueueDepth, Role, WorkerLoad
 
 

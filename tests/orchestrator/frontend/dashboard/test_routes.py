@@ -16,8 +16,7 @@ from support_wait import until
 from orchestrator.fleet.view import Fleet
 from orchestrator.frontend.dashboard.history import MAX_WATCHERS, History
 from orchestrator.frontend.dashboard.routes import stream_routes
-from orchestrator.process.telemetry.recent import Recent
-from orchestrator.process.telemetry.request_line import RequestLine
+from orchestrator.process.telemetry.requests import Recent, RequestLine
 
 
 def made() -> tuple[FastAPI, History, Recent]:

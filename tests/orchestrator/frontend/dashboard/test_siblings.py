@@ -20,8 +20,7 @@ from orchestrator.fleet.view import Fleet
 from orchestrator.frontend.dashboard.history import History
 from orchestrator.frontend.dashboard.routes import stream_routes
 from orchestrator.frontend.dashboard.siblings import Second, Siblings, summed
-from orchestrator.process.telemetry.recent import Recent
-from orchestrator.process.telemetry.request_line import RequestLine
+from orchestrator.process.telemetry.requests import Recent, RequestLine
 from orchestrator.store.client import Redis, connect
 
 pytestmark = pytest.mark.slow  # a server of its own

@@ -5,7 +5,11 @@ import json
 import msgspec
 import pytest
 
-from orchestrator.frontend.plain.events import EventTemplate
+pytest.importorskip("vllm")
+
+from orchestrator.frontend.plain.streaming import EventTemplate
+
+pytestmark = pytest.mark.vllm
 
 COMPLETION = {
     "id": "cmpl-1",

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 from support_redis import worker
 
-from orchestrator.launch.decisions.idle import Idleness
+from orchestrator.launch.decisions.fleet_size import Idleness
 from orchestrator.launch.registry_watch import Snapshot
 from orchestrator.store.configuration import Rollout, Version
 from orchestrator.store.fields import Frontend

@@ -3,8 +3,7 @@
 import pytest
 
 from orchestrator.config.values import labels_of, link_of
-from orchestrator.policy.predict.estimates import MIN_FIT_SAMPLES, STALE_DECISIONS, STALE_S
-from orchestrator.policy.predict.links import Links
+from orchestrator.policy.predict.estimates import MIN_FIT_SAMPLES, STALE_DECISIONS, STALE_S, Links
 
 NEAR, FAR = ("rack",), ()
 

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from orchestrator.process.telemetry import logs
-from orchestrator.process.telemetry.request_line import RequestLine
+from orchestrator.process.telemetry.requests import RequestLine
 
 LINE = RequestLine("r1", "finished", "local", "short_prompt", 9, 2, 1, "decode-0", None, 12.5)
 

@@ -4,7 +4,7 @@ import pytest
 from prometheus_client import values
 from prometheus_client.mmap_dict import MmapedDict
 
-from orchestrator.process.telemetry import metric_files
+from orchestrator.process.telemetry import metrics
 
 
 @pytest.mark.parametrize("outlives", [True, False])
@@ -17,7 +17,7 @@ def test_metric_survives_removed_folder(tmp_path, monkeypatch, outlives):
         with pytest.raises(FileNotFoundError):
             value_class("summary", "m", "m", (), (), "")
         return
-    metric_files.recreate_missing_folder()
+    metrics.recreate_missing_folder()
     value_class("summary", "m", "m", (), (), "").inc(2)
     assert [path.name for path in folder.iterdir()] == ["summary_7.db"]
     assert value_class("summary", "m", "m", (), (), "").get() == 2

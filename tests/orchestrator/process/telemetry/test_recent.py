@@ -5,8 +5,17 @@ import statistics
 import msgspec
 import pytest
 
-from orchestrator.process.telemetry.recent import KEPT, MINUTES, SLOWEST_PER_MINUTE, Latencies, Recent, percentiles
-from orchestrator.process.telemetry.request_line import RequestLine, Stage, stages
+from orchestrator.process.telemetry.requests import (
+    KEPT,
+    MINUTES,
+    SLOWEST_PER_MINUTE,
+    Latencies,
+    Recent,
+    RequestLine,
+    Stage,
+    percentiles,
+    stages,
+)
 
 REMOTE = RequestLine(
     id="abc", outcome="finished", decision="remote", reason="cost", prompt_tokens=400, output_tokens=8, attempts=1,

@@ -6,7 +6,7 @@ import statistics
 import pytest
 
 from orchestrator.config.settings import SLOConfig, parse_config
-from orchestrator.policy.admission.shares import Shares
+from orchestrator.policy.admission import Shares
 from orchestrator.policy.candidate import Candidate, RequestInfo
 from orchestrator.policy.decode_choice import decode_choice
 from orchestrator.policy.placement import Local, PrefillView

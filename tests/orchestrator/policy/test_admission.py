@@ -3,7 +3,7 @@
 import pytest
 
 from orchestrator.config.settings import SLOConfig
-from orchestrator.policy.admission.admit import Admitted, admit
+from orchestrator.policy.admission import Admitted, admit
 from orchestrator.policy.candidate import Candidate, RequestInfo
 from orchestrator.policy.placement import Local, PrefillView, Reject, Remote
 from orchestrator.policy.predict.predictor import Predictor

@@ -1,6 +1,6 @@
-"""Ray's calls that block, made in threads of their own: a head that does not answer holds up only who waits for it.
+"""Calls that block, made in threads of their own: one that does not answer holds up only who waits for it.
 
-Whoever waits has a deadline, and says what becomes of an answer that is late: `Asked` here, runners.py, places.py.
+Whoever waits has a deadline, and says what becomes of an answer that is late.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ T = TypeVar("T")
 async def in_thread(call: Callable[[], T]) -> T:
     """What the call returns or raises. One that nobody waits for any more goes on.
 
-    The threads of the loop's own pool are few, all of the launcher shares them, and its end waits for each.
+    The threads of the loop's own pool are few, the whole process shares them, and its end waits for each.
     """
     loop = asyncio.get_running_loop()
     answer: asyncio.Future[T] = loop.create_future()
@@ -39,7 +39,7 @@ async def in_thread(call: Callable[[], T]) -> T:
         with contextlib.suppress(RuntimeError):  # the loop has ended
             loop.call_soon_threadsafe(settle, result, raised)
 
-    threading.Thread(target=run, name="pd-ray", daemon=True).start()
+    threading.Thread(target=run, name="pd-call", daemon=True).start()
     return await answer
 
 
@@ -50,7 +50,7 @@ def in_background(call: Callable[[], Any]) -> None:
         with contextlib.suppress(Exception):  # the cluster has gone, or what the call is about
             call()
 
-    threading.Thread(target=run, name="pd-ray", daemon=True).start()
+    threading.Thread(target=run, name="pd-call", daemon=True).start()
 
 
 class Asked(Generic[T]):

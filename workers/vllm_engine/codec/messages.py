@@ -1,29 +1,22 @@
-"""Turns a frontend's engine request into the one that this worker's engine runs: phase, KV parameters, continuation."""
+"""Turns a frontend's engine request into the one that this worker's engine runs: phase, KV parameters, continuation.
+
+And what vLLM's outputs and statistics tell a worker and its clients, where a transfer makes them say something else.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
 from vllm.sampling_params import RequestOutputKind, SamplingParams
-from vllm.v1.core.kv_cache_utils import BlockHash
-from vllm.v1.engine import EngineCoreRequest
-from vllm.v1.request import Request
+from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
 from vllm.v1.serial_utils import MsgpackDecoder
 
-from orchestrator.types import KVSource
-from orchestrator.wire.adapters import unique_name
-from workers.engine import EngineRequest, InvalidEngineRequest, Phase
-
-
-def block_hashes(frames: list[bytes], hasher: Callable[[Request], list[BlockHash]] | None) -> list[BlockHash]:
-    """Of the prompt's whole blocks, as an engine that computes the request has them in its prefix cache."""
-    core: EngineCoreRequest = MsgpackDecoder(EngineCoreRequest).decode(frames)
-    if (adapter := core.lora_request) is not None:
-        adapter.lora_name = unique_name(adapter.lora_name, adapter.lora_int_id)  # as `Adapters.prepare` names it
-    return list(Request.from_engine_core_request(core, hasher).block_hashes)
+from orchestrator.types import KVCounters, KVSource
+from workers.engine import EngineRequest, EngineStep, InvalidEngineRequest, Phase, PrefixDelta
+from workers.vllm_engine.plugin import PREFIX_STATS, TOKENS_LEFT_STATS
 
 
 class RequestCodec:
@@ -148,3 +141,50 @@ def _continue(core: EngineCoreRequest, tokens: list[int]) -> None:
     if sampling.trace_decode_token_ids is not None:  # which tokens are to be generated, by their number
         sampling.trace_decode_token_ids = sampling.trace_decode_token_ids[len(tokens) :] or None
     sampling.prompt_logprobs = None
+
+
+def take_plugin_stats(step: EngineStep, connector_stats: dict[str, Any]) -> None:
+    if (delta := connector_stats.pop(PREFIX_STATS, None)) is not None:
+        step.prefix = msgspec.convert(delta, PrefixDelta)
+    step.tokens_left = connector_stats.pop(TOKENS_LEFT_STATS, {})
+
+
+def kv_counters(totals: Mapping[str, Any], link_bytes_per_s: float) -> KVCounters:
+    """`totals`: sums and counts of what the connector has reported, by its names."""
+    return KVCounters(
+        bytes_sent=int(totals["bytes_transferred"]),
+        descriptors=int(totals["num_descriptors"]),
+        transfers=totals["pd_stream_seconds_count"],
+        transfer_s=totals["pd_stream_seconds"],
+        failures=totals["pd_streams_failed_count"] + totals["pd_receives_failed_count"],
+        bad_messages=totals["pd_bad_messages_count"],
+        withdrawing_blocks=int(totals["pd_withdrawing_blocks"]),
+        host_hit_tokens=int(totals["pd_host_hit_tokens"]),
+        host_blocks=int(totals["pd_host_blocks"]),
+        host_loaded_bytes=int(totals["pd_host_loaded_bytes"]),
+        host_load_s=totals["pd_host_load_seconds"],
+        link_bytes_per_s=link_bytes_per_s,
+    )
+
+
+def correct(output: EngineCoreOutput, block_tokens: int) -> None:
+    """Change what vLLM says of a request with remote prefill. `block_tokens`: of a cached block; 0 without a cache.
+
+    vLLM counts KV that came from the prefill worker as cached. To clients it is computed, and cached here; the router,
+    which also gets the prefill worker's counts, corrects this by the prefix hits there. The token that was sampled
+    after a prompt that was truncated for its prefill stands for one of the prompt's.
+    """
+    stats = output.prefill_stats
+    if stats is not None and stats.num_external_cached_tokens:
+        stats.num_cached_tokens = stats.num_local_cached_tokens
+        if block_tokens:
+            whole_blocks = stats.num_prompt_tokens // block_tokens * block_tokens
+            stats.num_cache_creation_tokens = max(0, whole_blocks - stats.num_local_cached_tokens)
+    if (output.kv_transfer_params or {}).get("prompt_truncated"):
+        output.new_token_ids = []
+
+
+def why_refused(output: EngineCoreOutput) -> str:
+    """Why no engine can run this request; empty for other errors, and for every error of vLLM 0.32."""
+    error = getattr(output, "error", None)
+    return str(error.message) if error is not None and error.code == "validation_error" else ""

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.vllm
 
 
 def given(*resumed: int, **sampling: Any) -> Any:
-    from workers.vllm_engine.codec.requests import RequestCodec
+    from workers.vllm_engine.codec.messages import RequestCodec
 
     request = EngineRequest("r#1", Phase.DECODE, frames([1, 2, 3], **sampling), resume_tokens=list(resumed))
     return RequestCodec(max_model_len=100, vocabulary=500).decode(request).sampling_params
@@ -39,7 +39,7 @@ def test_limits_shrink_by_the_tokens_that_are_out() -> None:
 
 
 def test_a_prefix_is_the_beginning_of_a_prompt_with_one_token_and_where_it_comes_from() -> None:
-    from workers.vllm_engine.codec.requests import RequestCodec
+    from workers.vllm_engine.codec.messages import RequestCodec
 
     source = KVSource(KVEndpoint("holder", "host", 1), "r#1~")
     body = frames([1, 2, 3, 4, 5], max_tokens=8, min_tokens=4, prompt_logprobs=2)
@@ -54,7 +54,7 @@ def test_a_prefix_is_the_beginning_of_a_prompt_with_one_token_and_where_it_comes
 
 def test_a_prefix_of_an_adapter_is_found_by_the_name_that_caches_have() -> None:
     """Two adapters of one name are told apart by their numbers, and neither has the blocks of the other."""
-    from workers.vllm_engine.codec.requests import block_hashes
+    from workers.vllm_engine.codec.prefix import block_hashes
 
     init_none_hash(sha256)
     hasher = get_request_block_hasher(16, sha256)
