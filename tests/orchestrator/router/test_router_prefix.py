@@ -166,6 +166,15 @@ async def test_a_prefill_worker_fetches_what_another_has_and_not_what_it_has_its
     assert bench.transport.of(Fetch)[1][1].prefix is None and len(bench.transport.of(Lend)) == 1
 
 
+async def test_a_worker_that_is_quiet_lends_nothing():
+    bench = bench_that_lends({"p0": 60, "d0": 40})
+    bench.fleet.workers["p0"].mark_quiet()
+    await bench.router.submit(FakeRequest("r", keys=KEYS))
+    bench.claim("r", worker="p1", cached_tokens=0)
+    ((holder, lend),) = bench.transport.of(Lend)
+    assert (holder, lend.tokens) == ("d0", 640)
+
+
 async def test_nothing_is_lent_for_a_request_that_could_not_be_sent():
     bench = bench_that_lends({"p0": 60})
     bench.transport.refuses["d0"] = bench.transport.refuses["d1"] = Sent.NOT_READ
