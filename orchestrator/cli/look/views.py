@@ -257,6 +257,6 @@ def set_by(desired: dict[str, Any], now: float | None = None) -> str:
 
 def _queue_line(queue: dict[str, int] | None) -> str:
     if queue is None:
-        return "queue: unknown, Redis is away"
+        return "queue: unknown, Redis cannot be used now"
     wait = "prefill waits" if queue["requests"] == 1 else "prefills wait"
     return f"queue: {queue['requests']} {wait} ({queue['tokens']} tokens), {queue['claimed']} claimed"
