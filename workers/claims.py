@@ -141,7 +141,7 @@ class ClaimLoop:
             await self._attempts.room.wait()
             self._attempts.room.clear()
             self._room.set()
-            if self._left or self._queue.away or not self._attempts.prefill_count:
+            if self._left or not self._attempts.prefill_count:
                 self._queue.wake()
 
     # ---- leases ------------------------------------------------------------------------------------------------

@@ -85,10 +85,9 @@ class Overdue:
 
     async def leave_claimer(self, worker_id: str, why: str) -> None:
         """Retry requests whose jobs this silent worker has claimed, and has not said so."""
-        if all(active.state is not State.QUEUED for active in self._requests.all()):
-            return
-        for request_id in await self._queue.claims_of(worker_id):
-            active = self._requests.by_id.get(request_id)
+        queued = {active.id: active.attempt for active in self._requests.all() if active.state is State.QUEUED}
+        for request_id in queued.keys() & await self._queue.claims_of(worker_id) if queued else ():
+            active = self._requests.current(request_id, queued[request_id])
             if active is not None and active.state is State.QUEUED:
                 self._recovery.retry(active, why, charge=False)
 

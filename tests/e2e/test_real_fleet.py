@@ -99,7 +99,7 @@ async def test_remote_prefill_answers_as_one_engine_does_with_and_without_prefix
     cold = await fleet.ask_all(PROMPTS, concurrency=8, max_tokens=MAX_TOKENS)
     assert [a.error for a in cold if not a.ok] == []
     remote = fleet.metric("pd_placements_total", decision="remote")
-    assert remote >= len(PROMPTS) - 1
+    assert remote >= 0.75 * len(PROMPTS)  # a short one is sooner where it decodes, more of them on a busy machine
     warm = await fleet.ask_all(PROMPTS, concurrency=8, max_tokens=MAX_TOKENS)
     assert [a.tokens for a in cold] == truth
     assert [a.tokens for a in warm] == truth

@@ -257,8 +257,8 @@ def _process_engine_step(engine: Any) -> bool:
             engine.output_queue.put_nowait((client, output))
     engine.post_step(executed)
     _finish_resets(engine)
-    if executed and steps is not None:
-        steps.ended(elapsed_ms, details)
+    if steps is not None:
+        steps.ended(executed, elapsed_ms, details)
     if executed:
         waker.worked()
     elif engine.scheduler.has_requests() and not _is_awaited(engine):

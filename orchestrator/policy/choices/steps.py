@@ -14,7 +14,7 @@ from orchestrator.policy.predict.estimates import Smoothed
 
 STEP_MARGIN = 0.95  # of the objective: steps vary
 _WEIGHT = 0.1  # of a step in the mean of those without a prompt
-_MEMORY_TOKENS = 4096.0  # of prompts, after which what a step said of their time weighs 1/e
+_MEMORY_TOKENS = 1024.0  # of prompts in one step, after which what earlier steps said of their time weighs 1/e
 _LEAST_S = 1e-9  # of a token
 
 
@@ -28,26 +28,30 @@ def prompt_tokens_beside(tpot_s: float, beside_s: float, s_per_token: float) -> 
 
 
 class StepTimes:
-    """What the steps of one engine take, learned from those that have ended."""
+    """What the steps of one engine take, learned from those that have ended.
+
+    A step takes its time without a prompt, and so much for each prompt token: the line of least squares, in which a
+    step weighs by the square of its prompt tokens. One with a few of them tells next to nothing of what they take.
+    """
 
     def __init__(self, tpot_s: float) -> None:
         """`tpot_s`: the objective; 0: none."""
         self._tpot_s = tpot_s
         self._beside_s = Smoothed(0.0, _WEIGHT)
-        self._seconds = self._tokens = 0.0  # of prompts; sums in which earlier steps count less
+        self._tokens_x_s = self._tokens_squared = 0.0  # sums over steps in which earlier ones count less
 
     def ended(self, prompt_tokens: int, sequences: int, seconds: float) -> None:
         """A step has ended, in which so many sequences decoded."""
         if prompt_tokens:
-            # A step with one prompt token, as after KV has come, tells little: it takes as long as others, or nearly.
-            kept = math.exp(-prompt_tokens / _MEMORY_TOKENS)
-            self._seconds = self._seconds * kept + seconds - (self._beside_s.value if sequences else 0.0)
-            self._tokens = self._tokens * kept + prompt_tokens
+            kept = math.exp(-((prompt_tokens / _MEMORY_TOKENS) ** 2))
+            took_s = seconds - self._beside_s.value
+            self._tokens_x_s = self._tokens_x_s * kept + prompt_tokens * took_s
+            self._tokens_squared = self._tokens_squared * kept + prompt_tokens**2
         elif sequences:
             self._beside_s.observe(seconds)
 
     def prompt_tokens(self) -> int | None:
         """For the next step, if sequences decode in it; None: as many as fit, until a step with a prompt has ended."""
-        if not (self._tpot_s and self._tokens):
+        if not (self._tpot_s and self._tokens_squared):
             return None
-        return prompt_tokens_beside(self._tpot_s, self._beside_s.value, self._seconds / self._tokens)
+        return prompt_tokens_beside(self._tpot_s, self._beside_s.value, self._tokens_x_s / self._tokens_squared)

@@ -21,7 +21,7 @@ from support_fleet import RunningFleet, paste, running_fleet
 from support_forked import ForkedLauncher
 from support_tls import make_certificate
 
-from orchestrator.cli import detach
+from orchestrator.cli import up
 from orchestrator.launch.host.run_folder import RunFolder
 from orchestrator.process.parent import started_ticks
 
@@ -175,7 +175,7 @@ def forked(monkeypatch: pytest.MonkeyPatch) -> None:
         launcher.stdout = os.fdopen(reads, "rb")
         return launcher
 
-    monkeypatch.setattr(detach, "subprocess", SimpleNamespace(Popen=popen, DEVNULL=0, PIPE=0, STDOUT=0))
+    monkeypatch.setattr(up, "subprocess", SimpleNamespace(Popen=popen, DEVNULL=0, PIPE=0, STDOUT=0))
 
 
 @pytest.mark.usefixtures("forked")

@@ -16,10 +16,11 @@ _STARTS = (RequestStatus.WAITING, RequestStatus.PREEMPTED)
 
 
 def steps_of(engine: Any) -> Steps | PacedSteps | None:
-    """None for an engine whose group has no board."""
+    """None for an engine whose group has no board, or that steps alone and has no objective."""
     if not hasattr(engine, "_pd_steps"):
         if not hasattr(engine, "dp_group"):
-            engine._pd_steps = PacedSteps(engine.scheduler, float(os.environ.get(TPOT, 0)))
+            tpot_s = float(os.environ.get(TPOT, 0))
+            engine._pd_steps = PacedSteps(engine.scheduler, tpot_s) if tpot_s else None
         else:
             board = Board.here(engine.batch_queue_size)
             engine._pd_steps = Steps(engine, board) if board is not None else None
@@ -36,8 +37,10 @@ class Steps:
         self._schedule, self._execute_dummy = scheduler.schedule, engine.execute_dummy_batch
         scheduler.schedule, engine.execute_dummy_batch = self._level_and_schedule, self._dummy
 
-    def ended(self, elapsed_ms: float, details: Any = None) -> None:
-        """A step that computed something."""
+    def ended(self, executed: bool, elapsed_ms: float, details: Any = None) -> None:
+        """A turn, in which a step was begun if `executed`."""
+        if not executed:
+            return
         self._board.note(self._tokens, elapsed_ms / 1e3, self._engine.current_wave + 1)
 
     def _dummy(self) -> None:

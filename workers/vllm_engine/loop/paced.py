@@ -18,33 +18,45 @@ class PacedSteps:
         self._scheduler, self._times, self._schedule = scheduler, StepTimes(tpot_s), scheduler.schedule
         scheduler.schedule = self._pace_and_schedule
 
-    def ended(self, elapsed_ms: float, details: Any) -> None:
-        """A step that computed something, with vLLM's details of it, or None."""
+    def ended(self, executed: bool, elapsed_ms: float, details: Any) -> None:
+        """A turn, with vLLM's details of the step that ended in it, or None. With steps that are begun ahead the last one
+        ends in a turn that begins none."""
         if details is not None:
-            self._times.ended(details.num_ctx_tokens, details.num_generation_requests, elapsed_ms / 1e3)
+            # The first token after KV has come counts as one of a prompt there.
+            prompt_tokens = details.num_ctx_tokens - details.num_ctx_requests
+            self._times.ended(prompt_tokens, details.num_generation_requests, elapsed_ms / 1e3)
 
     def _pace_and_schedule(self, *args: Any, **kwargs: Any) -> Any:
-        scheduler = self._scheduler
-        decodes = any(request.num_tokens - request.num_computed_tokens <= 1 for request in scheduler.running)
-        chunk = self._times.prompt_tokens() if decodes and self._prefills() else None
-        # Each that runs decodes at most so many, those whose KV has come included.
-        beside = (1 + scheduler.num_spec_tokens) * (len(scheduler.running) + len(scheduler.kv_holding_waiting))
+        scheduler, decodes, prefills = self._scheduler, 0, False
+        for request in scheduler.running:
+            if _goes_elsewhere(request):  # also where its last tokens are computed now: it decodes nothing here
+                prefills = True
+            elif request.num_tokens - request.num_computed_tokens <= 1:
+                decodes += 1
+        if decodes and not prefills and scheduler.waiting:  # of these the first is the next to run
+            prefills = _goes_elsewhere(scheduler.waiting.peek_request())
+        chunk = self._times.prompt_tokens() if decodes and prefills else None
+        # Each decodes at most so many, those whose KV has come included.
+        beside = (1 + scheduler.num_spec_tokens) * (decodes + len(scheduler.kv_holding_waiting))
         return schedule_at_most(scheduler, chunk, beside, lambda: self._schedule(*args, **kwargs))
 
-    def _prefills(self) -> bool:
-        """Whether a prompt is there whose KV goes to another engine."""
-        there = (*self._scheduler.running, *self._scheduler.waiting)
-        return any((request.kv_transfer_params or {}).get("do_remote_decode") for request in there)
+
+def _goes_elsewhere(request: Any) -> bool:
+    return bool((request.kv_transfer_params or {}).get("do_remote_decode"))
 
 
 def schedule_at_most(scheduler: Any, chunk: int | None, beside: int, schedule: Callable[[], Any]) -> Any:
     """What `schedule` returns while a step computes so many prompt tokens at most, and `beside` others; None: as many
-    as fit. Requests whose KV comes from elsewhere then start beside a long prompt."""
+    as fit. Requests whose KV comes from elsewhere then start beside a long prompt. Where the model or the user wants
+    prompts or images to be computed whole, they are."""
     config, most = scheduler.scheduler_config, scheduler.max_num_scheduled_tokens
     long = config.long_prefill_token_threshold
-    if chunk is not None:
-        config.long_prefill_token_threshold = max(1, min(chunk, long or chunk))
-        scheduler.max_num_scheduled_tokens = min(most, chunk + beside)
+    if chunk is not None and config.enable_chunked_prefill and not config.disable_chunked_mm_input:
+        # vLLM ends where a request that decodes first after its KV has come is cut, its drafts included. And a prompt
+        # does not go on with less than the tokens of it that drafts look ahead.
+        least = max(1 + scheduler.num_spec_tokens, scheduler.num_prefill_lookahead)
+        config.long_prefill_token_threshold = max(least, min(chunk, long or chunk))
+        scheduler.max_num_scheduled_tokens = min(most, max(least, chunk) + beside)
     try:
         return schedule()
     finally:

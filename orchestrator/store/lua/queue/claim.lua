@@ -52,24 +52,24 @@ local function take(q, claims, id, score, job, body)
 end
 
 -- Claims from the head of the queue, in order. Returns whether it stopped at a job that does not fit `budget` tokens,
--- and whether it took all that waits and would have taken more.
+-- whether it took all that waits and would have taken more, and how many jobs it left to others.
 local function take_head(q, claims, budget, max_jobs, idle)
-  if budget <= 0 then return false, call('ZCARD', q.waiting) == 0 end
+  if budget <= 0 then return false, call('ZCARD', q.waiting) == 0, 0 end
   local unusable, passed = 0, 0
   while budget > 0 and #claims.rows < max_jobs and unusable < MAX_UNUSABLE and passed < MAX_PASSED do
     local last = passed + math.min(max_jobs - #claims.rows, HEAD_JOBS) - 1
     local head = call('ZRANGE', q.waiting, passed, last, 'WITHSCORES')
-    if #head == 0 then return false, true end
+    if #head == 0 then return false, passed == 0, passed end
     for i = 1, #head, 2 do
       local left = is_left(q, claims, head[i])
       local job, body
       if not left then job, body = read_claimable(q, claims, head[i]) end
       if job then
         local cost = math.max(1, job.tokens)
-        if cost > budget and not (idle and #claims.rows == 0) then return true, false end
+        if cost > budget and not (idle and #claims.rows == 0) then return true, false, passed end
         take(q, claims, head[i], head[i + 1], job, body)
         budget = budget - cost
-        if budget <= 0 then return false, false end
+        if budget <= 0 then return false, false, passed end
       elseif left then
         passed = passed + 1
       else
@@ -77,13 +77,12 @@ local function take_head(q, claims, budget, max_jobs, idle)
       end
     end
   end
-  return false, false
+  return false, false, passed
 end
 
 -- What a choice among waiting jobs needs of one of them. It must be cheap: of a sound job that is not old only this
--- is read. Returns tokens, seconds waited, cached; nothing where the job was dropped or is left to others.
+-- is read. Returns tokens, seconds waited, cached; nothing where the job was dropped.
 local function glance(q, claims, id)
-  if is_left(q, claims, id) then return nil end
   local fields = try('HMGET', q.job .. id, 'state', 'tokens', 'arrived_at', 'cached')
   if not fields.err and fields[1] == 'waiting' then
     local tokens, arrived_at = count(fields[2]), tonumber(fields[3] or '')
@@ -95,7 +94,24 @@ local function glance(q, claims, id)
   if job then return job.tokens, claims.now - job.arrived_at, job.cached end
 end
 
--- The first jobs of the queue as WindowJobs, and whether one of them is cached, or has its adapter, on a worker that
+-- Ids and scores, in turn, of the first jobs of the queue that are not left to others.
+local function first_jobs(q, claims, size)
+  local found, seen, passed, head = {}, 0, 0, nil
+  repeat
+    head = call('ZRANGE', q.waiting, seen, seen + size - #found / 2 - 1, 'WITHSCORES')
+    seen = seen + #head / 2
+    for i = 1, #head, 2 do
+      if is_left(q, claims, head[i]) then
+        passed = passed + 1
+      else
+        found[#found + 1], found[#found + 2] = head[i], head[i + 1]
+      end
+    end
+  until not claims.away or #head == 0 or #found == 2 * size or passed >= MAX_PASSED
+  return found
+end
+
+-- The first jobs of the queue that are not left to others, as WindowJobs, and whether one of them is cached, or has its adapter, on a worker that
 -- claims.
 local function read_window(q, claims, size)
   local claiming, jobs, affine = {}, {}, false
@@ -107,7 +123,7 @@ local function read_window(q, claims, size)
     end
     return claiming[worker]
   end
-  local head = call('ZRANGE', q.waiting, 0, size - 1, 'WITHSCORES')
+  local head = first_jobs(q, claims, size)
   for i = 1, #head, 2 do
     local tokens, waited_s, cached = glance(q, claims, head[i])
     if tokens then
@@ -165,7 +181,7 @@ local function claim(keys, args)
     if affine then return close_claims(q, claims, jobs, false, share) end
   end
   if others > 0 then budget = idle and math.min(budget, math.max(share, 1)) or 0 end
-  local too_long, all = take_head(q, claims, budget, max_jobs, idle)
+  local too_long, all, passed = take_head(q, claims, budget, max_jobs, idle)
   local choice, wait_s = {}, tonumber(args[11])
   if too_long and #claims.rows == 0 and window > 0 then choice = read_window(q, claims, window) end
   all = all and wait_s > 0
@@ -174,7 +190,7 @@ local function claim(keys, args)
   end
   local reply = close_claims(q, claims, choice, all, share)
   -- A worker that leaves all that waits to others wakes none: two of them would wake each other for ever.
-  if others > 0 and not (claims.away and #claims.rows == 0) then wake_idle(q, claims.now) end
+  if others > 0 and (passed == 0 or #claims.rows > 0) then wake_idle(q, claims.now) end
   return reply
 end
 

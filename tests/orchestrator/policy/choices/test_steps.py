@@ -54,8 +54,19 @@ def test_steps_of_prompts_alone_tell_what_a_token_takes():
     times = StepTimes(TPOT_S)
     for _ in range(20):
         times.ended(0, 8, 0.02)
-        times.ended(1000, 0, 0.1)
+        times.ended(1000, 0, 0.12)
     assert times.prompt_tokens() == pytest.approx(prompt_tokens_beside(TPOT_S, 0.02, 1e-4), rel=0.02)
+
+
+@pytest.mark.parametrize("prompt_tokens", [1, 4, 20])
+def test_short_prompts_alone_in_slow_steps_tell_little(prompt_tokens):
+    """As on a decode worker with little to do: KV comes, or a short prompt, where nothing decodes."""
+    times = StepTimes(TPOT_S)
+    times.ended(8192, 0, 8192 * 1e-4)
+    for _ in range(4000):
+        times.ended(prompt_tokens, 0, 0.021)
+        times.ended(0, 1, 0.02)
+    assert times.prompt_tokens() == pytest.approx(prompt_tokens_beside(TPOT_S, 0.02, 1e-4), rel=0.25)
 
 
 def test_without_an_objective_a_step_computes_what_fits():

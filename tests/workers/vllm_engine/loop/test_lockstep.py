@@ -28,9 +28,12 @@ class FakeEngine:
             kv_holding_waiting=[],
             schedule=self.schedule,
             num_spec_tokens=0,
+            num_prefill_lookahead=0,
             max_num_running_reqs=8,
             max_num_scheduled_tokens=LIMIT,
-            scheduler_config=SimpleNamespace(long_prefill_token_threshold=0),
+            scheduler_config=SimpleNamespace(
+                long_prefill_token_threshold=0, enable_chunked_prefill=True, disable_chunked_mm_input=False
+            ),
             has_unfinished_requests=lambda: bool(self.scheduler.running or self.scheduler.waiting),
         )
 
@@ -89,7 +92,7 @@ def test_a_long_prompt_is_cut_and_what_waits_for_kv_keeps_its_place(boards: list
     assert engine.scheduler.max_num_scheduled_tokens == LIMIT
     assert engine.scheduler.scheduler_config.long_prefill_token_threshold == 0
     # What it has then, the others read at the next step; and once it has nothing, that.
-    steps.ended(1.0)
+    steps.ended(True, 1.0)
     goes_on(boards[1])
     assert boards[1]._plans()[0][:2] == (1, 850)
     engine.scheduler.running, engine.scheduler.waiting = [], []
@@ -122,7 +125,7 @@ def test_a_plan_is_for_the_step_that_begins_when_its_own_has_ended_at_the_latest
     for step in range(1, 4):
         assert [plan[0] for plan in other._plans()] == ([1, 20] if step > queued else [])
         engine.scheduler.schedule(False)
-        steps.ended(1.0)
+        steps.ended(True, 1.0)
         goes_on(other)
 
 
@@ -143,7 +146,7 @@ def test_steps_and_dummy_batches_are_counted(boards: list[Board]) -> None:
     steps = steps_of(engine)
     assert steps is not None
     engine.scheduler.schedule(False)
-    steps.ended(500.0)
+    steps.ended(True, 500.0)
     boards[1].note(15, 0.5, 4)
     engine.execute_dummy_batch()
     boards[1].note(8, 0.5, 4)
@@ -153,25 +156,79 @@ def test_steps_and_dummy_batches_are_counted(boards: list[Board]) -> None:
     assert (counted.dummies, counted.waves) == (1, 4)
 
 
-def test_an_engine_that_steps_alone_is_left_as_it_is(boards: list[Board]) -> None:
-    """Unless prompts for other engines are there beside those that decode."""
+@pytest.fixture
+def alone(monkeypatch: pytest.MonkeyPatch) -> FakeEngine:
+    """An engine that steps alone and has learned what its steps take: 10 ms, and 0.1 ms for each prompt token."""
     from workers.vllm_engine.loop.lockstep import TPOT, steps_of
 
-    os.environ[TPOT] = "0.1"
+    monkeypatch.setenv(TPOT, "0.1")
     engine = FakeEngine()
     del engine.dp_group
     steps = steps_of(engine)
     assert steps is not None
-    steps.ended(100.0, SimpleNamespace(num_ctx_tokens=1000, num_generation_requests=0))
-    steps.ended(10.0, SimpleNamespace(num_ctx_tokens=0, num_generation_requests=2))
-    decodes, prompt = request(101, 100, "RUNNING"), request(1000, 200, "RUNNING")
-    engine.scheduler.running = [decodes, prompt]
-    engine.scheduler.kv_holding_waiting = [request(400, 0, "WAITING_FOR_REMOTE_KVS")]
-    engine.scheduler.schedule(False)
+    for _ in range(50):
+        steps.ended(True, 10.0, SimpleNamespace(num_ctx_requests=0, num_ctx_tokens=0, num_generation_requests=2))
+    # Of an engine that begins steps ahead the last one ends in a turn that begins none.
+    steps.ended(False, 110.0, SimpleNamespace(num_ctx_requests=1, num_ctx_tokens=1001, num_generation_requests=0))
+    return engine
+
+
+CHUNK = prompt_tokens_beside(0.1, 0.01, 1e-4)
+
+
+def goes_elsewhere(tokens: int, computed: int) -> Any:
+    prompt = request(tokens, computed, "RUNNING")
     prompt.kv_transfer_params = {"do_remote_decode": True}
-    engine.scheduler.schedule(False)
-    engine.scheduler.running = [prompt]
-    engine.scheduler.schedule(False)
-    chunk = prompt_tokens_beside(0.1, 0.01, 1e-4)
-    assert engine.seen == [(LIMIT, 0), (chunk + 3, chunk), (LIMIT, 0)]
-    del os.environ[TPOT]
+    return prompt
+
+
+def test_prompts_for_other_engines_are_cut_beside_those_that_decode(alone: FakeEngine) -> None:
+    scheduler, decodes = alone.scheduler, request(101, 100, "RUNNING")
+    scheduler.running = [decodes, request(1000, 200, "RUNNING")]
+    scheduler.kv_holding_waiting = [request(400, 0, "WAITING_FOR_REMOTE_KVS")]
+    scheduler.schedule(False)
+    scheduler.running = [decodes, goes_elsewhere(1000, 200)]
+    scheduler.schedule(False)
+    scheduler.running, scheduler.waiting = [decodes], Waiting(goes_elsewhere(1000, 0))
+    scheduler.schedule(False)
+    assert alone.seen == [(LIMIT, 0), (CHUNK + 2, CHUNK), (CHUNK + 2, CHUNK)]
+
+
+def test_a_prompt_whose_last_step_is_under_way_is_none_that_decodes(alone: FakeEngine) -> None:
+    """As with asynchronous scheduling, which counts tokens as computed when their step begins."""
+    alone.scheduler.running, alone.scheduler.waiting = [goes_elsewhere(1000, 1000)], Waiting(goes_elsewhere(500, 0))
+    alone.scheduler.schedule(False)
+    assert alone.seen == [(LIMIT, 0)]
+
+
+def test_drafts_and_what_they_look_ahead_are_not_cut_off(alone: FakeEngine) -> None:
+    """vLLM ends at a request whose KV has come and that is given less than a token and its drafts."""
+    alone.scheduler.num_spec_tokens, alone.scheduler.num_prefill_lookahead = CHUNK + 10, CHUNK + 20
+    alone.scheduler.running = [request(101, 100, "RUNNING"), goes_elsewhere(5000, 200)]
+    alone.scheduler.schedule(False)
+    assert alone.seen == [(CHUNK + 20 + CHUNK + 11, CHUNK + 20)]
+
+
+@pytest.mark.parametrize("wanted", [{"enable_chunked_prefill": False}, {"disable_chunked_mm_input": True}])
+def test_what_is_to_be_computed_whole_is_not_cut(alone: FakeEngine, wanted: dict[str, bool]) -> None:
+    vars(alone.scheduler.scheduler_config).update(wanted)
+    alone.scheduler.running = [request(101, 100, "RUNNING"), goes_elsewhere(1000, 200)]
+    alone.scheduler.schedule(False)
+    assert alone.seen == [(LIMIT, 0)]
+
+
+class Waiting(list[Any]):
+    def __init__(self, *requests: Any) -> None:
+        super().__init__(requests)
+
+    def peek_request(self) -> Any:
+        return self[0]
+
+
+def test_without_an_objective_an_engine_that_steps_alone_is_left_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    from workers.vllm_engine.loop.lockstep import TPOT, steps_of
+
+    monkeypatch.setenv(TPOT, "0")
+    engine = FakeEngine()
+    del engine.dp_group
+    assert steps_of(engine) is None and engine.scheduler.schedule == engine.schedule
