@@ -9,6 +9,7 @@ import contextlib
 import ctypes
 import functools
 import itertools
+import logging
 import queue
 import time
 from collections import Counter, deque
@@ -36,6 +37,8 @@ if TYPE_CHECKING:
     from vllm.v1.simple_kv_offload.metadata import SimpleCPUOffloadMetadata
 
 Rows = dict[str, torch.Tensor]  # by region of the device's cache: (blocks, bytes of one there), int8
+
+log = logging.getLogger("pd.kv")
 
 _PIECE_BYTES = 8 << 20  # of a store on CPUs: what an engine's step may wait for
 _LATE_S = 0.5  # a store that no core was idle for is made by the engine's own thread: its blocks cannot be evicted
@@ -185,11 +188,17 @@ def _ways(
     does not."""
     sizes = {name: rows.shape[1] for name, rows in device.items()}
     if worker.device_type != "cuda":
-        file = IdleFile(blocks * sum(sizes.values()), begin)
-        parts = file.memory.split([blocks * size for size in sizes.values()])
-        host = {name: part.view(blocks, -1) for name, part in zip(sizes, parts, strict=True)}
-        return _WhenIdle(device, host, file), _Memmove(host, device), _Memmove(device, host)
+        try:
+            file = IdleFile(blocks * sum(sizes.values()), begin)
+        except OSError as error:
+            log.warning("kv.host_tier_bytes: stores take time from engines' steps, without idle cores: %s", error)
+        else:
+            parts = file.memory.split([blocks * size for size in sizes.values()])
+            host = {name: part.view(blocks, -1) for name, part in zip(sizes, parts, strict=True)}
+            return _WhenIdle(device, host, file), _Memmove(host, device), _Memmove(device, host)
     host = {name: torch.zeros((blocks, size), dtype=torch.int8, device="cpu") for name, size in sizes.items()}
+    if worker.device_type != "cuda":
+        return _Memmove(device, host), _Memmove(host, device), _Memmove(device, host)
     for rows in host.values():
         pin_tensor(rows)
     where = torch.device("cuda", worker.device_id)

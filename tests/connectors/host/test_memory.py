@@ -1,5 +1,7 @@
 """One rank's host memory without an engine: whole blocks go there and come back, and what fails is said."""
 
+import ctypes
+import mmap
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -93,6 +95,40 @@ async def test_stores_run_where_a_core_is_idle_by_a_thread_without_python(world:
     assert os.sched_getscheduler(int(tasks[0].name)) == os.SCHED_IDLE, "writing did not change it"
     policies = {threads.submit(os.sched_getscheduler, 0).result(DEADLINE_S) for threads in tier._threads}
     assert policies == {os.sched_getscheduler(0)}
+
+
+async def test_without_an_idle_thread_or_a_file_in_memory_stores_are_made_all_the_same(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuses(*_: object) -> None:
+        raise PermissionError(13, "refused")
+
+    for name in ("memfd_create", "sched_setscheduler", "posix_fallocate"):
+        with monkeypatch.context() as patch:
+            patch.setattr(os, name, refuses)
+            worker, woken = rank(), threading.Event()
+            tier = memory(worker, woken.set)
+        assert "refused" in caplog.messages[-1] and len(caplog.messages) == 1
+        caplog.clear()
+        before = rows(worker)
+        tier.store(orders(store_event=1, store_gpu_blocks=[1], store_cpu_blocks=[3]), None)
+        await until(woken.is_set)
+        woken.clear()
+        tier.load(orders(load_event=1, load_cpu_blocks=[3], load_gpu_blocks=[5], load_event_to_reqs={1: ["a"]}))
+        await until(woken.is_set)
+        for was, now in zip(before, rows(worker), strict=True):
+            assert bool((now[5] == was[1]).all())
+        tier.close()
+
+
+def test_a_copy_that_ends_early_is_an_error() -> None:
+    from connectors.host.idle import IdleFile
+
+    file, pages = IdleFile(8192, lambda: None), mmap.mmap(-1, 8192, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+    address = ctypes.addressof(ctypes.c_char.from_buffer(pages))
+    assert ctypes.CDLL(None, use_errno=True).mprotect(ctypes.c_void_p(address + 4096), 4096, 0) == 0
+    with pytest.raises(OSError, match="ended early"):
+        file.write([address], [0], [8192])
 
 
 async def test_a_store_in_pieces_counts_once_and_the_engine_makes_what_is_late(
