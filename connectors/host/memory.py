@@ -9,7 +9,6 @@ import contextlib
 import ctypes
 import functools
 import itertools
-import logging
 import queue
 import time
 from collections import Counter, deque
@@ -19,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
+from vllm.logger import init_logger
 from vllm.platforms import current_platform
 from vllm.v1.simple_kv_offload.cuda_mem_ops import (
     CU_MEMCPY_SRC_ACCESS_ORDER_ANY,
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 Rows = dict[str, torch.Tensor]  # by region of the device's cache: (blocks, bytes of one there), int8
 
-log = logging.getLogger("pd.kv")
+logger = init_logger("vllm.pd.host")
 
 _PIECE_BYTES = 8 << 20  # of a store on CPUs: what an engine's step may wait for
 _LATE_S = 0.5  # a store that no core was idle for is made by the engine's own thread: its blocks cannot be evicted
@@ -191,7 +191,7 @@ def _ways(
         try:
             file = IdleFile(blocks * sum(sizes.values()), begin)
         except OSError as error:
-            log.warning("kv.host_tier_bytes: stores take time from engines' steps, without idle cores: %s", error)
+            logger.warning("kv.host_tier_bytes: stores take time from engines' steps, without idle cores: %s", error)
         else:
             parts = file.memory.split([blocks * size for size in sizes.values()])
             host = {name: part.view(blocks, -1) for name, part in zip(sizes, parts, strict=True)}

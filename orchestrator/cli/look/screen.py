@@ -167,7 +167,8 @@ class Top(App[None]):
         sample, queue, desired = self._sample, self._sample["queue"], self._sample["desired"]
         said = Text(sample["model"], style="bold", no_wrap=True, overflow="ellipsis")
         said.append(f"  {len(sample['workers'])} workers", "default")
-        said.append(f"  {queue['tokens']} tokens queued" if queue else "  Redis cannot be used", "default" if queue else "red")
+        queued = (f"  {queue['tokens']} tokens queued", "default") if queue else ("  Redis cannot be used", "red")
+        said.append(*queued)
         if silent := sample["silent_frontends"]:
             said.append(f"  without {', '.join(silent)}, which did not answer", "red")
         if resting := at_rest(sample):

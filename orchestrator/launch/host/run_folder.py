@@ -241,7 +241,10 @@ class RunFolder:
         text = self._read(_config_file(model or next(iter(self.models()), "")))
         if not text:
             return None
-        return parse_config(msgspec.json.decode(text))
+        try:
+            return parse_config(msgspec.json.decode(text))
+        except msgspec.DecodeError as error:
+            raise ConfigError(f"{self.path}: its configuration was written by another release: {error}") from None
 
     def ready(self) -> Ready | None:
         """The content of the `Ready` line; None until the fleet is ready."""

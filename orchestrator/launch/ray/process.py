@@ -14,6 +14,7 @@ from ray.exceptions import ActorUnavailableError, RayError
 
 from orchestrator.launch.host.process import CannotRun, Process
 from orchestrator.launch.machines import OnLine
+from orchestrator.launch.ray.places import first_line
 from orchestrator.launch.ray.runners import Runners
 from orchestrator.launch.ray.wire import Ended, NotStarted, Order, Started, decode_reply, encode
 from orchestrator.process.parent import ExitReason
@@ -73,7 +74,7 @@ class RayProcess:
             raise
         except (RayError, ValueError, RuntimeError) as error:
             self._release()
-            raise OSError(0, f"Ray: {str(error).strip().splitlines()[0]}") from error
+            raise OSError(0, f"Ray: {first_line(error)}") from error
         if isinstance(reply, NotStarted):
             self._release()
             raise CannotRun(reply.reason) if reply.never else OSError(0, reply.reason)
@@ -90,7 +91,7 @@ class RayProcess:
                 self.exit_reason = ExitReason(ended.reason, ended.final)
         except RayError as error:
             self.lost = True
-            self.last_lines.append(str(error).strip().splitlines()[0])
+            self.last_lines.append(first_line(error))
             code = NODE_LOST
         self.running = False
         assert self._pump is not None

@@ -4,7 +4,7 @@
 |---------------------------------|------|
 | comes while it is waited for    | that runner is used |
 | comes late, and is asked for again by then | the same |
-| comes late, and nobody asks     | that runner is ended |
+| comes late, and nobody asks     | that runner is ended; who asks while it ends gets a new one |
 | is an error                     | the next call finds what the cluster may have made |
 """
 
@@ -45,10 +45,18 @@ class Runners:
 
     async def _ask(self, name: str, options: dict[str, Any]) -> Any:
         try:
-            return await in_thread(lambda: ray.remote(Runner).options(name=name, **options).remote())
-        finally:
-            if name not in self._wanted:
+            while True:
+                runner = await in_thread(lambda: ray.remote(Runner).options(name=name, **options).remote())
+                if name in self._wanted:
+                    return runner
                 await in_thread(partial(end, name))
+                if name not in self._wanted:  # nobody has asked for it meanwhile
+                    return None
+        except BaseException:  # of a launcher that ends too, which does not wait for the cluster
+            if name not in self._wanted:
+                in_background(partial(end, name))
+            raise
+        finally:
             del self._asking[name]
 
 

@@ -19,7 +19,7 @@ class PacedSteps:
         scheduler.schedule = self._pace_and_schedule
 
     def ended(self, executed: bool, elapsed_ms: float, details: Any) -> None:
-        """A turn, with vLLM's details of the step that ended in it, or None. With steps that are begun ahead the last one
+        """A turn, with vLLM's details of the step that ended in it, or None. Of steps that are begun ahead the last one
         ends in a turn that begins none."""
         if details is not None:
             # The first token after KV has come counts as one of a prompt there.
