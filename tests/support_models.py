@@ -57,6 +57,22 @@ def _recurrent() -> Any:
     )
 
 
+def _recurrent_or_else() -> Any:
+    """Nemotron-H: a layer is a Mamba-2 mixer, attention or an MLP, nothing of two."""
+    from transformers import NemotronHConfig
+
+    return NemotronHConfig(
+        **COMMON,
+        head_dim=32,
+        layers_block_type=["mamba", "attention", "mamba", "mlp"],
+        mamba_num_heads=8,
+        mamba_head_dim=32,
+        ssm_state_size=16,
+        n_groups=1,
+        chunk_size=256,
+    )
+
+
 def _latent() -> Any:
     """Latent attention (MLA) in all layers; the sizes of a latent are those that vLLM's kernel for CPUs has."""
     from transformers import DeepseekV2Config
@@ -95,6 +111,7 @@ MODELS = {
     "windows": _windows,
     "some-windows": _some_windows,
     "recurrent": _recurrent,
+    "recurrent-nemotron": _recurrent_or_else,
     "latent": _latent,
     "mtp": _guessing,
 }

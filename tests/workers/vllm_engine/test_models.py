@@ -20,6 +20,7 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
     "windows": {},
     "some-windows": {},
     "recurrent": {"enable_prefix_caching": False},  # with it vLLM's kernel for CPUs ends the engine
+    "recurrent-nemotron": {"enable_prefix_caching": False},
     "fp8_e4m3": {"kv_cache_dtype": "fp8_e4m3"},
     "fp8_e5m2": {"kv_cache_dtype": "fp8_e5m2"},
     "ngram": {"speculative_config": NGRAM},
