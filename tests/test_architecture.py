@@ -1,5 +1,7 @@
 """The walk in docs/architecture.md names exactly the files that a remote request passes, found by tracing one."""
 
+from __future__ import annotations
+
 import asyncio
 import re
 import time
@@ -58,6 +60,16 @@ def differences(text: str, calls: set[Call]) -> list[str]:
     left_out = [f"left out: {file} ({function})" for file, function in own if file not in named]
     never = named - {file for file, _ in asked} - LOOPS
     return sorted(left_out) + [f"no request passes it: {file}" for file in sorted(never)]
+
+
+def test_missing_and_unused_files_are_reported():
+    router, queue = "orchestrator/router/router.py", "orchestrator/store/queue.py"
+    calls = {Call(phase, router, "submit:1") for phase in (WARM, ASKED)}
+    calls |= {Call(phase, queue, "depth:9") for phase in (STARTING, WARM, IDLE, ASKED)}
+    assert differences("1. `router/router.py`", calls) == []
+    assert differences("1. `store/queue.py`", calls) == [f"left out: {router} (submit:1)"]
+    text = "1. `router/router.py`, `router/gone.py`"
+    assert differences(text, calls) == ["no request passes it: orchestrator/router/gone.py"]
 
 
 async def ask(fleet: RunningFleet, name: str) -> None:

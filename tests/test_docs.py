@@ -1,5 +1,7 @@
 """What the documents name exists: files, links, folders and their imports, keys, commands, metrics, messages."""
 
+from __future__ import annotations
+
 import ast
 import re
 from collections.abc import Iterable, Iterator
@@ -104,6 +106,12 @@ def unknown_words(line: str) -> list[str]:
 @pytest.mark.parametrize("file", [*DOCUMENTS, *EXAMPLES], ids=lambda path: str(path.relative_to(ROOT)))
 def test_commands_and_options_that_are_named_exist(file: Path):
     assert [(line, wrong) for line in command_lines(file.read_text()) if (wrong := unknown_words(line))] == []
+
+
+def test_unknown_commands_in_documents_are_found():
+    text = "`orchestrator scal x` or\n  orchestrator queue show ID \\\n  --bogus 1  # --not-this\n`orchestrator top`"
+    lines = list(command_lines(text))
+    assert [unknown_words(line) for line in lines] == [["scal"], [], ["--bogus"]]
 
 
 def test_make_targets_that_are_named_exist():

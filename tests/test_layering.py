@@ -159,6 +159,25 @@ def test_table_allows_only_used_imports():
     assert [(name, other) for name in ROOMS for other in allowed(name) if (name, other) not in taken] == []
 
 
+@pytest.mark.parametrize(
+    "module, text",
+    [
+        ("orchestrator.policy.placement", "from orchestrator.router.router import Router"),
+        ("orchestrator.types", "import orchestrator.config.settings"),
+        ("orchestrator.store.queue", "if TYPE_CHECKING:\n    from orchestrator.fleet import view"),
+        ("workers.claims", "def late():\n    from orchestrator.launch import launcher"),
+        ("connectors.push.wire", "from workers.engine import Engine"),
+        ("orchestrator.new_flat_module", "import os"),
+    ],
+)
+def test_an_upward_import_is_caught(tmp_path: Path, module: str, text: str):
+    file = tmp_path.joinpath(*module.split(".")).with_suffix(".py")
+    file.parent.mkdir(parents=True)
+    file.write_text(text + "\n")
+    (found,) = layering_violations(graph(tmp_path))
+    assert found.startswith(module)
+
+
 def test_engines_are_imported_only_where_they_run():
     wrong = [
         f"{module} imports {imported}"

@@ -57,3 +57,19 @@ def hurried(text: str) -> Iterator[tuple[int, str]]:
 @pytest.mark.parametrize("path", sorted(TESTS.rglob("*.py")), ids=lambda path: str(path.relative_to(TESTS)))
 def test_what_has_to_happen_may_take_a_minute(path: Path):
     assert list(hurried(path.read_text())) == [], "use DEADLINE_S of support_wait"
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("async with asyncio.timeout(5): await it", True),
+        ("SOON_S = 5\nasync def f():\n    await asyncio.wait_for(it, SOON_S)", True),
+        ("until(it, timeout_s=1)", True),
+        ("subprocess.run(it, timeout=30)", True),
+        ("async with asyncio.timeout(DEADLINE_S): await it", False),
+        ("with pytest.raises(TimeoutError):\n    asyncio.wait_for(it, 0.2)", False),
+        ("done, _ = await asyncio.wait([it], timeout=0.05)", False),
+    ],
+)
+def test_hurried_waits_are_found(text: str, found: bool):
+    assert bool(list(hurried(text))) is found

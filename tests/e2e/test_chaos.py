@@ -11,8 +11,9 @@ from benchmarks.chaos.table import FAULTS
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(300)]
 
-MIX = ["prefill_stopped_prefilling", "decode_stopped_awaiting_kv", "log_pipe_unread", "poison"]
-MIX += ["operator_restarts_one_killed", "pair_prefill_decode_killed", "pair_decode_redis_killed"]
+MIX = ["prefill_stopped_prefilling", "decode_killed_decoding", "decode_stopped_awaiting_kv", "queue_lost"]
+MIX += ["redis_killed", "log_pipe_unread", "poison", "operator_restarts_one_killed"]
+MIX += ["pair_prefill_decode_killed", "pair_decode_redis_killed"]
 
 
 def test_no_client_notices_a_fault():

@@ -22,7 +22,7 @@ ENGINE = (
     "workers.engine_args.kv_cache_memory_bytes=402653184",
 )
 LENGTHS = [10, 33, 64, 100, 127, 128, 129, 200, 256, 300, 333, 400, 480, 512, 513, 600]
-LENGTHS += [640, 768, 900, 1024, 1200, 1536, 2000, 3000]
+LENGTHS += [640, 700, 768, 800, 900, 1000, 1024, 1100, 1200, 1500, 1536, 1700, 2000, 2200, 2600, 3000]
 PROMPTS = [token_prompt(length, seed=i) for i, length in enumerate(LENGTHS)]
 OTHERS = [token_prompt(length, seed=100 + i) for i, length in enumerate(LENGTHS)]  # no prefix of them is known
 MAX_TOKENS = 16
@@ -99,7 +99,7 @@ async def test_remote_prefill_answers_as_one_engine_does_with_and_without_prefix
     cold = await fleet.ask_all(PROMPTS, concurrency=8, max_tokens=MAX_TOKENS)
     assert [a.error for a in cold if not a.ok] == []
     remote = fleet.metric("pd_placements_total", decision="remote")
-    assert remote >= 0.75 * len(PROMPTS)  # a short one is sooner where it decodes, more of them on a busy machine
+    assert remote >= 31
     warm = await fleet.ask_all(PROMPTS, concurrency=8, max_tokens=MAX_TOKENS)
     assert [a.tokens for a in cold] == truth
     assert [a.tokens for a in warm] == truth

@@ -1,10 +1,16 @@
 """UCX uses the interface at which others reach a worker, whatever other networks the host has."""
 
+from __future__ import annotations
+
+import asyncio
+import signal
 import socket
 from pathlib import Path
 
 import pytest
+from support_namespaces import NAME, add_hosts, ip, remove_hosts
 from support_two_hosts import transfer, two_hosts
+from support_wait import DEADLINE_S, until
 
 from workers.vllm_engine import interfaces
 from workers.vllm_engine.interfaces import Interface, group_settings, interfaces_here, ucx_settings
@@ -80,3 +86,20 @@ def test_hosts_with_other_networks_exchange_kv(
         with two_hosts((first, second), others, route):
             found = transfer(folder, reached_at)
         assert set(found) == expected
+
+
+async def test_what_killed_tests_have_left_is_removed_before_hosts_are_added() -> None:
+    """Their namespace, and what runs there."""
+    tests = await asyncio.create_subprocess_exec("true")
+    await tests.wait()
+    left, host = f"pd{tests.pid}", f"{NAME}-host"
+    try:
+        ip(f"netns add {left}")
+        orphan = await asyncio.create_subprocess_exec("ip", "netns", "exec", left, "sleep", "600")
+        await until(lambda: str(orphan.pid) in ip(f"netns pids {left}").split(), "it runs there")
+        add_hosts(host)
+        assert await asyncio.wait_for(orphan.wait(), DEADLINE_S) == -signal.SIGKILL
+        names = {line.split()[0] for line in ip("netns list").splitlines()}
+        assert host in names and left not in names
+    finally:
+        remove_hosts([left, host])

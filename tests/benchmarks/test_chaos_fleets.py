@@ -1,0 +1,101 @@
+"""`benchmarks.chaos`: an unready fleet is an error, not a fleet; a soak makes faults that its fleet can have; clients
+ask less until a worker is idle.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import http.server
+import json
+import threading
+import time
+
+import pytest
+from support_client import FleetFailed
+
+from benchmarks.chaos.fleets import wait_ready
+from benchmarks.chaos.load import Load, Questions, Seen
+from benchmarks.chaos.soak import EVERYTHING, SPARING
+from benchmarks.chaos.table import FAULTS
+from orchestrator.wire.addresses import free_ports
+
+
+class Starting(http.server.BaseHTTPRequestHandler):
+    asked = 0
+
+    def do_GET(self) -> None:
+        Starting.asked += 1
+        self.send_response(200 if Starting.asked > 3 else 503)
+        self.end_headers()
+        self.wfile.write(b"no worker decodes")
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+def test_unready_fleet_raises_with_last_answer() -> None:
+    with http.server.HTTPServer(("127.0.0.1", 0), Starting) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_address[1]}"
+        with pytest.raises(FleetFailed, match=f"after 0 s {url}/ready answered 503: no worker decodes"):
+            wait_ready(url, timeout_s=0)
+        wait_ready(url)
+        assert Starting.asked == 4
+        server.shutdown()
+
+
+def test_silent_frontend_raises() -> None:
+    with pytest.raises(FleetFailed, match="/ready did not answer: ConnectError"):
+        wait_ready(f"http://127.0.0.1:{next(free_ports('127.0.0.1'))}", timeout_s=0)
+
+
+def test_soak_of_simulated_engines_makes_no_fault_that_needs_real_ones() -> None:
+    assert [name for name in {*EVERYTHING, *SPARING} if "sim" not in FAULTS[name].engines] == []
+
+
+class Answering(http.server.BaseHTTPRequestHandler):
+    running = most = 0
+    count = threading.Lock()
+
+    def do_POST(self) -> None:
+        with Answering.count:
+            Answering.running += 1
+            Answering.most = max(Answering.most, Answering.running)
+        time.sleep(0.02)
+        with Answering.count:
+            Answering.running -= 1
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(b"data: " + json.dumps({"choices": [{"token_ids": [5]}]}).encode() + b"\n\n")
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+def test_streams_ask_less_until_they_are_resumed() -> None:
+    async def most_in(seconds: float) -> int:
+        Answering.most = 0
+        await asyncio.sleep(seconds)
+        return Answering.most
+
+    async def asked(url: str) -> list[int]:
+        async with Load(url, Questions("", [[1]], [[5]]), streams=3, seen=seen) as load:
+            most = [await most_in(0.5)]
+            load.ease()
+            load.ease()
+            await asyncio.sleep(0.2)  # what runs ends
+            most.append(await most_in(0.3))
+            load.ease()
+            load.ease()
+            await asyncio.sleep(0.2)
+            most.append(await most_in(0.3))
+            load.resume()
+            most.append(await most_in(0.5))
+        return most
+
+    seen = Seen("")
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Answering) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        assert asyncio.run(asked(f"http://127.0.0.1:{server.server_address[1]}")) == [3, 1, 0, 3]
+        server.shutdown()
+    assert (seen.wrong, seen.errors.total()) == (0, 0) and seen.answers > 10
