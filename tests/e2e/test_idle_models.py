@@ -27,12 +27,13 @@ async def test_a_simulated_model_rests_and_wakes_while_another_serves(more: tupl
     """Requests that come while its workers drain are answered too."""
     fleet = Models("sim-two-models.yaml", "frontend.replicas=2", "models.small.idle_after_s=2", *more)
     small, large = fleet.of("small"), fleet.of("large")
+    said = "idle: the next request brings its workers back"
     try:
         truth = [answer.tokens for answer in await large.ask_all(PROMPTS, concurrency=4)]
         async with large.under_load(PROMPTS, 2, max_tokens=16) as load:
             for _ in range(2):
                 await fleet.soon(lambda: fleet.rests("small"), "it rests")
-                assert "idle: the next request brings its workers back" in fleet.cli("status").stdout
+                await fleet.soon(lambda: said in fleet.cli("status").stdout, "the frontend that is asked has heard so")
                 assert fleet.http.get("/ready").json()["models"] == {"small": True, "large": True}
                 answers = await small.ask_all(PROMPTS, concurrency=8)
                 assert no_error(answers) and [answer.tokens for answer in answers] == truth

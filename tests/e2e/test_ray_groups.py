@@ -16,6 +16,9 @@ from support_fleet import START_TIMEOUT_S, RunningFleet, running_fleet, token_pr
 from support_ray import FakeCluster, fake_cluster, processes_of
 from support_redis import Server, running_server
 
+from orchestrator.store.client import connect
+from orchestrator.store.registry import Registry
+
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.topology, pytest.mark.timeout(600)]
 
 GPUS = 3  # of a node; a rank takes one
@@ -116,6 +119,7 @@ def test_each_role_has_groups_of_its_size_and_a_group_that_starts_again_is_of_it
         def moves_and_dies(role: str, before: tuple[int, int], after: tuple[int, int]) -> None:
             fleet.cli("role", moved, role)
             fleet.until(lambda: fleet.shape() == before, f"it is of the {role} role, as it is")
+            fleet.until(lambda: asyncio.run(held_as(fleet, moved)) == role, "its launcher has read so")
             os.kill(ranks(fleet)[moved][2], signal.SIGKILL)
             fleet.until(lambda: fleet.shape() == after, "it starts again as that role is")
             assert moved in fleets.units()
@@ -148,6 +152,16 @@ def fleets(server: Server, cluster: FakeCluster) -> Iterator[Fleets]:
 def ranks(fleet: RunningFleet) -> dict[str, tuple[str, str, int]]:
     """Unit, host and process of each rank."""
     return {w["id"]: (w["unit"], w["host"], w["pid"]) for w in fleet.workers()}
+
+
+async def held_as(fleet: RunningFleet, unit: str) -> str | None:
+    """The role in which its launcher would start it again."""
+    redis = await connect(fleet.redis_url(), 5)
+    try:
+        launchers = await Registry(redis, fleet.namespace).launchers()
+    finally:
+        await redis.aclose()
+    return next((launcher.workers[unit].value for launcher in launchers.values() if unit in launcher.workers), None)
 
 
 def pids(fleet: RunningFleet) -> set[int]:
