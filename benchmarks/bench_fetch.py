@@ -1,6 +1,7 @@
 """What the host tier and fetches of prefixes cost pushes, and how fast prefixes come, on real engines.
 
-- `tier`: exposed transfer (`bench_kv`) with the host tier on and off, a pair of engines for each, in turns.
+- `tier`: exposed transfer (`bench_kv`) with the host tier on and off, a pair of engines for each, in turns; and off
+  while a process of the lowest priority copies memory: what any copy costs decode's first step on two cores.
 - `load`: the same while a third engine fetches prefixes from the one that pushes, without a pause; while it takes as
   many steps for prefixes that it has; and while it does nothing. On two cores its steps take decode's.
 - `speed`: the time of a raw NIXL WRITE of as many bytes, in descriptors of the same size, divided by that of a fetch:
@@ -20,7 +21,8 @@ import sys
 import tempfile
 import time
 import uuid
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +42,16 @@ LAYERS = {"small": 4, "kv-heavy": 8}
 TOKEN_BYTES = {"small": 4096, "kv-heavy": 128 << 10}
 CACHE_TOKENS = 8192  # of an engine
 SETTLE_S = 1.0
-STEPS = "beside its steps"
+STEPS, BESIDE_COPIES = "beside its steps", "off, beside copies"
+COPIES = """
+import os, numpy as np
+os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+there = np.ones(64 << 20, np.int8)
+here = np.zeros_like(there)
+print(flush=True)
+while True:
+    here[:] = there
+"""
 
 
 def model_of(name: str, folder: Path) -> str:
@@ -73,20 +84,44 @@ def show(what: str, seen: dict[str, list[float]]) -> None:
     print(f"{what}: {', '.join(said(name, values) for name, values in seen.items())}: {ratios}", flush=True)
 
 
+@asynccontextmanager
+async def copying(wanted: bool) -> AsyncIterator[None]:
+    if not wanted:
+        yield
+        return
+    process = await asyncio.create_subprocess_exec(sys.executable, "-c", COPIES, stdout=asyncio.subprocess.PIPE)
+    try:
+        assert process.stdout is not None
+        await process.stdout.readline()
+        yield
+    finally:
+        process.kill()
+        await process.wait()
+
+
+def less(seen: dict[str, list[float]], steps: list[float]) -> dict[str, list[float]]:
+    """Decode's first tokens less the median step."""
+    return {name: [value - statistics.median(steps) for value in values] for name, values in seen.items()}
+
+
 async def tier(model: str, cache_bytes: int, options: argparse.Namespace) -> None:
     async with AsyncExitStack() as stack:
         pairs: dict[str, Pair] = {}
         for name, size in (("off", 0), ("on", cache_bytes)):
             starting = start_pair(OURS, model, engine_args(cache_bytes), False, host_tier_bytes=size)
             pairs[name] = await stack.enter_async_context(running(starting))
+        ways = {"off": pairs["off"], BESIDE_COPIES: pairs["off"], "on": pairs["on"]}
         for tokens in options.tokens:
-            seen: dict[str, list[float]] = {name: [] for name in pairs}
+            seen: dict[str, list[float]] = {name: [] for name in ways}
+            steps = []
             for number in range(options.runs + 1):
-                for name in pairs if number % 2 else reversed(pairs):
-                    _, exposed_s, _ = await pairs[name].run(random_prompt(tokens))
-                    seen[name] += [exposed_s] if number else []  # the first one connects them
+                for name in ways if number % 2 else reversed(ways):
+                    async with copying(name == BESIDE_COPIES):
+                        _, exposed_s, step_s = await ways[name].run(random_prompt(tokens))
+                    seen[name] += [exposed_s + step_s] if number else []  # the first one connects them
+                    steps += [step_s] if name == "off" else []  # beside copies decode's next steps take longer too
                     await asyncio.sleep(SETTLE_S)  # what this pair stores is stored before the other's turn
-            show(f"tier, {tokens} tokens", seen)
+            show(f"tier, {tokens} tokens", less(seen, steps))
 
 
 class Fetching:
@@ -167,8 +202,8 @@ async def load(model: str, cache_bytes: int, options: argparse.Namespace) -> Non
                     steps += [step_s] if name == "alone" else []  # beside others decode's next steps take longer too
                     fetching.goes_on = False
                     fetches += await others
-            seen = {name: [value - statistics.median(steps) for value in values] for name, values in seen.items()}
-            show(f"load, {tokens} tokens, {fetches / (options.runs + 1):.1f} fetches beside each", seen)
+            beside = f"{fetches / (options.runs + 1):.1f} fetches beside each"
+            show(f"load, {tokens} tokens, {beside}", less(seen, steps))
 
 
 async def speed(model: str, cache_bytes: int, options: argparse.Namespace) -> None:
