@@ -63,7 +63,7 @@ SetOption = Annotated[
     list[str] | None,
     typer.Option("--set", help="Override a configuration key: a.b=value. Repeatable.", show_default=False),
 ]
-ForceOption = Annotated[bool, typer.Option("--force", help="Allow it when the fleet has only one worker.")]
+ForceOption = Annotated[bool, typer.Option("--force", help="Allow it although requests would be refused.")]
 MaxUnavailableOption = Annotated[
     int, typer.Option("--max-unavailable", min=1, help="How many workers may be down at a time.")
 ]

@@ -38,7 +38,7 @@ from orchestrator.config.models import tree_of
 from orchestrator.config.settings import Refused, WorkersConfig, overridden, read_tree
 from orchestrator.config.shared import changed, changes
 from orchestrator.launch.rollout import Replacer
-from orchestrator.store.configuration import Phase, Rollout, Version
+from orchestrator.store.configuration import Phase, Rollout, Version, refuses_local
 from orchestrator.store.fields import Frontend
 from orchestrator.store.planned import Reading, of_launchers, rollout_status
 from orchestrator.store.steering import settle
@@ -110,7 +110,13 @@ async def _begin(
     workers = (await fleet.registry.read()).units
     refuse_only_worker(sum(info.state is WorkerState.READY for info in workers.values()), force)
     new = changed(running.config, handle.config, tree)
-    generation = 1 + max(running.generation, last.new.generation if last is not None else 0)
+    begins_to_refuse = refuses_local(new) and not refuses_local(running.config)
+    if begins_to_refuse and desired is not None and desired.prefill == 0 and not force:
+        raise Refused(
+            "routing.fallback: refuse, and 0 prefill workers are desired: every long prompt would get 503. Start one "
+            "first (`orchestrator scale`), or use --force"
+        )
+    generation = 1 + max(running.generation, last.highest if last is not None else 0)
     wanted = Rollout(running, Version(generation, new), max_unavailable)
     if not await document.change(last, wanted):
         raise Refused("somebody else has just begun a rollout")
@@ -171,7 +177,8 @@ async def restart(
         raise Refused(f"the fleet has no {role.value + ' ' if role else ''}worker to restart")
     refuse_only_worker(sum(info.state is WorkerState.READY for info in there.values()), force)
     version = last.settled if last is not None else Version(0, {})
-    ordered = Rollout(version, version, max_unavailable, restart=targets)
+    highest = last.highest if last is not None else 0
+    ordered = Rollout(version, version, max_unavailable, restart=targets, ordered=highest)
     if not await document.change(last, ordered):
         raise Refused("somebody else has just begun a rollout or a restart")
     leader = None if led else Replacer(registry, workers.drain_timeout_s + workers.start_timeout_s)
