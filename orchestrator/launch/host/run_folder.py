@@ -111,27 +111,33 @@ class RunFolder:
 
     def write_config(self, config: Config, generation: int = 0, model: str = "") -> Path:
         """Write the configuration for the fleet's processes, as JSON. JSON is YAML too, and commands read it without a
-        YAML parser. `model`: its name where there are several. Returns the file of this generation.
+        YAML parser. `model`: its name where there are several. Returns the file of this generation. Raises ConfigError
+        also where it cannot be written: a fleet that serves goes on with the configuration that it has.
         """
         text = msgspec.json.format(msgspec.json.encode(config), indent=1).decode() + "\n"
         file = f"config-{model}-{generation}.yaml" if model else f"config-{generation}.yaml"
-        self._write(file, text)
-        self._write(_config_file(model), text)
-        if model and model not in (models := self.models()):
-            self._write(_MODELS, msgspec.json.encode([*models, model]).decode())
-        self._write(_REDIS, config.redis.url)
-        if config.security.operator_key is not None:
-            self._write(self.operator_key_path.name, config.security.operator_key)
+        try:
+            self._write(file, text)
+            self._write(_config_file(model), text)
+            if model and model not in (models := self.models()):
+                self._write(_MODELS, msgspec.json.encode([*models, model]).decode())
+            self._write(_REDIS, config.redis.url)
+            if config.security.operator_key is not None:
+                self._write(self.operator_key_path.name, config.security.operator_key)
+        except Foreign as error:
+            raise _refused(error) from None
+        except OSError as error:
+            raise ConfigError(f"{self.path}: cannot be written ({error.strerror}); free space there") from None
         return self.path / file
 
     def forget_model(self, model: str) -> None:
         """Remove the files of one of several models, which has ended. A fleet runs on without its folder."""
-        for path in (self.path / _config_file(model), *self.path.glob(f"config-{model}-*.yaml")):
-            generation = path.stem.removeprefix(f"config-{model}-")
-            if path.name == _config_file(model) or generation.isdecimal():  # not of a model whose name begins so
-                self._texts.pop(path.name, None)
-                path.unlink(missing_ok=True)
         with contextlib.suppress(OSError):
+            for path in (self.path / _config_file(model), *self.path.glob(f"config-{model}-*.yaml")):
+                generation = path.stem.removeprefix(f"config-{model}-")
+                if path.name == _config_file(model) or generation.isdecimal():  # not of a model whose name begins so
+                    self._texts.pop(path.name, None)
+                    path.unlink(missing_ok=True)
             self._write(_MODELS, msgspec.json.encode([other for other in self.models() if other != model]).decode())
 
     def note_started(self, processes: list[StartedProcess], shared_memory: frozenset[str] = frozenset()) -> None:
@@ -200,10 +206,12 @@ class RunFolder:
 
     def _write(self, name: str, text: str) -> None:
         """Write this file if its text is new, and every file that is missing. Raises OSError."""
-        changed = self._texts.get(name) != text
-        self._texts[name] = text
+        if self._texts.get(name) != text:
+            self._texts.pop(name, None)  # where that fails, the next call writes it although it has the same text
+            write_text(self.path / name, text)
+            self._texts[name] = text
         for other, kept in self._texts.items():
-            if (changed and other == name) or not (self.path / other).exists():
+            if not (self.path / other).exists():
                 write_text(self.path / other, kept)
 
     # ---- everybody else's side ---------------------------------------------------------------------------------

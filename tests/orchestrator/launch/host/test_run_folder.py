@@ -1,5 +1,6 @@
 """The run folder: one launcher per namespace, told apart from what a killed one left."""
 
+import errno
 import logging
 import multiprocessing
 import os
@@ -14,7 +15,7 @@ import pytest
 from support_wait import DEADLINE_S
 
 from orchestrator.config.settings import ConfigError, parse_config
-from orchestrator.launch.host import leftovers
+from orchestrator.launch.host import leftovers, run_folder
 from orchestrator.launch.host.leftovers import SharedMemory, end_processes, remove_shared_memory, shared_memory_of
 from orchestrator.launch.host.process import group_alive
 from orchestrator.launch.host.run_folder import (
@@ -45,6 +46,30 @@ def test_one_launcher_per_namespace():
     for folder in (first, other):
         folder.remove()
     assert not first.path.exists() and held_namespaces() == []
+
+
+def test_a_full_disk_is_said_and_what_was_not_written_is_written_once_there_is_room(monkeypatch, caplog):
+    folder = RunFolder("a")
+    folder.claim()
+    old, new = (parse_config({"model": name, "namespace": "a", "redis": {"url": "redis://h:1"}}) for name in "mn")
+    folder.write_config(old)
+    folder.note_started([StartedProcess("decode-0", "here/1/1")])
+    write = run_folder.write_text
+
+    def no_room(path, text):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(run_folder, "write_text", no_room)
+    with pytest.raises(ConfigError, match=r"/a: cannot be written \(No space left on device\); free space there"):
+        folder.write_config(new, 1)
+    folder.note_started([StartedProcess("decode-0", "here/2/2")])
+    assert "cannot be written" in caplog.text
+    assert RunFolder("a").config() == old
+    monkeypatch.setattr(run_folder, "write_text", write)
+    folder.note_started([StartedProcess("decode-0", "here/2/2")])
+    assert "here/2/2" in (folder.path / "processes.json").read_text()
+    file = folder.write_config(new, 1)
+    assert RunFolder("a").config() == new and file.exists()
 
 
 def test_written_files_are_readable():
