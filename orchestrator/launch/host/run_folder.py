@@ -13,6 +13,7 @@ import logging
 import os
 import shutil
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, TypeVar
 
@@ -90,23 +91,19 @@ class RunFolder:
 
         Raises FleetRunning, ConfigError.
         """
-        try:
+        with self._writing():
             deadline = time.monotonic() + _CLAIM_PATIENCE_S
             while (lock := self._try_lock()) is None:
                 if time.monotonic() > deadline:
                     raise FleetRunning(self.namespace, self.launcher())
                 time.sleep(_WAIT_POLL_S)
-        except Foreign as error:
-            raise _refused(error) from None
-        except OSError as error:
-            raise ConfigError(f"{self.path}: cannot be written ({error.strerror}); set XDG_RUNTIME_DIR") from None
-        left = self._read_list(_PROCESSES, list[StartedProcess])
-        self.shared_memory = frozenset(self._read_list(_SHARED_MEMORY, list[str]))
-        for path in self.path.iterdir():
-            # The lists of what is left stay until they are written anew: this launcher may be killed, too.
-            if path.name not in (_LOCK, _PROCESSES, _SHARED_MEMORY) and not path.is_dir():
-                path.unlink(missing_ok=True)
-        self._hold(lock)
+            left = self._read_list(_PROCESSES, list[StartedProcess])
+            self.shared_memory = frozenset(self._read_list(_SHARED_MEMORY, list[str]))
+            for path in self.path.iterdir():
+                # The lists of what is left stay until they are written anew: this launcher may be killed, too.
+                if path.name not in (_LOCK, _PROCESSES, _SHARED_MEMORY) and not path.is_dir():
+                    path.unlink(missing_ok=True)
+            self._hold(lock)
         return left
 
     def write_config(self, config: Config, generation: int = 0, model: str = "") -> Path:
@@ -116,7 +113,7 @@ class RunFolder:
         """
         text = msgspec.json.format(msgspec.json.encode(config), indent=1).decode() + "\n"
         file = f"config-{model}-{generation}.yaml" if model else f"config-{generation}.yaml"
-        try:
+        with self._writing():
             self._write(file, text)
             self._write(_config_file(model), text)
             if model and model not in (models := self.models()):
@@ -124,10 +121,6 @@ class RunFolder:
             self._write(_REDIS, config.redis.url)
             if config.security.operator_key is not None:
                 self._write(self.operator_key_path.name, config.security.operator_key)
-        except Foreign as error:
-            raise _refused(error) from None
-        except OSError as error:
-            raise ConfigError(f"{self.path}: cannot be written ({error.strerror}); free space there") from None
         return self.path / file
 
     def forget_model(self, model: str) -> None:
@@ -156,7 +149,8 @@ class RunFolder:
                 log.error("the run folder %s cannot be written: %s", self.path, error)
 
     def note_ready(self, ready: Ready) -> None:
-        self._write(_READY, msgspec.json.encode(ready).decode())
+        with self._writing():
+            self._write(_READY, msgspec.json.encode(ready).decode())
 
     def remove(self) -> None:
         """Remove the folder and everything in it, unless another launcher has taken it. Idempotent."""
@@ -168,11 +162,23 @@ class RunFolder:
         self._lock.close()
         self._lock = None
 
+    @contextlib.contextmanager
+    def _writing(self) -> Iterator[None]:
+        """Raises ConfigError where the folder, which the system's error need not name, cannot be written."""
+        try:
+            yield
+        except Foreign as error:
+            raise _refused(error) from None
+        except OSError as error:
+            mend = "free space there, or set XDG_RUNTIME_DIR"
+            raise ConfigError(f"{self.path}: cannot be written ({error.strerror}); {mend}") from None
+
     def _hold(self, lock: IO[str]) -> None:
         self._lock = lock
         lock.truncate(0)
-        lock.write(f"{own_identity()}\n")
-        lock.flush()
+        os.write(
+            lock.fileno(), f"{own_identity()}\n".encode()
+        )  # on a full disk nothing is left to be written by `close`
 
     def _keep_lock(self) -> None:
         """Take the lock again if its file was removed. Raises OSError, ConfigError, and FleetRunning if another

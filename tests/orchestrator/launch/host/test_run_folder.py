@@ -72,6 +72,25 @@ def test_a_full_disk_is_said_and_what_was_not_written_is_written_once_there_is_r
     assert RunFolder("a").config() == new and file.exists()
 
 
+def test_a_disk_that_is_full_when_a_fleet_starts_is_named_and_the_folder_removed(tmp_path):
+    """A process's limit on the size of files stands for the disk: both refuse to write to a file that is open."""
+    code = """
+import resource, signal, sys
+from orchestrator.launch.host.run_folder import RunFolder
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (0, resource.RLIM_INFINITY))
+folder = RunFolder("a")
+try:
+    folder.claim()
+finally:
+    folder.remove()
+"""
+    done = subprocess.run([sys.executable, "-B", "-c", code], capture_output=True, text=True)
+    assert "ConfigError" in done.stderr.splitlines()[-1], done.stderr
+    assert "/a: cannot be written (File too large); free space there, or" in done.stderr
+    assert not (tmp_path / "pd-orchestrator" / "a").exists()
+
+
 def test_written_files_are_readable():
     folder = RunFolder("a")
     folder.claim()
