@@ -232,12 +232,6 @@ async def retry_while_away(what: Callable[[], Awaitable[T]]) -> T:
         await asyncio.sleep(_ASK_AGAIN_S)
 
 
-def refuse_only_worker(ready: int, force: bool) -> None:
-    """Raises Refused where a worker that restarts would be the only one, unless forced."""
-    if ready < 2 and not force:
-        raise Refused("one worker alone serves this fleet: start another first (`orchestrator scale`), or use --force")
-
-
 def check_writable(*files: Path | None) -> None:
     """Check output files before work whose result would be lost. Raises Refused."""
     for file in files:

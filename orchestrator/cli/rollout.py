@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -30,7 +30,6 @@ from orchestrator.cli.handle import (
     ask,
     find_fleet,
     print_json,
-    refuse_only_worker,
     retry_while_away,
 )
 from orchestrator.cli.look.views import restart_line
@@ -42,7 +41,7 @@ from orchestrator.store.configuration import Phase, Rollout, Version, refuses_lo
 from orchestrator.store.fields import Frontend
 from orchestrator.store.planned import Reading, of_launchers, rollout_status
 from orchestrator.store.steering import settle
-from orchestrator.types import Role, WorkerState
+from orchestrator.types import Role, WorkerInfo, WorkerState
 
 _LOOK_EVERY_S = 0.2
 _LOOKS = 25  # at a Redis that has lost what launchers tell it again within a second or two
@@ -108,7 +107,7 @@ async def _begin(
     if (desired := await fleet.registry.desired()) is not None and desired.idle:
         raise Refused("the model is idle and has no worker to start again; send it a request first")
     workers = (await fleet.registry.read()).units
-    refuse_only_worker(sum(info.state is WorkerState.READY for info in workers.values()), force)
+    _refuse_gap(workers, workers, running, force)
     new = changed(running.config, handle.config, tree)
     begins_to_refuse = refuses_local(new) and not refuses_local(running.config)
     if begins_to_refuse and desired is not None and desired.prefill == 0 and not force:
@@ -175,7 +174,7 @@ async def restart(
         raise Refused("the model is idle and has no worker to restart; those of the next request are new")
     if not targets:
         raise Refused(f"the fleet has no {role.value + ' ' if role else ''}worker to restart")
-    refuse_only_worker(sum(info.state is WorkerState.READY for info in there.values()), force)
+    _refuse_gap(there, targets, await registry.configuration.read(), force)
     version = last.settled if last is not None else Version(0, {})
     highest = last.highest if last is not None else 0
     ordered = Rollout(version, version, max_unavailable, restart=targets, ordered=highest)
@@ -189,6 +188,21 @@ async def restart(
         raise
     if ended.phase is Phase.UNDONE:
         raise Refused(f"the restart was given up: {ended.why}")
+
+
+def _refuse_gap(units: Mapping[str, WorkerInfo], targets: Container[str], runs: Version | None, force: bool) -> None:
+    """Raises Refused where, while one of `targets` restarts, no worker would do what it does, unless forced."""
+    ready = [info for info in units.values() if info.state is WorkerState.READY]
+    if force:
+        return
+    if len(ready) < 2:
+        raise Refused("one worker alone serves this fleet: start another first (`orchestrator scale`), or use --force")
+    prefill = [info.id for info in ready if info.role is Role.PREFILL]
+    if len(prefill) == 1 and prefill[0] in targets and runs is not None and refuses_local(runs.config):
+        raise Refused(
+            f"{prefill[0]}: is the only prefill worker; with routing.fallback: refuse every long prompt gets 503 while "
+            "it restarts: start another first (`orchestrator scale`), or use --force"
+        )
 
 
 async def follow(
