@@ -64,6 +64,7 @@ class Frontends:
         """`send` never waits."""
         self._send = send
         self._greetings: dict[str, set[asyncio.Event]] = {}  # of those who wait for one
+        self.greeted: set[str] = set()  # those who have, until one is found to be unreachable
         self._reached: set[str] = set()  # their last message was sent; since the last call of `gone`
         self._unreachable_since: dict[str, float] = {}
         self._away: dict[str, float] = {}  # monotonic seconds
@@ -75,6 +76,8 @@ class Frontends:
             self._unreachable_since.pop(frontend_id, None)
         else:
             self._reached.discard(frontend_id)
+        if sent is Sent.UNREACHABLE:
+            self.greeted.discard(frontend_id)
         return sent
 
     def away(self, now: float) -> list[str]:
@@ -102,6 +105,7 @@ class Frontends:
                 PROTOCOL_VERSION,
             )
             return
+        self.greeted.add(frontend_id)
         self.send(frontend_id, Welcome())
         self._unreachable_since.pop(frontend_id, None)
         self._away.pop(frontend_id, None)

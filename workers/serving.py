@@ -25,7 +25,6 @@ from orchestrator.wire.messages import (
     Hello,
     Lend,
     Outputs,
-    Prefix,
     PrefixResync,
     Submit,
     ToWorker,
@@ -104,13 +103,16 @@ class Serving:
 
     async def _submit(self, frontend_id: str, message: Submit, payload: list[bytes]) -> None:
         why = self._refusal()
-        refusal = Refusal(why, leaving=True) if why is not None else await self._take(frontend_id, message, payload)
+        taken = Refusal(why, leaving=True) if why is not None else await self._take(frontend_id, message)
+        if isinstance(taken, Attempt):
+            self._start(self._give(taken, message, payload))
+            return
         self._load.submitted(frontend_id, message.sequence)
-        if refusal is not None:
-            self._frontends.reject(frontend_id, message.request_id, message.attempt, refusal)
+        if taken is not None:
+            self._frontends.reject(frontend_id, message.request_id, message.attempt, taken)
 
-    async def _take(self, frontend_id: str, message: Submit, payload: list[bytes]) -> Refusal | None:
-        """Submit the request to the engine. Returns None, or why it was not taken."""
+    async def _take(self, frontend_id: str, message: Submit) -> Attempt | Refusal | None:
+        """The new attempt, or why it is not taken; None for one that nobody waits for."""
         key = engine_key(message.request_id, message.attempt)
         older = self._attempts.find(Phase.DECODE, message.request_id)
         if older is not None:
@@ -148,18 +150,16 @@ class Serving:
         self._load.added()
         if source is not None:
             self._source(source.endpoint.engine_id)
-        request = EngineRequest(key, Phase.DECODE, payload, source, message.resume_tokens, message.behind_s)
-        if message.prefix is not None and source is None:
-            self._start(self._fetch_and_submit(attempt, message.prefix, request))
-            return None
-        refusal = await submit(self._engine, request)
-        if refusal is not None:
-            self._attempts.remove(attempt)
-        return refusal
+        return attempt
 
-    async def _fetch_and_submit(self, attempt: Attempt, prefix: Prefix, request: EngineRequest) -> None:
+    async def _give(self, attempt: Attempt, message: Submit, payload: list[bytes]) -> None:
+        """Submit to the engine. A fetch before that, or a LoRA adapter that the engine has to load, takes seconds, for
+        which other messages do not wait."""
+        source, prefix = message.kv_source, message.prefix
+        request = EngineRequest(attempt.key, Phase.DECODE, payload, source, message.resume_tokens, message.behind_s)
         try:
-            await self._prefills.fetches.fetch(prefix, request.frames)
+            if prefix is not None and source is None:
+                await self._prefills.fetches.fetch(prefix, payload)
             if not self._attempts.holds(attempt):
                 return
             refusal = await submit(self._engine, request)
@@ -170,6 +170,8 @@ class Serving:
                 self._frontends.reject(attempt.frontend_id, attempt.request_id, attempt.number, refusal)
         except EngineDead as error:
             log.debug("%s was not submitted: %s", attempt.key, error)
+        finally:
+            self._load.submitted(attempt.frontend_id, message.sequence)
 
     async def _abort(self, frontend_id: str, message: Abort) -> None:
         for phase in Phase:
@@ -300,7 +302,7 @@ class Serving:
         known = self._attempts.frontends()
         if now - self._idle_checked_at >= IDLE_FRONTENDS_CHECK_S:
             self._idle_checked_at = now
-            known |= self._load.frontends
+            known |= self._load.frontends | self._frontends.greeted  # of one that is dead nothing is kept
         for frontend_id in self._frontends.gone(known, timeout_s, now, late_s):
             await self._abort_frontend(frontend_id, now)
 

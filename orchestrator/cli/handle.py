@@ -63,7 +63,7 @@ SetOption = Annotated[
     list[str] | None,
     typer.Option("--set", help="Override a configuration key: a.b=value. Repeatable.", show_default=False),
 ]
-ForceOption = Annotated[bool, typer.Option("--force", help="Allow it when the fleet has only one worker.")]
+ForceOption = Annotated[bool, typer.Option("--force", help="Allow it although requests would be refused.")]
 MaxUnavailableOption = Annotated[
     int, typer.Option("--max-unavailable", min=1, help="How many workers may be down at a time.")
 ]
@@ -230,12 +230,6 @@ async def retry_while_away(what: Callable[[], Awaitable[T]]) -> T:
             if time.monotonic() > deadline:
                 raise
         await asyncio.sleep(_ASK_AGAIN_S)
-
-
-def refuse_only_worker(ready: int, force: bool) -> None:
-    """Raises Refused where a worker that restarts would be the only one, unless forced."""
-    if ready < 2 and not force:
-        raise Refused("one worker alone serves this fleet: start another first (`orchestrator scale`), or use --force")
 
 
 def check_writable(*files: Path | None) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -30,7 +30,6 @@ from orchestrator.cli.handle import (
     ask,
     find_fleet,
     print_json,
-    refuse_only_worker,
     retry_while_away,
 )
 from orchestrator.cli.look.views import restart_line
@@ -38,11 +37,11 @@ from orchestrator.config.models import tree_of
 from orchestrator.config.settings import Refused, WorkersConfig, overridden, read_tree
 from orchestrator.config.shared import changed, changes
 from orchestrator.launch.rollout import Replacer
-from orchestrator.store.configuration import Phase, Rollout, Version
+from orchestrator.store.configuration import Phase, Rollout, Version, refuses_local
 from orchestrator.store.fields import Frontend
 from orchestrator.store.planned import Reading, of_launchers, rollout_status
 from orchestrator.store.steering import settle
-from orchestrator.types import Role, WorkerState
+from orchestrator.types import Role, WorkerInfo, WorkerState
 
 _LOOK_EVERY_S = 0.2
 _LOOKS = 25  # at a Redis that has lost what launchers tell it again within a second or two
@@ -108,9 +107,15 @@ async def _begin(
     if (desired := await fleet.registry.desired()) is not None and desired.idle:
         raise Refused("the model is idle and has no worker to start again; send it a request first")
     workers = (await fleet.registry.read()).units
-    refuse_only_worker(sum(info.state is WorkerState.READY for info in workers.values()), force)
+    _refuse_gap(workers, workers, running, force)
     new = changed(running.config, handle.config, tree)
-    generation = 1 + max(running.generation, last.new.generation if last is not None else 0)
+    begins_to_refuse = refuses_local(new) and not refuses_local(running.config)
+    if begins_to_refuse and desired is not None and desired.prefill == 0 and not force:
+        raise Refused(
+            "routing.fallback: refuse, and 0 prefill workers are desired: every long prompt would get 503. Start one "
+            "first (`orchestrator scale`), or use --force"
+        )
+    generation = 1 + max(running.generation, last.highest if last is not None else 0)
     wanted = Rollout(running, Version(generation, new), max_unavailable)
     if not await document.change(last, wanted):
         raise Refused("somebody else has just begun a rollout")
@@ -169,9 +174,10 @@ async def restart(
         raise Refused("the model is idle and has no worker to restart; those of the next request are new")
     if not targets:
         raise Refused(f"the fleet has no {role.value + ' ' if role else ''}worker to restart")
-    refuse_only_worker(sum(info.state is WorkerState.READY for info in there.values()), force)
+    _refuse_gap(there, targets, await registry.configuration.read(), force)
     version = last.settled if last is not None else Version(0, {})
-    ordered = Rollout(version, version, max_unavailable, restart=targets)
+    highest = last.highest if last is not None else 0
+    ordered = Rollout(version, version, max_unavailable, restart=targets, ordered=highest)
     if not await document.change(last, ordered):
         raise Refused("somebody else has just begun a rollout or a restart")
     leader = None if led else Replacer(registry, workers.drain_timeout_s + workers.start_timeout_s)
@@ -182,6 +188,21 @@ async def restart(
         raise
     if ended.phase is Phase.UNDONE:
         raise Refused(f"the restart was given up: {ended.why}")
+
+
+def _refuse_gap(units: Mapping[str, WorkerInfo], targets: Container[str], runs: Version | None, force: bool) -> None:
+    """Raises Refused where, while one of `targets` restarts, no worker would do what it does, unless forced."""
+    ready = [info for info in units.values() if info.state is WorkerState.READY]
+    if force:
+        return
+    if len(ready) < 2:
+        raise Refused("one worker alone serves this fleet: start another first (`orchestrator scale`), or use --force")
+    prefill = [info.id for info in ready if info.role is Role.PREFILL]
+    if len(prefill) == 1 and prefill[0] in targets and runs is not None and refuses_local(runs.config):
+        raise Refused(
+            f"{prefill[0]}: is the only prefill worker; with routing.fallback: refuse every long prompt gets 503 while "
+            "it restarts: start another first (`orchestrator scale`), or use --force"
+        )
 
 
 async def follow(

@@ -36,7 +36,9 @@ def scale(
     targets: Annotated[list[str], typer.Argument(help="prefill=X, decode=Y, or both; or both as 2P6D.")],
     namespace: NamespaceOption = None,
     redis: RedisOption = None,
-    force: Annotated[bool, typer.Option("--force", help="Allow more than there is room for.")] = False,
+    force: Annotated[
+        bool, typer.Option("--force", help="Allow more than there is room for, or none that is needed.")
+    ] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Set how many workers of each role there should be."""

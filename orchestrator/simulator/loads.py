@@ -10,7 +10,7 @@ from itertools import count
 from typing import NamedTuple
 
 from orchestrator.config.settings import ConfigError
-from orchestrator.simulator.trace import Arrival, Load, filled
+from orchestrator.simulator.trace import MOST_REQUESTS, Arrival, Load, filled
 
 MADE_UNIT_TOKENS = 512  # in a prefix unit, which prompts share as a whole or not at all
 
@@ -171,6 +171,12 @@ class _Sessions(NamedTuple):
         now = 0.0
         # The load begins in the middle of sessions, not with the first requests of all.
         warm_up_s = 3 * self.turns * self.think_s
+        if (made := warm_up_s * rate + requests) > MOST_REQUESTS:
+            most = (MOST_REQUESTS - requests) / warm_up_s
+            raise ConfigError(
+                f"rate: expected at most {most:.3g} requests per second, got {rate:g}: sessions that think for "
+                f"{self.think_s:g} s begin with {made:.3g} requests then"
+            )
         for session in count():
             now += rng.expovariate(rate / self.turns)
             if now > warm_up_s + requests / rate:

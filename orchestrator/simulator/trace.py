@@ -20,6 +20,8 @@ from orchestrator.config.settings import ConfigError
 
 MOONCAKE_UNIT_TOKENS = 512  # in a prefix unit, which prompts share as a whole or not at all
 
+MOST_REQUESTS, MOST_S = 10_000_000, 1e6  # of a load: what a machine can hold, and simulate in minutes
+
 
 class Arrival(msgspec.Struct, frozen=True):
     """One request of a load. `keys` name its prefix units, one key per whole `Load.unit_tokens` of the prompt."""
@@ -146,9 +148,14 @@ def steady(requests: int, prompt_tokens: int, output_tokens: int, seed: int = 0)
 
 def at_rate(load: Load, rate: float) -> Load:
     """The load at this mean rate (requests per second); a trace's times are stretched or squeezed. Raises ConfigError
-    for a rate of 0 or less, or if a synthetic load has no requests at it."""
+    for a rate of 0 or less, or at which the load has no requests, too many, or takes too long."""
     if rate <= 0:
         raise ConfigError(f"rate: expected more than 0 requests per second, got {rate}")
+    if len(load.arrivals) / rate > MOST_S:
+        raise ConfigError(
+            f"rate: expected at least {len(load.arrivals) / MOST_S:.3g} requests per second, got {rate:g}: "
+            f"{len(load.arrivals)} requests would take longer than {MOST_S:g} s"
+        )
     if load.at is not None:
         return filled(load.at(rate))
     factor = load.rate / rate

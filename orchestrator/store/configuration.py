@@ -8,6 +8,7 @@ responsible for carrying a rollout out (`launch/rollout.py`).
 from __future__ import annotations
 
 import enum
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -27,6 +28,12 @@ class Version(msgspec.Struct, frozen=True):
 
     generation: int
     config: dict[str, Any]
+
+
+def refuses_local(config: Mapping[str, Any]) -> bool:
+    """Whether a long prompt is refused where no worker is there to prefill it. `config`: as in `Version`."""
+    routing = config.get("routing", {})
+    return bool(routing.get("fallback") == "refuse")
 
 
 class RolloutStatus(msgspec.Struct, frozen=True):
@@ -54,6 +61,12 @@ class Rollout(msgspec.Struct, frozen=True):
     phase: Phase = Phase.FORWARD
     why: str = ""  # it rolls back, or has rolled back
     restart: dict[str, str] = {}
+    ordered: int = 0  # the highest generation of the rollouts before a restart
+
+    @property
+    def highest(self) -> int:
+        """Of all generations that were ordered, also of a rollout that went back: the next one has another number."""
+        return max(self.new.generation, self.ordered)
 
     @property
     def target(self) -> Version:

@@ -10,6 +10,7 @@ from collections.abc import Collection, Sequence
 
 from orchestrator.config.settings import Refused
 from orchestrator.config.values import MAX_WORKERS
+from orchestrator.store.configuration import refuses_local
 from orchestrator.store.fields import WorkerOrders
 from orchestrator.store.planned import (
     PlannedWorker,
@@ -25,6 +26,7 @@ from orchestrator.store.registry import Registry
 from orchestrator.types import DesiredRatio, Role
 
 NOBODY = "the fleet has no process in this Redis; is --namespace right? Of several models each has its own: FLEET.MODEL"
+NEEDS_PREFILL = "with routing.fallback: refuse every long prompt would get 503; set that to local with a rollout"
 _HEARTBEATS = 2.0  # after so many every worker that lives has told Redis of itself
 
 
@@ -44,7 +46,7 @@ class Steering:
 
     async def scale(self, prefill: int | None = None, decode: int | None = None, force: bool = False) -> DesiredRatio:
         """Set how many workers there should be; None leaves that role as it is. Returns the new ratio. `force`: also
-        more than there is room for."""
+        more than there is room for, and no prefill worker where prompts need one."""
 
         async def decide() -> DesiredRatio | None:
             reading = await self._read()
@@ -60,6 +62,8 @@ class Steering:
             for name, count in (("prefill", wanted.prefill), ("decode", wanted.decode)):
                 if not 0 <= count <= MAX_WORKERS:
                     raise Refused(f"{name}={count}: expected an integer from 0 to {MAX_WORKERS}")
+            if not force and wanted.prefill == 0 < current.prefill and await self._needs_prefill():
+                raise Refused(f"prefill=0: {NEEDS_PREFILL}, or repeat `orchestrator scale` with --force")
             if not force and wanted.prefill + wanted.decode > current.prefill + current.decode:
                 rooms = [launcher.room for launcher in of_launchers(reading.launchers).values()]
                 refuse_too_many(wanted, rooms, by_hand=sum(worker.id not in launched for worker in workers))
@@ -149,13 +153,24 @@ class Steering:
                 f"another first (`orchestrator scale`), or repeat `orchestrator {command}` with --force"
             )
         prefill = [w.id for w in workers if w.role is Role.PREFILL and w.ready and not w.leaving]
-        waiting = (await self._queue.depth()).requests
-        if prefill == [worker_id] and waiting:
+        if prefill != [worker_id]:
+            return
+        if await self._needs_prefill():
+            raise Refused(
+                f"{worker_id}: is the last prefill worker that is ready; {NEEDS_PREFILL}. Start another first "
+                f"(`orchestrator scale`), or repeat `orchestrator {command}` with --force"
+            )
+        if waiting := (await self._queue.depth()).requests:
             wait = "1 prefill waits" if waiting == 1 else f"{waiting} prefills wait"
             raise Refused(
                 f"{worker_id}: is the last prefill worker that is ready, and {wait} for it. Repeat "
                 f"`orchestrator {command}` with --force to prefill them on decode workers"
             )
+
+    async def _needs_prefill(self) -> bool:
+        """Whether prompts that should be prefilled remotely are refused where no worker prefills."""
+        version = await self._registry.configuration.read()
+        return version is not None and refuses_local(version.config)
 
 
 def _planned(reading: Reading) -> list[PlannedWorker]:

@@ -27,7 +27,15 @@ from orchestrator.wire.addresses import Listening, in_url
 from orchestrator.wire.connections import Connections
 from orchestrator.wire.curve import FindFrontends, Gate, KeyPair, use_as_client, use_as_server
 from orchestrator.wire.framing import Assembler
-from orchestrator.wire.messages import Hello, MessageError, Published, ToFrontend, ToWorker, Welcome
+from orchestrator.wire.messages import (
+    PROTOCOL_VERSION,
+    Hello,
+    MessageError,
+    Published,
+    ToFrontend,
+    ToWorker,
+    Welcome,
+)
 from orchestrator.wire.sockets import (
     EVENTS_REFUSED,
     Reader,
@@ -105,7 +113,7 @@ class WorkerTransport:
                 self.corrupt += 1
                 log.warning("dropped a corrupt message from %r: %s", route.bytes[:40], error)
                 continue
-            if isinstance(message, Hello):
+            if isinstance(message, Hello) and message.protocol == PROTOCOL_VERSION:  # to others nothing is sent
                 self._routes[frontend_id] = route.bytes
             return frontend_id, message, payload
 

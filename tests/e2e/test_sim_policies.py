@@ -47,7 +47,7 @@ async def test_a_prompt_that_waits_when_the_last_prefill_worker_leaves_is_refuse
             for seed in range(30)
         ]
         await refusing.soon(lambda: refusing.fleet()["queue"]["requests"] >= 5, "a queue")
-        refusing.cli("scale", "prefill=0", "decode=1")
+        refusing.cli("scale", "prefill=0", "decode=1", "--force")
         answers = await asyncio.gather(*asking)
     refused = [answer for answer in answers if answer.status_code != 200]
     assert refused and {answer.status_code for answer in refused} == {503}

@@ -19,7 +19,8 @@ from orchestrator.types import Role, WorkerInfo
 from orchestrator.wire import framing
 from orchestrator.wire.curve import KeyPair, use_as_client
 from orchestrator.wire.messages import Abort, Call, Claimed, Hello, Prefilled, Rejected, Submit
-from workers.engine import EngineStep
+from workers import serving as serving_module
+from workers.engine import EngineRequest, EngineStep
 from workers.peers import IdInUse
 
 PROMPT = list(range(100, 400))
@@ -61,6 +62,49 @@ async def test_refuses_what_it_cannot_decode_or_run(workers: Workers) -> None:
     assert garbage.got(Rejected).why.startswith("invalid: not an engine request")
     assert long.got(Rejected).why.startswith("invalid: the prompt has 40000 tokens, the longest sequence is 32768")
     assert long.got(Rejected).final
+
+
+async def test_messages_go_on_while_the_engine_takes_a_request(workers: Workers) -> None:
+    """As for the seconds in which it loads the request's LoRA adapter."""
+    worker, frontend = await workers.served(Role.DECODE)
+    submit, loaded, began = worker.engine.submit, asyncio.Event(), list[str]()
+    slow = [frontend.new([i, *PROMPT]) for i in range(2)]
+
+    async def load_first(request: EngineRequest) -> None:
+        if request.key.startswith(tuple(it.id for it in slow)):
+            began.append(request.key)
+            await loaded.wait()
+        await submit(request)
+
+    worker.engine.submit = load_first  # type: ignore[method-assign]
+    for request in slow:
+        frontend.submit_to(worker.id, request)
+    await until(lambda: len(began) == len(slow), "both wait")
+    other = frontend.new([9, *PROMPT])
+    frontend.submit_to(worker.id, other)
+    await frontend.finished(other)
+    frontend.abort(worker.id, slow[0])
+    await until(lambda: len(worker.agent._attempts.all()) == 1, "the abort is heard")
+    loaded.set()
+    await frontend.finished(slow[1])
+    await workers.assert_no_leaks()
+    assert not slow[0].tokens and not slow[0].got(Rejected)
+
+
+async def test_of_frontends_that_are_gone_nothing_is_kept(workers: Workers, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also of those that have sent no request."""
+    monkeypatch.setattr(serving_module, "IDLE_FRONTENDS_CHECK_S", 0.2)
+    worker = await workers.start(Role.DECODE)
+    stays, *leave = [await workers.frontend(worker) for _ in range(4)]
+    routes = worker.agent._transport._routes
+    assert len(routes) == 4
+    for frontend in leave:
+        await frontend.close()
+    await until(lambda: [*routes] == [stays.id], "the connections are forgotten")
+    await until(lambda: worker.agent._frontends.greeted == {stays.id})
+    request = stays.new(PROMPT)
+    stays.submit_to(worker.id, request)
+    await stays.finished(request)
 
 
 async def test_an_abort_by_another_frontend_ends_nothing(workers: Workers) -> None:

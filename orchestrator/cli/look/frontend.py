@@ -121,14 +121,19 @@ def with_frontend(handle: FleetHandle) -> FleetHandle:
     return msgspec.structs.replace(handle, url=ask(handle, find))
 
 
+def of_one_model(url: str, seen: dict[str, Any]) -> dict[str, Any]:
+    """What `url` answered to `/fleet`. Raises Refused where it is that of several models."""
+    if "models" in seen:
+        pages = ", ".join(f"{url.rstrip('/')}/models/{model}" for model in seen["models"])
+        raise Refused(f"{url}: several models are there; name one: {pages}")
+    return seen
+
+
 async def fleet_status(handle: FleetHandle) -> dict[str, Any]:
     """The content of a frontend's `/fleet`. Where none answers, the registry's, with null for loads, and it says so as
     `no_frontend`. Raises Refused."""
     if handle.url and (seen := await get(handle, handle.url, "/fleet")) is not None:
-        if "models" in seen:
-            pages = ", ".join(f"{handle.url}/models/{model}" for model in seen["models"])
-            raise Refused(f"{handle.url}: several models are there; name one: {pages}")
-        return dict(seen)
+        return of_one_model(handle.url, seen)
     if handle.redis_url is None:
         raise Refused(f"{handle.url}: no frontend of a fleet answers there; see `orchestrator status --redis URL`")
     from orchestrator.store.operator.worker_status import WorkerStatus

@@ -16,7 +16,15 @@ from textual.screen import ModalScreen
 from textual.widgets import DataTable, Footer, Input, Label, Sparkline, Static
 
 from orchestrator.cli.look.frontend import UNANSWERED, fetch, fleet_stream
-from orchestrator.cli.look.views import STATE_STYLE, at_rest, balance_lines, blocks_bar, in_time_line, set_by
+from orchestrator.cli.look.views import (
+    STATE_STYLE,
+    at_rest,
+    balance_lines,
+    blocks_bar,
+    in_time_line,
+    model_name,
+    set_by,
+)
 
 _AGAIN_S = 1.0  # between two attempts to reach a frontend
 _SPARK_POINTS = 60
@@ -82,10 +90,10 @@ class Top(App[None]):
     """
     ENABLE_COMMAND_PALETTE = False
 
-    def __init__(self, url: str, key: str | None = None) -> None:
-        """`key`: the operator's, where one is needed."""
+    def __init__(self, url: str, key: str | None = None, model: str = "") -> None:
+        """`key`: the operator's, where one is needed. `model`: its name in the fleet's file."""
         super().__init__()
-        self._url, self._key = url, key
+        self._url, self._key, self._model = url, key, model
         self._sample: dict[str, Any] = {}
         self._points: list[dict[str, Any]] = []
         self._sort = "role"
@@ -165,7 +173,7 @@ class Top(App[None]):
 
     def _summary(self) -> Text:
         sample, queue, desired = self._sample, self._sample["queue"], self._sample["desired"]
-        said = Text(sample["model"], style="bold", no_wrap=True, overflow="ellipsis")
+        said = Text(model_name(sample["model"], self._model), style="bold", no_wrap=True, overflow="ellipsis")
         said.append(f"  {len(sample['workers'])} workers", "default")
         queued = (f"  {queue['tokens']} tokens queued", "default") if queue else ("  Redis cannot be used", "red")
         said.append(*queued)

@@ -38,19 +38,20 @@ def status(
     """Show workers, their KV blocks and the queue."""
     if not watch and url is None and redis is None and len(models := models_here(namespace)) > 1:
         all_seen = {model: asyncio.run(fleet_status(find_fleet(model, None))) for model in models}
-        say({"models": all_seen}, Group(*map(fleet_view, all_seen.values())), as_json)
+        shown = [fleet_view(seen, model) for model, seen in all_seen.items()]
+        say({"models": all_seen}, Group(*shown), as_json)
         return
     handle = find_fleet(namespace, redis, url)
     if not watch:
         seen = asyncio.run(fleet_status(handle))
-        say(seen, fleet_view(seen), as_json)
+        say(seen, fleet_view(seen, handle.model), as_json)
     elif as_json or not OUT.is_terminal:
-        asyncio.run(_repeat(handle, lambda seen: say(seen, fleet_view(seen), as_json)))
+        asyncio.run(_repeat(handle, lambda seen: say(seen, fleet_view(seen, handle.model), as_json)))
     else:
         from rich.live import Live  # imports the progress bars
 
         with Live(console=OUT, auto_refresh=False) as live:
-            asyncio.run(_repeat(handle, lambda seen: live.update(fleet_view(seen), refresh=True)))
+            asyncio.run(_repeat(handle, lambda seen: live.update(fleet_view(seen, handle.model), refresh=True)))
 
 
 async def _repeat(handle: FleetHandle, show: Callable[[dict[str, Any]], None]) -> None:

@@ -36,7 +36,7 @@ def top(
     except ModuleNotFoundError as error:
         raise Refused(missing("top", str(error.name), "top")) from None
 
-    Top(handle.url, key).run()
+    Top(handle.url, key, handle.model).run()
 
 
 async def sample(url: str, key: str | None) -> dict[str, Any]:

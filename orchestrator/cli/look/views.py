@@ -31,8 +31,13 @@ def plain_table(columns: Sequence[str], rows: Iterable[Iterable[str | Text]]) ->
     return made
 
 
-def fleet_view(seen: dict[str, Any]) -> RenderableType:
-    """`/fleet` as a table and two lines. A dash stands for an unknown load."""
+def model_name(served: str, name: str) -> str:
+    """A model by the name that commands take, where the fleet's file gives it one, and by the one that clients use."""
+    return f"{name}, {served} for clients" if name and served and name != served else served or name or "unknown"
+
+
+def fleet_view(seen: dict[str, Any], model: str = "") -> RenderableType:
+    """`/fleet` as a table and two lines. A dash stands for an unknown load. `model`: its name in the fleet's file."""
     table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 1, 0, 0))
     # Commands take a worker's whole name: where the terminal is narrow, other columns are cut.
     table.add_column(
@@ -63,7 +68,7 @@ def fleet_view(seen: dict[str, Any]) -> RenderableType:
             *([" ".join(worker["labels"])] if labelled else []),
         )
     queue, desired = seen["queue"], seen["desired"]
-    lines: list[RenderableType] = [Text(f"model {seen['model'] or 'unknown'}", style="bold"), table]
+    lines: list[RenderableType] = [Text(f"model {model_name(seen['model'], model)}", style="bold"), table]
     if not seen["workers"]:
         lines.append(Text(at_rest(seen) or "no worker is registered", style="yellow"))
     if seen.get("no_frontend"):

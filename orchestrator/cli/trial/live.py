@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from orchestrator.cli.handle import find_fleet
-from orchestrator.cli.look.frontend import UNANSWERED, fetch, operator_key
+from orchestrator.cli.look.frontend import UNANSWERED, fetch, of_one_model, operator_key
 from orchestrator.config.access import OPERATOR_KEY
 from orchestrator.config.settings import ConfigError
 from orchestrator.simulator.profile import PROFILES, Profile, load_profile
@@ -24,6 +24,7 @@ def live_load(url: str) -> Load:
 
     Raises ConfigError.
     """
+    of_one_model(url, _get(url, "/fleet"))
     ended = [line for line in _ended(url) if line.get("output_tokens")]
     if len(ended) < MIN_REQUESTS:
         raise ConfigError(
@@ -53,8 +54,8 @@ def _ended(url: str) -> list[dict[str, Any]]:
 
 def live_profile(url: str) -> Profile:
     """What the fleet at `url` has measured of its engines, and its smallest worker's memory. Raises ConfigError."""
+    workers = of_one_model(url, _get(url, "/fleet")).get("workers", [])
     speed = _get(url, "/predictions").get("speed", {})
-    workers = _get(url, "/fleet").get("workers", [])
     if not speed.get("prefill_s_per_token") or not workers:
         raise ConfigError(f"{url}: no worker of the fleet has measured its engine; give --profile")
     base = load_profile(PROFILES / "h100-llama-8b.json")

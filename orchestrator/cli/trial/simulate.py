@@ -26,7 +26,7 @@ from orchestrator.simulator.profile import PROFILES, Profile, load_profile
 from orchestrator.simulator.report import SHARES, Goodput, Report, goodputs, report
 from orchestrator.simulator.settings import Settings, stack
 from orchestrator.simulator.simulation import Simulation
-from orchestrator.simulator.trace import Load, at_rate, first, read_trace, repeated
+from orchestrator.simulator.trace import MOST_REQUESTS, Load, at_rate, first, read_trace, repeated
 
 DEFAULT_PROFILE = "h100-llama-8b"
 app = typer.Typer()
@@ -210,8 +210,8 @@ def progress_bar() -> Progress:
 
 def parse_load(trace: str, requests: int | None, seed: int) -> Load:
     """Raises ConfigError."""
-    if requests is not None and requests < 2:
-        raise ConfigError(f"--requests: expected at least 2, got {requests}")
+    if requests is not None and not 2 <= requests <= MOST_REQUESTS:
+        raise ConfigError(f"--requests: expected 2 to {MOST_REQUESTS}, got {requests}")
     if trace in LOADS:
         return synthetic(trace, requests or 10_000, seed)
     load = read_trace(Path(trace), seed)

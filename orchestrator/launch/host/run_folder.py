@@ -13,6 +13,7 @@ import logging
 import os
 import shutil
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, TypeVar
 
@@ -90,48 +91,46 @@ class RunFolder:
 
         Raises FleetRunning, ConfigError.
         """
-        try:
+        with self._writing():
             deadline = time.monotonic() + _CLAIM_PATIENCE_S
             while (lock := self._try_lock()) is None:
                 if time.monotonic() > deadline:
                     raise FleetRunning(self.namespace, self.launcher())
                 time.sleep(_WAIT_POLL_S)
-        except Foreign as error:
-            raise _refused(error) from None
-        except OSError as error:
-            raise ConfigError(f"{self.path}: cannot be written ({error.strerror}); set XDG_RUNTIME_DIR") from None
-        left = self._read_list(_PROCESSES, list[StartedProcess])
-        self.shared_memory = frozenset(self._read_list(_SHARED_MEMORY, list[str]))
-        for path in self.path.iterdir():
-            # The lists of what is left stay until they are written anew: this launcher may be killed, too.
-            if path.name not in (_LOCK, _PROCESSES, _SHARED_MEMORY) and not path.is_dir():
-                path.unlink(missing_ok=True)
-        self._hold(lock)
+            left = self._read_list(_PROCESSES, list[StartedProcess])
+            self.shared_memory = frozenset(self._read_list(_SHARED_MEMORY, list[str]))
+            for path in self.path.iterdir():
+                # The lists of what is left stay until they are written anew: this launcher may be killed, too.
+                if path.name not in (_LOCK, _PROCESSES, _SHARED_MEMORY) and not path.is_dir():
+                    path.unlink(missing_ok=True)
+            self._hold(lock)
         return left
 
     def write_config(self, config: Config, generation: int = 0, model: str = "") -> Path:
         """Write the configuration for the fleet's processes, as JSON. JSON is YAML too, and commands read it without a
-        YAML parser. `model`: its name where there are several. Returns the file of this generation.
+        YAML parser. `model`: its name where there are several. Returns the file of this generation. Raises ConfigError
+        also where it cannot be written: a fleet that serves goes on with the configuration that it has.
         """
         text = msgspec.json.format(msgspec.json.encode(config), indent=1).decode() + "\n"
         file = f"config-{model}-{generation}.yaml" if model else f"config-{generation}.yaml"
-        self._write(file, text)
-        self._write(_config_file(model), text)
-        if model and model not in (models := self.models()):
-            self._write(_MODELS, msgspec.json.encode([*models, model]).decode())
-        self._write(_REDIS, config.redis.url)
-        if config.security.operator_key is not None:
-            self._write(self.operator_key_path.name, config.security.operator_key)
+        with self._writing():
+            self._write(file, text)
+            self._write(_config_file(model), text)
+            if model and model not in (models := self.models()):
+                self._write(_MODELS, msgspec.json.encode([*models, model]).decode())
+            self._write(_REDIS, config.redis.url)
+            if config.security.operator_key is not None:
+                self._write(self.operator_key_path.name, config.security.operator_key)
         return self.path / file
 
     def forget_model(self, model: str) -> None:
         """Remove the files of one of several models, which has ended. A fleet runs on without its folder."""
-        for path in (self.path / _config_file(model), *self.path.glob(f"config-{model}-*.yaml")):
-            generation = path.stem.removeprefix(f"config-{model}-")
-            if path.name == _config_file(model) or generation.isdecimal():  # not of a model whose name begins so
-                self._texts.pop(path.name, None)
-                path.unlink(missing_ok=True)
         with contextlib.suppress(OSError):
+            for path in (self.path / _config_file(model), *self.path.glob(f"config-{model}-*.yaml")):
+                generation = path.stem.removeprefix(f"config-{model}-")
+                if path.name == _config_file(model) or generation.isdecimal():  # not of a model whose name begins so
+                    self._texts.pop(path.name, None)
+                    path.unlink(missing_ok=True)
             self._write(_MODELS, msgspec.json.encode([other for other in self.models() if other != model]).decode())
 
     def note_started(self, processes: list[StartedProcess], shared_memory: frozenset[str] = frozenset()) -> None:
@@ -150,7 +149,8 @@ class RunFolder:
                 log.error("the run folder %s cannot be written: %s", self.path, error)
 
     def note_ready(self, ready: Ready) -> None:
-        self._write(_READY, msgspec.json.encode(ready).decode())
+        with self._writing():
+            self._write(_READY, msgspec.json.encode(ready).decode())
 
     def remove(self) -> None:
         """Remove the folder and everything in it, unless another launcher has taken it. Idempotent."""
@@ -162,11 +162,23 @@ class RunFolder:
         self._lock.close()
         self._lock = None
 
+    @contextlib.contextmanager
+    def _writing(self) -> Iterator[None]:
+        """Raises ConfigError where the folder, which the system's error need not name, cannot be written."""
+        try:
+            yield
+        except Foreign as error:
+            raise _refused(error) from None
+        except OSError as error:
+            mend = "free space there, or set XDG_RUNTIME_DIR"
+            raise ConfigError(f"{self.path}: cannot be written ({error.strerror}); {mend}") from None
+
     def _hold(self, lock: IO[str]) -> None:
         self._lock = lock
         lock.truncate(0)
-        lock.write(f"{own_identity()}\n")
-        lock.flush()
+        os.write(
+            lock.fileno(), f"{own_identity()}\n".encode()
+        )  # on a full disk nothing is left to be written by `close`
 
     def _keep_lock(self) -> None:
         """Take the lock again if its file was removed. Raises OSError, ConfigError, and FleetRunning if another
@@ -200,10 +212,12 @@ class RunFolder:
 
     def _write(self, name: str, text: str) -> None:
         """Write this file if its text is new, and every file that is missing. Raises OSError."""
-        changed = self._texts.get(name) != text
-        self._texts[name] = text
+        if self._texts.get(name) != text:
+            self._texts.pop(name, None)  # where that fails, the next call writes it although it has the same text
+            write_text(self.path / name, text)
+            self._texts[name] = text
         for other, kept in self._texts.items():
-            if (changed and other == name) or not (self.path / other).exists():
+            if not (self.path / other).exists():
                 write_text(self.path / other, kept)
 
     # ---- everybody else's side ---------------------------------------------------------------------------------

@@ -99,6 +99,39 @@ class ByHand:
             await self.join(name, process="2")
 
 
+async def test_a_restart_keeps_the_number_of_a_rollout_that_went_back(fleet: OpenFleet) -> None:
+    """A launcher would take the next rollout for that one, and start workers with what it prepared for it."""
+    rollout = fleet.registry.rollout
+    assert await rollout.change(None, Rollout(Version(0, {}), Version(1, {}), phase=Phase.UNDONE))
+    workers = ByHand(fleet, "a", "b")
+    await workers.join("a", "b")
+    restarting = workers.restart(max_unavailable=2, force=True)
+    await workers.all_restart("a", "b")
+    await restarting
+    last = await rollout.read()
+    assert last is not None and last.phase is Phase.DONE and last.new.generation == 0
+    assert last.highest == 1, "the next rollout is number 2"
+
+
+async def test_the_only_prefill_worker_restarts_by_force_alone_where_long_prompts_would_be_refused(
+    fleet: OpenFleet,
+) -> None:
+    workers = ByHand(fleet, "a", "b", "p")
+    for name in ("a", "b"):
+        workers.infos[name] = msgspec.structs.replace(workers.infos[name], role=Role.DECODE)
+    await workers.join("a", "b", "p")
+    assert await fleet.registry.configuration.change(None, Version(0, {"routing": {"fallback": "refuse"}}))
+    for role in (None, Role.PREFILL):
+        with pytest.raises(Refused, match="^p: is the only prefill worker; .* use --force"):
+            await workers.restart(role=role)
+    restarting = workers.restart(role=Role.DECODE)
+    await workers.all_restart("a", "b")
+    await restarting
+    restarting = workers.restart(role=Role.PREFILL, force=True)
+    await workers.all_restart("p")
+    await restarting
+
+
 async def test_restart_continues_after_redis_outage(server: Server, fleet: OpenFleet) -> None:
     """One that gave up would leave half of them as they were."""
     workers = ByHand(fleet, "a", "b")

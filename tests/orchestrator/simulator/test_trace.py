@@ -134,6 +134,17 @@ def test_sessions_grow_by_prompt_and_answer(name):
     assert continued > 500
 
 
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("name", ["chat", "agents", "changing", "bursty"])
+def test_a_rate_at_which_a_load_would_never_be_made_is_refused(name):
+    load = synthetic(name, 60)
+    if name != "bursty":  # the others begin in the middle of sessions, of which there are more at a higher rate
+        with pytest.raises(ConfigError, match=r"^rate: expected at most .* got 1e\+09"):
+            at_rate(load, 1e9)
+    with pytest.raises(ConfigError, match="^rate: expected at least .* longer than 1e"):
+        at_rate(load, 1e-12)
+
+
 def test_unknown_names_are_refused_with_the_known_ones(tmp_path):
     with pytest.raises(ConfigError, match="bursty"):
         synthetic("calm", 5)

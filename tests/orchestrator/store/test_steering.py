@@ -11,6 +11,7 @@ from support_steering import set_desired
 
 from orchestrator.config.settings import Refused
 from orchestrator.store.client import Redis, connect
+from orchestrator.store.configuration import Version
 from orchestrator.store.planned import PlannedWorker, Seen
 from orchestrator.store.queue import PrefillQueue
 from orchestrator.store.registry import Registry
@@ -152,6 +153,34 @@ async def test_operators_at_once_do_not_take_the_last_decode_worker(fleet: Calla
     with pytest.raises(Refused, match="d2: is the last decode worker"):
         await fleet(lambda: fleet().drain("d3", force=False)).drain("d2", force=False)
     assert await ratio_of(fleet) == (1, 1)
+
+
+@pytest.mark.parametrize("way", ["scale", "drain", "change_role"])
+async def test_the_last_prefill_worker_stays_where_long_prompts_would_be_refused_without_it(
+    fleet: Callable[..., Steering], way: str
+) -> None:
+    document = fleet()._registry.configuration
+
+    def order(force: bool) -> Awaitable[Any]:
+        match way:
+            case "scale":
+                return fleet().scale(prefill=0, force=force)
+            case "drain":
+                return fleet().drain("p0", force=force)
+        return fleet().change_role("p0", Role.DECODE, force=force)
+
+    refusing = Version(1, {"routing": {"fallback": "refuse"}})
+    assert await document.change(None, refusing)
+    with pytest.raises(Refused, match="routing.fallback: refuse every long prompt would get 503.* --force"):
+        await order(force=False)
+    assert await ratio_of(fleet) == (1, 4)
+    await order(force=True)
+    assert (await ratio_of(fleet))[0] == 0
+    if way == "scale":
+        await fleet().scale(decode=3)  # the fleet has none by now
+        await fleet().scale(prefill=1)
+    assert await document.change(refusing, Version(2, {"routing": {"fallback": "local"}}))
+    await fleet().scale(prefill=0)
 
 
 async def test_an_order_is_refused_when_the_fleet_changes_all_the_time(fleet: Callable[..., Steering]) -> None:

@@ -406,6 +406,14 @@ async def test_an_address_has_one_process(pair):
     assert frontend.send("newer", Abort("r", 1)) and not frontend.send("w", Abort("r", 1))
 
 
+async def test_a_frontend_of_another_protocol_is_not_kept(pair):
+    worker, frontend = pair
+    worker._routes.clear()
+    assert frontend.send("w", Hello(protocol=99))
+    assert (await worker.receive())[1].protocol == 99
+    assert not worker._routes
+
+
 @pytest.mark.parametrize("address", ["tcp://nonsense", "tcp://a-name:5000", "127.0.0.1:5000", "tcp://127.0.0.1:0", ""])
 async def test_an_address_that_cannot_be_connected_to_is_named(pair, address):
     worker, frontend = pair

@@ -23,7 +23,7 @@ from xxhash import xxh3_128
 from orchestrator.wire.adapters import adapter_number, unique_name
 from workers.engine import AdapterUnavailable, AdapterUse, InvalidEngineRequest
 
-LOAD_TIMEOUT_S = 20.0  # of one that a request brings: other messages wait
+LOAD_TIMEOUT_S = 20.0  # of one that a request brings; those that are loaded before it do not count
 _FILES = "adapter_*"  # its configuration and weights
 _PIECE_BYTES = 1 << 22
 
@@ -51,33 +51,41 @@ class Adapters:
         number = adapter.lora_int_id
         self._check_known(adapter)
         if number not in self._loaded:
-            try:
-                async with asyncio.timeout(LOAD_TIMEOUT_S):
-                    await self.add(adapter)
-            except TimeoutError:
-                raise AdapterUnavailable(f"{_described(adapter)} was not loaded in {LOAD_TIMEOUT_S:g} s") from None
-            except RuntimeError as error:
-                if isinstance(error, AdapterUnavailable):
-                    raise
-                raise AdapterUnavailable(f"{_described(adapter)} cannot be loaded: {error}") from error
+            async with self._loading:
+                if number not in self._loaded:  # else another request has brought it meanwhile
+                    await self._load_for_request(adapter)
         self._loaded.move_to_end(number)
         self.use.began(key, number)
         # In one step, vLLM takes adapters of one name for one adapter.
         adapter.lora_name = unique_name(adapter.lora_name, number)
 
+    async def _load_for_request(self, adapter: LoRARequest) -> None:
+        try:
+            async with asyncio.timeout(LOAD_TIMEOUT_S):
+                await self._add(adapter)
+        except TimeoutError:
+            raise AdapterUnavailable(f"{_described(adapter)} was not loaded in {LOAD_TIMEOUT_S:g} s") from None
+        except RuntimeError as error:
+            if isinstance(error, AdapterUnavailable):
+                raise
+            raise AdapterUnavailable(f"{_described(adapter)} cannot be loaded: {error}") from error
+
     async def add(self, adapter: LoRARequest) -> bool:
         """Load an adapter. Raises as `prepare`, and RuntimeError if the engine cannot load it."""
         self._check_known(adapter)
-        number, name, path = adapter.lora_int_id, adapter.lora_name, adapter.lora_path
         async with self._loading:
-            if adapter_number(name, path, await self.fingerprint(name, path)) != number:
-                raise AdapterUnavailable(
-                    f"{_described(adapter)} is not the one that was loaded: its files have changed, or differ between "
-                    "hosts; load it anew with load_inplace, best from a path of its own"
-                )
-            began = time.monotonic()
-            added = await self._load(msgspec.structs.replace(adapter, load_inplace=False))
-            self.use.loaded(number, time.monotonic() - began)
+            return await self._add(adapter)
+
+    async def _add(self, adapter: LoRARequest) -> bool:
+        number, name, path = adapter.lora_int_id, adapter.lora_name, adapter.lora_path
+        if adapter_number(name, path, await self.fingerprint(name, path)) != number:
+            raise AdapterUnavailable(
+                f"{_described(adapter)} is not the one that was loaded: its files have changed, or differ between "
+                "hosts; load it anew with load_inplace, best from a path of its own"
+            )
+        began = time.monotonic()
+        added = await self._load(msgspec.structs.replace(adapter, load_inplace=False))
+        self.use.loaded(number, time.monotonic() - began)
         self._known[number] = name, path
         self._loaded[number] = None
         self._loaded.move_to_end(number)

@@ -5,7 +5,7 @@ import io
 import pytest
 from rich.console import Console
 
-from orchestrator.cli.look.views import fleet_view, in_time_line, set_by
+from orchestrator.cli.look.views import fleet_view, in_time_line, model_name, set_by
 
 
 @pytest.mark.parametrize(
@@ -31,3 +31,14 @@ def test_shares_within_objectives_by_class_the_nameless_last():
     with console.capture() as shown:
         console.print(fleet_view(seen), fleet_view({**seen, "in_time": {}}))
     assert "objectives" not in shown.get()
+
+
+def test_a_model_is_headed_by_the_name_that_commands_take_and_the_one_of_clients() -> None:
+    assert model_name("org/small", "") == "org/small", "the fleet's file names no model"
+    assert model_name("small", "small") == "small"
+    assert model_name("", "small") == "small", "no frontend answers"
+    seen = {"model": "org/small", "workers": [], "queue": None, "desired": None}
+    console = Console(width=100, file=io.StringIO())
+    with console.capture() as shown:
+        console.print(fleet_view(seen, "small"))
+    assert "model small, org/small for clients" in shown.get()

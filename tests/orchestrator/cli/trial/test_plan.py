@@ -122,3 +122,12 @@ def test_a_running_fleet_is_asked_with_the_operators_key(frontend, tmp_path, mon
     assert isinstance(refused.exception, ConfigError) and f"set {OPERATOR_KEY}" in str(refused.exception)
     monkeypatch.setenv(OPERATOR_KEY, "secret")
     assert run(*args).exit_code == 0
+
+
+@pytest.mark.parametrize("more", [[], ["--trace", "code", "--requests", "40"]])
+def test_a_fleet_of_several_models_is_asked_for_one_of_them(frontend, tmp_path, more):
+    pages, url = frontend
+    pages["/fleet"] = {"models": ["large", "small"]}
+    refused = run("--workers", "2", "--live", f"{url}/", "--plot", str(tmp_path / "plan.png"), *more)
+    assert isinstance(refused.exception, ConfigError)
+    assert f"several models are there; name one: {url}/models/large, {url}/models/small" in str(refused.exception)

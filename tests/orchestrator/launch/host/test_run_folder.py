@@ -1,5 +1,6 @@
 """The run folder: one launcher per namespace, told apart from what a killed one left."""
 
+import errno
 import logging
 import multiprocessing
 import os
@@ -14,7 +15,7 @@ import pytest
 from support_wait import DEADLINE_S
 
 from orchestrator.config.settings import ConfigError, parse_config
-from orchestrator.launch.host import leftovers
+from orchestrator.launch.host import leftovers, run_folder
 from orchestrator.launch.host.leftovers import SharedMemory, end_processes, remove_shared_memory, shared_memory_of
 from orchestrator.launch.host.process import group_alive
 from orchestrator.launch.host.run_folder import (
@@ -45,6 +46,49 @@ def test_one_launcher_per_namespace():
     for folder in (first, other):
         folder.remove()
     assert not first.path.exists() and held_namespaces() == []
+
+
+def test_a_full_disk_is_said_and_what_was_not_written_is_written_once_there_is_room(monkeypatch, caplog):
+    folder = RunFolder("a")
+    folder.claim()
+    old, new = (parse_config({"model": name, "namespace": "a", "redis": {"url": "redis://h:1"}}) for name in "mn")
+    folder.write_config(old)
+    folder.note_started([StartedProcess("decode-0", "here/1/1")])
+    write = run_folder.write_text
+
+    def no_room(path, text):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(run_folder, "write_text", no_room)
+    with pytest.raises(ConfigError, match=r"/a: cannot be written \(No space left on device\); free space there"):
+        folder.write_config(new, 1)
+    folder.note_started([StartedProcess("decode-0", "here/2/2")])
+    assert "cannot be written" in caplog.text
+    assert RunFolder("a").config() == old
+    monkeypatch.setattr(run_folder, "write_text", write)
+    folder.note_started([StartedProcess("decode-0", "here/2/2")])
+    assert "here/2/2" in (folder.path / "processes.json").read_text()
+    file = folder.write_config(new, 1)
+    assert RunFolder("a").config() == new and file.exists()
+
+
+def test_a_disk_that_is_full_when_a_fleet_starts_is_named_and_the_folder_removed(tmp_path):
+    """A process's limit on the size of files stands for the disk: both refuse to write to a file that is open."""
+    code = """
+import resource, signal, sys
+from orchestrator.launch.host.run_folder import RunFolder
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (0, resource.RLIM_INFINITY))
+folder = RunFolder("a")
+try:
+    folder.claim()
+finally:
+    folder.remove()
+"""
+    done = subprocess.run([sys.executable, "-B", "-c", code], capture_output=True, text=True)
+    assert "ConfigError" in done.stderr.splitlines()[-1], done.stderr
+    assert "/a: cannot be written (File too large); free space there, or" in done.stderr
+    assert not (tmp_path / "pd-orchestrator" / "a").exists()
 
 
 def test_written_files_are_readable():

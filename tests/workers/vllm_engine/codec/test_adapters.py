@@ -15,10 +15,11 @@ pytestmark = pytest.mark.vllm
 
 
 class Engine:
-    def __init__(self, kept: int = 2) -> None:
+    def __init__(self, kept: int = 2, load_s: float = 0.0) -> None:
         from workers.vllm_engine.codec.adapters import Adapters
 
         self.loaded: list[str] = []
+        self.load_s = load_s
         self.fails = ""
         self.adapters = Adapters(self._load)
         if kept:
@@ -26,7 +27,7 @@ class Engine:
         self._keys = itertools.count()
 
     async def _load(self, adapter: Any) -> bool:
-        await asyncio.sleep(0)
+        await asyncio.sleep(self.load_s)
         if self.fails:
             raise RuntimeError(self.fails)
         assert not adapter.load_inplace
@@ -150,3 +151,17 @@ async def test_reports_say_which_adapters_are_there_and_how_many_requests_they_h
     engine.adapters.use.ended(second, third)
     engine.adapters.removed(c)
     assert engine.adapters.use.shown(load).adapters == {b: 0}
+
+
+async def test_adapters_that_many_requests_bring_at_once_are_loaded_once_and_each_has_all_its_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from workers.vllm_engine.codec import adapters as module
+
+    monkeypatch.setattr(module, "LOAD_TIMEOUT_S", 1.0)
+    engine = Engine(kept=8, load_s=0.3)
+    paths = {name: written(tmp_path / name, name.encode()) for name in "abcdef"}
+    async with asyncio.TaskGroup() as asking:
+        for name in "abcdef" * 3:
+            asking.create_task(engine.prepare(await engine.request(name, paths[name])))
+    assert sorted(engine.loaded) == [*"abcdef"]
