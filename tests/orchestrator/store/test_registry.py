@@ -519,6 +519,31 @@ async def test_heartbeat_returns_departed_workers(registry, redis):
     assert (await registry.refresh(me, TTL_S, now.last_departure)).departed == []
 
 
+async def test_workers_whose_entries_run_out_together_may_come_back(registry, redis):
+    """Redis stood still, or has moved: each would look whether all others are dead, and operators see all lost."""
+    *others, me, dead = (worker(f"w{number}") for number in range(40))
+    for info in (*others, me, dead):
+        await registry.join(info, TTL_S)
+    told = await registry.refresh(me, TTL_S)
+    for info in (*others, me, dead):  # as their times to live do
+        await redis.delete(registry.keys.worker(info.id))
+    for info in (*others, me):
+        told = await registry.refresh(info, TTL_S, told.last_departure)
+        assert told.departed == []
+    assert len(await registry.workers()) == 39, "those that are back"
+    assert not await registry.claim_id("launcher", Role.DECODE, TTL_S, "w39"), "it may come back"
+    [standing] = await redis.keys(f"{registry.keys.prefix}stood_still:*")
+    await redis.set(standing, float(await redis.get(standing)) - 60)  # as time does
+    told = await registry.refresh(me, TTL_S, told.last_departure)
+    await redis.delete(f"{registry.keys.prefix}pruned")
+    told = await registry.refresh(me, TTL_S, told.last_departure)
+    assert told.departed == [departed(dead)]
+    events = await EventLog(redis, registry.keys.prefix[4:-2]).read(limit=1000)
+    assert [event.fields["id"] for event in events if event.type == "lost"] == ["w39"]
+    assert sum(event.type == "joined" for event in events) == 40, "who came back has not joined again"
+    assert await redis.exists(standing) == 0
+
+
 @pytest.mark.slow
 async def test_many_departures_take_several_heartbeats(registry):
     await registry.join(worker("me"), TTL_S)

@@ -40,7 +40,7 @@ local function put_member(keys, args)
   end
   redis.call('HSET', key, 'since', since or SECONDS:format(clock()), unpack(args, first))
   redis.call('PEXPIRE', key, ttl_ms)
-  redis.call('SADD', typed(index_key(prefix, kind), 'set'), id)
+  local new = redis.call('SADD', typed(index_key(prefix, kind), 'set'), id) == 1
   redis.call('EXPIRE', index_key(prefix, kind), INDEX_S + math.ceil(ttl_ms / 1000))
   if kind == 'frontend' and (mine.mesh_key or '') ~= '' then
     redis.call('SET', frontend_key(prefix, mine.mesh_key), id, 'PX', ttl_ms)
@@ -51,7 +51,7 @@ local function put_member(keys, args)
   if fresh then
     redis.call('SET', typed(prefix .. 'begun', 'string'), SECONDS:format(clock()), 'NX', 'EX', INDEX_S)
     publish(prefix)
-    note(prefix, 'type', 'joined', 'kind', kind, 'id', id, 'role', mine.role or '')
+    if joining or new then note(prefix, 'type', 'joined', 'kind', kind, 'id', id, 'role', mine.role or '') end
   elseif changed then
     publish(prefix)
     local unit = string.match(mine.ranks or '', '^[^,]+')
@@ -193,7 +193,8 @@ end
 -- somebody has it.
 local function take_id(prefix, launcher, ttl_ms, role, wanted, name)
   local taken = {}
-  for _, id in ipairs(live(prefix, 'worker')) do taken[id] = true end
+  live(prefix, 'worker')
+  for _, id in ipairs(redis.call('SMEMBERS', index_key(prefix, 'worker'))) do taken[id] = true end -- who may come back too
   for _, other in ipairs(live(prefix, 'launcher')) do
     local ids = redis.call('HGET', member_key(prefix, 'launcher', other), 'ids') or ''
     for id in string.gmatch(ids, '([^ =]+)=') do taken[id] = true end

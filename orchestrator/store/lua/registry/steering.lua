@@ -127,6 +127,7 @@ local function forget(keys)
   end
   for name in pairs(TYPES) do redis.call('DEL', prefix .. name) end
   redis.call('DEL', prefix .. 'begun', prefix .. 'pruned')
+  for _, kind in ipairs({ 'worker', 'frontend', 'launcher' }) do redis.call('DEL', prefix .. 'stood_still:' .. kind) end
   return 1
 end
 
