@@ -19,7 +19,7 @@ from orchestrator.store.client import RedisAway, connect
 from orchestrator.store.configuration import Phase, Rollout, Version
 from orchestrator.store.fields import Departed, Launcher, WorkerOrders, worker_from_fields, worker_to_fields
 from orchestrator.store.operator.events import EventLog
-from orchestrator.store.planned import Seen
+from orchestrator.store.planned import Holder, Seen
 from orchestrator.store.queue import PrefillQueue, read_cached
 from orchestrator.store.registry import STAYS, Frontend, IncompatibleWorker, Registry
 from orchestrator.types import ALWAYS_EQUAL, DesiredRatio, EngineIdentity, EngineSpeed, Role, WorkerState
@@ -833,6 +833,17 @@ async def test_each_worker_id_is_claimed_once(registry):
     await registry.leave_launcher("b")
     assert await registry.launchers() == {"a": Launcher({"worker-0": Role.DECODE}, 3, 7)}
     assert await claim_ids(registry, "c", Role.PREFILL) == ["worker-2"], "what is held no more is free"
+
+
+async def test_to_claim_many_ids_costs_what_one_does(registry, redis):
+    """Redis serves nobody meanwhile, and a launcher of a large fleet claims all at once."""
+    for number in range(20):
+        await registry.join(worker(f"worker-{number}"), TTL_S)
+    one, many = (Holder("a", Launcher(), TTL_S, [Role.DECODE] * count) for count in (1, 100))
+    await registry.steer(Seen(), holder=one)  # joins
+    cost = await executed_by(redis, registry.steer(Seen(), holder=one))
+    assert await executed_by(redis, registry.steer(Seen(), holder=many)) == cost
+    assert list((await registry.launchers())["a"].workers) == [f"worker-{number}" for number in range(20, 120)]
 
 
 async def test_redis_knows_the_fleet_since_the_first_came_back(redis, registry):

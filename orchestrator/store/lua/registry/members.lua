@@ -182,35 +182,34 @@ end
 
 -- ---- ids of workers: a launcher's hash has those of its workers, as `ids`: "worker-0=prefill worker-1=decode" ----
 
--- The first free id. There is no role in it, which may change.
-local function free_id(taken, name)
-  local number = 0
-  while taken[name .. '-' .. number] do number = number + 1 end
-  return name .. '-' .. number
-end
-
--- Claims this id, or the first free one of this name where it is '', for this launcher, and returns it; nil when
--- somebody has it.
-local function take_id(prefix, launcher, ttl_ms, role, wanted, name)
-  local taken = {}
+-- Claims an id for each of these roles for this launcher: this one, or the first free ones of this name where it is ''. There
+-- is no role in them, which may change. Returns them, or none when somebody has that one.
+local function take_ids(prefix, launcher, ttl_ms, roles, wanted, name)
+  local taken, ids, held, number = {}, {}, {}, 0
+  if #roles == 0 then return ids end
   live(prefix, 'worker')
   for _, id in ipairs(redis.call('SMEMBERS', index_key(prefix, 'worker'))) do taken[id] = true end -- who may come back too
   for _, other in ipairs(live(prefix, 'launcher')) do
-    local ids = redis.call('HGET', member_key(prefix, 'launcher', other), 'ids') or ''
-    for id in string.gmatch(ids, '([^ =]+)=') do taken[id] = true end
+    local theirs = redis.call('HGET', member_key(prefix, 'launcher', other), 'ids') or ''
+    for id in string.gmatch(theirs, '([^ =]+)=') do taken[id] = true end
   end
-  if taken[wanted] then return nil end
-  local id = wanted ~= '' and wanted or free_id(taken, name)
+  if taken[wanted] then return ids end
   local key = member_key(prefix, 'launcher', launcher)
-  local ids = redis.call('HGET', key, 'ids')
-  redis.call('HSET', key, 'ids', (ids and ids ~= '' and ids .. ' ' or '') .. id .. '=' .. role)
+  local mine = redis.call('HGET', key, 'ids')
+  if mine and mine ~= '' then held[1] = mine end
+  for i, role in ipairs(roles) do
+    while wanted == '' and taken[name .. '-' .. number] do number = number + 1 end
+    ids[i] = wanted ~= '' and wanted or name .. '-' .. number
+    taken[ids[i]], held[#held + 1] = true, ids[i] .. '=' .. role
+  end
+  redis.call('HSET', key, 'ids', table.concat(held, ' '))
   redis.call('PEXPIRE', key, ttl_ms)
   redis.call('SADD', index_key(prefix, 'launcher'), launcher)
   redis.call('EXPIRE', index_key(prefix, 'launcher'), INDEX_S + math.ceil(ttl_ms / 1000))
   bump(prefix)
   publish(prefix)
-  return id
+  return ids
 end
 
--- args: launcher, its ttl in ms, role, id. Returns as `take_id` does.
-local function claim_id(keys, args) return take_id(keys[1], unpack(args)) end
+-- args: launcher, its ttl in ms, role, id. Returns the id; nil when somebody has it.
+local function claim_id(keys, args) return take_ids(keys[1], args[1], args[2], { args[3] }, args[4])[1] end
