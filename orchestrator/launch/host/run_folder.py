@@ -111,8 +111,16 @@ class RunFolder:
 
     def write_config(self, config: Config, generation: int = 0, model: str = "") -> Path:
         """Write the configuration for the fleet's processes, as JSON. JSON is YAML too, and commands read it without a
-        YAML parser. `model`: its name where there are several. Returns the file of this generation.
+        YAML parser. `model`: its name where there are several. Returns the file of this generation. Raises ConfigError
+        where it cannot be written, too: a rollout then goes back.
         """
+        try:
+            return self._write_config(config, generation, model)
+        except OSError as error:
+            why = error.strerror or error
+            raise ConfigError(f"{self.path}: cannot be written ({why}); see whether there is room") from None
+
+    def _write_config(self, config: Config, generation: int, model: str) -> Path:
         text = msgspec.json.format(msgspec.json.encode(config), indent=1).decode() + "\n"
         file = f"config-{model}-{generation}.yaml" if model else f"config-{generation}.yaml"
         self._write(file, text)
@@ -150,7 +158,9 @@ class RunFolder:
                 log.error("the run folder %s cannot be written: %s", self.path, error)
 
     def note_ready(self, ready: Ready) -> None:
-        self._write(_READY, msgspec.json.encode(ready).decode())
+        """If that fails, `note_started` logs why, and writes it as soon as it can."""
+        with contextlib.suppress(OSError):
+            self._write(_READY, msgspec.json.encode(ready).decode())
 
     def remove(self) -> None:
         """Remove the folder and everything in it, unless another launcher has taken it. Idempotent."""
