@@ -156,6 +156,10 @@ class Answer:
     held: list[Any] = field(default_factory=list)  # decode's outputs that wait for `Prefilled`
     held_since: float = 0.0
 
+    def hold(self, output: Any, now: float) -> None:
+        self.held_since = self.held_since or now
+        self.held.append(output)
+
 
 @dataclass(slots=True, eq=False)
 class ActiveRequest:
