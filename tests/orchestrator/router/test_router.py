@@ -783,6 +783,19 @@ async def test_who_cannot_be_told_of_an_end_takes_it_from_nobody(caplog):
     bench.assert_no_leaks()
 
 
+async def test_a_job_of_another_attempt_keeps_its_place():
+    """The queue dates it anew, since the job of the attempt before has been removed."""
+    bench = await Bench.asked(FakeRequest("r"), fallback="refuse")
+    active = bench.router.requests["r"]
+    active.accepted_at -= 30  # it has waited for so long
+    bench.claim("r")
+    bench.say("p0", PrefillFailed("r", 1, "defect"))
+    await bench.settle()
+    first, second = bench.queue.jobs
+    assert second.attempt == 2 and first.delay_s - second.delay_s == pytest.approx(30, abs=5)
+    assert second.arrived_at + second.delay_s == pytest.approx(first.arrived_at + first.delay_s)
+
+
 async def test_burst_spreads_over_workers():
     bench = Bench()
     for name, free in (("d0", 1000), ("d1", 990)):
