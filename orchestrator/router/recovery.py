@@ -24,6 +24,7 @@ from orchestrator.wire.messages import EngineCrashed
 log = logging.getLogger("pd.router")
 
 MAX_ATTEMPTS = 4  # after which a request fails
+SOUND_TOKENS = 1024  # an attempt that has made so many was none of a request that fails everywhere
 LEAVING_S = 0.1  # pause before a worker that gave the same request back twice is asked again
 
 
@@ -52,6 +53,8 @@ class Recovery:
         remote = active.state in (State.QUEUED, State.TRANSFERRING) and self._routing.fallback == "refuse"
         if active.ended or not self._give_up(active, why):
             return
+        if len(active.answer.tokens) - active.resumed >= SOUND_TOKENS:
+            active.charged = 0
         active.charged += charge or remote
         if active.charged >= MAX_ATTEMPTS:
             last = f"; the last: {said}" if said else ""

@@ -14,7 +14,7 @@ from orchestrator.policy import placement
 from orchestrator.policy.policies import LATE_OBJECTIVES
 from orchestrator.router.decider import Decider
 from orchestrator.router.overdue import STALL_TIMEOUT_S
-from orchestrator.router.recovery import LEAVING_S
+from orchestrator.router.recovery import LEAVING_S, SOUND_TOKENS
 from orchestrator.router.request import SUCCESSORS, Failure, Overloaded, State
 from orchestrator.types import FinishReason, JobState, Offered, PauseState, QueueDepth, Role, WorkerLoad, WorkerState
 from orchestrator.wire.messages import Abort, MessageError, Outputs, Prefilled, PrefillFailed, Rejected, unpack_frames
@@ -330,6 +330,24 @@ async def test_dead_decode_worker_request_continues_from_sent_tokens():
     assert second != first and submit.resume_tokens == [5, 6] and submit.attempt == 2 and submit.kv_source is None
     bench.tokens(second, "r", [7], attempt=2, finish=1)
     assert bench.received() == [("r", [5, 6], None), ("r", [7], 1)]
+    bench.assert_no_leaks()
+
+
+@pytest.mark.parametrize("each", [1, SOUND_TOKENS])
+async def test_a_long_answer_may_lose_many_workers_on_its_way(each):
+    """An hour of it on machines that are taken back. One that loses each after a few tokens may be the reason."""
+    bench = await Bench.asked(FakeRequest("r", prompt_tokens=10))
+    for attempt in range(1, 7):
+        if bench.codec.failures:
+            break
+        bench.tokens(bench.bound_to(), "r", [5] * each, attempt=attempt)
+        bench.add_worker(f"d{attempt + 1}", Role.DECODE)
+        bench.lose(bench.bound_to())
+        await bench.settle()
+    assert ("r" in bench.codec.failures) is (each == 1)
+    if each > 1:
+        bench.tokens(bench.bound_to(), "r", [7], attempt=7, finish=1)
+        assert bench.received()[-1] == ("r", [7], 1)
     bench.assert_no_leaks()
 
 
