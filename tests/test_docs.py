@@ -210,9 +210,9 @@ def test_messages_that_troubleshooting_explains_are_said():
 
 def test_troubleshooting_has_every_reason_of_another_attempt():
     code = "".join(file.read_text() for file in (ROOT / "orchestrator" / "router").glob("*.py"))
-    whys = set(re.findall(r'(?:\.retry\(active, |_give_up\(active, |leave_queue\()"(\w+)"', code)) | {
-        *GIVEN_UP.values()
-    }
+    whys = set(
+        re.findall(r'(?:\.retry\(active, |_give_up\(active, |leave_queue\(|_retry_decoding\(worker_id, )"(\w+)"', code)
+    ) | {*GIVEN_UP.values()}
     assert len(whys) > 15
     chapter = page("troubleshooting").partition("## Why a request was tried again")[2].partition("\n## ")[0]
     rows = re.findall(r"^\| (`[^|]+) \|", chapter, re.MULTILINE)

@@ -146,6 +146,7 @@ class Frontends:
     def forget(self, frontend_id: str, now: float) -> None:
         """It is gone."""
         self._unreachable_since.pop(frontend_id, None)
+        self.away(now)  # forgets those of long ago
         self._away[frontend_id] = now
 
 
@@ -196,17 +197,13 @@ class Peers:
             self._probes[departed.engine_id] = probing
 
     async def _confirm_death(self, departed: Departed) -> None:
-        unreachable_s = 0.0
+        unreachable_s, there = 0.0, None
         while True:
             began = time.monotonic()
-            agent = await probe_address(departed.request_address)
-            engine, host = None, None
-            if not agent:
-                ports = (departed.kv_port, NOBODYS_PORT)
-                engine, host = await asyncio.gather(*(probe(departed.kv_host, port) for port in ports))
+            agent, engine, host = await _listening(departed, there)
             if agent or engine:
-                unreachable_s = 0.0
-                if await self._is_back(departed):
+                unreachable_s, there = 0.0, await self._registered(departed.worker_id)
+                if there is not None and there.engine_id == departed.engine_id:  # it is back
                     del self._probes[departed.engine_id]
                     return
             elif agent is engine is False:
@@ -223,11 +220,12 @@ class Peers:
         await self._on_dead(departed)
         del self._probes[departed.engine_id]
 
-    async def _is_back(self, departed: Departed) -> bool:
+    async def _registered(self, worker_id: str) -> Departed | None:
+        """Who has this id now; None where nobody has, or Redis is away."""
         try:
-            return await self._registry.has_engine(departed.worker_id, departed.engine_id)
+            return await self._registry.endpoints(worker_id)
         except RedisAway:
-            return False
+            return None
 
     async def close(self) -> None:
         probing = list(self._probes.values())
@@ -277,6 +275,19 @@ class Meetings:
 
 def _may_exchange(one: WorkerInfo, other: WorkerInfo) -> bool:
     return one.role is not other.role and one.domain == other.domain
+
+
+async def _listening(departed: Departed, there: Departed | None) -> tuple[bool | None, bool | None, bool | None]:
+    """`probe` of its agent, its engine, and a port of its host where nobody listens. `there`: who has its id now. A
+    successor that has a port of it, as one that is configured, is the proof that it has not."""
+    agent: bool | None = False
+    if there is None or there.request_address != departed.request_address:
+        agent = await probe_address(departed.request_address)
+    if agent:
+        return agent, None, None
+    taken = there is not None and (there.kv_host, there.kv_port) == (departed.kv_host, departed.kv_port)
+    engine, host = await asyncio.gather(*(probe(departed.kv_host, port) for port in (departed.kv_port, NOBODYS_PORT)))
+    return agent, False if taken else engine, host
 
 
 async def probe(host: str, port: int) -> bool | None:

@@ -2,11 +2,13 @@
 
 A load report has the number of the last batch of events that its worker published before it, on the same socket. A
 batch that has not arrived by then was lost, or sent before this frontend listened. After such a gap the frontend asks
-the worker for a snapshot, and drops what it knew of that worker's cache.
+the worker for a snapshot, and drops what it knew of that worker's cache. It asks a few workers at a time: of a large
+fleet's caches it reads for many seconds, and whoever is not answered in time is asked again.
 """
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Sequence
 
@@ -16,6 +18,7 @@ from orchestrator.types import PrefixEvents, WorkerLoad
 from orchestrator.wire.messages import PrefixResync, PrefixSnapshot
 
 RESYNC_RETRY_S = 2.0
+MOST_ASKED = 8  # workers whose snapshots are awaited at a time; the next report of another one asks it
 # Batches kept until the snapshot is complete. Beyond it the oldest are dropped, and the gap asks for another snapshot.
 MAX_HELD = 256
 
@@ -24,7 +27,6 @@ class _Awaited:
     """A requested snapshot, and the events that were published meanwhile."""
 
     def __init__(self) -> None:
-        self.asked_at = 0.0
         self.sequence = 0  # of the snapshot that is arriving
         self.held: deque[PrefixEvents] = deque(maxlen=MAX_HELD)
 
@@ -37,6 +39,7 @@ class PrefixView:
         self.index = PrefixIndex()
         self._send, self._metrics = send, metrics or Metrics()
         self._awaited: dict[str, _Awaited] = {}
+        self._asked: dict[str, float] = {}  # when; of them, those that were asked and have not answered
 
     def look_up(self, keys: Sequence[int]) -> Hits:
         return self.index.look_up(keys)
@@ -47,10 +50,8 @@ class PrefixView:
         return not len(self.index)
 
     def take_load(self, load: WorkerLoad, now: float) -> None:
-        awaited = self._awaited.get(load.worker_id)
-        if awaited is not None:
-            if now - awaited.asked_at > RESYNC_RETRY_S:
-                self._ask(load.worker_id, now)
+        if load.worker_id in self._awaited:
+            self._ask(load.worker_id, now)
         elif load.prefix_sequence > self.index.sequence(load.worker_id):
             self.index.forget(load.worker_id)
             self._ask(load.worker_id, now)
@@ -70,12 +71,13 @@ class PrefixView:
             return  # answered twice, or the worker is gone
         if awaited.sequence != snapshot.sequence:
             self.index.resync(worker_id, snapshot.sequence, snapshot.keys)
-            awaited.sequence, awaited.asked_at = snapshot.sequence, now
+            awaited.sequence = snapshot.sequence
         else:
             self.index.stored(worker_id, snapshot.keys)
         self.index.hosted(worker_id, snapshot.hosted)
+        self._asked[worker_id] = now
         if not snapshot.more:
-            del self._awaited[worker_id]
+            del self._awaited[worker_id], self._asked[worker_id]
             for events in awaited.held:
                 self.take_events(events, now)
         self._metrics.prefix_index_blocks.set(len(self.index))
@@ -84,8 +86,16 @@ class PrefixView:
         """The worker is gone, or another process now."""
         self.index.forget(worker_id)
         self._awaited.pop(worker_id, None)
+        self._asked.pop(worker_id, None)
 
     def _ask(self, worker_id: str, now: float) -> None:
-        self._awaited.setdefault(worker_id, _Awaited()).asked_at = now
-        self._metrics.prefix_resyncs.inc()
-        self._send(worker_id, PrefixResync())
+        """For a snapshot, if it was not asked lately, and few others are: else the next report of it asks."""
+        self._awaited.setdefault(worker_id, _Awaited())
+        if now - self._asked.get(worker_id, -math.inf) <= RESYNC_RETRY_S:
+            return
+        if len(self._asked) >= MOST_ASKED:  # those that do not answer hold up nobody
+            self._asked = {name: at for name, at in self._asked.items() if now - at <= RESYNC_RETRY_S}
+        if len(self._asked) < MOST_ASKED:
+            self._asked[worker_id] = now
+            self._metrics.prefix_resyncs.inc()
+            self._send(worker_id, PrefixResync())

@@ -54,6 +54,7 @@ class Fleet:
         self.link_bytes_per_s, self._fastest = 0.0, ""  # of the fastest link that any has measured lately, and whose
         self._domains: Counter[str] = Counter()  # workers of each; KV passes within one
         self._changed: set[str] = set()
+        self._lost_ranks: set[str] = set()
         # One count for all workers: one that was thought lost and is found again remembers the last number it saw.
         self._numbers = itertools.count(1)
         # Usable workers in the order in which they came; of decode workers also those that are quiet.
@@ -91,7 +92,18 @@ class Fleet:
         self.places.remove(worker_id)
         view = self.workers.pop(worker_id, None)
         self._note_link(worker_id, 0.0)
+        if view is not None and view.info.ranks:
+            self._lost_ranks.add(worker_id)
         return view
+
+    @property
+    def broken_units(self) -> set[str]:
+        """Units of which a rank was lost, and others are there still that do not leave too."""
+        if not self._lost_ranks:
+            return set()
+        stay = [view.info for view in self.workers.values() if view.info.state is WorkerState.READY]
+        self._lost_ranks &= {rank for info in stay for rank in info.ranks} - self.workers.keys()
+        return {info.unit for info in stay if not self._lost_ranks.isdisjoint(info.ranks)}
 
     def take_load(self, load: WorkerLoad, now: float) -> None:
         if view := self.workers.get(load.worker_id):

@@ -7,6 +7,7 @@ Every frontend receives the same load reports, so whichever frontend answers sho
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
 from operator import attrgetter
 from typing import Any
 
@@ -23,6 +24,7 @@ from orchestrator.fleet.view import Fleet
 from orchestrator.fleet.worker_view import WorkerView
 from orchestrator.frontend.dashboard.history import overview
 from orchestrator.frontend.wiring import FleetConnection
+from orchestrator.process.threads import in_thread
 from orchestrator.types import Role, WorkerLoad
 
 # Numbers that load reports carry, in a `WorkerLoad` and its `StepCounters`: the name of each, its place, its meaning.
@@ -149,6 +151,10 @@ def fleet_routes(model: str, connection: FleetConnection, registry: CollectorReg
 
     @routes.get("/metrics")
     async def show_metrics() -> Response:
-        return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
+        try:  # in a thread: of a large fleet it takes tenths of a second, in which no token would be sent
+            shown = await in_thread(partial(generate_latest, registry))
+        except FileNotFoundError:  # another frontend has just joined the files of those that have ended
+            shown = await in_thread(partial(generate_latest, registry))
+        return Response(shown, media_type=CONTENT_TYPE_LATEST)
 
     return routes

@@ -60,7 +60,7 @@ from orchestrator.frontend.wiring import FleetConnection, FleetConnections, unle
 from orchestrator.process.command_line import CommandLine
 from orchestrator.process.parent import die_with_parent, report_exit
 from orchestrator.process.telemetry.logs import set_up as set_up_logging
-from orchestrator.process.telemetry.metrics import Metrics, recreate_missing_folder
+from orchestrator.process.telemetry.metrics import Metrics, join_ended, recreate_missing_folder
 from orchestrator.store.client import Redis, RedisAway, connect
 from orchestrator.store.operator.log_levels import LogLevels, follow_log_level
 from orchestrator.store.servers import redis_elsewhere
@@ -280,6 +280,7 @@ def main() -> None:
     options = parser.parse_args()
     allow_many_connections()
     recreate_missing_folder()
+    join_ended()
     try:
         check_environment()
         models = served_models(options)

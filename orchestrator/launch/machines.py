@@ -16,7 +16,7 @@ from orchestrator.types import Role
 FRONTEND = "frontend-"  # a frontend's name begins so; workers may not be called so
 OnLine = Callable[[str, str], None]  # the name of a process, and a line of its output
 _FRONTEND = re.compile(rf"{FRONTEND}(\d+)(?:@(.+))?")
-_WORKER = re.compile(r"(worker-\d+)(\.\d+)?")  # as `free_id` of store/lua/registry/members.lua makes them; a rank
+_WORKER = re.compile(r"(worker-\d+)(\.\d+)?")  # as `take_ids` of store/lua/registry/members.lua makes them; a rank
 
 
 def frontend_named(name: str) -> tuple[int, str] | None:

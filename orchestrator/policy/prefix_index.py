@@ -21,6 +21,10 @@ MAX_HOLDERS = 64
 # Keys that are remembered, at least and at most: 0.1 and 1 GB.
 MIN_KEYS, MAX_KEYS = 1_000_000, 10_000_000
 EXPECTED_STEP = 16  # keys: of prompts that are not computed yet, one in so many is remembered
+MANY_RETIRED = (
+    64  # workers that are gone, whose bits are then cleared in all keys: so many keys with each batch of events
+)
+SWEPT_AT_ONCE = 1024
 
 
 class Hits:
@@ -107,6 +111,8 @@ class PrefixIndex:
         self._live = 0
         self._free_bits: list[int] = []
         self._retired: list[int] = []
+        self._sweeping: list[int] = []  # bits that are being cleared, in the keys that are left
+        self._unswept: list[int] = []
         self._turn = 0
 
     def __len__(self) -> int:
@@ -171,6 +177,8 @@ class PrefixIndex:
             for key in list(islice(holders, excess + self.max_keys // 16)):
                 del holders[key]
                 self._hosted.pop(key, None)
+        if self._sweeping:
+            self._sweep()
 
     def removed(self, worker_id: str, keys: Collection[int]) -> None:
         bit = self.bits.get(worker_id)
@@ -277,9 +285,10 @@ class PrefixIndex:
     def _bit_of(self, worker_id: str) -> int:
         bit = self.bits.get(worker_id)
         if bit is None:
-            if not self._free_bits and len(self._retired) >= 64:
-                self._sweep()
-            bit = self._free_bits.pop() if self._free_bits else len(self.bits) + len(self._retired)
+            if not (self._free_bits or self._sweeping) and len(self._retired) >= MANY_RETIRED:
+                self._sweeping, self._retired, self._unswept = self._retired, [], list(self._holders)
+            used = len(self.bits) + len(self._retired) + len(self._sweeping)
+            bit = self._free_bits.pop() if self._free_bits else used
             self.bits[worker_id] = bit
             self._worker_at[bit] = worker_id
             self._live |= 1 << bit
@@ -295,7 +304,21 @@ class PrefixIndex:
             self._retired.append(bit)
 
     def _sweep(self) -> None:
-        live = self._live
-        self._holders = {key: mask & live for key, mask in self._holders.items() if mask & live}
-        self._hosted = {key: mask & live for key, mask in self._hosted.items() if mask & live}
-        self._free_bits, self._retired = self._retired, []
+        """Clear the bits of workers that are gone in some more keys. All at once would take seconds."""
+        unswept, holders, hosted = self._unswept, self._holders, self._hosted
+        others, before, after = ~sum(1 << bit for bit in self._sweeping), 0, 0
+        for _ in range(min(SWEPT_AT_ONCE, len(unswept))):
+            key = unswept.pop()
+            if (held := holders.get(key)) is None:
+                continue
+            if held is not before:
+                before, after = held, held & others
+            if not after:
+                del holders[key]
+                hosted.pop(key, None)
+            elif after != held:
+                holders[key] = after
+                if its := hosted.pop(key, 0) & others:
+                    hosted[key] = its
+        if not unswept:
+            self._free_bits, self._sweeping = self._sweeping, []

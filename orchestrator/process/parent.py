@@ -32,7 +32,8 @@ _libc = ctypes.CDLL(None, use_errno=True)
 def started_ticks(pid: int) -> int | None:
     """When a process started, in clock ticks since boot (proc(5), field 22); None when there is none, or a zombie."""
     try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        # Its name is any bytes that it has chosen.
+        fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
     except OSError:
         return None
     return None if fields[0] == "Z" else int(fields[19])

@@ -88,14 +88,20 @@ class ActiveRequests:
         self.batches.put_nowait(Batch([self._codec.failure(active.id, failure)], time.monotonic()))
 
     def end(self, active: ActiveRequest, state: State) -> None:
-        """End a request: count it, log it, and pass its figures to learning. Raises IllegalTransition."""
-        now = time.monotonic()
-        if state is State.FINISHED:
-            self._learning.finished(active, now)
-        self._learning.ended(active, state, now)
+        """End a request, and count it. Raises IllegalTransition."""
         active.move(state)
         del self.by_id[active.id]
         self._prefixes.index.expected.settled(active.id)
+        try:
+            self._count(active, state, time.monotonic())
+        except Exception:  # its client gets its end all the same
+            log.exception("request %s ended as %s, and was not counted", active.parsed.label, state.value)
+
+    def _count(self, active: ActiveRequest, state: State, now: float) -> None:
+        """Log it, and pass its figures to learning."""
+        if state is State.FINISHED:
+            self._learning.finished(active, now)
+        self._learning.ended(active, state, now)
         self._metrics.requests.labels(state.value).inc()
         line = describe(active, now)
         self._recent.ended(line, now)

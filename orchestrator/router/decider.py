@@ -235,14 +235,16 @@ class Decider:
 
     def _job(self, active: ActiveRequest, uncached_tokens: int, cached: dict[str, int], later_s: float) -> PrefillJob:
         info = active.parsed.info
+        # Another attempt has the place of the first: the queue dates it anew, and its job is gone by now.
+        waited_s = time.monotonic() - active.accepted_at if active.attempt > 1 else 0.0
         return PrefillJob(
             request_id=info.id,
             attempt=active.attempt,
             tokens=info.prompt_tokens,
             uncached_tokens=uncached_tokens,
-            arrived_at=info.arrived_at,
+            arrived_at=info.arrived_at + waited_s,
             reply_to=self._frontend_id,
             body=pack_frames(active.parsed.frames),
-            delay_s=self._policies.delay_s(info, uncached_tokens, later_s),
+            delay_s=self._policies.delay_s(info, uncached_tokens, later_s) - waited_s,
             cached=cached,
         )

@@ -22,6 +22,8 @@ WITH_A_WORKER = (State.TRANSFERRING, State.LOCAL, State.DECODING)
 # A worker reports a claim within milliseconds. After this time a missing job is lost, and so is an unreported claim.
 UNHEARD_S = 1.0
 STALL_TIMEOUT_S = 600.0  # a request without output for this long is started again on another worker
+# One without a token yet also has this many times as long as computing its prompt takes, and those that wait before it.
+STALLED_PREFILLS = 3.0
 MAX_LOOKUPS = 64  # jobs looked up at a time: the ones that wait longest
 # Most of a prompt's KV has arrived when its prefill ends. If the rest takes longer than this, and longer than computing
 # the prompt again would, the link is probably cut.
@@ -61,7 +63,7 @@ class Overdue:
                 self._recovery.retry(active, "prefill_worker_lost", charge=False)
             elif active.state is State.TRANSFERRING and self._kv_is_late(active, now, resumed_at, longest):
                 self._recovery.retry(active, "kv_late")
-            elif active.state in WITH_A_WORKER and now - last_output_at > STALL_TIMEOUT_S:
+            elif active.state in WITH_A_WORKER and now - last_output_at > self._stall_timeout_s(active):
                 self._recovery.retry(active, "stalled", avoid=active.decode_worker)
 
     async def check_queue(self, now: float) -> None:
@@ -94,6 +96,12 @@ class Overdue:
     def _claim_is_late(self, active: ActiveRequest, now: float, resumed_at: float) -> bool:
         timeout_s = claim_timeout_s(self._routing, self._slo, active.parsed.info.ttft_slo_s)
         return now - max(active.moved_at, resumed_at) > timeout_s
+
+    def _stall_timeout_s(self, active: ActiveRequest) -> float:
+        if active.state is State.DECODING or active.decode is None:
+            return STALL_TIMEOUT_S
+        tokens = active.parsed.info.prompt_tokens + active.decode.ahead_tokens
+        return max(STALL_TIMEOUT_S, STALLED_PREFILLS * self._predictor.prefill_s(tokens))
 
     def _kv_is_late(
         self, active: ActiveRequest, now: float, resumed_at: float, longest: Mapping[str | None, int]

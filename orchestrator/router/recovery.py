@@ -24,6 +24,7 @@ from orchestrator.wire.messages import EngineCrashed
 log = logging.getLogger("pd.router")
 
 MAX_ATTEMPTS = 4  # after which a request fails
+SOUND_TOKENS = 1024  # an attempt that has made so many was none of a request that fails everywhere
 LEAVING_S = 0.1  # pause before a worker that gave the same request back twice is asked again
 
 
@@ -52,6 +53,8 @@ class Recovery:
         remote = active.state in (State.QUEUED, State.TRANSFERRING) and self._routing.fallback == "refuse"
         if active.ended or not self._give_up(active, why):
             return
+        if len(active.answer.tokens) - active.resumed >= SOUND_TOKENS:
+            active.charged = 0
         active.charged += charge or remote
         if active.charged >= MAX_ATTEMPTS:
             last = f"; the last: {said}" if said else ""
@@ -93,6 +96,14 @@ class Recovery:
         """Fail a request that no worker can answer: withdraw it from all workers and tell the client."""
         self._dispatch.withdraw(active)
         self._end_as(active, failure)
+
+    def fail_defective(self, active: ActiveRequest | None, request_id: str) -> None:
+        """Fail a request one of whose outputs could not be taken: its answer would have a gap. Call it in the handling
+        of that exception."""
+        self._metrics.dropped.labels("error").inc()
+        log.exception("could not take an output of request %s", request_id)
+        if active is not None and not active.ended:
+            self.fail_withdrawn(active, Failure("an output of it met a defect"))
 
     # ---- engines that crash ------------------------------------------------------------------------------------
 

@@ -156,6 +156,10 @@ class Answer:
     held: list[Any] = field(default_factory=list)  # decode's outputs that wait for `Prefilled`
     held_since: float = 0.0
 
+    def hold(self, output: Any, now: float) -> None:
+        self.held_since = self.held_since or now
+        self.held.append(output)
+
 
 @dataclass(slots=True, eq=False)
 class ActiveRequest:
@@ -166,6 +170,7 @@ class ActiveRequest:
     state: State = State.PLACING
     attempt: int = 1
     charged: int = 0  # failed attempts that count against `MAX_ATTEMPTS` of `recovery`
+    resumed: int = 0  # tokens of the answer that earlier attempts have made
     crashes: int = 0  # engines that crashed with this request, which may have caused it
     suspect: bool = False  # it may run only as the single suspect of a worker; written by `quarantine`
     placed: Placed | None = None
@@ -225,6 +230,7 @@ class ActiveRequest:
         """Go back to PLACING and drop the results of the failed attempt."""
         self.move(State.PLACING)
         self.attempt += 1
+        self.resumed = len(self.answer.tokens)
         self.local_reason = why
         self.placed = self.prefill = self.decode = self.answer.early_token = None
         self.answer.held = []

@@ -65,7 +65,7 @@ class Router:
         choose: DecodeChoice,
         metrics: Metrics,
     ) -> None:
-        self._metrics, self.recent, self._recall_at = metrics, Recent(), 0.0
+        self._metrics, self.recent, self._recall_at, self._woke_at = metrics, Recent(), 0.0, 0.0
         self._routing, self._fleet, self._codec, self._prefixes = config.routing, fleet, codec, prefixes
         self.learning = Learning(Predictor(), choose, config.slo, metrics, self.recent)
         self._decider = Decider(transport.frontend_id, config, fleet, queue, prefixes, choose, self.learning)
@@ -111,24 +111,25 @@ class Router:
 
     async def run(self) -> None:
         """Enforce the deadlines of all states. Runs until cancelled."""
-        async for _ in ticks(CHECK_S):
+        async for late_s in ticks(CHECK_S):
+            self._woke_at = time.monotonic() if late_s > CHECK_S else self._woke_at
             self.check(time.monotonic())
             await self.check_queue(time.monotonic())
 
     def check(self, now: float) -> None:
         """Start another attempt of each request whose state has lasted too long. `now`: monotonic seconds.
 
-        Time in which a pause froze the fleet does not count: the deadlines start again when it resumes."""
+        Time in which a pause froze the fleet, or this process stood still, does not count: deadlines then start again.
+        """
         if self._fleet.pause.frozen:
             return
-        resumed_at = self._fleet.pause.ended_at
         self.learning.predictor.set_prior(self._fleet.speed)
         self._check_claimers()
         self._decider.look(now)
         for active in self._requests.all():
             if active.answer.held and now - active.answer.held_since > HELD_S:
                 self._release_held(active, now)
-        self._overdue.check(now, resumed_at)
+        self._overdue.check(now, max(self._fleet.pause.ended_at, self._woke_at))
         if now >= self._recall_at:
             self._recall_at = now + RECALL_S
             queued = [active for active in self._requests.all() if active.state is State.QUEUED]
@@ -211,24 +212,31 @@ class Router:
         try:
             batch = self._codec.decode_outputs(payload, message.sent_at, now)
         except MessageError as error:
-            self._on_lost_outputs(worker_id, error)
+            self._metrics.dropped.labels("corrupt").inc()
+            log.error("worker %s sent outputs that cannot be read: %s", worker_id, error)
+            self._retry_decoding(worker_id, "corrupt_outputs")  # whose tokens are lost is unknown
             return
-        delivered = []
-        for output, attempt in zip(batch.outputs, message.attempts, strict=True):
-            active = self._requests.current(output.request_id, attempt)
+        each = zip(batch.outputs, message.attempts, strict=True)
+        batch.outputs = [output for output, attempt in each if self._delivers(worker_id, output, attempt, now)]
+        if batch.outputs:
+            self.batches.put_nowait(batch)
+
+    def _delivers(self, worker_id: str, output: Any, attempt: int, now: float) -> bool:
+        """Whether the output goes to its client now."""
+        active = self._requests.current(output.request_id, attempt)
+        try:
             if active is None or active.decode_worker != worker_id:
                 if output.finish_reason is None:
                     self._dispatch.drop_stale(worker_id, output.request_id, attempt)
             elif output.finish_reason in GIVEN_UP:
                 self._recovery.retry(active, GIVEN_UP[output.finish_reason])
             elif active.state is not State.DECODING and self._precedes_prefill(active, output):
-                active.answer.held_since = active.answer.held_since or now
-                active.answer.held.append(output)
-            elif self._take(active, output, now):
-                delivered.append(output)
-        if delivered:
-            batch.outputs = delivered
-            self.batches.put_nowait(batch)
+                active.answer.hold(output, now)
+            else:
+                return self._take(active, output, now)
+        except Exception:  # a defect that one request meets must not cost the others of this step their tokens
+            self._recovery.fail_defective(active, output.request_id)
+        return False
 
     def _precedes_prefill(self, active: ActiveRequest, output: Any) -> bool:
         """Whether the output arrived before `Prefilled`, which has the cached token count and another connection."""
@@ -283,14 +291,6 @@ class Router:
             self._end(active, State.FINISHED)
         return action is OutputAction.DELIVER
 
-    def _on_lost_outputs(self, worker_id: str, error: MessageError) -> None:
-        """Retry all requests of the worker: whose tokens are lost is unknown, and an answer must not have a gap."""
-        self._metrics.dropped.labels("corrupt").inc()
-        log.error("worker %s sent outputs that cannot be read: %s", worker_id, error)
-        for active in self._requests.all():
-            if active.decode_worker == worker_id:
-                self._recovery.retry(active, "corrupt_outputs")
-
     # ---- when something is lost --------------------------------------------------------------------------------
 
     def worker_lost(self, worker_id: str) -> None:
@@ -323,11 +323,14 @@ class Router:
         self._dispatch.background(self._overdue.leave_claimer(worker_id, "prefill_worker_quiet"))
 
     def connection_reset(self, worker_id: str) -> None:
-        """Retry the requests of a worker whose connection was made again: requests or tokens may be lost with the old
-        one, and an answer must not have a gap."""
+        """A worker's connection was made again: requests or tokens may be lost with the old one."""
+        self._retry_decoding(worker_id, "connection_reset", charge=False)
+
+    def _retry_decoding(self, worker_id: str, why: str, charge: bool = True) -> None:
+        """Retry all requests that a worker decodes: an answer must not have a gap."""
         for active in self._requests.all():
             if active.decode_worker == worker_id:
-                self._recovery.retry(active, "connection_reset", charge=False)
+                self._recovery.retry(active, why, charge=charge)
 
     def queue_lost(self) -> None:
         """Take all requests out of the queue: while Redis is away no worker can claim their jobs."""

@@ -10,8 +10,6 @@ import inspect
 import logging
 import math
 import re
-import select
-from collections import deque
 from collections.abc import AsyncGenerator
 from typing import Any
 
@@ -22,7 +20,7 @@ from redis.exceptions import MovedError, NoPermissionError, RedisError, Response
 
 from orchestrator.config.values import masked
 from orchestrator.store.keys import Library
-from orchestrator.store.servers import Servers
+from orchestrator.store.servers import Command, Pipe, Servers
 
 log = logging.getLogger("pd.redis")
 
@@ -39,35 +37,10 @@ _DEADLINE_STEP_S = 0.01
 _STALL_S = 0.1  # a time-out that comes later than this says that our loop stood still
 _SUBSCRIPTION_IDLE_S = 2.0
 _RECONNECT_MIN_S, _RECONNECT_MAX_S = 0.05, 1.0
-_Command = tuple[bytes, "asyncio.Future[Any]"]  # packed, and who waits for the answer
 
 
 class RedisAway(ConnectionError):
     """Redis cannot be used now: it is unreachable, too slow, or refuses. One line with the URL and the fix."""
-
-
-class _Pipe:
-    """One open connection, and the callers that wait for answers on it, in order."""
-
-    def __init__(self, connection: AbstractConnection) -> None:
-        self.connection = connection
-        self.callers: deque[asyncio.Future[Any]] = deque()
-        self.reader: asyncio.Task[None] | None = None
-        # redis-py's own way of sending takes two turns of the loop, in which a busy frontend parses other requests.
-        assert connection._writer is not None, "it stands"
-        self._writer = connection._writer
-        self._closed = select.poll()
-        self._closed.register(self._writer.get_extra_info("socket").fileno(), select.POLLIN)
-
-    @property
-    def usable(self) -> bool:
-        """Whether a command may be sent. When no caller waits, no reader would notice that a restarted server closed
-        the connection, so this asks the kernel: otherwise the command would be lost."""
-        return not self._writer.is_closing() and bool(self.callers or not self._closed.poll(0))
-
-    def send(self, commands: list[_Command]) -> None:
-        self.callers.extend(caller for _, caller in commands)
-        self._writer.writelines(packed for packed, _ in commands)
 
 
 class Redis(redis.asyncio.Redis):
@@ -81,10 +54,10 @@ class Redis(redis.asyncio.Redis):
         super().__init__(**options)
         self.url = ""
         self.servers: Servers | None = None
-        self._outbox: list[_Command] = []
+        self._outbox: list[Command] = []
         self._flushes = False  # soon
         self._connector: asyncio.Task[None] | None = None
-        self._pipe: _Pipe | None = None
+        self._pipe: Pipe | None = None
         self._subscriptions: set[AbstractConnection] = set()
         self._away_until = 0.0
         self._why = ""
@@ -159,13 +132,13 @@ class Redis(redis.asyncio.Redis):
         elif self._outbox and (self._connector is None or self._connector.done()):
             self._connector = asyncio.create_task(self._connect(), name="redis-connector")
 
-    def _send_batch(self, pipe: _Pipe) -> None:
+    def _send_batch(self, pipe: Pipe) -> None:
         batch, self._outbox = self._outbox, []
         pipe.send(batch)
         if pipe.reader is None or pipe.reader.done():
             self._begin_reading(pipe)
 
-    def _begin_reading(self, pipe: _Pipe, patient: bool = True) -> None:
+    def _begin_reading(self, pipe: Pipe, patient: bool = True) -> None:
         pipe.reader = asyncio.create_task(self._read(pipe, patient), name="redis-reader")
 
     async def _connect(self) -> None:
@@ -175,7 +148,7 @@ class Redis(redis.asyncio.Redis):
                 await closed.connection.disconnect(nowait=True)
             connection = self._new_connection()
             await connection.connect()
-            self._pipe = _Pipe(connection)
+            self._pipe = Pipe(connection)
             self._send_batch(self._pipe)
         except (RedisError, OSError) as error:
             await self._break(self._pipe, str(error) or type(error).__name__)
@@ -184,7 +157,7 @@ class Redis(redis.asyncio.Redis):
             await self._break(self._pipe, f"the client stopped ({type(error).__name__}: {error})")
             raise
 
-    async def _read(self, pipe: _Pipe, patient: bool) -> None:
+    async def _read(self, pipe: Pipe, patient: bool) -> None:
         loop, timeout_s = asyncio.get_running_loop(), pipe.connection.socket_timeout
         assert timeout_s is not None, "`connect` sets one"
         try:
@@ -214,7 +187,9 @@ class Redis(redis.asyncio.Redis):
             if pipe is not self._pipe:
                 await pipe.connection.disconnect(nowait=True)
         except TimeoutError:
-            if patient and loop.time() - (limit.when() or 0.0) > _STALL_S:
+            if pipe.goes_on():
+                self._begin_reading(pipe)  # the server takes what it is to answer, which may be long
+            elif patient and loop.time() - (limit.when() or 0.0) > _STALL_S:
                 self._begin_reading(pipe, patient=False)  # the answers may have come in time, and lie in the socket
             else:
                 await self._break(pipe, f"no answer within {timeout_s:g} s")
@@ -229,14 +204,14 @@ class Redis(redis.asyncio.Redis):
         assert self.servers is not None, "`connect` sets them"
         return self.servers.new_connection()
 
-    async def _move(self, pipe: _Pipe, error: MovedError) -> None:
+    async def _move(self, pipe: Pipe, error: MovedError) -> None:
         """Later commands and subscriptions go to the node that has this fleet's keys."""
         if pipe is self._pipe and self.servers is not None:
             self.servers.moved(error, pipe.connection)
             self._pipe = None
             await self._break_subscriptions()
 
-    async def _break(self, pipe: _Pipe | None, why: str) -> None:
+    async def _break(self, pipe: Pipe | None, why: str) -> None:
         """Raise RedisAway for all waiting callers, and for a moment for new ones."""
         callers = list(pipe.callers) if pipe else []
         if pipe is self._pipe:  # else its other task was first, or our keys have moved to another server

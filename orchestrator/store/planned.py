@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import cached_property
 from typing import Any, TypeVar
 
 import msgspec
@@ -37,7 +38,7 @@ class Seen(msgspec.Struct, frozen=True, omit_defaults=True):
         return cls(None, f"{desired.set_at:.6f}" if desired is not None else "", leader)
 
 
-class Reading(msgspec.Struct, frozen=True):
+class Reading(msgspec.Struct, frozen=True, dict=True):
     """The fleet at one moment. Workers are for who sends requests; launchers and operators deal in units."""
 
     workers: dict[str, WorkerInfo] = {}
@@ -46,7 +47,7 @@ class Reading(msgspec.Struct, frozen=True):
     desired: DesiredRatio | None = None
     version: bytes = b""
 
-    @property
+    @cached_property  # a launcher asks for each of its workers
     def units(self) -> dict[str, WorkerInfo]:
         """The units all of whose ranks are registered, each as its first rank."""
         there = Counter(info.unit for info in self.workers.values())

@@ -19,6 +19,7 @@ from orchestrator.store.client import Redis, RedisAway
 from orchestrator.store.configuration import Rollout, Version
 from orchestrator.store.documents import Document
 from orchestrator.store.fields import (
+    Departed,
     Frontend,
     Heartbeat,
     Launcher,
@@ -33,6 +34,7 @@ from orchestrator.store.fields import (
     milliseconds,
     orders_of,
     text,
+    whole,
     worker_from_fields,
     worker_to_fields,
 )
@@ -178,10 +180,14 @@ class Registry:
             async for _ in orders:
                 yield
 
-    async def has_engine(self, worker_id: str, engine_id: str) -> bool:
-        """Whether this engine is registered, under this id."""
-        found = await self._redis.execute_command("HGET", self.keys.worker(worker_id), "kv_engine_id")
-        return bool(found == engine_id.encode())
+    async def endpoints(self, worker_id: str) -> Departed | None:
+        """Where the worker listens that is registered under this id, with claims or not; None if there is none."""
+        names = ("kv_engine_id", "request_address", "kv_host", "kv_port")
+        found = await self._redis.execute_command("HMGET", self.keys.worker(worker_id), *names)
+        if None in found:
+            return None
+        engine_id, address, host, port = map(text, found)
+        return Departed(worker_id, engine_id, address, host, whole(port), False)
 
     async def _put_worker(self, info: WorkerInfo, ttl_s: float, fresh: bool, heard: str = "") -> Heartbeat | None:
         """Write a worker's entry. Returns None if another engine is registered under this id."""

@@ -1,11 +1,19 @@
-"""Which server a Redis URL means now: the one it names, the primary that Sentinels name, or a node of a cluster.
+"""Which server a Redis URL means now, the one it names, the primary that Sentinels name, or a node of a cluster; and an
+open connection to it.
 
-Makes connections to it and keeps none. All keys of a namespace are in one slot, so one node of a cluster has them all.
+All keys of a namespace are in one slot, so one node of a cluster has them all.
 """
 
 from __future__ import annotations
 
+import array
+import asyncio
+import contextlib
+import fcntl
 import os
+import select
+import termios
+from collections import deque
 from typing import Any
 from urllib.parse import parse_qsl, urlencode, urlsplit
 
@@ -27,11 +35,54 @@ from orchestrator.config.values import check_redis_url
 
 _SENTINEL_PORT, _REDIS_PORT = 26379, 6379
 _SENTINEL_OPTION = "sentinel_"  # before the names of options that are for the Sentinels themselves
+_LONG_BYTES = 1 << 18  # a server that stands still may take less: its kernel does
+Command = tuple[bytes, "asyncio.Future[Any]"]  # packed, and who waits for the answer
+
+
+class Pipe:
+    """One open connection, and the callers that wait for answers on it, in order."""
+
+    def __init__(self, connection: AbstractConnection) -> None:
+        self.connection = connection
+        self.callers: deque[asyncio.Future[Any]] = deque()
+        self.reader: asyncio.Task[None] | None = None
+        # redis-py's own way of sending takes two turns of the loop, in which a busy frontend parses other requests.
+        assert connection._writer is not None, "it stands"
+        self._writer = connection._writer
+        self._descriptor: int = self._writer.get_extra_info("socket").fileno()
+        self._closed = select.poll()
+        self._closed.register(self._descriptor, select.POLLIN)
+        self._sent = 0  # bytes
+        self._seen = 0, 0  # by `goes_on`: how many of them the server had not taken, and had
+
+    @property
+    def usable(self) -> bool:
+        """Whether a command may be sent. When no caller waits, no reader would notice that a restarted server closed
+        the connection, so this asks the kernel: otherwise the command would be lost."""
+        return not self._writer.is_closing() and bool(self.callers or not self._closed.poll(0))
+
+    def send(self, commands: list[Command]) -> None:
+        self.callers.extend(caller for _, caller in commands)
+        size = sum(len(packed) for packed, _ in commands)
+        self._sent += size
+        self._writer.writelines(packed for packed, _ in commands)
+        if size > _LONG_BYTES:
+            self.goes_on()  # from now on
+
+    def goes_on(self) -> bool:
+        """Whether much was unsent at the last call, and the server has taken some of it since: jobs of long prompts
+        have megabytes, which take longer than an answer on a slow or shared link."""
+        kept = array.array("i", [0])  # by the kernel: sent and not acknowledged, too (tcp(7), SIOCOUTQ)
+        with contextlib.suppress(OSError):
+            fcntl.ioctl(self._descriptor, termios.TIOCOUTQ, kept)
+        unsent = self._writer.transport.get_write_buffer_size() + kept[0]
+        (unsent_before, taken_before), self._seen = self._seen, (unsent, self._sent - unsent)
+        return unsent_before > _LONG_BYTES and self._sent - unsent > taken_before
 
 
 class Servers:
     """The servers that a URL means: `redis://HOST:PORT`, `redis+cluster://HOST:PORT,HOST:PORT` or
-    `redis+sentinel://HOST:PORT,HOST:PORT/SERVICE`.
+    `redis+sentinel://HOST:PORT,HOST:PORT/SERVICE`. Makes connections to them, and keeps none.
 
     `rediss` instead of `redis` is TLS. A user, a password, a database and redis-py's options have their usual places;
     `?sentinel_username=U&sentinel_password=P` is for Sentinels, which have users of their own.

@@ -332,7 +332,12 @@ async def test_stopped_worker_leaves_its_taken_id(workers: Workers, alive: bool)
             await asyncio.wait_for(asyncio.shield(stopped.task), DEADLINE_S)
         assert (await workers.registry.workers())[stopped.id] == successor
     else:
-        await until(lambda: workers.registry.has_engine(stopped.id, stopped.info.kv.engine_id))
+
+        async def is_registered():
+            there = await workers.registry.endpoints(stopped.id)
+            return there is not None and there.engine_id == stopped.info.kv.engine_id
+
+        await until(is_registered)
         assert not stopped.task.done()
 
 

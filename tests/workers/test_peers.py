@@ -27,15 +27,15 @@ class Listener:
 
 
 class FakeRegistry:
-    """Knows the engines of some workers; may be away."""
+    """Knows where some workers listen; may be away."""
 
     def __init__(self) -> None:
-        self.engines, self.away = dict[str, str](), False
+        self.there, self.away = dict[str, Departed](), False
 
-    async def has_engine(self, worker_id: str, engine_id: str) -> bool:
+    async def endpoints(self, worker_id: str) -> Departed | None:
         if self.away:
             raise RedisAway("gone")
-        return self.engines.get(worker_id) == engine_id
+        return self.there.get(worker_id)
 
 
 def departed(name: str, request_port: int, kv_port: int, claims: bool = False) -> Departed:
@@ -98,13 +98,30 @@ async def test_returned_worker_is_not_probed(alive: tuple[Listener, Listener]) -
     for _ in range(10):
         await asyncio.sleep(0.005)
     assert watched.peers.suspects == {"engine-a"}
-    watched.registry.away, watched.registry.engines["a"] = False, "engine-of-a-successor"
+    watched.registry.away, watched.registry.there["a"] = False, departed("successor", 1, 1)
     for _ in range(10):
         await asyncio.sleep(0.005)
     assert watched.peers.suspects == {"engine-a"}
-    watched.registry.engines["a"] = "engine-a"
+    watched.registry.there["a"] = departed("a", agent.port, engine.port)
     await until(lambda: not watched.peers.suspects)
     assert watched.dead == [] and watched.peers.sources == {"engine-a"}
+    await watched.peers.close()
+
+
+async def test_a_port_that_its_successor_has_is_not_its_own_any_more(alive: tuple[Listener, Listener]) -> None:
+    """Ports may be configured, and taken anew by the process that is started in place of a dead one."""
+    agent, engine = alive
+    watched = Watched("engine-a")
+    watched.peers.note([departed("a", agent.port, engine.port)], idle=False)
+    elsewhere = Listener()
+    watched.registry.there["a"] = departed("successor", agent.port, elsewhere.port)
+    for _ in range(20):
+        await asyncio.sleep(0.005)
+    assert watched.dead == [], "its engine may still write"
+    watched.registry.there["a"] = departed("successor", agent.port, engine.port)
+    await until(lambda: watched.dead == ["engine-a"])
+    await until(lambda: not watched.peers.suspects)
+    elsewhere.socket.close()
     await watched.peers.close()
 
 
@@ -265,7 +282,10 @@ async def test_frontend_that_was_waited_for_is_away_until_it_greets() -> None:
     assert await waiting and frontends.away(now) == []
     frontends.forget("gone", now)
     assert frontends.away(now) == ["gone"]
-    assert frontends.away(now + FRONTEND_AWAY_S) == [] and not frontends._away
+    frontends.forget("gone later", now + FRONTEND_AWAY_S)
+    assert [*frontends._away] == ["gone later"], "also where nobody asks, as on decode workers"
+    assert frontends.away(now + 2 * FRONTEND_AWAY_S) == []
+    assert not frontends._away
 
 
 async def test_probe(alive: tuple[Listener, Listener]) -> None:

@@ -205,9 +205,17 @@ class Siblings:
 
 
 def summed(seconds: list[Second]) -> Second:
-    """Of all frontends, as of one. There is one at least."""
-    counts = (msgspec.structs.astuple(second)[1:-1] for second in seconds)
+    """Of all frontends, as of one: the first, and those of the others that count in the same steps as it."""
+    steps = _steps(seconds[0])
+    alike = [second for second in seconds if _steps(second) == steps]
+    if others := sorted({second.frontend for second in seconds if _steps(second) != steps}):
+        log.warning("not counted here: %s, of another release", ", ".join(others))
+    counts = (msgspec.structs.astuple(second)[1:-1] for second in alike)
     return Second("", *map(_sum, zip(*counts, strict=True)))
+
+
+def _steps(second: Second) -> list[int]:
+    return [len(latencies) for latencies in (second.ttft, second.itl, second.wait)]
 
 
 def _sum(counts: Sequence[Any]) -> Any:

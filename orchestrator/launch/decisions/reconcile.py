@@ -6,8 +6,8 @@ of role is done within a heartbeat, a new process costs loading the model.
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from itertools import islice, product
 from typing import Union
 
 import msgspec
@@ -69,29 +69,26 @@ def plan(desired: DesiredRatio, workers: Sequence[PlannedWorker]) -> list[Action
         short = _wanted(desired, role) - _count(staying.values(), role)
         spare = _count(staying.values(), role.other) - _wanted(desired, role.other)
         spare = min(spare, _flexible(staying.values(), role.other))
-        for _ in range(min(short, spare)):
-            chosen = _to_flip(desired, role.other, list(staying.values()))
-            if chosen is None:
-                break
+        for chosen in islice(_to_flip(desired, role.other, staying.values()), max(0, min(short, spare))):
             actions.append(Flip(chosen.id, role))
             staying[chosen.id] = msgspec.structs.replace(chosen, role=role, ready=False, flipping=True)
         # A spare worker of the other role will be flipped, now or when more are ready: it needs no new process.
         actions += [Start(role)] * max(0, short - max(0, spare))
-    for serves, role in itertools.product((False, True), Role):  # of both roles those first that serve none yet
+    for serves, role in product((False, True), Role):  # of both roles those first that serve none yet
         spare = _count(staying.values(), role) - _wanted(desired, role)
         # Spare workers that the other role still waits for are flipped into it, not drained.
         waiting = max(0, _wanted(desired, role.other) - _count(staying.values(), role.other))
         waiting = min(waiting, _flexible(staying.values(), role))
         managed = sum(worker.managed and worker.role is role for worker in staying.values())
-        for _ in range(min(spare - waiting, managed - _wanted(desired, role))):
-            chosen = _to_drain(desired, role, list(staying.values()))
-            if chosen is None or not (serves or _loads(chosen)):
+        loading = _loading(role.other, staying.values())
+        most = max(0, min(spare - waiting, managed - _wanted(desired, role)))
+        for chosen in islice(_to_drain(desired, role, staying.values()), most):
+            if not (serves or _loads(chosen)):
                 break
-            loading = _newest_loading(role.other, staying.values())
-            if chosen.ready and not chosen.fixed and loading is not None:  # it serves there before that one does
+            if chosen.ready and not chosen.fixed and loading:  # it serves there before that one does
                 actions.append(Flip(chosen.id, role.other))
                 staying[chosen.id] = msgspec.structs.replace(chosen, role=role.other, ready=False, flipping=True)
-                chosen = loading
+                chosen = loading.pop()
             if chosen.owned:  # else its launcher drains it
                 actions.append(Drain(chosen.id))
             del staying[chosen.id]
@@ -137,32 +134,39 @@ def _flexible(workers: Iterable[PlannedWorker], role: Role) -> int:
     return sum(worker.role is role and not worker.fixed for worker in workers)
 
 
-def _expendable(worker: PlannedWorker, desired: DesiredRatio, workers: Iterable[PlannedWorker]) -> bool:
-    """Whether it is neither the only worker that serves its role, nor the one that is about to where none does."""
-    if _wanted(desired, worker.role) == 0 or not (worker.ready or worker.flipping):
-        return True
-    return any(other.ready and other.role is worker.role and other.id != worker.id for other in workers)
+def _expendable(
+    desired: DesiredRatio, role: Role, able: Iterable[PlannedWorker], workers: Iterable[PlannedWorker]
+) -> Iterator[PlannedWorker]:
+    """Those of `able` that can be taken out of this role one after the other: each is neither the only worker that
+    serves it, nor the one that is about to where none does."""
+    serving = sum(worker.role is role and worker.ready for worker in workers)
+    for worker in able:
+        if not (worker.ready or worker.flipping) or _wanted(desired, role) == 0 or serving > worker.ready:
+            serving -= worker.ready
+            yield worker
 
 
-def _to_flip(desired: DesiredRatio, role: Role, workers: Sequence[PlannedWorker]) -> PlannedWorker | None:
-    """One that has yet to take this role, which keeps the other then; launchers' before others', ones that were
+def _to_flip(desired: DesiredRatio, role: Role, workers: Collection[PlannedWorker]) -> Iterator[PlannedWorker]:
+    """First those that have yet to take this role, which keep the other then; launchers' before others', ones that were
     started as the other role, so that engines serve what their arguments are for, and the newest first, so that equal
     situations move the same workers."""
     able = [w for w in workers if w.role is role and (w.ready or w.flipping) and not w.fixed]
-    able = [w for w in able if _expendable(w, desired, workers)]
     returns = role.other
-    return max(able, key=lambda w: (w.flipping, w.managed, w.started_as is returns, _age_order(w.id)), default=None)
+    able.sort(key=lambda w: (w.flipping, w.managed, w.started_as is returns, _age_order(w.id)), reverse=True)
+    return _expendable(desired, role, able, workers)
 
 
-def _to_drain(desired: DesiredRatio, role: Role, workers: Sequence[PlannedWorker]) -> PlannedWorker | None:
-    """One that loads, then one that changes to this role, then one that cannot change its role, then the newest."""
-    able = [w for w in workers if w.role is role and w.managed and _expendable(w, desired, workers)]
-    return max(able, key=lambda w: (_loads(w), not w.ready, w.fixed, _age_order(w.id)), default=None)
+def _to_drain(desired: DesiredRatio, role: Role, workers: Collection[PlannedWorker]) -> Iterator[PlannedWorker]:
+    """Those that load, then those that change to this role, then those that cannot change theirs, then the newest."""
+    able = [w for w in workers if w.role is role and w.managed]
+    able.sort(key=lambda w: (_loads(w), not w.ready, w.fixed, _age_order(w.id)), reverse=True)
+    return _expendable(desired, role, able, workers)
 
 
-def _newest_loading(role: Role, workers: Iterable[PlannedWorker]) -> PlannedWorker | None:
+def _loading(role: Role, workers: Iterable[PlannedWorker]) -> list[PlannedWorker]:
+    """The newest last."""
     loading = [worker for worker in workers if worker.role is role and worker.managed and _loads(worker)]
-    return max(loading, key=lambda worker: _age_order(worker.id), default=None)
+    return sorted(loading, key=lambda worker: _age_order(worker.id))
 
 
 def _loads(worker: PlannedWorker) -> bool:

@@ -120,7 +120,7 @@ def _in_use(folder: Path, groups: set[int] | None = None) -> dict[int, set[int]]
             if groups is not None and group not in groups:
                 continue
             inodes = used.setdefault(group, set())
-            for line in (process / "maps").read_text().splitlines():
+            for line in (process / "maps").read_text(errors="replace").splitlines():  # names are any bytes
                 if prefix in line:
                     inodes.add(int(line.split(maxsplit=5)[4]))  # address, rights, offset, device, inode, name
             for descriptor in (process / "fd").iterdir():

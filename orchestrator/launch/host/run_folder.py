@@ -149,8 +149,11 @@ class RunFolder:
                 log.error("the run folder %s cannot be written: %s", self.path, error)
 
     def note_ready(self, ready: Ready) -> None:
-        with self._writing():
-            self._write(_READY, msgspec.json.encode(ready).decode())
+        """If that fails, `note_started` logs why, and writes it as soon as it can."""
+        text = msgspec.json.encode(ready).decode()
+        with contextlib.suppress(OSError):
+            self._write(_READY, text)
+        self._texts[_READY] = text
 
     def remove(self) -> None:
         """Remove the folder and everything in it, unless another launcher has taken it. Idempotent."""

@@ -2,12 +2,16 @@
 
 The frontends of a host keep theirs in files, so that each can report those of all. prometheus_client opens a file for
 each kind of metric when the first metric of that kind gets a value. If the run folder was gone by then (a cleaner of
-/tmp may remove it), every request would fail.
+/tmp may remove it), every request would fail. Each scrape reads all files, so those of frontends that have ended are
+made one.
 """
 
 from __future__ import annotations
 
 import collections
+import contextlib
+import fcntl
+import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -16,12 +20,15 @@ from prometheus_client import Counter, Gauge, Histogram, values
 from prometheus_client.metrics import MetricWrapperBase
 from prometheus_client.mmap_dict import MmapedDict
 
-from orchestrator.process.own_files import make_folder
+from orchestrator.process.own_files import make_folder, open_own
+from orchestrator.process.parent import started_ticks
 
 MODEL = "model_name"  # the label that vLLM's metrics have
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 _Kind = TypeVar("_Kind", bound=MetricWrapperBase)
+_SUMMED = ("counter", "histogram", "summary")  # kinds of files, each named KIND_PID.db
+_ENDED = "0"  # in place of the pid: of all that have ended
 _made: dict[str, MetricWrapperBase] = {}  # by name, with all models' values
 
 
@@ -134,3 +141,39 @@ def recreate_missing_folder() -> None:
 def _open(filename: str, read_mode: bool = False) -> MmapedDict:
     make_folder(Path(filename).parent)
     return MmapedDict(filename, read_mode)
+
+
+def join_ended() -> None:
+    """Add what frontends counted that have ended to one file of each kind, and remove theirs. Where that cannot be done
+    now, a later frontend does it."""
+    if not (place := os.environ.get("PROMETHEUS_MULTIPROC_DIR")):
+        return
+    with contextlib.suppress(OSError), open_own(Path(place) / "ended.lock", "a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        ended = [path for path in Path(place).glob("*_*.db") if _has_ended(path.stem.rpartition("_")[2])]
+        for kind in _SUMMED:
+            if own := [path for path in ended if path.name.startswith(f"{kind}_")]:
+                _join(own, Path(place) / f"{kind}_{_ENDED}.db")
+        for path in ended:  # of gauges the value of one that runs counts
+            path.unlink(missing_ok=True)
+
+
+def _has_ended(pid: str) -> bool:
+    return pid.isdecimal() and pid != _ENDED and started_ticks(int(pid)) is None
+
+
+def _join(ended: list[Path], into: Path) -> None:
+    """Who reads meanwhile finds `into` as it was, or whole."""
+    totals: collections.Counter[str] = collections.Counter()
+    for path in [*ended, *([into] if into.exists() else [])]:
+        for key, value, _, _ in MmapedDict.read_all_values_from_file(path):
+            totals[key] += value
+    new = into.with_suffix(".new")
+    new.unlink(missing_ok=True)
+    file = MmapedDict(str(new))
+    for key, value in totals.items():
+        file.write_value(key, value, 0.0)
+    file.close()
+    new.replace(into)
+    for path in ended:
+        path.unlink()

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from orchestrator.fleet.prefixes import MAX_HELD, RESYNC_RETRY_S, PrefixView
+from orchestrator.fleet.prefixes import MAX_HELD, MOST_ASKED, RESYNC_RETRY_S, PrefixView
 from orchestrator.types import PrefixEvents, WorkerLoad
 from orchestrator.wire.messages import PrefixResync, PrefixSnapshot
 
@@ -115,6 +115,33 @@ def test_an_unanswered_question_is_asked_again(view, asked):
     assert asked == ["w"]
     view.take_load(worker.load(), RESYNC_RETRY_S + 0.1)
     assert asked == ["w", "w"]
+
+
+def test_a_large_fleet_is_asked_a_few_at_a_time_and_nobody_twice(view, asked):
+    """A frontend that starts, or that stood still, reads for longer than one worker is waited for."""
+    workers = {f"w{number}": Worker(f"w{number}") for number in range(100)}
+    for worker in workers.values():
+        worker.change(stored=[1])
+    answered, now = 0, 0.0
+    while answered < len(workers):
+        now += 0.1
+        for worker in workers.values():
+            view.take_load(worker.load(), now)
+        assert len(asked) - answered <= MOST_ASKED
+        if name := next(iter(asked[answered:]), None):
+            for part in workers[name].snapshot():
+                view.take_snapshot(name, part, now)
+            answered += 1
+    assert sorted(asked) == sorted(workers) and all(believed(view, name) == {1} for name in workers)
+
+
+def test_workers_that_do_not_answer_hold_up_no_others(view, asked):
+    stopped = [Worker(f"s{number}") for number in range(MOST_ASKED)]
+    for worker in (*stopped, Worker("w")):
+        view.take_load(worker.load(), 0.0)
+    assert asked == [worker.name for worker in stopped]
+    view.take_load(Worker("w").load(), RESYNC_RETRY_S + 0.1)
+    assert asked[-1] == "w"
 
 
 def test_events_waiting_for_snapshot_are_bounded(view, asked):

@@ -4,6 +4,7 @@ import msgspec
 from support_info import fleet_of
 from support_info import worker_info as worker
 
+from orchestrator.fleet.membership import mark_silent_quiet
 from orchestrator.fleet.view import Fleet
 from orchestrator.policy.candidate import RequestInfo
 from orchestrator.policy.decode_choice import decode_choice
@@ -284,3 +285,24 @@ def test_a_large_fleet_offers_few_workers_to_a_request_that_avoids_some():
     assert all(int(c.worker_id[1:]) % 2 == 0 for c in fleet.candidates(avoid=best, domain="0:r0").decode)
     everywhere = [f"d{i}" for i in range(100)]
     assert [c.worker_id for c in fleet.candidates(avoid=everywhere, domain="0:r1").decode] == ["d1"]
+
+
+def test_ranks_that_wait_for_a_lost_one_are_quiet():
+    """They take no step any more, and may report for long that they live: until their longest steps have passed."""
+    fleet = Fleet("f")
+    for name in ("a", "a.1", "b"):
+        fleet.upsert(worker(name, ranks=("a", "a.1") if name != "b" else ()), now=0.0)
+        fleet.workers[name].connected = True
+        if name == "a":
+            assert mark_silent_quiet(fleet, 0.0, 1.0) == [], "the other one is about to join"
+        fleet.take_load(WorkerLoad(name, 1, 100, 100, 0, 0, 0, 1.0), 0.0)
+    assert mark_silent_quiet(fleet, 0.5, 1.0) == []
+    fleet.remove("a.1")
+    assert mark_silent_quiet(fleet, 0.6, 1.0) == ["a"] and fleet.ready(Role.DECODE) == 1
+    fleet.upsert(worker("a.1", ranks=("a", "a.1")), now=0.7)  # it was only cut off
+    assert mark_silent_quiet(fleet, 0.8, 1.0) == []
+    assert not fleet.workers["a"].quiet
+    for name in ("a.1", "a"):
+        fleet.remove(name)
+    assert not fleet.broken_units
+    assert not fleet._lost_ranks, "all have gone"

@@ -1,11 +1,19 @@
 """The prefix index: correct and bounded, and correct again after lost events."""
 
+import random
 from itertools import islice
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.policy.prefix_index import MAX_KEYS, MIN_KEYS, MORE_PROBES, PrefixIndex
+from orchestrator.policy.prefix_index import (
+    MANY_RETIRED,
+    MAX_KEYS,
+    MIN_KEYS,
+    MORE_PROBES,
+    SWEPT_AT_ONCE,
+    PrefixIndex,
+)
 from orchestrator.types import PrefixEvents
 
 
@@ -114,6 +122,27 @@ def test_removed_workers_leave_nothing_behind():
     index.stored("last", [1])
     assert index.match([1, 2]) == {"last": 1}
     assert max(mask.bit_length() for mask in index._holders.values()) <= 130
+
+
+def test_bits_of_workers_that_are_gone_are_cleared_little_by_little():
+    """Of a large fleet's ten million keys all at once would hold up a frontend for seconds."""
+    index, rng = PrefixIndex(), random.Random(1)
+    cached: dict[str, set[int]] = {}
+    for step in range(3 * MANY_RETIRED):
+        if len(cached) > 5:
+            index.forget(gone := rng.choice(sorted(cached)))
+            del cached[gone]
+        keys = [rng.randrange(20_000) for _ in range(300)]
+        cached[name := f"w{step}"] = set(keys)
+        before = len(index._unswept)
+        (index.stored if step % 2 else index.hosted)(name, keys)
+        assert len(index._unswept) >= before - 2 * SWEPT_AT_ONCE
+        removed = rng.sample(keys, 20)
+        index.removed(name, removed)
+        cached[name] -= set(removed)
+        for key in rng.sample(range(20_000), 200):
+            assert index.match([key]).keys() == {name for name, keys in cached.items() if key in keys}
+    assert max(index.bits.values()) < 2.5 * MANY_RETIRED, "they are used again"
 
 
 def test_look_up_cost_is_bounded():

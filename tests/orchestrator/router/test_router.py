@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -12,10 +13,11 @@ from orchestrator.fleet.membership import mark_silent_quiet
 from orchestrator.policy import placement
 from orchestrator.policy.policies import LATE_OBJECTIVES
 from orchestrator.router.decider import Decider
-from orchestrator.router.recovery import LEAVING_S
+from orchestrator.router.overdue import STALL_TIMEOUT_S
+from orchestrator.router.recovery import LEAVING_S, SOUND_TOKENS
 from orchestrator.router.request import SUCCESSORS, Failure, Overloaded, State
 from orchestrator.types import FinishReason, JobState, Offered, PauseState, QueueDepth, Role, WorkerLoad, WorkerState
-from orchestrator.wire.messages import Abort, MessageError, Prefilled, PrefillFailed, Rejected, unpack_frames
+from orchestrator.wire.messages import Abort, MessageError, Outputs, Prefilled, PrefillFailed, Rejected, unpack_frames
 from orchestrator.wire.sockets import Sent
 
 
@@ -328,6 +330,24 @@ async def test_dead_decode_worker_request_continues_from_sent_tokens():
     assert second != first and submit.resume_tokens == [5, 6] and submit.attempt == 2 and submit.kv_source is None
     bench.tokens(second, "r", [7], attempt=2, finish=1)
     assert bench.received() == [("r", [5, 6], None), ("r", [7], 1)]
+    bench.assert_no_leaks()
+
+
+@pytest.mark.parametrize("each", [1, SOUND_TOKENS])
+async def test_a_long_answer_may_lose_many_workers_on_its_way(each):
+    """An hour of it on machines that are taken back. One that loses each after a few tokens may be the reason."""
+    bench = await Bench.asked(FakeRequest("r", prompt_tokens=10))
+    for attempt in range(1, 7):
+        if bench.codec.failures:
+            break
+        bench.tokens(bench.bound_to(), "r", [5] * each, attempt=attempt)
+        bench.add_worker(f"d{attempt + 1}", Role.DECODE)
+        bench.lose(bench.bound_to())
+        await bench.settle()
+    assert ("r" in bench.codec.failures) is (each == 1)
+    if each > 1:
+        bench.tokens(bench.bound_to(), "r", [7], attempt=7, finish=1)
+        assert bench.received()[-1] == ("r", [7], 1)
     bench.assert_no_leaks()
 
 
@@ -723,6 +743,75 @@ async def test_a_request_that_stalls_is_started_elsewhere(monkeypatch):
     await until(lambda: len(bench.submits()) == 2)
     watching.cancel()
     assert bench.bound_to() != first
+
+
+async def test_a_long_prompt_has_the_time_to_be_computed():
+    bench = await Bench.asked(FakeRequest("r", prompt_tokens=1_000_000, local_only="n"))
+    took_s = bench.router.learning.predictor.prefill_s(1_000_000)
+    assert took_s > STALL_TIMEOUT_S / 2
+    now = time.monotonic()
+    bench.router.check(now + 2 * took_s)
+    assert bench.router.requests["r"].attempt == 1
+    bench.router.check(now + 4 * took_s)
+    assert bench.router.requests["r"].retries == ["stalled"]
+
+
+async def test_time_in_which_this_process_stood_still_is_no_time_of_workers(monkeypatch):
+    """What they said meanwhile lies in the sockets: deadlines begin again."""
+    bench = await Bench.asked(FakeRequest("r"), claimed=True)
+    bench.fleet.take_load(load_of(bench.bound_to(), blocks_free=900), time.monotonic())
+    bench.say("p0", Prefilled("r", 1, 0.2))
+    clock = SimpleNamespace(now=time.monotonic() + 6)
+
+    async def ticks(_):
+        for late_s in (5.0, 0.0):
+            yield late_s
+            clock.now += 1
+
+    monkeypatch.setattr("orchestrator.router.router.time", SimpleNamespace(monotonic=lambda: clock.now))
+    monkeypatch.setattr("orchestrator.router.router.ticks", ticks)
+    await bench.router.run()
+    assert bench.router.requests["r"].attempt == 1
+    bench.router.check(clock.now + 4)
+    assert bench.router.requests["r"].retries == ["kv_late"]
+
+
+async def test_a_defect_that_one_request_meets_costs_no_other_a_token(caplog):
+    bench = await Bench.asked(FakeRequest("a", prompt_tokens=10))
+    bench.lose("d1" if bench.bound_to() == "d0" else "d0")
+    for name in ("b", "c"):
+        await bench.router.submit(FakeRequest(name, prompt_tokens=10))
+    take = bench.router._requests.from_decode
+
+    def defective(active, output, now):
+        return take(active, output, now) if active.id != "b" else 1 // 0
+
+    bench.router._requests.from_decode = defective
+    step = msgspec.msgpack.encode([[name, [7], None] for name in "abc"])
+    bench.say(bench.bound_to(), Outputs([1, 1, 1], 0.0), [step])
+    assert bench.received() == [("b", [], FinishReason.ERROR), ("a", [7], None), ("c", [7], None)]
+    assert list(bench.router.requests) == ["a", "c"] and "ZeroDivisionError" in caplog.text
+
+
+async def test_who_cannot_be_told_of_an_end_takes_it_from_nobody(caplog):
+    bench = await Bench.asked(FakeRequest("r", prompt_tokens=10))
+    bench.router.learning.ended = lambda *_: 1 // 0
+    bench.tokens(bench.bound_to(), "r", [7], finish=FinishReason.LENGTH)
+    assert bench.received() == [("r", [7], FinishReason.LENGTH)] and "ZeroDivisionError" in caplog.text
+    bench.assert_no_leaks()
+
+
+async def test_a_job_of_another_attempt_keeps_its_place():
+    """The queue dates it anew, since the job of the attempt before has been removed."""
+    bench = await Bench.asked(FakeRequest("r"), fallback="refuse")
+    active = bench.router.requests["r"]
+    active.accepted_at -= 30  # it has waited for so long
+    bench.claim("r")
+    bench.say("p0", PrefillFailed("r", 1, "defect"))
+    await bench.settle()
+    first, second = bench.queue.jobs
+    assert second.attempt == 2 and first.delay_s - second.delay_s == pytest.approx(30, abs=5)
+    assert second.arrived_at + second.delay_s == pytest.approx(first.arrived_at + first.delay_s)
 
 
 async def test_burst_spreads_over_workers():

@@ -54,6 +54,58 @@ def port_of(url: str) -> int:
 # ---- the client ------------------------------------------------------------------------------------------------
 
 
+@contextlib.asynccontextmanager
+async def slow_link(url: str, bytes_per_s: float):
+    """The URL of a port that passes so much to the server at once, and keeps little."""
+    taken, pumps = 1 << 14, set()
+
+    async def accept(reader, writer):
+        there_reader, there = await asyncio.open_connection("127.0.0.1", port_of(url))
+
+        async def forth():
+            while data := await reader.read(taken):
+                there.write(data)
+                await asyncio.sleep(len(data) / bytes_per_s)
+
+        async def back():
+            while data := await there_reader.read(1 << 16):
+                writer.write(data)
+
+        pumps.update(asyncio.create_task(way()) for way in (forth, back))
+
+    listener = socket.create_server(("127.0.0.1", 0))
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)
+    server = await asyncio.start_server(accept, sock=listener, limit=taken)
+    try:
+        yield f"redis://127.0.0.1:{listener.getsockname()[1]}"
+    finally:
+        server.close()
+        for pump in pumps:
+            pump.cancel()
+        await asyncio.gather(*pumps, return_exceptions=True)
+
+
+@pytest.mark.parametrize("answers", [True, False])
+async def test_a_long_command_has_the_time_to_be_taken(server, answers):
+    """Jobs of prompts of a million tokens have megabytes: on a slow link they outlast the time for an answer."""
+    body = os.urandom(6 << 20)
+    async with slow_link(server.url, 4e6) as url:
+        redis = await connect(url, 0.3)
+        setting = asyncio.gather(redis.set("before", 1), redis.set("long", body), redis.get("before"))
+        if answers:
+            assert await setting == [True, True, b"1"]
+            assert await redis.strlen("long") == len(body)
+        else:  # the server stands still, whatever was taken by then
+            os.kill(server.pid, signal.SIGSTOP)
+            try:
+                async with asyncio.timeout(DEADLINE_S):
+                    with pytest.raises(RedisAway):
+                        await setting
+            finally:
+                os.kill(server.pid, signal.SIGCONT)
+        await redis.aclose()
+
+
 async def test_answers_reach_their_callers(redis):
     async def one(number: int) -> None:
         await redis.set(f"k{number}", number)

@@ -284,6 +284,17 @@ async def test_a_wave_is_shared_among_idle_workers(queues):
     assert [claim.job.request_id for claim in claims] == ["r4", "r5"] and last.share_tokens is None
 
 
+async def test_waiters_of_another_hosts_clock_are_no_idle_workers(queues):
+    """Redis has moved to a host whose clock is behind: workers that died since would be waited for as long."""
+    queue = await queues(waiter="a")
+    await queue.enqueue(job("r", tokens=100))
+    prefix = Keys(queues.namespace).prefix
+    for waiters in ("told", "idle"):
+        await queues.redis.zadd(f"{prefix}{waiters}", {"dead": time.time() + 3600})
+    claims, _ = await queue.claim("a", ALL, 9, 32, idle=False, wait_s=0.5)
+    assert [claim.job.request_id for claim in claims] == ["r"] and queue.share_tokens is None
+
+
 async def test_rest_of_wave_wakes_idle_worker(queues):
     queue = await queues(waiter="a")
     tasks = await wakes(queues, ("idler", "idle"))

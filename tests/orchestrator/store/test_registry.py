@@ -19,7 +19,7 @@ from orchestrator.store.client import RedisAway, connect
 from orchestrator.store.configuration import Phase, Rollout, Version
 from orchestrator.store.fields import Departed, Launcher, WorkerOrders, worker_from_fields, worker_to_fields
 from orchestrator.store.operator.events import EventLog
-from orchestrator.store.planned import Seen
+from orchestrator.store.planned import Holder, Seen
 from orchestrator.store.queue import PrefillQueue, read_cached
 from orchestrator.store.registry import STAYS, Frontend, IncompatibleWorker, Registry
 from orchestrator.types import ALWAYS_EQUAL, DesiredRatio, EngineIdentity, EngineSpeed, Role, WorkerState
@@ -519,6 +519,31 @@ async def test_heartbeat_returns_departed_workers(registry, redis):
     assert (await registry.refresh(me, TTL_S, now.last_departure)).departed == []
 
 
+async def test_workers_whose_entries_run_out_together_may_come_back(registry, redis):
+    """Redis stood still, or has moved: each would look whether all others are dead, and operators see all lost."""
+    *others, me, dead = (worker(f"w{number}") for number in range(40))
+    for info in (*others, me, dead):
+        await registry.join(info, TTL_S)
+    told = await registry.refresh(me, TTL_S)
+    for info in (*others, me, dead):  # as their times to live do
+        await redis.delete(registry.keys.worker(info.id))
+    for info in (*others, me):
+        told = await registry.refresh(info, TTL_S, told.last_departure)
+        assert told.departed == []
+    assert len(await registry.workers()) == 39, "those that are back"
+    assert not await registry.claim_id("launcher", Role.DECODE, TTL_S, "w39"), "it may come back"
+    [standing] = await redis.keys(f"{registry.keys.prefix}stood_still:*")
+    await redis.set(standing, float(await redis.get(standing)) - 60)  # as time does
+    told = await registry.refresh(me, TTL_S, told.last_departure)
+    await redis.delete(f"{registry.keys.prefix}pruned")
+    told = await registry.refresh(me, TTL_S, told.last_departure)
+    assert told.departed == [departed(dead)]
+    events = await EventLog(redis, registry.keys.prefix[4:-2]).read(limit=1000)
+    assert [event.fields["id"] for event in events if event.type == "lost"] == ["w39"]
+    assert sum(event.type == "joined" for event in events) == 40, "who came back has not joined again"
+    assert await redis.exists(standing) == 0
+
+
 @pytest.mark.slow
 async def test_many_departures_take_several_heartbeats(registry):
     await registry.join(worker("me"), TTL_S)
@@ -810,6 +835,17 @@ async def test_each_worker_id_is_claimed_once(registry):
     assert await claim_ids(registry, "c", Role.PREFILL) == ["worker-2"], "what is held no more is free"
 
 
+async def test_to_claim_many_ids_costs_what_one_does(registry, redis):
+    """Redis serves nobody meanwhile, and a launcher of a large fleet claims all at once."""
+    for number in range(20):
+        await registry.join(worker(f"worker-{number}"), TTL_S)
+    one, many = (Holder("a", Launcher(), TTL_S, [Role.DECODE] * count) for count in (1, 100))
+    await registry.steer(Seen(), holder=one)  # joins
+    cost = await executed_by(redis, registry.steer(Seen(), holder=one))
+    assert await executed_by(redis, registry.steer(Seen(), holder=many)) == cost
+    assert list((await registry.launchers())["a"].workers) == [f"worker-{number}" for number in range(20, 120)]
+
+
 async def test_redis_knows_the_fleet_since_the_first_came_back(redis, registry):
     assert await registry.known_for_s() == 0
     began = time.monotonic()
@@ -819,6 +855,8 @@ async def test_redis_knows_the_fleet_since_the_first_came_back(redis, registry):
     await registry.join(worker("b"), TTL_S)
     least_s, known_s = time.monotonic() - joined, await registry.known_for_s()
     assert least_s - 0.1 <= known_s <= time.monotonic() - began + 0.1, "on the server's clock"
+    await redis.set(registry.keys.prefix + "begun", time.time() + 3600)  # by the clock of a host before this one
+    assert await registry.known_for_s() > 60
     await redis.execute_command("DEL", registry.keys.prefix + "begun")  # it has expired
     assert await registry.known_for_s() > 60
     for name in ("a", "b"):

@@ -14,10 +14,12 @@ local function tell(q, waiters, waiter, now)
   return true
 end
 
--- How many idle workers wait, or were told and will claim in a moment.
+-- How many idle workers wait, or were told and will claim in a moment. None waits for as long as WAITERS_S: that is a
+-- deadline by the clock of another host, from which Redis has moved, and of a worker that may have died since.
 local function count_idle(q, now)
   if call('EXISTS', q.idle, q.told) == 0 then return 0 end
-  return call('ZCOUNT', q.idle, now, '+inf') + call('ZCOUNT', q.told, now, '+inf')
+  local latest = now + WAITERS_S
+  return call('ZCOUNT', q.idle, now, latest) + call('ZCOUNT', q.told, now, latest)
 end
 
 local function tell_first(q, waiters, now)

@@ -13,6 +13,9 @@ local PRUNED_MS = 900   -- a little less than the time after which each asks aga
 local NOTED = 5000      -- events that are kept for whoever asks later
 local DEPARTED = 5000   -- workers that left, kept for those whom it concerns
 local TOLD = 500        -- of them, at one heartbeat
+-- Where more entries than so many run out together, and more than are left, their owners have so long to come back before
+-- they count as gone: otherwise each worker would look whether all others are dead.
+local MANY, COME_BACK_S = 32, 10
 -- What is kept of a worker for when it is gone, in the order of `Departed` of fields.py after its id, and its domain.
 local ENDPOINT = { 'kv_engine_id', 'request_address', 'kv_host', 'kv_port', 'domain' }
 local FRONTEND_LOAD = { cpu = true, in_flight = true, reaches = true, idle_s = true }

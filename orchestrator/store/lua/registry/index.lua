@@ -54,18 +54,32 @@ local function gone(prefix, kind, id)
   if kind == 'launcher' then bump(prefix) end
 end
 
+-- Whether so many keys have expired, beside those of so many who live, that Redis stood still, has moved, or took no writes:
+-- that says nothing about their owners. All whose keys have expired may come back for a while then.
+local function may_come_back(prefix, kind, expired, alive)
+  local key, now = typed(prefix .. 'stood_still:' .. kind, 'string'), clock()
+  if expired > MANY and expired > alive then
+    redis.call('SET', key, SECONDS:format(now), 'NX', 'EX', 2 * COME_BACK_S)
+  end
+  local since = tonumber(redis.call('GET', key) or '')
+  if since and now - since < COME_BACK_S then return true end
+  redis.call('DEL', key)
+  return false
+end
+
 -- The live members of a kind; those whose key has expired are taken off the index and announced once.
 local function live(prefix, kind)
-  local ids = {}
+  local ids, expired = {}, {}
   for _, id in ipairs(redis.call('SMEMBERS', typed(index_key(prefix, kind), 'set'))) do
-    if redis.call('EXISTS', member_key(prefix, kind, id)) == 1 then
-      ids[#ids + 1] = id
-    else
-      redis.call('SREM', index_key(prefix, kind), id)
-      gone(prefix, kind, id)
-      publish(prefix)
-      note(prefix, 'type', 'lost', 'kind', kind, 'id', id, 'why', 'silent')
-    end
+    local among = redis.call('EXISTS', member_key(prefix, kind, id)) == 1 and ids or expired
+    among[#among + 1] = id
+  end
+  if #expired == 0 or may_come_back(prefix, kind, #expired, #ids) then return ids end
+  for _, id in ipairs(expired) do
+    redis.call('SREM', index_key(prefix, kind), id)
+    gone(prefix, kind, id)
+    publish(prefix)
+    note(prefix, 'type', 'lost', 'kind', kind, 'id', id, 'why', 'silent')
   end
   return ids
 end

@@ -40,7 +40,7 @@ local function put_member(keys, args)
   end
   redis.call('HSET', key, 'since', since or SECONDS:format(clock()), unpack(args, first))
   redis.call('PEXPIRE', key, ttl_ms)
-  redis.call('SADD', typed(index_key(prefix, kind), 'set'), id)
+  local new = redis.call('SADD', typed(index_key(prefix, kind), 'set'), id) == 1
   redis.call('EXPIRE', index_key(prefix, kind), INDEX_S + math.ceil(ttl_ms / 1000))
   if kind == 'frontend' and (mine.mesh_key or '') ~= '' then
     redis.call('SET', frontend_key(prefix, mine.mesh_key), id, 'PX', ttl_ms)
@@ -51,7 +51,7 @@ local function put_member(keys, args)
   if fresh then
     redis.call('SET', typed(prefix .. 'begun', 'string'), SECONDS:format(clock()), 'NX', 'EX', INDEX_S)
     publish(prefix)
-    note(prefix, 'type', 'joined', 'kind', kind, 'id', id, 'role', mine.role or '')
+    if joining or new then note(prefix, 'type', 'joined', 'kind', kind, 'id', id, 'role', mine.role or '') end
   elseif changed then
     publish(prefix)
     local unit = string.match(mine.ranks or '', '^[^,]+')
@@ -145,10 +145,12 @@ local function remove_member(keys, args)
 end
 
 -- Returns for how many seconds Redis has known the fleet: 0 where it knows nobody. `begun` expires after INDEX_S, and the next
--- one to join sets it again; between the two, a fleet with workers is known for INDEX_S.
+-- one to join sets it again; between the two, a fleet with workers is known for INDEX_S. So it is where that was set by a
+-- host whose clock is ahead, from which Redis has moved with all it knows.
 local function known_for(keys)
   local begun = tonumber(redis.call('GET', typed(keys[1] .. 'begun', 'string')))
-  if begun then return SECONDS:format(clock() - begun) end
+  local known_s = begun and clock() - begun or -1
+  if known_s >= 0 then return SECONDS:format(known_s) end
   return #live(keys[1], 'worker') > 0 and tostring(INDEX_S) or '0'
 end
 
@@ -182,34 +184,34 @@ end
 
 -- ---- ids of workers: a launcher's hash has those of its workers, as `ids`: "worker-0=prefill worker-1=decode" ----
 
--- The first free id. There is no role in it, which may change.
-local function free_id(taken, name)
-  local number = 0
-  while taken[name .. '-' .. number] do number = number + 1 end
-  return name .. '-' .. number
-end
-
--- Claims this id, or the first free one of this name where it is '', for this launcher, and returns it; nil when
--- somebody has it.
-local function take_id(prefix, launcher, ttl_ms, role, wanted, name)
-  local taken = {}
-  for _, id in ipairs(live(prefix, 'worker')) do taken[id] = true end
+-- Claims an id for each of these roles for this launcher: this one, or the first free ones of this name where it is ''. There
+-- is no role in them, which may change. Returns them, or none when somebody has that one.
+local function take_ids(prefix, launcher, ttl_ms, roles, wanted, name)
+  local taken, ids, held, number = {}, {}, {}, 0
+  if #roles == 0 then return ids end
+  live(prefix, 'worker')
+  for _, id in ipairs(redis.call('SMEMBERS', index_key(prefix, 'worker'))) do taken[id] = true end -- who may come back too
   for _, other in ipairs(live(prefix, 'launcher')) do
-    local ids = redis.call('HGET', member_key(prefix, 'launcher', other), 'ids') or ''
-    for id in string.gmatch(ids, '([^ =]+)=') do taken[id] = true end
+    local theirs = redis.call('HGET', member_key(prefix, 'launcher', other), 'ids') or ''
+    for id in string.gmatch(theirs, '([^ =]+)=') do taken[id] = true end
   end
-  if taken[wanted] then return nil end
-  local id = wanted ~= '' and wanted or free_id(taken, name)
+  if taken[wanted] then return ids end
   local key = member_key(prefix, 'launcher', launcher)
-  local ids = redis.call('HGET', key, 'ids')
-  redis.call('HSET', key, 'ids', (ids and ids ~= '' and ids .. ' ' or '') .. id .. '=' .. role)
+  local mine = redis.call('HGET', key, 'ids')
+  if mine and mine ~= '' then held[1] = mine end
+  for i, role in ipairs(roles) do
+    while wanted == '' and taken[name .. '-' .. number] do number = number + 1 end
+    ids[i] = wanted ~= '' and wanted or name .. '-' .. number
+    taken[ids[i]], held[#held + 1] = true, ids[i] .. '=' .. role
+  end
+  redis.call('HSET', key, 'ids', table.concat(held, ' '))
   redis.call('PEXPIRE', key, ttl_ms)
   redis.call('SADD', index_key(prefix, 'launcher'), launcher)
   redis.call('EXPIRE', index_key(prefix, 'launcher'), INDEX_S + math.ceil(ttl_ms / 1000))
   bump(prefix)
   publish(prefix)
-  return id
+  return ids
 end
 
--- args: launcher, its ttl in ms, role, id. Returns as `take_id` does.
-local function claim_id(keys, args) return take_id(keys[1], unpack(args)) end
+-- args: launcher, its ttl in ms, role, id. Returns the id; nil when somebody has it.
+local function claim_id(keys, args) return take_ids(keys[1], args[1], args[2], { args[3] }, args[4])[1] end

@@ -76,7 +76,7 @@ local function steer(keys, args)
   for _, told in ipairs(plan.orders) do order(prefix, unpack(told)) end
   if plan.entry then
     put_member(keys, plan.entry)
-    for i, role in ipairs(plan.claims) do ids[i] = take_id(prefix, plan.entry[2], plan.entry[3], role, '', plan.named) end
+    ids = take_ids(prefix, plan.entry[2], plan.entry[3], plan.claims, '', plan.named)
   end
   if plan.desired then write_desired(prefix, unpack(plan.desired)) end
   return ids
@@ -127,6 +127,7 @@ local function forget(keys)
   end
   for name in pairs(TYPES) do redis.call('DEL', prefix .. name) end
   redis.call('DEL', prefix .. 'begun', prefix .. 'pruned')
+  for _, kind in ipairs({ 'worker', 'frontend', 'launcher' }) do redis.call('DEL', prefix .. 'stood_still:' .. kind) end
   return 1
 end
 

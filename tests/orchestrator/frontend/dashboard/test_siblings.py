@@ -136,3 +136,11 @@ def test_latencies_decisions_and_flows_add_up():
     both = {"remote": 2, "local": 2}, {"p d": 8, "p e": 2}, {"chat": 4}, {"chat": 3}
     assert summed([one, two]) == Second("", [2, 3], [1, 0], [2, 2], 3, 11, *both)
     assert summed([one]) == msgspec.structs.replace(one, frontend="")
+
+
+def test_a_frontend_of_another_release_is_left_out_and_named(caplog: pytest.LogCaptureFixture):
+    """As in a rollout: the histories of those that cannot add its counts to theirs would end, and they with them."""
+    mine = Second("a", [1, 0], [0, 0], [2, 2], 1, 5, {}, {})
+    finer = Second("b", [1, 3, 1], [1, 0, 0], [0, 0, 0], 2, 6, {}, {})
+    assert summed([mine, finer]) == msgspec.structs.replace(mine, frontend="")
+    assert "not counted here: b" in caplog.text

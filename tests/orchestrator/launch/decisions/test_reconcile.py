@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support_redis import worker
 
+from orchestrator.launch.decisions import reconcile
 from orchestrator.launch.decisions.reconcile import Action, Drain, Flip, Start, decide, has_decoded, plan, stand_in
 from orchestrator.store.fields import WorkerOrders
 from orchestrator.store.planned import PlannedWorker, is_last_decode, planned_worker
@@ -279,3 +280,20 @@ def test_plans_end_at_the_desired_ratio(workers, prefill, decode):
         have = [w for w in workers if w.role is role]
         assert len(have) >= wanted
         assert sum(w.owned for w in have) <= wanted or len(have) == wanted
+
+
+@pytest.mark.parametrize("desired", [(0, 1), (1, 0), (1, 1), (0, 240)])
+def test_a_plan_for_a_large_fleet_looks_at_each_worker_a_few_times(desired, monkeypatch):
+    """The launcher plans on its event loop: a plan of a minute's work would cost it its id, and so never be done."""
+    looks = 0
+
+    def counted(worker_id: str) -> tuple[int, str]:
+        nonlocal looks
+        looks += 1
+        return age_order(worker_id)
+
+    age_order = reconcile._age_order
+    monkeypatch.setattr(reconcile, "_age_order", counted)
+    each = 120
+    do(*desired, seen(*(f"p{n}" for n in range(each)), *(f"d{n}" for n in range(each))))
+    assert looks <= 8 * 2 * each

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from support_wait import DEADLINE_S
@@ -26,7 +27,7 @@ from orchestrator.launch.host.run_folder import (
     abandoned_namespaces,
     held_namespaces,
 )
-from orchestrator.process.parent import identity_of, started_ticks
+from orchestrator.process.parent import has_ended, identity_of, started_ticks
 
 
 @pytest.fixture(autouse=True)
@@ -153,6 +154,23 @@ def test_a_folder_that_cannot_be_written_does_not_end_the_fleet(tmp_path, monkey
     folder.remove()
 
 
+def test_a_full_disk_ends_no_rollout_and_no_fleet(tmp_path, monkeypatch, caplog):
+    folder, config = RunFolder("a"), parse_config({"model": "m", "namespace": "a", "redis": {"url": "redis://h:1"}})
+    folder.claim()
+    folder.write_config(config)
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    with monkeypatch.context() as patched:
+        patched.setattr("orchestrator.launch.host.run_folder.write_text", Mock(side_effect=full))
+        folder.note_ready(Ready("http://h:1", "m", "1P1D"))
+        folder.note_started([])
+        assert "No space left" in caplog.text and folder.ready() is None
+        with pytest.raises(ConfigError, match="No space left.*free space there"):
+            folder.write_config(config, 1)
+    folder.note_started([])
+    assert folder.ready() == Ready("http://h:1", "m", "1P1D")
+    folder.remove()
+
+
 @pytest.mark.parametrize("name", ["..", ".", "../x", "a/b", "a\n", "", "-x", ".hidden"])
 def test_a_namespace_cannot_leave_its_folder(name):
     with pytest.raises(ConfigError, match="namespace"):
@@ -273,6 +291,28 @@ def test_shared_memory_of_group_is_mapped_or_open(tmp_path):
     wait_until_ended(process.pid)
     assert seen.remove_files_of(process.pid) == ["psm_mapped", "psm_of_child"] and not seen.names
     assert (tmp_path / "psm_of_nobody").exists(), "another container's, for all that can be known here"
+
+
+def test_names_that_are_no_text_end_no_launcher(tmp_path):
+    """A process may have any bytes as its name, and map files of any."""
+    for name in (b"psm_own", b"other_\xff"):
+        (tmp_path / os.fsdecode(name)).write_bytes(b"x")
+    code = (
+        "import mmap, os; open('/proc/self/comm', 'wb').write(b'\\xff'); "
+        "files = [open(name, 'r+b') for name in (b'psm_own', b'other_\\xff')]; "
+        "maps = [mmap.mmap(file.fileno(), 1) for file in files]; "
+        "print(flush=True); input()"
+    )
+    command = [sys.executable, "-c", code]
+    process = subprocess.Popen(
+        command, cwd=tmp_path, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
+    )
+    assert process.stdout is not None and process.stdout.readline()
+    try:
+        assert shared_memory_of({process.pid}, tmp_path)[process.pid] == {"psm_own"}
+        assert not has_ended(identity_of(process.pid))
+    finally:
+        process.communicate(b"\n", timeout=DEADLINE_S)
 
 
 def test_shared_memory_of_living_process_is_kept(tmp_path):

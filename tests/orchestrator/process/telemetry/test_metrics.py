@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 from prometheus_client import Counter
+from support_wait import DEADLINE_S
 
 from orchestrator.process.telemetry.metrics import Labelled
 
@@ -35,6 +36,28 @@ def test_a_frontend_that_has_ended_leaves_its_counts_and_no_gauge(tmp_path):
     lines = [line for line in run(_SCRAPE, tmp_path).splitlines() if not line.startswith("#")]
     assert [line for line in lines if line.startswith("pd_prefix_index_blocks")] == ["pd_prefix_index_blocks 50.0"]
     assert 'pd_requests_total{outcome="finished"} 5.0' in lines
+
+
+def test_files_of_frontends_that_have_ended_are_made_one(tmp_path):
+    """Each scrape reads all files: those of a fleet that has run for months would be thousands."""
+    waited = "metrics.prefill_s.observe({ended})"
+    running = subprocess.Popen(
+        [sys.executable, "-c", _TELL.format(model=None, blocks=50, ended=4) + "print(flush=True); input()"],
+        env={**os.environ, "PROMETHEUS_MULTIPROC_DIR": str(tmp_path)},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    assert running.stdout is not None and running.stdout.readline()
+    for ended in (1, 2, 3):
+        run((_TELL + waited).format(model=None, blocks=7000, ended=ended), tmp_path)
+        run("from orchestrator.process.telemetry.metrics import join_ended; join_ended()", tmp_path)
+    kinds = sorted(path.stem.replace(str(running.pid), "RUNNING") for path in tmp_path.glob("*.db"))
+    own = ["counter_RUNNING", "gauge_mostrecent_RUNNING", "histogram_RUNNING"]
+    assert kinds == sorted([*own, "counter_0", "histogram_0"])
+    lines = run(_SCRAPE, tmp_path).splitlines()
+    running.communicate(b"\n", timeout=DEADLINE_S)
+    assert 'pd_requests_total{outcome="finished"} 10.0' in lines and "pd_prefix_index_blocks 50.0" in lines
+    assert "pd_prefill_seconds_sum 6.0" in lines and 'pd_prefill_seconds_bucket{le="+Inf"} 3.0' in lines
 
 
 def test_first_failure_counts_as_increase(tmp_path):
