@@ -33,7 +33,13 @@ from workers.vllm_engine.codec.prefix import PrefixCollector, block_hashes
 from workers.vllm_engine.codec.withheld import give_back_withheld
 from workers.vllm_engine.loop.lockstep import steps_of
 from workers.vllm_engine.loop.waker import name_socket, waker_of
-from workers.vllm_engine.patches import compile_as_told, patch_cpu_engines, spare_groups_of_one, tell_preemptions_first
+from workers.vllm_engine.patches import (
+    cache_only_what_is_computed,
+    compile_as_told,
+    patch_cpu_engines,
+    spare_groups_of_one,
+    tell_preemptions_first,
+)
 
 _CORES = "PD_ENGINE_CORES"  # "0,1|2,3": cores that each rank computes on
 SOCKETS = "VLLM_RPC_BASE_PATH"  # vLLM's own name: the folder for its local sockets
@@ -113,6 +119,7 @@ def register() -> None:
         _patched = True
         spare_groups_of_one()
         tell_preemptions_first()
+        cache_only_what_is_computed()
         give_back_withheld()
         patch_cpu_engines()
     EngineCore.pd_load = _pd_load
