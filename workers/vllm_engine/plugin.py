@@ -183,9 +183,10 @@ def _pd_meet(engine: Any, peer: dict[str, Any]) -> None:
 
 def _pd_lend(engine: Any, frames: list[bytes], key: str, tokens: int) -> None:
     """`frames`: an engine request, whose first `tokens` are lent."""
-    hashes = block_hashes(frames, engine.request_block_hasher)
+    block_size = engine.vllm_config.cache_config.block_size
+    hashes = block_hashes(frames, engine.request_block_hasher, max(1, block_size // engine.scheduler.hash_block_size))
     if (lend := getattr(engine.scheduler.get_kv_connector(), "lend", None)) is not None:
-        lend(key, hashes[: tokens // engine.vllm_config.cache_config.block_size], tokens)
+        lend(key, hashes[: tokens // block_size], tokens)
 
 
 def _abort_requests(engine: Any, keys: list[str]) -> None:
