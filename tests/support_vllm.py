@@ -83,6 +83,28 @@ def tiny_model(
     return folder
 
 
+def scheduler_of(folder: Path, blocks: int) -> Any:
+    """vLLM's own, as engines of ours have it, without a connector, with so many blocks of 16 tokens."""
+    import torch
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+    from vllm.v1.structured_output import StructuredOutputManager
+
+    limits = {
+        "skip_tokenizer_init": True,
+        "max_model_len": 512,
+        "long_prefill_token_threshold": 32,
+        "kv_cache_memory_bytes": 1 << 24,
+    }
+    arguments = AsyncEngineArgs(str(tiny_model(folder)), scheduling_policy="priority", block_size=16, **limits)
+    config = arguments.create_engine_config()
+    config.cache_config.num_gpu_blocks = blocks
+    spec = FullAttentionSpec(block_size=16, num_kv_heads=1, head_size=32, dtype=torch.float32)
+    caches = KVCacheConfig(blocks, [], [KVCacheGroupSpec(["layer"], spec)])
+    return Scheduler(config, caches, StructuredOutputManager(config), 16)
+
+
 def frames(prompt: list[int], max_tokens: int = 8, *, lora: Any = None, **sampling: Any) -> list[bytes]:
     """An engine request as a frontend encodes it. `lora`: vLLM's LoRARequest."""
     from vllm.sampling_params import SamplingParams

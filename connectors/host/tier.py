@@ -36,6 +36,14 @@ class HostTier(SimpleCPUOffloadScheduler):
                 "kv.host_tier_bytes: takes models whose layers attend to the whole prompt, some perhaps to a sliding "
                 "window; set it to 0 for this one"
             )
+        for window, block_size in (
+            (it.sliding_window, it.block_size) for it in specs if isinstance(it, SlidingWindowSpec)
+        ):
+            if window % block_size == 1:  # then a request has a block that is not loaded, and would be cached with it
+                raise ValueError(
+                    f"kv.host_tier_bytes: takes no window of {window} tokens with blocks of {block_size}, which begins "
+                    "with the last token of a block; set it to 0"
+                )
         sizes = resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)
         super().__init__(vllm_config, kv_cache_config, capacity_bytes, *sizes)
         self._hit_tokens = self._blocks_told = 0

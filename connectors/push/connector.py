@@ -27,6 +27,7 @@ from vllm.platforms import current_platform
 from connectors import handshake
 from connectors.host.memory import HostMemory
 from connectors.host.tier import HostTier, is_pushed
+from connectors.push.blocks.positions import keep_for_the_last_token
 from connectors.push.metadata import PushMetadata, PushOptions, PushStats, RankReport
 from connectors.push.scheduler import PushScheduler
 from connectors.push.wire import Endpoint
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
     from vllm.distributed.kv_events import KVCacheEvent
     from vllm.forward_context import ForwardContext
     from vllm.v1.core.block_pool import BlockPool
-    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
     from vllm.v1.core.kv_cache_utils import BlockHash
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -130,6 +131,10 @@ class PushConnector(NixlPushConnector):
         """Scheduler side: connect with the engine of this `Endpoint`, given by its fields."""
         assert self.connector_scheduler is not None
         self.connector_scheduler.meet(msgspec.convert(peer, Endpoint))
+
+    def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
+        super().bind_kv_cache_manager(kv_cache_manager)
+        keep_for_the_last_token(kv_cache_manager)
 
     def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
         assert self.connector_scheduler is not None

@@ -221,6 +221,8 @@ class PushScheduler(NixlPushConnectorScheduler):
     def _finish_prefill(self, request: Request, block_ids: Any) -> bool:
         key = request.request_id
         prefill = self._prefills.pop(key, None)
+        if prefill is not None and request.num_preemptions > prefill.epoch:  # between two steps, by a reset
+            self._next.preempted.append(Preempted(key, request.num_preemptions))
         held = any(len(group) > 0 for group in block_ids)
         ended_well = request.status in (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
         ok = ended_well and prefill is not None and held
@@ -239,7 +241,7 @@ class PushScheduler(NixlPushConnectorScheduler):
         """Send the first `tokens` of a prompt, whose blocks have these hashes, from this cache to the engine that
         registers for `key`, once the host tier has loaded what only it has. It hears `Gone` where they are not all
         cached. The next step, which this call causes, tells the worker half. Asked again for a key, it does nothing."""
-        if key in self._held or key in self.lending.loading:
+        if key in self._held or key in self.lending.pinned:
             return
         whole_blocks = self.lends and len(hashes) * self.block_size == tokens
         firsts = self._positions.first_kept(tokens)

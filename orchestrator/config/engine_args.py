@@ -33,6 +33,7 @@ _SERVER_FILE_0_32 = "entrypoints/launchers/cli_args.py"
 _SERVER_CLASSES = ("BaseFrontendArgs", "FrontendArgs")
 _GROUP = "data_parallel_size"
 _UNPICKLES = "VLLM_ALLOW_INSECURE_SERIALIZATION"
+_TRANSPORTS = "UCX_TLS"
 # The workers set these themselves.
 _RESERVED = {"model": "model", "kv_transfer_config": "kv.transfer", "served_model_name": "served_model_name"}
 _TENSOR, _STAGES, _SHARDS = "tensor_parallel_size", "pipeline_parallel_size", "decode_context_parallel_size"
@@ -97,9 +98,17 @@ def check_installed(config: Config) -> None:
 
 def check_environment(changes: Mapping[str, str] | None = None) -> None:
     """Check this process's environment, with `changes`. Raises ConfigError where vLLM would unpickle messages, which
-    could then run code, and for a key that no client can send."""
-    if {**os.environ, **(changes or {})}.get(_UNPICKLES, "0") not in ("", "0"):
+    could then run code, where engines have no TCP connections, by which they tell that one has ended, and for a key
+    that no client can send."""
+    values = {**os.environ, **(changes or {})}
+    if values.get(_UNPICKLES, "0") not in ("", "0"):
         raise ConfigError(f"{_UNPICKLES}: messages between hosts are never unpickled; unset it, and in workers.env")
+    transports = values.get(_TRANSPORTS, "")
+    if transports and transports.startswith("^") != {"tcp", "all"}.isdisjoint(transports.lstrip("^").split(",")):
+        raise ConfigError(
+            f"{_TRANSPORTS}: expected tcp among them, also where KV goes over others, got {transports!r}: by its "
+            "connections an engine is cut off, and known to have ended; add it, here or in workers.env"
+        )
     for name in (OPERATOR_KEY, API_KEY):
         if not is_key(os.environ.get(name, "")):
             raise ConfigError(f"{name}: expected text {KEY_IS}; see whether it ends with a line break")

@@ -19,6 +19,10 @@ which takes a forked engine two seconds at its start.
 An engine process ends without collecting garbage. vLLM collects three times, with all objects that were frozen before
 the process was forked: it copies the memory that it shares, for a second, and then ends.
 
+What a step would have computed is cached only if it does. vLLM names blocks in its prefix cache when it reserves them,
+and where requests have priorities it may preempt one that it has just put into the same step. That one then resumes
+with the blocks that nobody has computed, as do others with that prefix.
+
 The connector hears of preemptions before the step that gives their blocks away touches the device. vLLM's second model
 runner tells it after zeroing and copying of blocks are queued, so that a WRITE which ends in between would count.
 """
@@ -74,6 +78,22 @@ def tell_preemptions_first() -> None:
         update_requests(runner, scheduler_output)
 
     GPUModelRunner.update_requests = update
+
+
+def cache_only_what_is_computed() -> None:
+    """A request that is preempted leaves no block in the prefix cache beyond those that earlier steps computed."""
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    preempt = Scheduler._preempt_request
+
+    def preempt_request(scheduler: Any, request: Any, *args: Any, **options: Any) -> None:
+        cache, computed = scheduler.kv_cache_manager, request.num_computed_tokens
+        by_group = zip(cache.get_blocks(request.request_id).blocks, cache.coordinator.group_block_sizes, strict=True)
+        begun = [block for blocks, block_size in by_group for block in blocks[computed // block_size :]]
+        cache.evict_blocks({block.block_id for block in begun if block.ref_cnt == 1})
+        preempt(scheduler, request, *args, **options)
+
+    Scheduler._preempt_request = preempt_request
 
 
 def patch_cpu_engines() -> None:

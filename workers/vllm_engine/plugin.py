@@ -33,7 +33,13 @@ from workers.vllm_engine.codec.prefix import PrefixCollector, block_hashes
 from workers.vllm_engine.codec.withheld import give_back_withheld
 from workers.vllm_engine.loop.lockstep import steps_of
 from workers.vllm_engine.loop.waker import name_socket, waker_of
-from workers.vllm_engine.patches import compile_as_told, patch_cpu_engines, spare_groups_of_one, tell_preemptions_first
+from workers.vllm_engine.patches import (
+    cache_only_what_is_computed,
+    compile_as_told,
+    patch_cpu_engines,
+    spare_groups_of_one,
+    tell_preemptions_first,
+)
 
 _CORES = "PD_ENGINE_CORES"  # "0,1|2,3": cores that each rank computes on
 SOCKETS = "VLLM_RPC_BASE_PATH"  # vLLM's own name: the folder for its local sockets
@@ -113,6 +119,7 @@ def register() -> None:
         _patched = True
         spare_groups_of_one()
         tell_preemptions_first()
+        cache_only_what_is_computed()
         give_back_withheld()
         patch_cpu_engines()
     EngineCore.pd_load = _pd_load
@@ -176,9 +183,10 @@ def _pd_meet(engine: Any, peer: dict[str, Any]) -> None:
 
 def _pd_lend(engine: Any, frames: list[bytes], key: str, tokens: int) -> None:
     """`frames`: an engine request, whose first `tokens` are lent."""
-    hashes = block_hashes(frames, engine.request_block_hasher)
+    block_size = engine.vllm_config.cache_config.block_size
+    hashes = block_hashes(frames, engine.request_block_hasher, max(1, block_size // engine.scheduler.hash_block_size))
     if (lend := getattr(engine.scheduler.get_kv_connector(), "lend", None)) is not None:
-        lend(key, hashes[: tokens // engine.vllm_config.cache_config.block_size], tokens)
+        lend(key, hashes[: tokens // block_size], tokens)
 
 
 def _abort_requests(engine: Any, keys: list[str]) -> None:

@@ -49,7 +49,7 @@ def pair_blocks(
     """Local and remote block ids of what a rank of decode still needs of this KV cache group of `chunks`.
 
     `remote` is for the last `len(remote)` of decode's blocks for the prompt: it has the earlier ones in its prefix
-    cache, or they are outside of the group's window. Raises LayoutError.
+    cache, or they are outside of the group's window. NO_BLOCK stands for others that it has. Raises LayoutError.
     """
     skip = shard.skipped(total_blocks, remote)
     mine: list[int] = []
@@ -64,8 +64,8 @@ def pair_blocks(
         at = first // shard.size - skip
         mine.extend(found)
         theirs.extend(remote[at : at + len(found)])
-    if NO_BLOCK in mine:
-        kept = [(own, other) for own, other in zip(mine, theirs, strict=True) if own != NO_BLOCK]
+    if NO_BLOCK in mine or NO_BLOCK in theirs:
+        kept = [(own, other) for own, other in zip(mine, theirs, strict=True) if NO_BLOCK not in (own, other)]
         return [own for own, _ in kept], [other for _, other in kept]
     return mine, theirs
 

@@ -6,18 +6,34 @@ position, like a window of one token. Pure functions of block lists, which vLLM'
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.utils import clip_ssm_state_blocks
+from vllm.v1.core.single_type_kv_cache_manager import ChunkedLocalAttentionManager, SlidingWindowManager
 from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec, MambaSpec, SlidingWindowSpec
 
 from connectors.push.actions import NO_BLOCK
 
 if TYPE_CHECKING:
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 BlockIds = Sequence[Sequence[int]]  # logical, by KV cache group
+
+
+def keep_for_the_last_token(manager: KVCacheManager) -> None:
+    """From now on requests keep what their last computed token attends to, and vLLM no longer drops of it what the next
+    one does not: decode computes the last token of a prompt again, once all of its KV has come. So it reserves a block
+    for each of those, and prefill, which has computed the prompt, gives none of them away before they are sent."""
+    for one in manager.coordinator.single_type_managers:
+        if isinstance(one, SlidingWindowManager | ChunkedLocalAttentionManager):
+            one.get_num_skipped_tokens = functools.partial(_skipped_by_the_last, one.get_num_skipped_tokens)
+
+
+def _skipped_by_the_last(skipped: Callable[[int], int], computed_tokens: int) -> int:
+    return skipped(max(0, computed_tokens - 1))
 
 
 class Positions:
@@ -48,9 +64,8 @@ class Positions:
         return tokens // self._block_size
 
     def first_kept(self, tokens: int) -> list[int]:
-        """By group, the first block that decode needs: the first that the prompt's last token attends to. The prefill
-        engine frees none from there on before it ends, since it computes no later token: no WRITE reads a block that
-        was given away."""
+        """By group, the first block that decode needs: the first that the prompt's last token attends to. Neither
+        engine frees one from there on (`keep_for_the_last_token`): no WRITE reads a block that was given away."""
         windows = (1 if isinstance(it, MambaSpec) else getattr(it, "sliding_window", None) for it in self._specs)
         return [max(0, tokens - (window or tokens)) // self._block_size for window in windows]
 

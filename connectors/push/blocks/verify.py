@@ -168,8 +168,12 @@ class Verifying(NixlPushConnectorWorker):
                 self._carry_out_all([*signed, *rest])
 
         self._signing.add(request)
-        for rank, blocks in shipped.items():
-            self._check(blocks, functools.partial(sign, rank))
+        try:
+            for rank, blocks in shipped.items():
+                self._check(blocks, functools.partial(sign, rank))
+        except Exception:
+            self._signing.remove(request)  # decode asks again, and hears it unsigned
+            raise
 
     def _arriving(self, request: str) -> list[list[int]]:
         """The blocks of this request into which this rank gets KV; empty for an unknown request."""

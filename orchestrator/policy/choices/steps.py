@@ -16,6 +16,7 @@ STEP_MARGIN = 0.95  # of the objective: steps vary
 _WEIGHT = 0.1  # of a step in the mean of those without a prompt
 _MEMORY_TOKENS = 1024.0  # of prompts in one step, after which what earlier steps said of their time weighs 1/e
 _LEAST_S = 1e-9  # of a token
+_SURPRISE = 2  # a step that takes less by more than this factor halves the weight of those before
 
 
 def prompt_tokens_beside(tpot_s: float, beside_s: float, s_per_token: float) -> int:
@@ -32,6 +33,8 @@ class StepTimes:
 
     A step takes its time without a prompt, and so much for each prompt token: the line of least squares, in which a
     step weighs by the square of its prompt tokens. One with a few of them tells next to nothing of what they take.
+    Where that keeps steps short that take much less, it is soon forgotten: an engine's first prompt may have waited
+    for a compiler.
     """
 
     def __init__(self, tpot_s: float) -> None:
@@ -45,6 +48,9 @@ class StepTimes:
         if prompt_tokens:
             kept = math.exp(-((prompt_tokens / _MEMORY_TOKENS) ** 2))
             took_s = seconds - self._beside_s.value
+            expected_s = prompt_tokens * self._s_per_token
+            if expected_s > max(self._beside_s.value, _SURPRISE * took_s):
+                kept = min(kept, 0.5)
             self._tokens_x_s = self._tokens_x_s * kept + prompt_tokens * took_s
             self._tokens_squared = self._tokens_squared * kept + prompt_tokens**2
         elif sequences:
@@ -54,4 +60,8 @@ class StepTimes:
         """For the next step, if sequences decode in it; None: as many as fit, until a step with a prompt has ended."""
         if not (self._tpot_s and self._tokens_squared):
             return None
-        return prompt_tokens_beside(self._tpot_s, self._beside_s.value, self._tokens_x_s / self._tokens_squared)
+        return prompt_tokens_beside(self._tpot_s, self._beside_s.value, self._s_per_token)
+
+    @property
+    def _s_per_token(self) -> float:
+        return self._tokens_x_s / self._tokens_squared if self._tokens_squared else 0.0

@@ -152,6 +152,19 @@ def test_a_prefill_that_is_preempted_after_its_last_chunk_is_shipped_again() -> 
     assert (last.epoch, last.start, last.blocks, last.closed) == (1, 1, ((8,),), True)
 
 
+def test_a_prefill_that_a_reset_preempts_before_it_is_aborted_ships_nothing_of_what_it_has_lost() -> None:
+    """Between two steps: the next one may give its blocks to others."""
+    from vllm.v1.request import RequestStatus
+
+    prefill = scheduler(mamba=False)
+    request = Request(32, do_remote_decode=True)
+    prefill.update_state_after_alloc(request, None, 0)
+    request.num_preemptions, request.status = 1, RequestStatus.FINISHED_ABORTED
+    assert prefill.request_finished(request, ([],)) == (False, None)
+    told = prefill.build_connector_meta(SimpleNamespace(preempted_req_ids={"x"}, kv_connector_block_state=None))
+    assert [(one.key, one.epoch) for one in told.preempted] == [("x", 1)]
+
+
 def test_a_window_is_shipped_from_the_first_block_that_the_prompts_last_token_attends_to() -> None:
     """100 tokens in 7 blocks of 16; a window of 40 begins in block 3."""
     prefill = scheduler(windows=(None, 40))
@@ -447,6 +460,17 @@ def loaded(lends: Any, tier: Any, key: str) -> None:
     tier.copied(output.finished_recving, {})
     lends.update_connector_output(output)
     assert output.finished_recving == {"x"}, "vLLM has no request of that key"
+
+
+def test_what_is_given_up_before_it_is_sent_is_not_lent_again_meanwhile() -> None:
+    lends, pool, hashes = lender()
+    free = pool.get_num_free_blocks()
+    lends.lend("k", hashes, 64)
+    lends.drop(["k"])
+    lends.lend("k", hashes, 64)
+    assert pool.get_num_free_blocks() == free - 4
+    lends.update_connector_output(output(finished_sending={"k"}))
+    assert pool.get_num_free_blocks() == free and not lends.lending.pinned
 
 
 @pytest.mark.parametrize("wanted", [True, False])

@@ -675,6 +675,22 @@ def test_blocks_are_kept_and_landed_is_told_when_their_checksum_is_known(equal: 
     assert equal.nixl_wrapper.told() == [wire.Landed("r-s", 7)] and equal.get_transfer_results() == ended(sent="s")
 
 
+def test_where_no_checksum_can_be_made_decode_hears_it_unsigned(equal: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where a GPU's host has no more memory for copies."""
+    from connectors.push.blocks import verify
+
+    def without_memory(worker: Any, blocks: list[list[int]]) -> None:
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(verify, "Checksum", without_memory)
+    equal._shipments = verify.Shipments()
+    prefill(equal, "s", NEAR)
+    equal.end_writes()
+    assert equal.get_transfer_results() == ended(sent="s")
+    equal.hear("D/0", order("s", 7, 8, decode=NEAR))  # again, without an answer
+    assert equal.nixl_wrapper.told() == [wire.Landed("r-s", None)]
+
+
 @pytest.mark.parametrize("digest", [7, 8])
 def test_decode_begins_when_the_checksum_of_what_came_is_known(push: Any, late: Any, digest: int) -> None:
     worker = push.FakeWorker(0, 1)

@@ -104,6 +104,26 @@ def test_environment_that_unpickles_is_refused(tmp_path: Path) -> None:
         checked_models(file)
 
 
+@pytest.mark.parametrize(
+    ("transports", "taken"),
+    [
+        ("rc,cuda_ipc,sm,self", False),
+        ("^tcp", False),
+        ("^ib,tcp", False),
+        ("rc,tcp", True),
+        ("all", True),
+        ("^ib", True),
+    ],
+)
+def test_engines_without_tcp_connections_are_refused(tmp_path: Path, transports: str, taken: bool) -> None:
+    file = written(tmp_path, "dtype: float32", f'  env: {{UCX_TLS: "{transports}"}}\n')
+    if taken:
+        checked_models(file)
+        return
+    with pytest.raises(ConfigError, match="UCX_TLS: expected tcp among them"):
+        checked_models(file)
+
+
 def test_sequence_of_a_simulated_engine_must_fit(tmp_path: Path) -> None:
     file = written(tmp_path, "num_gpu_blocks_override: 10\n    max_model_len: 400", "engine: sim\n")
     with pytest.raises(ConfigError, match="workers.engine_args.max_model_len: expected at most 160"):

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support_vllm import scheduler_of
 from support_wait import DEADLINE_S
 
 pytestmark = pytest.mark.vllm
@@ -87,6 +88,43 @@ def test_second_model_runner_tells_of_preemptions_before_it_touches_the_blocks(m
     )
     GPUModelRunner.update_requests(runner, step)
     assert order == ["who was preempted", [3]]
+
+
+def test_what_a_preempted_request_would_have_computed_in_this_step_is_not_cached(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By vLLM's own scheduler: whose prompt came last is preempted, also where it began first and is in the step."""
+    from vllm.sampling_params import SamplingParams
+    from vllm.utils.hashing import sha256
+    from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.request import Request
+
+    from workers.vllm_engine import patches
+
+    monkeypatch.setattr(Scheduler, "_preempt_request", Scheduler._preempt_request)  # given back afterwards
+    patches.cache_only_what_is_computed()
+    scheduler = scheduler_of(tmp_path / "tiny", blocks=15)
+    init_none_hash(sha256)
+    hasher = get_request_block_hasher(16, sha256)
+    late, early = (
+        Request(name, list(range(first, first + length)), SamplingParams(max_tokens=1), None, block_hasher=hasher)
+        for name, first, length in (("late", 0, 128), ("early", 200, 112))
+    )
+    late.arrival_time, early.arrival_time = 1.0, 2.0
+    scheduler.add_request(late)
+    scheduler.add_request(early)
+    assert list(scheduler.schedule().num_scheduled_tokens) == ["late", "early"]
+    late.arrival_time = 3.0  # as where its KV has come first
+    while True:
+        computed = late.num_computed_tokens
+        step = scheduler.schedule()
+        assert step.num_scheduled_tokens, "both fit"
+        if step.preempted_req_ids:
+            break
+    assert step.preempted_req_ids == {"late"} and list(step.num_scheduled_tokens) == ["early"]
+    _, found, *_ = scheduler.kv_cache_manager.get_computed_blocks(late)
+    assert 0 < computed == found
 
 
 _GROUP_OF_ONE = """

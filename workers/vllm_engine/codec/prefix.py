@@ -93,9 +93,12 @@ def _without(extra: tuple[Any, ...] | None, lora: str | None) -> tuple[Any, ...]
     return extra[1:] if lora is not None and extra[:1] == (lora,) else extra
 
 
-def block_hashes(frames: list[bytes], hasher: Callable[[Request], list[BlockHash]] | None) -> list[BlockHash]:
-    """Of the prompt's whole blocks, as an engine that computes the request has them in its prefix cache."""
+def block_hashes(
+    frames: list[bytes], hasher: Callable[[Request], list[BlockHash]] | None, of_block: int = 1
+) -> list[BlockHash]:
+    """Of the prompt's whole blocks, as an engine that computes the request has them in its prefix cache. `of_block`:
+    how many hashes an engine makes for each, of which the last one names it (`prefix_match_unit`)."""
     core: EngineCoreRequest = MsgpackDecoder(EngineCoreRequest).decode(frames)
     if (adapter := core.lora_request) is not None:
         adapter.lora_name = unique_name(adapter.lora_name, adapter.lora_int_id)  # as `Adapters.prepare` names it
-    return list(Request.from_engine_core_request(core, hasher).block_hashes)
+    return list(Request.from_engine_core_request(core, hasher).block_hashes)[of_block - 1 :: of_block]

@@ -47,15 +47,17 @@ def _goes_elsewhere(request: Any) -> bool:
 
 def schedule_at_most(scheduler: Any, chunk: int | None, beside: int, schedule: Callable[[], Any]) -> Any:
     """What `schedule` returns while a step computes so many prompt tokens at most, and `beside` others; None: as many
-    as fit. Requests whose KV comes from elsewhere then start beside a long prompt. Where the model or the user wants
-    prompts or images to be computed whole, they are."""
+    as fit. Requests whose KV comes from elsewhere then start beside long prompts, which share the chunk: what the first
+    one leaves, the next would take from all behind it. Where the model or the user wants prompts or images to be
+    computed whole, they are."""
     config, most = scheduler.scheduler_config, scheduler.max_num_scheduled_tokens
     long = config.long_prefill_token_threshold
     if chunk is not None and config.enable_chunked_prefill and not config.disable_chunked_mm_input:
         # vLLM ends where a request that decodes first after its KV has come is cut, its drafts included. And a prompt
         # does not go on with less than the tokens of it that drafts look ahead.
         least = max(1 + scheduler.num_spec_tokens, scheduler.num_prefill_lookahead)
-        config.long_prefill_token_threshold = max(least, min(chunk, long or chunk))
+        prompts = sum(request.num_tokens - request.num_computed_tokens > 1 for request in scheduler.running)
+        config.long_prefill_token_threshold = max(least, min(chunk // max(1, prompts), long or chunk))
         scheduler.max_num_scheduled_tokens = min(most, max(least, chunk) + beside)
     try:
         return schedule()

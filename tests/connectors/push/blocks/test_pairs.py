@@ -33,6 +33,11 @@ def test_what_a_window_drops_is_not_sent() -> None:
     assert pair_blocks(chunks, 4, [15, 16], 1) == ([6], [16])
 
 
+def test_nothing_is_written_where_decode_has_no_block() -> None:
+    """It has cached the second block: vLLM's list begins with the null block, whose memory is nobody's."""
+    assert pair_blocks([chunk(0, 1, 2, 3, 4)], 4, [0, 13, 14]) == ([3, 4], [13, 14])
+
+
 def test_blocks_that_do_not_line_up_are_refused() -> None:
     with pytest.raises(LayoutError, match="reserved 5 blocks for a prompt of 4"):
         pair_blocks([chunk(0, 1)], 4, [1, 2, 3, 4, 5])

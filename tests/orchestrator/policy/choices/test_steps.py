@@ -69,6 +69,19 @@ def test_short_prompts_alone_in_slow_steps_tell_little(prompt_tokens):
     assert times.prompt_tokens() == pytest.approx(prompt_tokens_beside(TPOT_S, 0.02, 1e-4), rel=0.25)
 
 
+def test_a_first_prompt_that_waited_for_a_compiler_holds_up_no_others():
+    """A short one, for three seconds: each step with a single token of a prompt would say little against it."""
+    times = StepTimes(TPOT_S)
+    for _ in range(50):
+        times.ended(0, 8, 0.02)
+    times.ended(30, 8, 3.0)
+    assert times.prompt_tokens() == 1
+    for _ in range(30):
+        tokens = times.prompt_tokens()
+        times.ended(tokens, 8, 0.02 + tokens * 1e-4)
+    assert times.prompt_tokens() == pytest.approx(prompt_tokens_beside(TPOT_S, 0.02, 1e-4), rel=0.1)
+
+
 def test_without_an_objective_a_step_computes_what_fits():
     times = StepTimes(0.0)
     times.ended(1000, 8, 0.1)

@@ -1,5 +1,6 @@
 """A frontend's request as the engine gets it, without an engine."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -68,3 +69,24 @@ def test_a_prefix_of_an_adapter_is_found_by_the_name_that_caches_have() -> None:
     core.lora_request = LoRARequest(unique_name("style", 7), 7, "/adapters/style")
     assert hashes(7) == Request.from_engine_core_request(core, hasher).block_hashes
     assert len(hashes(7)) == 2 and hashes(7) != hashes(8)
+
+
+def test_a_prefix_is_found_by_whole_blocks_also_where_caches_match_parts_of_them() -> None:
+    """`prefix_match_unit` of half a block: vLLM names a block by the last of its hashes."""
+    from vllm.v1.core.kv_cache_utils import resolve_block_hashes
+
+    from workers.vllm_engine.plugin import _pd_lend
+
+    init_none_hash(sha256)
+    hasher, lent = get_request_block_hasher(8, sha256), list[Any]()
+    engine = SimpleNamespace(
+        request_block_hasher=hasher,
+        vllm_config=SimpleNamespace(cache_config=SimpleNamespace(block_size=16)),
+        scheduler=SimpleNamespace(
+            hash_block_size=8, get_kv_connector=lambda: SimpleNamespace(lend=lambda *said: lent.append(said))
+        ),
+    )
+    _pd_lend(engine, frames(list(range(3, 63)), 4), "k", 32)
+    core = MsgpackDecoder(EngineCoreRequest).decode(frames(list(range(3, 63)), 4))
+    whole = resolve_block_hashes(Request.from_engine_core_request(core, hasher).block_hashes, 8, 16)
+    assert lent == [("k", [whole[0], whole[1]], 32)]

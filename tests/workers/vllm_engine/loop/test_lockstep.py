@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from support_vllm import scheduler_of
 
 from orchestrator.policy.choices.steps import prompt_tokens_beside
 from workers.load.board import Board, announce
@@ -232,3 +233,26 @@ def test_without_an_objective_an_engine_that_steps_alone_is_left_as_it_is(monkey
     engine = FakeEngine()
     del engine.dp_group
     assert steps_of(engine) is None and engine.scheduler.schedule == engine.schedule
+
+
+def test_of_several_prompts_none_takes_the_place_of_those_that_decode_behind_it(tmp_path: Path) -> None:
+    """By vLLM's own scheduler, which takes what runs in the order in which it has begun."""
+    from vllm.sampling_params import SamplingParams
+    from vllm.utils.hashing import sha256
+    from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+    from vllm.v1.outputs import ModelRunnerOutput
+    from vllm.v1.request import Request
+
+    from workers.vllm_engine.loop.paced import schedule_at_most
+
+    init_none_hash(sha256)
+    scheduler, hasher = scheduler_of(tmp_path / "tiny", blocks=50), get_request_block_hasher(16, sha256)
+    for place, (name, tokens) in enumerate({"first": 200, "second": 200, "decodes": 16}.items()):
+        prompt, sampling = [7 + place] * tokens, SamplingParams(max_tokens=9)
+        scheduler.add_request(Request(name, prompt, sampling, None, arrival_time=place, block_hasher=hasher))
+    step = scheduler.schedule()
+    keys = list(step.num_scheduled_tokens)
+    sampled = ModelRunnerOutput(keys, {key: at for at, key in enumerate(keys)}, [[], [], [7]])
+    scheduler.update_from_output(step, sampled)
+    step = schedule_at_most(scheduler, 24, 2, scheduler.schedule)
+    assert step.num_scheduled_tokens == {"first": 12, "second": 12, "decodes": 1}
