@@ -58,6 +58,9 @@ def unsupported(
     `transfer`, `host_tier_bytes` and `verify`: those of kv. Values of another type than vLLM's are left for vLLM to
     refuse.
     """
+    if _above_one(arguments, "nnodes"):
+        nodes = arguments["nnodes"]
+        return "nnodes", f"a worker is on one host, expected 1, got {nodes}; data_parallel_size spans several"
     if _above_one(arguments, _PREFILL_CONTEXT):
         return _PREFILL_CONTEXT, _CONTEXT.format(arguments[_PREFILL_CONTEXT])
     if _above_one(arguments, _SHARED) and not verify:
