@@ -13,6 +13,7 @@ speed of light (64.9%) and the speed-up of 1.31 by waiting for context. All othe
 
 from __future__ import annotations
 
+import bisect
 import heapq
 import math
 import random
@@ -23,6 +24,7 @@ from typing import Literal
 import msgspec
 
 from orchestrator.policy.choices.ranks import assign_longest_first, level_chunks, pace
+from orchestrator.policy.policies import ENGINE_WEIGHT
 
 
 class RankView(msgspec.Struct, frozen=True):
@@ -64,6 +66,7 @@ def gate(
 class AdpSettings(msgspec.Struct, frozen=True, kw_only=True):
     strategy: Literal["round_robin", "gate", "level"] = "round_robin"
     late: bool = False  # with `level`, a rank knows of the others what they had a step before
+    in_order: bool = False  # a rank begins its prompts in the order of our engines, and not as they come
     timeout_iters: int = 50
     batching_wait_iters: int = 0
     ranks: int = 8
@@ -101,7 +104,7 @@ class _Rank:
     def __init__(self) -> None:
         self.generating = 0
         self.finish: list[int] = []  # a heap of the iterations in which sequences end
-        self.waiting: deque[list[float]] = deque()  # [prompt tokens left, output tokens, arrived at]
+        self.waiting: deque[list[float]] = deque()  # [prompt tokens left, output tokens, arrived at, place]
         self.backlog = 0  # prompt tokens left of all that wait
         self.steps_left = 0  # as in `pace`
         self.before = (0, 0, 0)  # what it had a step before, as `level_chunks` takes it
@@ -123,6 +126,7 @@ class _Rank:
             prompt = self.waiting[0]
             part = min(chunk, prompt[0])
             prompt[0] -= part
+            prompt[3] = -math.inf  # it has begun
             chunk -= int(part)
             if prompt[0] <= 0:
                 self.waiting.popleft()
@@ -206,7 +210,8 @@ def _fetch(settings: AdpSettings, ranks: list[_Rank], queue: deque[tuple[int, in
         tokens = [rank.generating + rank.backlog for rank in ranks]
         chosen = assign_longest_first([prompt for prompt, _, _ in batch], tokens, [rank.active for rank in ranks])
     for (prompt, output, arrived), where in zip(batch, chosen, strict=True):
-        ranks[where].waiting.append([prompt, output, arrived])
+        place = arrived + (ENGINE_WEIGHT * settings.token_s * prompt if settings.in_order else 0)
+        bisect.insort(ranks[where].waiting, [prompt, output, arrived, place], key=lambda each: each[3])
         ranks[where].backlog += prompt
     return turn
 

@@ -12,6 +12,7 @@ _UNTRIED = (
 )
 _EXPERTS = "the experts of a prompt are not pushed with its KV; remove it"
 _OFFLOADS = "vLLM would put its own KV connector in place of the fleet's; remove it, and set kv.host_tier_bytes"
+_WAITS = "an engine would end its requests, and wait for orders that nobody gives; remove it: a group starts again"
 # vLLM's engine arguments.
 _SHARED, _PREFILL_CONTEXT = "decode_context_parallel_size", "prefill_context_parallel_size"
 _UNSET = {
@@ -19,6 +20,9 @@ _UNSET = {
     "kv_offloading_backend": _OFFLOADS,
     "enable_return_routed_experts": _EXPERTS,
     "aux_output_config.enable_return_routed_experts": _EXPERTS,
+    "enable_elastic_ep": "a group keeps its ranks until it starts again; remove it, and scale the fleet by groups",
+    "enable_fault_tolerance": _WAITS,
+    "fault_tolerance_config": _WAITS,
     "attention_config.hisparse_config": "KV in host memory cannot be pushed; remove it",
     "enable_sleep_mode": (
         "sleep would free KV memory that other engines write to; remove it, and scale the fleet instead"
@@ -54,6 +58,9 @@ def unsupported(
     `transfer`, `host_tier_bytes` and `verify`: those of kv. Values of another type than vLLM's are left for vLLM to
     refuse.
     """
+    if _above_one(arguments, "nnodes"):
+        nodes = arguments["nnodes"]
+        return "nnodes", f"a worker is on one host, expected 1, got {nodes}; data_parallel_size spans several"
     if _above_one(arguments, _PREFILL_CONTEXT):
         return _PREFILL_CONTEXT, _CONTEXT.format(arguments[_PREFILL_CONTEXT])
     if _above_one(arguments, _SHARED) and not verify:

@@ -31,6 +31,16 @@ def test_batching_waits_for_more_prompts_but_not_for_ever():
     assert held == 10
 
 
+def test_level_chunks_cost_time_to_the_first_token_and_less_in_the_order_of_engines():
+    small = {"ranks": 4, "requests": 2000, "concurrency": 192, "max_batch": 64, "mean_in": 400, "mean_out": 80}
+    whole = simulate_adp(AdpSettings(**small))
+    as_they_come, in_order = (
+        simulate_adp(AdpSettings(strategy="level", in_order=way, **small)) for way in (False, True)
+    )
+    assert whole.ttft_p50_s < in_order.ttft_p50_s < 0.9 * as_they_come.ttft_p50_s
+    assert in_order.tokens_per_s > 0.98 * as_they_come.tokens_per_s > whole.tokens_per_s
+
+
 def test_level_beats_the_gate_and_the_gate_the_baseline():
     small = {"requests": 1500, "concurrency": 640, "max_batch": 64, "mean_out": 400}
     plain = simulate_adp(AdpSettings(**small))

@@ -30,6 +30,7 @@ from orchestrator.types import PauseState
 from orchestrator.wire.addresses import Listening, hold_port, in_url
 from workers.engine import Engine, EngineDead, EngineInfo, EngineStartFailed, Group, started
 from workers.load.board import announce, withdraw
+from workers.unit.hosts import refusal, side_by_side
 
 log = logging.getLogger("pd.worker")
 
@@ -53,11 +54,12 @@ class Come(msgspec.Struct, frozen=True, tag="come"):
 
 
 class Met(msgspec.Struct, frozen=True, tag="met"):
-    """All have come: their engines meet there."""
+    """All have come: their engines meet there. `rank`: of the one that is told."""
 
     host: str
     port: int
     one_host: bool
+    rank: int
 
 
 class Refused(msgspec.Struct, frozen=True, tag="refused"):
@@ -149,7 +151,7 @@ class GroupLink:
                 task.cancel()
             await asyncio.gather(meeting, stop, return_exceptions=True)
         await self._redis.aclose()  # a forked engine process would inherit the connection
-        group = Group(self.ranks.index(self._id), len(self.ranks), told.host, told.port)
+        group = Group(told.rank, len(self.ranks), told.host, told.port)
         if told.one_host:
             name = f"{self._config.namespace}-{self.ranks[0]}-{told.port}"
             announce(name, group.rank, group.size, self._config.routing.ranks == "adp")
@@ -175,11 +177,11 @@ class GroupLink:
                 async with asyncio.timeout(_BEAT_S):
                     await self._complete.wait()
         # Without a pause from here to the end, so that nobody leaves between.
-        hosts = sorted({place.host, *(peer.host for peer in self._peers.values())})
-        if why := _refusal(self._config, hosts):
+        hosts = {name: self._peers[name].host if name in self._peers else place.host for name in self.ranks}
+        if why := refusal(self._config, hosts.values()):
             self.tell(Refused(why, final=True))
             raise ConfigError(why)
-        one_host = len(hosts) == 1
+        one_host = len(set(hosts.values())) == 1
         where = _ONE_HOST if one_host else place.host
         try:
             self._held, engines_port = hold_port(where, None if one_host else self._at.ports)
@@ -187,10 +189,11 @@ class GroupLink:
             why = f"the first rank cannot listen at {where} ({error}): see its workers.advertise and workers.ports"
             self.tell(Refused(why))
             raise EngineStartFailed(why) from error
-        met = Met(where, engines_port, one_host)
         self._met = True
-        self.tell(met)
-        return met
+        mets = {name: Met(where, engines_port, one_host, rank) for rank, name in enumerate(side_by_side(hosts))}
+        for name, peer in self._peers.items():
+            peer.send(mets[name])
+        return mets[self._id]
 
     async def _welcome(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Somebody has connected to the first rank."""
@@ -316,7 +319,7 @@ class GroupLink:
         for peer in self._peers.values():
             peer.close()
 
-    def tell(self, message: Met | Refused | Paused | Beat) -> None:
+    def tell(self, message: Refused | Paused | Beat) -> None:
         """The first rank tells all others, and they tell it."""
         for peer in self._peers.values():
             peer.send(message)
@@ -333,16 +336,3 @@ class GroupLink:
         if self._held is not None:
             self._held.close()
             withdraw()
-
-
-def _refusal(config: Config, hosts: list[str]) -> str | None:
-    """Why ranks at these addresses cannot be one group."""
-    if len(hosts) > 1 and any(":" in host for host in hosts):
-        return f"workers.advertise: vLLM's ranks meet over IPv4 only, and these are at {', '.join(hosts)}"
-    if len(hosts) > 1 and not config.security.trust_network:
-        return (
-            f"security.trust_network: the ranks of this group are on several hosts ({', '.join(hosts)}), and whoever "
-            "reaches vLLM's ports between them can run programs there; set it to true where nobody else is on that "
-            "network"
-        )
-    return None

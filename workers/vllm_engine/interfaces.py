@@ -44,10 +44,13 @@ def ucx_settings(hosts: Iterable[str], interfaces: Iterable[Interface]) -> dict[
 
 def group_settings(address: str, interfaces: Iterable[Interface]) -> dict[str, str]:
     """Environment variables by which the ranks of a group whose first one is at `address` connect to each other over
-    the network that has it. By default torch takes that of the host's name, which may lead nowhere, or outside."""
+    the network that has it. By default torch takes that of the host's name, which may lead nowhere, or outside; NCCL,
+    and NVSHMEM under DeepEP, the first that they find."""
     towards = address_towards(address)
     own = next((each.name for each in interfaces if towards in each.addresses), None)
-    return {"GLOO_SOCKET_IFNAME": own, "NCCL_SOCKET_IFNAME": f"={own}"} if own else {}
+    if own is None:
+        return {}
+    return {"GLOO_SOCKET_IFNAME": own, "NCCL_SOCKET_IFNAME": f"={own}", "NVSHMEM_BOOTSTRAP_UID_SOCK_IFNAME": own}
 
 
 def _settings_of(own: Interface, known: list[Interface], address: str) -> dict[str, str]:

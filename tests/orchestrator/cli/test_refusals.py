@@ -23,6 +23,10 @@ REFUSED = [
     ("kv_offloading_size: 4", f"{ENGINE}.kv_offloading_size: vLLM would put its own .*; remove it"),
     ("kv_offloading_backend: lmcache", f"{ENGINE}.kv_offloading_backend: vLLM would put .*; remove it"),
     ("enable_return_routed_experts: true", f"{ENGINE}.enable_return_routed_experts: the experts of .*; remove it"),
+    ("nnodes: 2", f"{ENGINE}.nnodes: a worker is on one host, expected 1, got 2; data_parallel_size spans several"),
+    ("enable_elastic_ep: true", f"{ENGINE}.enable_elastic_ep: a group keeps its ranks .*; remove it"),
+    ("enable_fault_tolerance: true", f"{ENGINE}.enable_fault_tolerance: an engine would end .*; remove it"),
+    ("fault_tolerance_config: {}", f"{ENGINE}.fault_tolerance_config: an engine would end .*; remove it"),
     (
         "aux_output_config: {enable_return_routed_experts: true}",
         f"{ENGINE}.aux_output_config.enable_return_routed_experts: the experts of .*; remove it",

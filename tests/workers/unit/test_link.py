@@ -116,6 +116,11 @@ async def test_ranks_of_several_hosts_meet_at_the_first_one_and_have_no_board(gr
     assert "PD_RANK_BOARD" not in os.environ
 
 
+async def test_engines_of_one_host_follow_each_other_whatever_the_order_of_their_ids(group: Ranks) -> None:
+    met = await asyncio.gather(*(rank.meets() for rank in await group.all(THERE, HERE, THERE, trusted=True)))
+    assert [each.rank for each in met] == [0, 2, 1]
+
+
 async def test_several_hosts_need_a_network_of_their_own(group: Ranks) -> None:
     for rank in await group.all(HERE, THERE, HERE):
         with pytest.raises(ConfigError, match=r"security.trust_network: .*\(127.0.0.1, 127.0.0.2\)"):

@@ -41,9 +41,10 @@ def test_other_interfaces_are_left_out(hosts: list[str], settings: dict[str, str
 
 
 def test_ranks_of_a_group_use_the_interface_that_leads_to_the_first_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert group_settings("127.0.0.1", HOST) == {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "=lo"}
+    gloo, nccl, nvshmem = names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "NVSHMEM_BOOTSTRAP_UID_SOCK_IFNAME")
+    assert group_settings("127.0.0.1", HOST) == dict(zip(names, ("lo", "=lo", "lo"), strict=True))
     monkeypatch.setattr(interfaces, "address_towards", {"10.0.0.9": "10.0.0.5", "203.0.113.9": "203.0.113.1"}.get)
-    assert group_settings("10.0.0.9", HOST) == {"GLOO_SOCKET_IFNAME": "eth0", "NCCL_SOCKET_IFNAME": "=eth0"}
+    assert group_settings("10.0.0.9", HOST) == {gloo: "eth0", nccl: "=eth0", nvshmem: "eth0"}
     assert group_settings("203.0.113.9", HOST) == {}
 
 

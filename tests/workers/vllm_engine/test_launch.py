@@ -1,15 +1,18 @@
-"""How many threads an engine on CPU computes with, in a container that has CPU time for less than its cores; and what
-becomes of an engine that starts for nobody."""
+"""How many threads an engine on CPU computes with, in a container that has CPU time for less than its cores; what
+becomes of an engine that starts for nobody; and which GPUs the ranks of a group take."""
 
 import asyncio
 import math
 import threading
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from support_models import special_model
 
 from orchestrator.config.settings import KVConfig
+from workers.engine import Group
 
 pytestmark = pytest.mark.vllm
 
@@ -64,3 +67,15 @@ def test_an_engine_that_is_ready_after_its_worker_stopped_is_ended(monkeypatch: 
     ready.set()
     thread.join(10)
     assert ends == ["engine"] and not failed
+
+
+def test_each_rank_of_a_group_takes_the_first_gpus_that_it_sees(tmp_path: Path) -> None:
+    """vLLM would count from a rank's number on its host. Whoever starts a rank shows it its own GPUs only."""
+    from workers.vllm_engine.launch import build_config
+
+    model, group = special_model(tmp_path / "experts", "experts"), Group(9, 16, "127.0.0.1", 2)
+    args = {"skip_tokenizer_init": True, "dtype": "float32", "max_model_len": 512, "data_parallel_size": 16}
+    where = {"engine_id": "e", "kv_host": "127.0.0.1"}
+    parallel = build_config(str(model), args, kv_port=1, kv=KVConfig(), group=group, **where).parallel_config
+    assert (parallel.data_parallel_rank, parallel.data_parallel_size) == (9, 16)
+    assert (parallel.data_parallel_size_local, parallel.data_parallel_rank_local) == (1, None)

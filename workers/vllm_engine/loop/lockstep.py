@@ -74,5 +74,5 @@ class Steps:
         output = schedule_at_most(scheduler, chunk, decodes + awaiting, lambda: self._schedule(*args, **kwargs))
         self._tokens = output.total_num_scheduled_tokens
         decodes, backlog, _ = self._work()  # what is in the step counts as computed by now
-        self._board.plan(decodes, backlog, len(scheduler.running) >= scheduler.max_num_running_reqs)
+        self._board.plan(decodes, backlog, len(scheduler.running) >= scheduler.max_num_active_reqs)
         return output

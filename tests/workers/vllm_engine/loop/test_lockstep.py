@@ -30,7 +30,7 @@ class FakeEngine:
             schedule=self.schedule,
             num_spec_tokens=0,
             num_prefill_lookahead=0,
-            max_num_running_reqs=8,
+            max_num_active_reqs=8,
             max_num_scheduled_tokens=LIMIT,
             scheduler_config=SimpleNamespace(
                 long_prefill_token_threshold=0, enable_chunked_prefill=True, disable_chunked_mm_input=False
@@ -128,6 +128,24 @@ def test_a_plan_is_for_the_step_that_begins_when_its_own_has_ended_at_the_latest
         engine.scheduler.schedule(False)
         steps.ended(True, 1.0)
         goes_on(other)
+
+
+@pytest.mark.parametrize(("places", "least"), [(2, 0), (3, 900)])
+def test_where_no_place_is_free_a_prompt_may_take_as_long_as_it_likes(
+    boards: list[Board], places: int, least: int
+) -> None:
+    """`max_num_active_seqs` may be less than `max_num_seqs`."""
+    from workers.vllm_engine.loop.lockstep import steps_of
+
+    engine = FakeEngine()
+    steps = steps_of(engine)
+    assert steps is not None
+    engine.scheduler.running = [request(101, 100, "RUNNING"), request(1000, 100, "RUNNING")]
+    engine.scheduler.max_num_active_reqs = places
+    engine.scheduler.schedule(False)
+    steps.ended(True, 1.0)
+    goes_on(boards[1])
+    assert boards[1]._plans()[0] == (1, 900, least)
 
 
 def test_without_prompts_the_limits_are_vllms(boards: list[Board]) -> None:

@@ -1,0 +1,28 @@
+"""The hosts of a group's ranks: whether these can be one group, and in which order they become engines."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+from orchestrator.config.settings import Config
+
+
+def side_by_side(hosts: Mapping[str, str]) -> list[str]:
+    """In this order ranks become engines: those of one host follow each other, since DeepEP takes eight engines in a
+    row for those of a host. `hosts`: of all ranks in the order of their ids; the first stays so."""
+    in_order = list(hosts.values())
+    return sorted(hosts, key=lambda name: in_order.index(hosts[name]))
+
+
+def refusal(config: Config, hosts: Collection[str]) -> str | None:
+    """Why ranks at these addresses cannot be one group; None if they can."""
+    hosts = sorted(set(hosts))
+    if len(hosts) > 1 and any(":" in host for host in hosts):
+        return f"workers.advertise: vLLM's ranks meet over IPv4 only, and these are at {', '.join(hosts)}"
+    if len(hosts) > 1 and not config.security.trust_network:
+        return (
+            f"security.trust_network: the ranks of this group are on several hosts ({', '.join(hosts)}), and whoever "
+            "reaches vLLM's ports between them can run programs there; set it to true where nobody else is on that "
+            "network"
+        )
+    return None
