@@ -13,7 +13,6 @@ import pytest
 import typer
 from prometheus_client.metrics import MetricWrapperBase
 from support_siblings import queue_of
-from test_layering import ROOMS
 
 from orchestrator.cli.look.views import config_keys
 from orchestrator.cli.main import app, load
@@ -234,9 +233,3 @@ def test_every_example_is_told_of_and_run_by_a_test():
     )
     programs = [file.name for file in (ROOT / "examples").glob("*.py")]
     assert [name for name in programs if f"`python examples/{name}`" not in told or f'"{name}"' not in tests] == []
-
-
-def test_contributing_has_the_folder_table_of_the_layering_test():
-    rows = re.findall(r"^\| `([\w/.]+)` \| [^|]+ \| ([^|]+) \|$", (ROOT / "CONTRIBUTING.md").read_text(), re.MULTILINE)
-    shown = {name.removesuffix(".py").replace("/", "."): cell.strip() for name, cell in rows}
-    assert shown == {name: ", ".join(may).replace("orchestrator.", "") or "-" for name, may in ROOMS.items()}

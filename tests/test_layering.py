@@ -1,7 +1,8 @@
-"""Which folder may import which, read from the source. The table below is the picture in docs/architecture.md."""
+"""Which folder may import which, read from the source. The table is in CONTRIBUTING.md."""
 
 import ast
 import functools
+import re
 from fnmatch import fnmatch
 from pathlib import Path
 
@@ -10,41 +11,17 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("orchestrator", "workers", "connectors")
 
-# Every folder (or file that stands by itself) and what it may import, lowest first. A room is imported only by rooms
-# below it in this table, which `test_the_table_has_no_upward_arrow` holds.
-ROOMS: dict[str, tuple[str, ...]] = {
-    "connectors.unsupported": (),
-    "orchestrator.types": (),
-    "orchestrator.process": (),
-    "orchestrator.config": ("types", "process", "connectors.unsupported"),
-    "orchestrator.wire": ("types",),
-    "orchestrator.policy": ("types", "config"),
-    "orchestrator.store": ("types", "process", "config"),
-    "orchestrator.fleet": ("types", "process", "config", "wire", "policy", "store"),
-    "orchestrator.router": ("types", "process", "config", "wire", "policy", "fleet"),
-    "orchestrator.frontend": ("types", "process", "config", "wire", "policy", "store", "fleet", "router"),
-    "orchestrator.simulator": ("types", "config", "policy"),
-    "orchestrator.simulator.real": ("config", "simulator"),
-    "orchestrator.launch": ("types", "process", "config", "store"),
-    "orchestrator.cli": (
-        *("types", "process", "config", "wire", "store", "launch"),
-        *("simulator", "simulator.real"),
-    ),
-    "connectors.agent": (),
-    "connectors.handshake": (),
-    "connectors.host": (),
-    "connectors.layers": (),
-    "connectors.lending": ("connectors.host",),
-    "connectors.sockets": (),
-    "connectors.wake": (),
-    "connectors.push": (
-        *("connectors.unsupported", "connectors.agent", "connectors.handshake", "connectors.host"),
-        *("connectors.layers", "connectors.lending", "connectors.sockets", "connectors.wake"),
-    ),
-    "workers": ("types", "process", "config", "wire", "policy", "store"),
-    "workers.sim": ("types", "config", "wire", "policy", "workers", "connectors.push"),
-    "workers.vllm_engine": ("types", "process", "config", "wire", "policy", "workers"),
-}
+
+def rooms() -> dict[str, tuple[str, ...]]:
+    """Every folder (or file that stands by itself) and what it may import: the table of CONTRIBUTING.md. A room is
+    imported only by rooms below it there, which `test_the_table_has_no_upward_arrow` holds."""
+    section = (ROOT / "CONTRIBUTING.md").read_text().partition("\n## Folders")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| `([\w/.]+)` \|[^|]*\| ([^|]*) \|$", section, re.MULTILINE)
+    named = {path.removesuffix(".py").replace("/", "."): may for path, may in rows}
+    return {name: () if may == "-" else tuple(may.split(", ")) for name, may in named.items()}
+
+
+ROOMS = rooms()
 # The one place where a folder reaches up: a worker's command line makes the engine that its configuration names.
 MAKERS = {
     "workers.main": ("workers.sim", "workers.vllm_engine"),

@@ -11,7 +11,7 @@ from orchestrator.simulator.loads import synthetic
 from orchestrator.simulator.trace import at_rate
 from workers import claims as live
 
-LOAD = at_rate(synthetic("chat", 3_000, 0), 250.0)
+LOAD = at_rate(synthetic("chat", 1_500, 0), 250.0)
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -26,21 +26,6 @@ from workers.peers import IdInUse
 PROMPT = list(range(100, 400))
 
 
-async def test_serves_decode_requests_of_several_frontends(workers: Workers) -> None:
-    worker = await workers.start(Role.DECODE)
-    one, two = await workers.frontend(worker), await workers.frontend(worker)
-    requests = []
-    for frontend in (one, two):
-        for i in range(20):
-            request = frontend.new([i, *PROMPT], max_tokens=10)
-            frontend.submit_to(worker.id, request)
-            requests.append((frontend, request))
-    for frontend, request in requests:
-        await frontend.finished(request)
-    await workers.assert_no_leaks()
-    assert one.late_outputs == two.late_outputs == 0
-
-
 async def test_load_says_which_submissions_it_includes(workers: Workers) -> None:
     worker, frontend = await workers.served(Role.DECODE, speed=1.0)
     request = frontend.new(PROMPT, max_tokens=2000)
@@ -384,17 +369,6 @@ async def test_ended_key_can_be_submitted_again(workers: Workers) -> None:
         frontend.submit_to(worker.id, request)
         await frontend.finished(request)
     assert request.tokens == expected(PROMPT, 4)
-
-
-async def test_many_requests_in_a_small_memory_all_end(workers: Workers) -> None:
-    worker, frontend = await workers.served(Role.DECODE, blocks=64, max_model_len=1024, speed=20.0)
-    requests = [frontend.new([i, *PROMPT], max_tokens=20 + i % 7) for i in range(60)]
-    for request in requests:
-        frontend.submit_to(worker.id, request)
-    await frontend.finished(*requests)
-    await workers.assert_no_leaks()
-    await asyncio.sleep(0)
-    assert frontend.late_outputs == 0
 
 
 async def test_dead_peer_frees_claims_despite_engine_error(workers: Workers, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ from unittest.mock import AsyncMock, Mock
 
 import msgspec
 import pytest
-from support_redis import fresh_namespace, worker
+from support_redis import Server, fresh_namespace, worker
 from support_steering import set_desired
 from support_wait import DEADLINE_S
 
@@ -18,7 +18,6 @@ from orchestrator.launch.console import Console
 from orchestrator.launch.fleet_processes import FleetProcesses
 from orchestrator.launch.host.local_machine import LocalMachine
 from orchestrator.launch.host.process import LocalProcess, ProcessSpec
-from orchestrator.launch.host.redis_server import EmbeddedRedis
 from orchestrator.launch.machines import Setup
 from orchestrator.launch.pools.frontend_pool import FrontendPool
 from orchestrator.launch.pools.worker_pool import WorkerPool
@@ -26,7 +25,7 @@ from orchestrator.launch.registry_watch import Snapshot
 from orchestrator.launch.rollout import cannot_start
 from orchestrator.launch.supervise import Exit, Stage, Supervised
 from orchestrator.process.parent import own_identity
-from orchestrator.store.client import connect
+from orchestrator.store.client import Redis
 from orchestrator.store.fields import Launcher
 from orchestrator.store.planned import BY_HAND
 from orchestrator.store.registry import Registry
@@ -47,32 +46,26 @@ def processes_of(config: Config, registry: Registry, machine: LocalMachine, fold
     return fleet
 
 
-async def test_only_ended_members_leave_registry(tmp_path: Path):
+async def test_only_ended_members_leave_registry(redis: Redis, tmp_path: Path):
     """Containers repeat host names and pids: neither a worker of another one nor a pid given anew is one of ours."""
     place, pid, ticks = own_identity().split("/")
-    server = EmbeddedRedis()
-    redis = await connect(await server.start(tmp_path), 5)
-    try:
-        config = parse_config({"model": "m", "engine": "sim", "namespace": fresh_namespace()})
-        registry = Registry(redis, config.namespace)
-        for info in (
-            of("runs", own_identity()),
-            of("its-pid-is-anothers-now", f"{place}/{pid}/{int(ticks) - 1}"),
-            of("of-another-container", f"another/{pid}/{int(ticks) - 1}"),
-            of("of-no-process-here", "another/999999999/1"),
-        ):
-            await registry.join(info, 60)
-        await registry.refresh_launcher(f"{place}/{pid}/{int(ticks) - 1}", Launcher(), 60)
-        await registry.refresh_launcher("another/1/1", Launcher(), 60)
-        await registry.refresh_launcher(f"{BY_HAND}{place}/{pid}/{int(ticks) - 1}", Launcher(), 60)
-        machine = LocalMachine(config)
-        fleet = processes_of(config, registry, machine, tmp_path)
-        await fleet.remove_dead_entries()
-        assert set(await registry.workers()) == {"runs", "of-another-container", "of-no-process-here"}
-        assert set(await registry.launchers()) == {"another/1/1"}
-    finally:
-        await redis.aclose()
-        await server.stop()
+    config = parse_config({"model": "m", "engine": "sim", "namespace": fresh_namespace()})
+    registry = Registry(redis, config.namespace)
+    for info in (
+        of("runs", own_identity()),
+        of("its-pid-is-anothers-now", f"{place}/{pid}/{int(ticks) - 1}"),
+        of("of-another-container", f"another/{pid}/{int(ticks) - 1}"),
+        of("of-no-process-here", "another/999999999/1"),
+    ):
+        await registry.join(info, 60)
+    await registry.refresh_launcher(f"{place}/{pid}/{int(ticks) - 1}", Launcher(), 60)
+    await registry.refresh_launcher("another/1/1", Launcher(), 60)
+    await registry.refresh_launcher(f"{BY_HAND}{place}/{pid}/{int(ticks) - 1}", Launcher(), 60)
+    machine = LocalMachine(config)
+    fleet = processes_of(config, registry, machine, tmp_path)
+    await fleet.remove_dead_entries()
+    assert set(await registry.workers()) == {"runs", "of-another-container", "of-no-process-here"}
+    assert set(await registry.launchers()) == {"another/1/1"}
 
 
 class LeftRunning(LocalMachine):
@@ -93,30 +86,24 @@ class LeftRunning(LocalMachine):
         self.ended.append(unit)
 
 
-async def test_launcher_takes_over_workers_of_dead_launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    server = EmbeddedRedis()
-    redis = await connect(await server.start(tmp_path), 5)
-    try:
-        workers = {"timeout_s": 1.0, "prefill": {"replicas": 0}}
-        config = parse_config({"model": "m", "engine": "sim", "namespace": fresh_namespace(), "workers": workers})
-        registry = Registry(redis, config.namespace)
-        await registry.join(msgspec.structs.replace(worker("worker-1"), role=Role.DECODE), 60)  # it was flipped
-        await registry.join(worker("worker-3"), 60)  # a rank of it has ended, which the others have not noticed yet
-        await registry.refresh_launcher("lives/1/1", Launcher({"worker-2": Role.DECODE}), 60)
-        dead = Launcher({"worker-0": Role.PREFILL, "worker-1": Role.DECODE})
-        await registry.refresh_launcher("dead/1/1", dead, 0.5)
-        taken: dict[str, Role] = {}
-        monkeypatch.setattr(WorkerPool, "supervise", lambda pool, worker_id, role: taken.update({worker_id: role}))
-        machine = LeftRunning(config)
-        fleet = processes_of(config, registry, machine, tmp_path)
-        monkeypatch.setattr(FrontendPool, "update", AsyncMock())
-        await fleet.start()
-        await fleet.end()
-        assert taken == {"worker-0": Role.PREFILL, "worker-1": Role.DECODE}
-        assert machine.ended == ["worker-3"], "worker-2 is another launcher's"
-    finally:
-        await redis.aclose()
-        await server.stop()
+async def test_launcher_takes_over_workers_of_dead_launcher(redis: Redis, tmp_path: Path, monkeypatch):
+    workers = {"timeout_s": 1.0, "prefill": {"replicas": 0}}
+    config = parse_config({"model": "m", "engine": "sim", "namespace": fresh_namespace(), "workers": workers})
+    registry = Registry(redis, config.namespace)
+    await registry.join(msgspec.structs.replace(worker("worker-1"), role=Role.DECODE), 60)  # it was flipped
+    await registry.join(worker("worker-3"), 60)  # a rank of it has ended, which the others have not noticed yet
+    await registry.refresh_launcher("lives/1/1", Launcher({"worker-2": Role.DECODE}), 60)
+    dead = Launcher({"worker-0": Role.PREFILL, "worker-1": Role.DECODE})
+    await registry.refresh_launcher("dead/1/1", dead, 0.5)
+    taken: dict[str, Role] = {}
+    monkeypatch.setattr(WorkerPool, "supervise", lambda pool, worker_id, role: taken.update({worker_id: role}))
+    machine = LeftRunning(config)
+    fleet = processes_of(config, registry, machine, tmp_path)
+    monkeypatch.setattr(FrontendPool, "update", AsyncMock())
+    await fleet.start()
+    await fleet.end()
+    assert taken == {"worker-0": Role.PREFILL, "worker-1": Role.DECODE}
+    assert machine.ended == ["worker-3"], "worker-2 is another launcher's"
 
 
 @pytest.mark.parametrize(
@@ -135,34 +122,28 @@ async def test_a_place_on_which_nothing_runs_is_no_fleet(tmp_path: Path, left: d
     fleet._rolling.begin.assert_awaited_once_with(alone)
 
 
-async def test_a_redis_that_forgot_gets_the_configuration_back_after_the_ratio(tmp_path: Path, monkeypatch):
+async def test_a_redis_that_forgot_gets_the_configuration_back_after_the_ratio(redis, tmp_path: Path, monkeypatch):
     """A frontend or an operator may have set the ratio again before the launcher looked."""
-    server = EmbeddedRedis()
-    redis = await connect(await server.start(tmp_path), 5)
-    try:
-        config = parse_config({"model": "m", "engine": "sim", "namespace": fresh_namespace()})
-        registry = Registry(redis, config.namespace)
-        for pool in (FrontendPool, WorkerPool):
-            monkeypatch.setattr(pool, "update", AsyncMock())
-        fleet = processes_of(config, registry, LocalMachine(config), tmp_path)
-        await set_desired(registry, 1, 1, "scale")
-        snapshot = Snapshot(desired=await registry.desired())
-        await fleet._update(snapshot)
-        known = await registry.configuration.read()
-        assert known is not None and known.config, "what workers on other hosts and rollouts begin with"
-        newer = msgspec.structs.replace(known, generation=7)
-        await registry.configuration.write(newer)
-        await fleet._update(snapshot)
-        assert await registry.configuration.read() == newer, "another launcher's, or a rollout's"
-    finally:
-        await redis.aclose()
-        await server.stop()
+    config = parse_config({"model": "m", "engine": "sim", "namespace": fresh_namespace()})
+    registry = Registry(redis, config.namespace)
+    for pool in (FrontendPool, WorkerPool):
+        monkeypatch.setattr(pool, "update", AsyncMock())
+    fleet = processes_of(config, registry, LocalMachine(config), tmp_path)
+    await set_desired(registry, 1, 1, "scale")
+    snapshot = Snapshot(desired=await registry.desired())
+    await fleet._update(snapshot)
+    known = await registry.configuration.read()
+    assert known is not None and known.config, "what workers on other hosts and rollouts begin with"
+    newer = msgspec.structs.replace(known, generation=7)
+    await registry.configuration.write(newer)
+    await fleet._update(snapshot)
+    assert await registry.configuration.read() == newer, "another launcher's, or a rollout's"
 
 
-async def test_crashes_while_redis_was_away_are_not_held_against_a_process(tmp_path: Path, monkeypatch):
+async def test_crashes_while_redis_was_away_are_not_held_against_a_process(
+    server: Server, redis, tmp_path, monkeypatch
+):
     """A rollout would go back for them."""
-    server = EmbeddedRedis()
-    redis = await connect(await server.start(tmp_path), 5)
     config = parse_config({"model": "m", "engine": "sim", "namespace": fresh_namespace()})
     registry = Registry(redis, config.namespace)
     fleet = processes_of(config, registry, LocalMachine(config), tmp_path)
@@ -180,16 +161,14 @@ async def test_crashes_while_redis_was_away_are_not_held_against_a_process(tmp_p
                 await asyncio.sleep(0.01)
             await fleet.watch.read()
             assert cannot_start(process)
-            await server.stop()
+            server.stop()
             await fleet.watch.read()
-            await server.start(tmp_path, int(redis.url.rpartition(":")[2]))
+            server.start()
             while cannot_start(process):
                 await fleet.watch.read()
     finally:
         process.request_stop()
         await running
-        await redis.aclose()
-        await server.stop()
 
 
 @pytest.mark.parametrize(("final", "shown"), [(False, "restarting"), (True, "cannot work as it is")])

@@ -1,13 +1,12 @@
 """Operators, launchers and the automatic size at once, call by call, in any order: no order is lost."""
 
 import asyncio
-from collections.abc import Iterator
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support_interleaving import World
-from support_redis import Server, fresh_namespace, running_server
+from support_redis import Server, fresh_namespace
 
 from orchestrator.store.client import connect
 
@@ -19,12 +18,6 @@ ORDERS = st.one_of(
     st.tuples(st.sampled_from(["resize", "crash", "kill", "empty"]), st.none(), st.none(), st.integers(0, 9)),
 )
 STEPS = st.lists(st.integers(0, 40) | ORDERS, max_size=40)
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with running_server(tmp_path_factory.mktemp("redis")) as server:
-        yield server
 
 
 async def history(url: str, steps: list[int | tuple[str, int | None, int | None, int]]) -> None:

@@ -1,18 +1,17 @@
 """What a launcher reads from one snapshot of the registry."""
 
 import asyncio
-from pathlib import Path
 from typing import Any
 from unittest.mock import AsyncMock
 
 import msgspec
 import pytest
-from support_redis import fresh_namespace, running_server, worker
+from support_redis import Server, fresh_namespace, worker
 from support_steering import order_restart
 from support_wait import DEADLINE_S
 
 from orchestrator.launch.registry_watch import RegistryWatch, Snapshot
-from orchestrator.store.client import RedisAway, connect
+from orchestrator.store.client import Redis, RedisAway
 from orchestrator.store.planned import loading_by_hand
 from orchestrator.store.registry import Frontend, Registry
 from orchestrator.types import Role, WorkerState
@@ -31,90 +30,74 @@ def test_a_fleet_is_connected_when_each_serving_frontend_reaches_all_ready_worke
     assert snapshot.connected() is connected
 
 
-@pytest.mark.slow  # a server of its own
-async def test_a_worker_that_leaves_while_the_registry_is_read_is_there_with_its_orders_or_not_at_all(tmp_path: Path):
+async def test_a_worker_that_leaves_while_the_registry_is_read_is_there_with_its_orders_or_not_at_all(redis: Redis):
     """One that drains without an order to restart counts as leaving for good, and another would be started for it."""
-    with running_server(tmp_path) as server:
-        redis = await connect(server.url, 5)
-        registry, other = (Registry(redis, namespace) for namespace in [fresh_namespace()] * 2)
-        await registry.join(worker("a"), 60)
-        await order_restart(registry, "a")
-        call = redis.call
+    registry, other = (Registry(redis, namespace) for namespace in [fresh_namespace()] * 2)
+    await registry.join(worker("a"), 60)
+    await order_restart(registry, "a")
+    call = redis.call
 
-        async def then_it_is_gone(library: Any, function: str, *args: Any) -> Any:
-            answer = await call(library, function, *args)
-            if function == "read":
-                redis.call = call  # type: ignore[method-assign]
-                await other.leave("a")
-            return answer
-
-        redis.call = then_it_is_gone  # type: ignore[method-assign]
-        watch = RegistryWatch(registry, AsyncMock())
-        await watch.read()
-        assert watch.snapshot.workers.keys() == {"a"} and watch.snapshot.orders["a"].restart
-        await watch.read()
-        assert watch.snapshot.workers == watch.snapshot.orders == {}
-        await redis.aclose()
-
-
-@pytest.mark.slow  # a server of its own
-async def test_a_worker_by_hand_that_joins_while_the_registry_is_read_is_not_missed(tmp_path: Path):
-    """Another would be started in its place."""
-    with running_server(tmp_path) as server:
-        redis = await connect(server.url, 5)
-        registry, other = (Registry(redis, namespace) for namespace in [fresh_namespace()] * 2)
-        assert await registry.claim_id("by-hand:h/1/1", Role.PREFILL, 60, "a")
-        call = redis.call
-
-        async def then_it_joins(library: Any, function: str, *args: Any) -> Any:
-            answer = await call(library, function, *args)
+    async def then_it_is_gone(library: Any, function: str, *args: Any) -> Any:
+        answer = await call(library, function, *args)
+        if function == "read":
             redis.call = call  # type: ignore[method-assign]
-            await other.join(worker("a"), 60)
-            await other.leave_launcher("by-hand:h/1/1")
-            return answer
+            await other.leave("a")
+        return answer
 
-        redis.call = then_it_joins  # type: ignore[method-assign]
-        watch = RegistryWatch(registry, AsyncMock())
-        await watch.read()
-        assert "a" in {*watch.snapshot.workers, *loading_by_hand(watch.snapshot.launchers)}
-        await redis.aclose()
-
-
-@pytest.mark.slow  # a server of its own
-async def test_the_reading_after_an_outage_says_so_once_it_was_acted_upon(tmp_path: Path):
-    with running_server(tmp_path) as server:
-        redis = await connect(server.url, 5)
-        seen: list[bool] = []
-
-        async def act(snapshot: Snapshot) -> None:
-            seen.append(snapshot.was_away)
-            if len(seen) == 2:
-                raise RedisAway("away again")
-
-        watch = RegistryWatch(Registry(redis, fresh_namespace()), act)
-        await watch.read()
-        server.stop()
-        await watch.read()
-        server.start()
-        async with asyncio.timeout(DEADLINE_S):
-            while len(seen) < 4:
-                await watch.read()
-                await asyncio.sleep(0.01)
-        assert seen == [False, True, True, False]
-        await redis.aclose()
+    redis.call = then_it_is_gone  # type: ignore[method-assign]
+    watch = RegistryWatch(registry, AsyncMock())
+    await watch.read()
+    assert watch.snapshot.workers.keys() == {"a"} and watch.snapshot.orders["a"].restart
+    await watch.read()
+    assert watch.snapshot.workers == watch.snapshot.orders == {}
 
 
-@pytest.mark.slow  # a server of its own
-async def test_nobody_is_missed_while_the_registry_is_not_read(tmp_path: Path):
+async def test_a_worker_by_hand_that_joins_while_the_registry_is_read_is_not_missed(redis: Redis):
+    """Another would be started in its place."""
+    registry, other = (Registry(redis, namespace) for namespace in [fresh_namespace()] * 2)
+    assert await registry.claim_id("by-hand:h/1/1", Role.PREFILL, 60, "a")
+    call = redis.call
+
+    async def then_it_joins(library: Any, function: str, *args: Any) -> Any:
+        answer = await call(library, function, *args)
+        redis.call = call  # type: ignore[method-assign]
+        await other.join(worker("a"), 60)
+        await other.leave_launcher("by-hand:h/1/1")
+        return answer
+
+    redis.call = then_it_joins  # type: ignore[method-assign]
+    watch = RegistryWatch(registry, AsyncMock())
+    await watch.read()
+    assert "a" in {*watch.snapshot.workers, *loading_by_hand(watch.snapshot.launchers)}
+
+
+async def test_the_reading_after_an_outage_says_so_once_it_was_acted_upon(server: Server, redis: Redis):
+    seen: list[bool] = []
+
+    async def act(snapshot: Snapshot) -> None:
+        seen.append(snapshot.was_away)
+        if len(seen) == 2:
+            raise RedisAway("away again")
+
+    watch = RegistryWatch(Registry(redis, fresh_namespace()), act)
+    await watch.read()
+    server.stop()
+    await watch.read()
+    server.start()
+    async with asyncio.timeout(DEADLINE_S):
+        while len(seen) < 4:
+            await watch.read()
+            await asyncio.sleep(0.01)
+    assert seen == [False, True, True, False]
+
+
+async def test_nobody_is_missed_while_the_registry_is_not_read(redis: Redis):
     """Redis was away, or this process did not run: who is not there at first can have been there meanwhile."""
-    with running_server(tmp_path) as server:
-        redis = await connect(server.url, 5)
-        watch = RegistryWatch(Registry(redis, fresh_namespace()), AsyncMock())
-        await watch.read()
-        first = watch.snapshot
-        await watch.read()
-        assert 0 < watch.snapshot.looked_s == watch.snapshot.read_at - first.read_at
-        watch.snapshot = msgspec.structs.replace(watch.snapshot, read_at=watch.snapshot.read_at - 60)
-        await watch.read()
-        assert watch.snapshot.looked_s == 2.0
-        await redis.aclose()
+    watch = RegistryWatch(Registry(redis, fresh_namespace()), AsyncMock())
+    await watch.read()
+    first = watch.snapshot
+    await watch.read()
+    assert 0 < watch.snapshot.looked_s == watch.snapshot.read_at - first.read_at
+    watch.snapshot = msgspec.structs.replace(watch.snapshot, read_at=watch.snapshot.read_at - 60)
+    await watch.read()
+    assert watch.snapshot.looked_s == 2.0

@@ -12,12 +12,11 @@ from support_redis import fresh_namespace, worker
 
 from orchestrator.config.settings import Config, parse_config
 from orchestrator.config.shared import shared
-from orchestrator.launch.host.redis_server import EmbeddedRedis
 from orchestrator.launch.machines import Setup
 from orchestrator.launch.registry_watch import Snapshot
 from orchestrator.launch.rollout import RolloutRunner
 from orchestrator.launch.supervise import Exit
-from orchestrator.store.client import connect
+from orchestrator.store.client import Redis
 from orchestrator.store.configuration import Phase, Rollout, Version
 from orchestrator.store.fields import Launcher
 from orchestrator.store.registry import Registry
@@ -68,9 +67,7 @@ class Leader:
 
 
 @pytest.fixture
-async def leader(tmp_path: Path) -> AsyncIterator[Leader]:
-    server = EmbeddedRedis()
-    redis = await connect(await server.start(tmp_path), 5)
+async def leader(redis: Redis) -> AsyncIterator[Leader]:
     times = {"drain_timeout_s": PATIENCE_S / 2, "start_timeout_s": PATIENCE_S / 2}
     config = parse_config({"model": "m", "engine": "sim", "namespace": fresh_namespace(), "workers": times})
     registry = Registry(redis, config.namespace)
@@ -83,8 +80,6 @@ async def leader(tmp_path: Path) -> AsyncIterator[Leader]:
         assert await leader.sees({}) == set()
     yield leader
     await leader.rolling.close()
-    await redis.aclose()
-    await server.stop()
 
 
 async def phase(leader: Leader) -> tuple[Phase, str]:

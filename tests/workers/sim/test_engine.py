@@ -16,14 +16,6 @@ from workers.sim.tokens import TokenStream
 PROMPT = list(range(100, 180))
 
 
-async def test_generates_the_tokens_of_its_prompt(sims: SimFixture) -> None:
-    engine, _ = await sims.start()
-    await engine.submit(request_of("a#1", PROMPT, max_tokens=12))
-    result = await collect(engine, "a#1")
-    assert result.tokens == expected(PROMPT, 12)
-    assert result.finish is FinishReason.LENGTH
-
-
 async def test_steps_report_remaining_prompt_tokens(sims: SimFixture) -> None:
     engine, _ = await sims.start(Simulated(speed=20, max_num_batched_tokens=100))
     await engine.submit(request_of("a#1", list(range(350)), max_tokens=2))
@@ -186,17 +178,6 @@ async def test_fail_peer_ends_both_halves(sims: SimFixture) -> None:
     result = await collect(decode, "a#1")
     assert result.tokens == expected(PROMPT, 3)
     assert result.stats is not None and result.stats.num_external_cached_tokens == 0
-
-
-async def test_preempts_when_blocks_run_out_and_still_answers_all(sims: SimFixture) -> None:
-    tight = Simulated(blocks=24, max_model_len=24 * 16, speed=20)
-    engine, _ = await sims.start(tight)
-    prompts = {f"r{i}#1": [i * 7 + j for j in range(100)] for i in range(6)}
-    for key, prompt in prompts.items():
-        await engine.submit(request_of(key, prompt, max_tokens=60))
-    results = await collect(engine, *prompts)
-    for key, prompt in prompts.items():
-        assert results[key].tokens == expected(prompt, 60)
 
 
 async def test_stops_at_the_end_of_sequence_only_when_asked(sims: SimFixture) -> None:
