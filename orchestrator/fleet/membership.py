@@ -40,6 +40,7 @@ COALESCE_S = 0.05  # a large fleet that starts makes many events at once: readin
 class Membership:
     """Owns the tasks that watch, and tells of each worker by its id, once each time: that it is gone (`on_lost`), that
     it has become quiet, and that its connection broke and was made again, on which messages may be lost (`on_reset`).
+    Of workers that are gone, or quiet, together it tells together: thousands of requests are looked through for them.
     """
 
     def __init__(
@@ -49,8 +50,8 @@ class Membership:
         transport: FrontendTransport,
         prefixes: PrefixView,
         silence_s: float,
-        on_lost: Callable[[str], None],
-        on_quiet: Callable[[str], None],
+        on_lost: Callable[..., None],
+        on_quiet: Callable[..., None],
         on_reset: Callable[[str], None],
     ) -> None:
         self._registry = registry
@@ -111,21 +112,26 @@ class Membership:
             if late_s > TICK_S:
                 continue  # reports that came meanwhile are not read yet
             now = time.monotonic()
-            for worker_id in mark_silent_quiet(self._fleet, now, min(QUIET_S, self._silence_s / 2)):
-                log.warning("worker %s has become quiet: others take its place for now", worker_id)
-                self._on_quiet(worker_id)
+            if quiet := mark_silent_quiet(self._fleet, now, min(QUIET_S, self._silence_s / 2)):
+                for worker_id in quiet:
+                    log.warning("worker %s has become quiet: others take its place for now", worker_id)
+                self._on_quiet(*quiet)
             for worker_id, view in self._fleet.workers.items():
                 if view.disconnected_at is not None and self._transport.is_coming(worker_id):
                     view.disconnected_at = now
-            for worker_id in self._fleet.silent(now, self._silence_s, RECONNECT_S):
-                self._remove_worker(worker_id, "it fell silent or its connection stayed broken")
+            lost = self._fleet.silent(now, self._silence_s, RECONNECT_S)
+            for worker_id in lost:
+                self._remove(worker_id, "it fell silent or its connection stayed broken")
             for worker_id in self._unregistered & self._fleet.workers.keys():
                 view = self._fleet.workers[worker_id]
                 # Redis may have lost its data: keep the workers that still report.
                 silent = now - view.last_heard_at > 2 * TICK_S + self._heartbeat_slack()
                 broken = view.disconnected_at is not None and not self._transport.is_coming(worker_id)
                 if silent or broken:
-                    self._remove_worker(worker_id, "it left the registry")
+                    self._remove(worker_id, "it left the registry")
+                    lost.append(worker_id)
+            if lost:
+                self._on_lost(*lost)
 
     async def _receive_reports(self) -> None:
         views, take_load = self._fleet.workers, self._fleet.take_load
@@ -158,7 +164,7 @@ class Membership:
         except RedisAway as error:
             log.warning("membership is frozen while Redis is away: %s", error)
             return
-        now = time.monotonic()
+        now, lost = time.monotonic(), []
         for info in registered.values():
             known = self._fleet.workers.get(info.id)
             if known is not None and known.info.started_at > info.started_at:
@@ -166,7 +172,9 @@ class Membership:
             if not self._connect(info):
                 continue
             if self._fleet.upsert(info, now) and known is not None:
-                self._on_lost(info.id)
+                lost.append(info.id)
+        if lost:
+            self._on_lost(*lost)
         self._unregistered = self._fleet.workers.keys() - registered.keys()
         views = self._fleet.workers.values()
         hosted = (view.load.kv.host_blocks for view in views if view.load is not None)
@@ -185,11 +193,10 @@ class Membership:
     def _heartbeat_slack(self) -> float:
         return min(1.0, self._silence_s / 4)
 
-    def _remove_worker(self, worker_id: str, why: str) -> None:
+    def _remove(self, worker_id: str, why: str) -> None:
         log.warning("worker %s is gone: %s", worker_id, why)
         self._fleet.remove(worker_id)
         self._transport.disconnect(worker_id)
-        self._on_lost(worker_id)
 
 
 def mark_silent_quiet(fleet: Fleet, now: float, after_s: float) -> list[str]:

@@ -260,10 +260,12 @@ class FleetConnection:
         self._cpu_at = now
         return (now[0] - used_s) / max(now[1] - at, 1e-3)
 
-    def _worker_lost(self, worker_id: str) -> None:
-        self.prefixes.forget(worker_id)
-        self.router.worker_lost(worker_id)
-        self.calls.worker_lost(worker_id)
+    def _worker_lost(self, *worker_ids: str) -> None:
+        for worker_id in worker_ids:
+            self.prefixes.forget(worker_id)
+        self.router.worker_lost(*worker_ids)
+        for worker_id in worker_ids:
+            self.calls.worker_lost(worker_id)
 
 
 class FleetConnections:

@@ -6,7 +6,9 @@ attempt.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import asyncio
+import itertools
+from collections.abc import Collection, Mapping
 
 from orchestrator.config.settings import Config
 from orchestrator.fleet.queue_view import QueueView
@@ -85,10 +87,11 @@ class Overdue:
                 claimed.add(request_id)
         self._claimed = claimed
 
-    async def leave_claimer(self, worker_id: str, why: str) -> None:
-        """Retry requests whose jobs this silent worker has claimed, and has not said so."""
+    async def leave_claimers(self, worker_ids: Collection[str], why: str) -> None:
+        """Retry requests whose jobs these silent workers have claimed, and have not said so."""
         queued = {active.id: active.attempt for active in self._requests.all() if active.state is State.QUEUED}
-        for request_id in queued.keys() & await self._queue.claims_of(worker_id) if queued else ():
+        claims = await asyncio.gather(*map(self._queue.claims_of, worker_ids)) if queued else []
+        for request_id in queued.keys() & itertools.chain(*claims):
             active = self._requests.current(request_id, queued[request_id])
             if active is not None and active.state is State.QUEUED:
                 self._recovery.retry(active, why, charge=False)

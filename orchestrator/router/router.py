@@ -293,34 +293,34 @@ class Router:
 
     # ---- when something is lost --------------------------------------------------------------------------------
 
-    def worker_lost(self, worker_id: str) -> None:
-        """Retry the requests of a worker that is gone.
-
-        The requests that it decoded continue on another worker. The prompts that it was computing, or had claimed
-        unheard, are prefilled locally. Where it had ended, the KV may be there already: `overdue` waits a moment.
-        """
-        self.learning.forget(worker_id)
+    def worker_lost(self, *lost: str) -> None:
+        """Retry the requests of workers that are gone. Those that they decoded continue on another worker; the prompts
+        that they were computing, or had claimed unheard, are prefilled locally. Where one had ended, its KV may be
+        there already: `overdue` waits a moment. Call it once for all that go together: it looks at every request."""
+        gone = frozenset(lost)
+        for worker_id in gone:
+            self.learning.forget(worker_id)
         for active in self._requests.all():
-            if active.decode_worker == worker_id:
-                self._recovery.retry(active, "decode_worker_lost", avoid=worker_id)
-            elif active.state is State.TRANSFERRING and active.computing_worker == worker_id:
+            if active.decode_worker in gone:
+                self._recovery.retry(active, "decode_worker_lost", avoid=active.decode_worker)
+            elif active.state is State.TRANSFERRING and active.computing_worker in gone:
                 self._dispatch.cancel_job(active)
                 self._recovery.retry(active, "prefill_worker_lost", charge=False)
         self._check_claimers()
-        self._dispatch.background(self._overdue.leave_claimer(worker_id, "prefill_worker_lost"))
+        self._dispatch.background(self._overdue.leave_claimers(gone, "prefill_worker_lost"))
 
-    def worker_quiet(self, worker_id: str) -> None:
-        """Move requests away from a worker that is slow, stopped or cut off. Those that no other worker can continue
-        wait for it to come back."""
-        others = self._fleet.has_other_decode_worker(worker_id)
+    def worker_quiet(self, *quiet: str) -> None:
+        """Move requests away from workers that are slow, stopped or cut off: of all that become so together. Those
+        that no other worker can continue wait for theirs to come back."""
+        away, left = frozenset(quiet), frozenset(filter(self._fleet.has_other_decode_worker, quiet))
         for active in self._requests.all():
-            if active.decode_worker == worker_id and others:
+            if active.decode_worker in left:
                 if active.parsed.resumable or not active.answer.tokens:
-                    self._recovery.retry(active, "decode_worker_quiet", avoid=worker_id, charge=False)
-            elif active.state is State.TRANSFERRING and active.prefill_worker == worker_id:
+                    self._recovery.retry(active, "decode_worker_quiet", avoid=active.decode_worker, charge=False)
+            elif active.state is State.TRANSFERRING and active.prefill_worker in away:
                 self._recovery.retry(active, "prefill_worker_quiet", charge=False)
         self._check_claimers()
-        self._dispatch.background(self._overdue.leave_claimer(worker_id, "prefill_worker_quiet"))
+        self._dispatch.background(self._overdue.leave_claimers(away, "prefill_worker_quiet"))
 
     def connection_reset(self, worker_id: str) -> None:
         """A worker's connection was made again: requests or tokens may be lost with the old one."""

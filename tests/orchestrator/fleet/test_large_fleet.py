@@ -90,9 +90,11 @@ def descriptors():
 async def test_a_frontend_holds_1200_workers(addresses):
     fleet, transport, lost, answered = Fleet("f"), FrontendTransport("f", keys=None), [], set()
     prefixes = PrefixView(transport.send)
-    membership = Membership(
-        FullRegistry(addresses), fleet, transport, prefixes, 10.0, lost.append, lost.append, lost.append
-    )
+
+    def tell(*ids):
+        lost.extend(ids)
+
+    membership = Membership(FullRegistry(addresses), fleet, transport, prefixes, 10.0, tell, tell, tell)
     before = descriptors()
 
     async def receive():

@@ -85,18 +85,23 @@ class Scene:
         self.registry, self.fleet = ScriptedRegistry(), Fleet("f")
         self.transport = FrontendTransport("f", keys=None)
         self.lost, self.quiet, self.reset = [], [], []
+        self.lost_together = []
         self.membership = Membership(
             self.registry,
             self.fleet,
             self.transport,
             PrefixView(self.transport.send),
             1.0,
-            self.lost.append,
-            self.quiet.append,
+            self._take_lost,
+            lambda *quiet: self.quiet.extend(quiet),
             self.reset.append,
         )
         self.living = []
         self.tasks = [asyncio.create_task(self.membership.run()), asyncio.create_task(self._receive())]
+
+    def _take_lost(self, *lost):
+        self.lost_together.append(set(lost))
+        self.lost += lost
 
     async def _receive(self):
         while True:
@@ -154,6 +159,15 @@ async def test_a_worker_that_hangs_is_lost(scene):
     worker = await scene.start("d")
     worker.mute()
     await until(lambda: scene.lost == ["d"])
+
+
+async def test_workers_that_are_lost_together_are_told_of_together(scene, monkeypatch):
+    """Each call looks at every request: a rack of five hundred would hold up a frontend of many for seconds."""
+    for name in "de":
+        await scene.start(name)
+    monkeypatch.setattr(scene.fleet, "silent", lambda *_: [*scene.fleet.workers])
+    await until(lambda: scene.lost)
+    assert scene.lost_together[0] == {"d", "e"}
 
 
 async def test_a_worker_that_is_slow_becomes_quiet_and_is_usable_again_once_heard(scene):

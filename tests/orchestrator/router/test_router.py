@@ -450,6 +450,23 @@ async def test_quiet_worker_gets_no_request_until_it_reports():
     assert bench.bound_to() == "d0"
 
 
+@pytest.mark.parametrize("told", ["worker_lost", "worker_quiet"])
+async def test_requests_are_looked_through_once_for_all_workers_that_go_together(told, monkeypatch):
+    bench = Bench()
+    for name in "abcd":
+        await bench.router.submit(FakeRequest(name, prompt_tokens=10))
+    assert {worker for worker, _ in bench.submits()} == {"d0", "d1"}
+    bench.add_worker("d2", Role.DECODE)
+    looks, every = [], bench.router.requests.values
+    monkeypatch.setattr(bench.router._requests, "all", lambda: looks.append(1) or list(every()))
+    for worker_id in ("d0", "d1"):
+        bench.fleet.remove(worker_id) if told == "worker_lost" else bench.fleet.workers[worker_id].mark_quiet()
+    getattr(bench.router, told)("d0", "d1")
+    assert len(looks) == 1
+    await bench.settle()
+    assert {active.decode_worker for active in bench.router.requests.values()} == {"d2"}
+
+
 async def test_requests_stay_when_all_decode_workers_are_quiet():
     bench = await Bench.asked(FakeRequest("r", prompt_tokens=10))
     for worker_id in ("d0", "d1"):
