@@ -73,6 +73,25 @@ def _recurrent_or_else() -> Any:
     )
 
 
+def _recurrent_deltas() -> Any:
+    """Qwen3-Next: layers with a gated delta net and attention layers, experts in all; heads of the size that vLLM's
+    kernel for CPUs has."""
+    from transformers import Qwen3NextConfig
+
+    return Qwen3NextConfig(
+        **COMMON,
+        head_dim=32,
+        num_hidden_layers=4,
+        layer_types=["linear_attention", "full_attention"] * 2,
+        linear_num_key_heads=1,
+        linear_num_value_heads=2,
+        num_experts=8,
+        num_experts_per_tok=2,
+        moe_intermediate_size=64,
+        shared_expert_intermediate_size=64,
+    )
+
+
 def _latent() -> Any:
     """Latent attention (MLA) in all layers; the sizes of a latent are those that vLLM's kernel for CPUs has."""
     from transformers import DeepseekV2Config
@@ -112,6 +131,7 @@ MODELS = {
     "some-windows": _some_windows,
     "recurrent": _recurrent,
     "recurrent-nemotron": _recurrent_or_else,
+    "recurrent-deltas": _recurrent_deltas,
     "latent": _latent,
     "mtp": _guessing,
 }

@@ -96,6 +96,14 @@ def test_greedy_tokens_are_those_of_one_engine(model: str, truth: list[list[int]
         fleet.assert_no_leaks()
 
 
+def test_prompts_that_a_decode_group_computes_give_the_tokens_of_one_engine(model: str, truth: list[list[int]]) -> None:
+    """Its ranks cut them."""
+    sets = (*ENGINE, model, *grouped("decode", 2), "workers.prefill.replicas=0")
+    with running_fleet("demo-1p1d-cpu.yaml", *sets) as fleet:
+        assert whole(fleet) == truth
+        fleet.assert_no_leaks()
+
+
 @pytest.fixture(scope="class")
 def fleet(model: str) -> Iterator[RunningFleet]:
     with running_fleet("demo-1p1d-cpu.yaml", *ENGINE, model, *grouped("decode", 2)) as running:
