@@ -15,7 +15,7 @@ import time
 import uuid
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import psutil
 from support_client import SETTLE_TIMEOUT_S, FleetClient, FleetFailed
@@ -134,6 +134,12 @@ class RunningFleet(FleetClient):
         if sys.exc_info()[0] is None:
             self.log_file.unlink()
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.end()
+
     def request_lines(self) -> list[dict[str, Any]]:
         """The `pd.request` log lines so far."""
         return [json.loads(encoded) for line in self.process_lines() if (encoded := request_in(line))]
@@ -193,11 +199,8 @@ def with_operators_key(fleet: RunningFleet) -> RunningFleet:
 @contextlib.contextmanager
 def running_fleet(config: str, *sets: str, **more: Any) -> Iterator[RunningFleet]:
     """Roles stay, unless `sets` say otherwise: a test counts on the workers that it started."""
-    fleet = RunningFleet(config, "ratio.mode=off", *sets, **more)
-    try:
+    with RunningFleet(config, "ratio.mode=off", *sets, **more) as fleet:
         yield fleet
-    finally:
-        fleet.end()
 
 
 def descendants(pid: int) -> list[int]:

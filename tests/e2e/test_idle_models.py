@@ -4,6 +4,7 @@ import asyncio
 from typing import Any
 
 import pytest
+from support_client import LONG_STEPS
 from support_fleet import token_prompt
 from support_many_models import Models
 
@@ -25,7 +26,8 @@ REFUSE = ("routing.fallback=refuse", "routing.remote_prefill_min_tokens=100")
 @pytest.mark.parametrize(("more", "gaps"), [((), 8), (REFUSE, 2)], ids=["local", "refuse"])
 async def test_a_simulated_model_rests_and_wakes_while_another_serves(more: tuple[str, ...], gaps: int) -> None:
     """Requests that come while its workers drain are answered too."""
-    fleet = Models("sim-two-models.yaml", "frontend.replicas=2", "models.small.idle_after_s=2", *more)
+    sets = ("frontend.replicas=2", "models.small.idle_after_s=2", LONG_STEPS)
+    fleet = Models("sim-two-models.yaml", *sets, *more)
     small, large = fleet.of("small"), fleet.of("large")
     said = "idle: the next request brings its workers back"
     try:

@@ -21,7 +21,7 @@ TOKENS = 12
 # Prefilled where they are decoded, and remotely.
 PROMPTS = [token_prompt(length, seed=length) for length in (12, 30, 150, 300)]
 CHATS = ["Why is the sky blue?", "Name three rivers. " * 20]
-REQUESTS = 400
+REQUESTS = 160
 # Models stay while they are compared, one after the other.
 FILE = """\
 frontend: {replicas: 2, max_replicas: 2}
@@ -78,11 +78,8 @@ def fleet(
     """After `truth`: an engine at a time needs a core."""
     file = tmp_path_factory.mktemp("fleet") / "models.yaml"
     file.write_text(FILE + "".join(f"  {name}: {{model: {folder}}}\n" for name, folder in folders.items()))
-    running = Models(str(file))
-    try:
+    with Models(str(file)) as running:
         yield running
-    finally:
-        running.end()
 
 
 def tokens(answers: list[Answer]) -> list[list[int]]:

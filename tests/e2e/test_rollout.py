@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
 CONFIG = str(ROOT / "configs" / "sim-2p2d.yaml")
 # The fleet's, so also what is rolled out has them: roles stay, and long prompts are prefilled remotely.
-FLEETS = ("ratio.mode=off", "routing.remote_prefill_min_tokens=100")
+FLEETS = ("ratio.mode=off", "routing.remote_prefill_min_tokens=100", support_client.LONG_STEPS)
 PACKAGES = ("orchestrator", "workers", "connectors")
 PROMPTS = [token_prompt(20 + 173 * i % 1800, seed=i) for i in range(40)]
 MAX_TOKENS = 40
@@ -138,20 +138,14 @@ def test_a_launcher_that_is_killed_leaves_it_to_the_next(tmp_path: Path) -> None
             first.process.kill()
             first.process.wait(30)
             assert rolling.wait(180) == 2 and "goes on with the rollout" in rolling.communicate()[1]
-            second = RunningFleet("sim-2p2d.yaml", *sets, namespace=first.namespace)
-            try:
+            with RunningFleet("sim-2p2d.yaml", *sets, namespace=first.namespace) as second:
                 second.wait_for_line("going on with the rollout to generation 1", 10)
                 second.until(lambda: generations(second) == [1] * 4, "all are replaced")
                 assert {worker["blocks_total"] for worker in second.workers()} == {2000}
                 second.wait_for_line("all run generation 1", 240)
-            finally:
-                second.end()
         finally:
             first.end()
             if rolling is not None and rolling.poll() is None:
                 rolling.kill()
-        third = RunningFleet("sim-2p2d.yaml", *sets, namespace=first.namespace)
-        try:
+        with RunningFleet("sim-2p2d.yaml", *sets, namespace=first.namespace) as third:
             assert generations(third) == [0] * 4, "nothing ran any more: a fleet begins with its file"
-        finally:
-            third.end()

@@ -68,37 +68,22 @@ def resumed(fleet):
     fleet.http.post("/resume")
 
 
-async def paused(client) -> bool:
-    return (await client.get("/is_paused")).json()["is_paused"]
-
-
 @pytest.mark.usefixtures("resumed")
-@pytest.mark.parametrize("mode", ["abort", "wait", "keep"])
-async def test_a_paused_fleet_is_paused_as_one_engine(fleet, mode):
-    length = 600 if mode == "wait" else 3000  # that none ends before the pause comes, on a busy machine too
+async def test_a_pause_that_aborts_ends_what_runs_at_either_frontend(fleet):
     async with fleet.client() as client:
-        # Connections are kept alive, so that both frontends have some of them.
-        running = [asyncio.create_task(fleet.ask(client, token_prompt(30 * i + 5, i), length)) for i in range(12)]
+        # Connections are kept alive, so that both frontends have some of them. No answer ends before the pause comes.
+        running = [asyncio.create_task(fleet.ask(client, token_prompt(30 * i + 5, i), 3000)) for i in range(12)]
         await fleet.soon(lambda: sum(w["running"] for w in fleet.workers("decode")) == 12, "all decode")
-        answered = await client.post("/pause", params={"mode": mode})
+        answered = await client.post("/pause", params={"mode": "abort"})
         assert (answered.status_code, answered.json()) == (200, {"status": "paused"})
         later = asyncio.create_task(fleet.ask(client, token_prompt(500, 77), 5))
-        assert await paused(client)
-        if mode == "keep":
-            assert [task.result() for task in running if task.done()] == []
-        else:
-            answers = await asyncio.gather(*running)
-            assert [a.error for a in answers if a.error] == []
-            lengths = {len(a.tokens) for a in answers}
-            assert lengths == {length} if mode == "wait" else max(lengths) < length
+        assert (await client.get("/is_paused")).json()["is_paused"]
+        answers = await asyncio.gather(*running)
+        assert [a.error for a in answers if a.error] == [] and max(len(a.tokens) for a in answers) < 3000
         await asyncio.sleep(1)
         assert not later.done(), "a new request waits"
-        answered = await client.post("/resume")
-        assert answered.status_code == 200
+        assert (await client.post("/resume")).status_code == 200
         assert (await later).ok and len((await later).tokens) == 5
-        if mode == "keep":
-            assert {len(a.tokens) for a in await asyncio.gather(*running)} == {length}
-        assert not await paused(client)
     fleet.assert_no_leaks()
 
 

@@ -4,6 +4,7 @@ import asyncio
 from pathlib import Path
 
 import pytest
+from support_client import LONG_STEPS
 from support_fleet import RunningFleet, running_fleet, token_prompt
 from support_servers import SERVICE, Node, Start, nodes, watched_pair
 from support_wait import until
@@ -37,7 +38,7 @@ async def served_through_a_fail_over(start: Start) -> None:
     primary, replica, sentinel = await watched_pair(start)
     url = f"redis+sentinel://{sentinel.address}/{SERVICE}"
     sets = (f"redis.url={url}", "redis.timeout_s=1", "routing.remote_prefill_min_tokens=100")
-    with running_fleet("sim-2p2d.yaml", *sets, "workers.engine_args.enable_prefix_caching=false") as fleet:
+    with running_fleet("sim-2p2d.yaml", *sets, LONG_STEPS, "workers.engine_args.enable_prefix_caching=false") as fleet:
         truth = [answer.tokens for answer in await fleet.ask_all(PROMPTS, concurrency=8, max_tokens=MAX_TOKENS)]
         async with fleet.under_load(PROMPTS, concurrency=16, max_tokens=MAX_TOKENS) as answers:
             await more(fleet, answers, 40)

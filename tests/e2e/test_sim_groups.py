@@ -7,7 +7,7 @@ import signal
 from collections.abc import Iterator
 
 import pytest
-from support_client import nobody_fails
+from support_client import LONG_STEPS, nobody_fails
 from support_fleet import RunningFleet, running_fleet, token_prompt
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
@@ -22,6 +22,7 @@ SETS = (
     "workers.timeout_s=2",
     "routing.remote_prefill_min_tokens=100",
     "workers.engine_args.enable_prefix_caching=false",
+    LONG_STEPS,
 )
 
 

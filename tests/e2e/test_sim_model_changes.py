@@ -11,7 +11,7 @@ from typing import Any
 
 import psutil
 import pytest
-from support_client import Answer
+from support_client import LONG_STEPS, Answer
 from support_fleet import token_prompt
 from support_many_models import Models
 
@@ -25,13 +25,13 @@ SECTION = """\
 model: demo
 engine: sim
 workers: {prefill: {replicas: 1}, decode: {replicas: 1}, engine_args: {max_model_len: 8192}}
-sim: {decode_us_per_seq: 10}
+sim: {step_base_ms: 20}
 """
 
 
 class Changing(Models):
     def __init__(self, *sets: str) -> None:
-        super().__init__("sim-two-models.yaml", "frontend.replicas=2", *sets)
+        super().__init__("sim-two-models.yaml", "frontend.replicas=2", LONG_STEPS, *sets)
 
     def change(self, *arguments: str) -> subprocess.CompletedProcess[str]:
         """`orchestrator model`, which starts each frontend again."""
@@ -67,11 +67,8 @@ def _command(process: psutil.Process) -> list[str]:
 
 @pytest.fixture(scope="module")
 def fleet() -> Iterator[Changing]:
-    running = Changing()
-    try:
+    with Changing() as running:
         yield running
-    finally:
-        running.end()
 
 
 @pytest.fixture

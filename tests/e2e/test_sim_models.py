@@ -10,13 +10,13 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-from support_client import Answer
+from support_client import LONG_STEPS, nobody_fails
 from support_fleet import ROOT, token_prompt
 from support_many_models import Models
 from support_servers import free_port
@@ -24,33 +24,19 @@ from support_servers import free_port
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
 CONFIG = "sim-two-models.yaml"
-SETS = ("frontend.replicas=2", "workers.decode.replicas=2", "routing.remote_prefill_min_tokens=200")
+SETS = ("frontend.replicas=2", "workers.decode.replicas=2", "routing.remote_prefill_min_tokens=200", LONG_STEPS)
 MODELS = ("small", "large")
 PROMPTS = [token_prompt(20 + 173 * i % 1500, seed=i) for i in range(40)]
 
 
 @pytest.fixture(scope="module")
 def fleet() -> Iterator[Models]:
-    running = Models(CONFIG, *SETS)
-    try:
+    with Models(CONFIG, *SETS) as running:
         yield running
-    finally:
-        running.end()
 
 
-@contextlib.asynccontextmanager
-async def load_on_both(fleet: Models, concurrency: int = 6) -> AsyncIterator[dict[str, list[Answer]]]:
-    """Load on both models while the body runs; no answer of either fails, or is not whole."""
-    truth = [answer.tokens for answer in await fleet.of("small").ask_all(PROMPTS, concurrency=8)]
-    async with contextlib.AsyncExitStack() as stack:
-        loads = {
-            name: await stack.enter_async_context(fleet.of(name).under_load(PROMPTS, concurrency, max_tokens=16))
-            for name in MODELS
-        }
-        yield loads
-    for name, answers in loads.items():
-        assert answers and [(name, a.status, a.error) for a in answers if not a.ok] == []
-        assert all(answer.tokens in truth for answer in answers)
+def load_on_both(fleet: Models, concurrency: int = 6) -> contextlib.AbstractAsyncContextManager[None]:
+    return nobody_fails([fleet.of(name) for name in MODELS], PROMPTS, concurrency, max_tokens=16)
 
 
 def took_ms(fleet: Models, model: str, since: float, until: float = math.inf) -> list[float]:

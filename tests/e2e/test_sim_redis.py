@@ -59,8 +59,7 @@ def test_a_fleet_lives_with_the_least_rights_and_shows_its_password_nowhere(tmp_
         config["routing"] = {"remote_prefill_min_tokens": 100}
         file = tmp_path / "fleet.yaml"
         file.write_text(yaml.safe_dump(config))
-        fleet = RunningFleet(str(file), namespace=namespace)
-        try:
+        with RunningFleet(str(file), namespace=namespace) as fleet:
             prompts = [token_prompt(20 + 100 * number, seed=number) for number in range(10)]
             answers = asyncio.run(fleet.ask_all(prompts, concurrency=4))
             assert all(answer.ok for answer in answers)
@@ -77,6 +76,4 @@ def test_a_fleet_lives_with_the_least_rights_and_shows_its_password_nowhere(tmp_
             shown.append(fleet.cli("down").stdout)
             assert "ended" in shown[-1] and not [pid for pid in family if psutil.pid_exists(pid)]
             shown += [*fleet.log, *fleet.process_lines()]
-        finally:
-            fleet.end()
         assert len(shown) > 20 and not [text for text in shown if PASSWORD in text]

@@ -25,7 +25,12 @@ pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
 CONFIG = str(ROOT / "configs" / "sim-2p2d.yaml")
 # The fleet's, so also what is rolled out has them: roles stay, and long prompts are prefilled remotely.
-FLEETS = ("ratio.mode=off", "workers.timeout_s=10", "routing.remote_prefill_min_tokens=100")
+FLEETS = (
+    "ratio.mode=off",
+    "workers.timeout_s=10",
+    "routing.remote_prefill_min_tokens=100",
+    support_client.LONG_STEPS,
+)
 PROMPTS = [token_prompt(20 + 173 * i % 1800, seed=i) for i in range(40)]
 MAX_TOKENS = 40
 LOOK_EVERY_S = 0.02
@@ -187,12 +192,9 @@ async def test_a_launcher_that_dies_leaves_the_rollout_to_the_other(hosts: Hosts
         said = await rolling
         await other.soon(lambda: all_new(other, before), "all are replaced")
     assert len(hosts.workers_of(other)) == 4, said
-    back = hosts.up("back")
-    try:
+    with hosts.up("back") as back:
         assert any("the fleet runs what was rolled out last" in line for line in back.process_lines() + back.log)
         await back.soon(lambda: back.shape() == (2, 2), "roles are as before")
         assert hosts.workers_of(back) == {}, "nothing was missing"
         answers = await back.ask_all(PROMPTS, concurrency=8, max_tokens=MAX_TOKENS)
         assert [(a.status, a.error) for a in answers if not a.ok] == []
-    finally:
-        back.end()

@@ -221,10 +221,7 @@ def test_a_killed_launcher_takes_everything_with_it_and_the_next_one_cleans_up(b
 def test_a_terminal_shows_a_live_table(monkeypatch):
     """Under a pseudo-terminal: spinners while it loads, all output if it is verbose; Ctrl-C ends it."""
     monkeypatch.setenv("TERM", "xterm")
-    fleet = RunningFleet("sim-2p2d.yaml", *ONE_EACH, options=["--verbose"], terminal=True)
-    try:
+    with RunningFleet("sim-2p2d.yaml", *ONE_EACH, options=["--verbose"], terminal=True) as fleet:
         text = "\n".join(fleet.log)
         assert "✓" in text and "loading" in text and "[worker-1]" in text
-    finally:
-        fleet.end()
     assert fleet.process.returncode == 0

@@ -219,6 +219,7 @@ async def test_an_aborted_prefill_is_recomputed_by_decode(pair, reference) -> No
     await assert_no_leaks(prefill, decode)
 
 
+@in_parts
 async def test_a_preempted_prefill_pushes_the_right_kv(pair, reference) -> None:
     prefill, decode = pair
 
