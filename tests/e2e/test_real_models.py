@@ -21,7 +21,7 @@ TOKENS = 12
 # Prefilled where they are decoded, and remotely.
 PROMPTS = [token_prompt(length, seed=length) for length in (12, 30, 150, 300)]
 CHATS = ["Why is the sky blue?", "Name three rivers. " * 20]
-REQUESTS = 160
+REQUESTS = 400
 # Models stay while they are compared, one after the other.
 FILE = """\
 frontend: {replicas: 2, max_replicas: 2}

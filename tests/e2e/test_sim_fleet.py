@@ -32,6 +32,22 @@ def nothing_leaks(request):
         fleet.assert_no_leaks()
 
 
+async def test_local_and_remote_are_taken_and_explained(fleet):
+    answers = await fleet.ask_all([token_prompt(20, 1), token_prompt(1000, 2)], concurrency=2)
+    assert all(answer.ok for answer in answers)
+    assert fleet.metric("pd_placements_total", decision="local", reason="short_prompt") >= 1
+    assert fleet.metric("pd_placements_total", decision="remote", reason="long_prompt") >= 1
+    fleet.until(lambda: fleet.metric("pd_kv_transfer_bytes_total") > 0, "a load report tells of the bytes")
+    ids = {answer.request_id for answer in answers}
+    lines = fleet.until(
+        lambda: [x for x in fleet.request_lines() if x["id"] in ids][1:] and fleet.request_lines(), "lines"
+    )
+    remote = next(line for line in lines if line["id"] == answers[1].request_id)
+    assert remote["decision"] == "remote"
+    assert remote["prefill_worker"] in {worker["id"] for worker in fleet.workers("prefill")}
+    assert {"queued_ms", "claim_ms", "prefill_ms", "exposed_ms", "decode_ms", "ttft_ms"} <= remote.keys()
+
+
 async def test_killing_every_prefill_worker_moves_the_queue_to_local_at_once(fleet):
     before = fleet.metric("pd_placements_total", reason="no_prefill_worker")
     async with nobody_fails([fleet], PROMPTS, concurrency=16, max_tokens=30):
@@ -69,6 +85,50 @@ async def test_killing_every_decode_worker_fails_nobody(fleet):
             os.kill(victim["pid"], signal.SIGKILL)
         await asyncio.to_thread(fleet.wait_for_line, r"worker-\d+ becomes a decode worker", 30)
         await fleet.soon(lambda: fleet.shape() == (2, 2), "the fleet is 2P2D again")
+
+
+async def test_scaling_both_ways_under_load_fails_nobody(fleet):
+    async with nobody_fails([fleet], PROMPTS, concurrency=8, max_tokens=60):
+        for prefill, decode in ((1, 3), (3, 1), (2, 2)):
+            fleet.cli("scale", f"prefill={prefill}", f"decode={decode}")
+            await fleet.soon(lambda p=prefill, d=decode: fleet.shape() == (p, d), f"{prefill}P{decode}D")
+
+
+async def test_redis_killed_under_load_comes_back_empty_and_fails_nobody(fleet):
+    async with nobody_fails([fleet], PROMPTS, concurrency=6, max_tokens=30):
+        await asyncio.sleep(0.5)
+        before = fleet.metric("pd_placements_total", decision="remote")
+        os.kill(fleet.redis_pid(), signal.SIGKILL)
+        await fleet.soon(lambda: fleet.metric("pd_placements_total", decision="remote") > before + 20, "remote again")
+
+
+async def test_clients_that_disconnect_leave_nothing_behind(fleet):
+    async with fleet.client() as client:
+        tasks = [asyncio.create_task(fleet.ask(client, prompt, 4000)) for prompt in PROMPTS[:12]]
+        await asyncio.sleep(1)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+    fleet.until(lambda: fleet.metric("pd_requests_total", outcome="aborted") >= 12, "12 aborted")
+
+
+async def test_bad_requests_get_vllms_4xx_and_disturb_nobody(fleet):
+    async with fleet.client() as client:
+        body = {"model": fleet.model, "prompt": [5] * 10, "max_tokens": 4}
+        cases = [
+            ({**body, "model": "no-such-model"}, 404),
+            ({**body, "temperature": "hot"}, 400),
+            ({**body, "prompt": [5] * 40_000}, 400),
+            ({**body, "n": 0}, 400),
+        ]
+        for case, status in cases:
+            response = await client.post("/v1/completions", json=case)
+            assert response.status_code == status, (status, response.text)
+            assert response.json()["error"]["message"] and response.headers["x-request-id"]
+        malformed = await client.post("/v1/completions", content=b"{", headers={"content-type": "application/json"})
+        assert malformed.status_code == 400 and "error" in malformed.json()
+        given = await client.post("/v1/completions", json=body, headers={"x-request-id": "mine-1"})
+        assert given.status_code == 200 and given.headers["x-request-id"] == "mine-1"
 
 
 async def test_role_and_drain_under_load_fail_nobody(fleet):

@@ -13,8 +13,8 @@ from support_fleet import RunningFleet, running_fleet, token_prompt
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
-BODIES = 50  # for each path
-CASES = 250  # of all kinds
+BODIES = 100  # for each path
+CASES = 500  # of all kinds
 AT_ONCE = 8
 MAX_BODY_BYTES = 1_000_000
 MAX_N = 4
