@@ -42,7 +42,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
         *("connectors.layers", "connectors.lending", "connectors.sockets", "connectors.wake"),
     ),
     "workers": ("types", "process", "config", "wire", "policy", "store"),
-    "workers.sim": ("types", "config", "wire", "policy", "workers", "connectors.push"),
+    "workers.sim": ("types", "process", "config", "wire", "policy", "workers", "connectors.push"),
     "workers.vllm_engine": ("types", "process", "config", "wire", "policy", "workers"),
 }
 # The one place where a folder reaches up: a worker's command line makes the engine that its configuration names.

@@ -22,6 +22,7 @@ from orchestrator.config.settings import ConfigError
 from orchestrator.config.shared import differences
 from orchestrator.process.command_line import CommandLine
 from orchestrator.process.parent import EXIT_AGAIN, die_with_parent, has_ended, own_identity, report_exit
+from orchestrator.process.tasks import cancelled
 from orchestrator.process.telemetry.logs import set_up as set_up_logging
 from orchestrator.store.client import RedisAway, connect
 from orchestrator.store.configuration import Version
@@ -152,9 +153,7 @@ async def _run(parsed: WorkerSettings) -> int:
         ):
             return await agent.run()
     finally:
-        if holding is not None:
-            holding.cancel()
-            await asyncio.gather(holding, return_exceptions=True)
+        await cancelled(holding)
         if link is not None:
             await link.close()
         await redis.aclose()

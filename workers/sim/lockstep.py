@@ -14,6 +14,7 @@ from typing import TypeVar, Union
 
 import msgspec
 
+from orchestrator.process.tasks import cancelled
 from workers.engine import EngineDead, Group
 
 T = TypeVar("T")
@@ -142,9 +143,7 @@ class Lockstep:
             peer.close()
         if self._server is not None:
             self._server.close()
-        if self._reader is not None:
-            self._reader.cancel()
-            await asyncio.gather(self._reader, return_exceptions=True)
+        await cancelled(self._reader)
 
     def _arrived(self, rank: int, come: Come) -> None:
         if not self._come:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 import time
 from collections import Counter
 from collections.abc import Coroutine
@@ -19,6 +18,8 @@ from vllm.v1.serial_utils import MsgpackEncoder
 
 from orchestrator.config.settings import KVConfig
 from orchestrator.policy.predict.estimates import LINK_AGE_S, RecentMaximum
+from orchestrator.process.tasks import cancelled, first_of
+from orchestrator.process.threads import in_thread
 from orchestrator.types import EngineSpeed, KVEndpoint
 from orchestrator.wire.control import ENGINE_METHODS
 from orchestrator.wire.curve import KeyPair
@@ -97,34 +98,11 @@ class VllmEngine:
 
     async def start(self, group: Group = Group()) -> EngineInfo:
         """Load the model, which takes seconds to minutes. Raises EngineDead, or ValueError for impossible arguments."""
-        self._group, loop = group, asyncio.get_running_loop()
-        self._dead = loop.create_future()
-        started: asyncio.Future[Any] = loop.create_future()
-
-        def settle(result: Any, error: BaseException | None) -> None:
-            if started.cancelled():
-                if result is not None:
-                    result[0].shutdown()
-            elif error is not None:
-                started.set_exception(error)
-            else:
-                started.set_result(result)
-
-        def run() -> None:
-            try:
-                result, error = self._start_blocking(), None
-            except BaseException as caught:
-                result, error = None, caught
-            try:
-                loop.call_soon_threadsafe(settle, result, error)
-            except RuntimeError:  # the loop is closed: the worker was told to stop, and has not waited for the engine
-                if result is not None:
-                    result[0].shutdown()
-
+        self._group = group
+        self._dead = asyncio.get_running_loop().create_future()
         # A thread of its own: the loop stays free for heartbeats, and a fork from here inherits no compute threads.
-        threading.Thread(target=run, name="pd-engine-start", daemon=True).start()
         try:
-            self._client, config = await started
+            self._client, config = await in_thread(self._start_blocking, unwanted=lambda made: made[0].shutdown())
         except (RuntimeError, EngineDeadError) as error:
             raise EngineDead(f"engine for {self._model} did not start: {error}") from error
         self._cached_block_tokens = kv.block_size if (kv := config.cache_config).enable_prefix_caching else 0
@@ -191,10 +169,7 @@ class VllmEngine:
         client, self._client = self._client, None
         if client is not None:
             await asyncio.to_thread(client.shutdown, _STOP_TIMEOUT_S)
-        if self._reader is not None:
-            self._reader.cancel()
-            await asyncio.gather(self._reader, return_exceptions=True)
-            self._reader = None
+        await cancelled(self._reader)
         self._died()
 
     # ---- requests ----------------------------------------------------------------------------------------------
@@ -267,17 +242,15 @@ class VllmEngine:
         """The result of a call. Raises RuntimeError if it failed; EngineDead also if the engine dies before it
         answers."""
         assert self._dead is not None
-        call = asyncio.ensure_future(calling)
-        await asyncio.wait({call, self._dead}, return_when=asyncio.FIRST_COMPLETED)
-        if not call.done():
-            call.cancel()
-            raise self._error()
-        try:
-            return call.result()
-        except EngineDeadError as error:
-            raise self._error() from error
-        except Exception as error:
-            raise RuntimeError(str(error)) from error
+        async with first_of(calling, asyncio.shield(self._dead)) as call:
+            if not call.done():
+                raise self._error()
+            try:
+                return call.result()
+            except EngineDeadError as error:
+                raise self._error() from error
+            except Exception as error:
+                raise RuntimeError(str(error)) from error
 
     # ---- inside ------------------------------------------------------------------------------------------------
 

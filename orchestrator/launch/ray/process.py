@@ -18,6 +18,7 @@ from orchestrator.launch.ray.places import first_line
 from orchestrator.launch.ray.runners import Runners
 from orchestrator.launch.ray.wire import Ended, NotStarted, Order, Started, decode_reply, encode
 from orchestrator.process.parent import ExitReason
+from orchestrator.process.tasks import first_of
 from orchestrator.process.threads import in_background
 
 NODE_LOST = -9  # the exit code of a process whose node or runner is gone: as if it had been killed
@@ -115,16 +116,10 @@ class RayProcess:
 
     async def _asked(self, call: Callable[[], Any]) -> Any:
         """What the runner answers. Raises RayError if it is dead, or given up."""
-        asking = asyncio.create_task(self._ask(call))
-        given_up = asyncio.create_task(self._given_up.wait())
-        try:
-            await asyncio.wait({asking, given_up}, return_when=asyncio.FIRST_COMPLETED)
+        async with first_of(self._ask(call), self._given_up.wait()) as asking:
             if not asking.done():
                 raise RayError(f"its runner does not say within {_ENDS_WITHIN_S:g} s that it has ended")
             return asking.result()
-        finally:
-            asking.cancel()
-            given_up.cancel()
 
     async def _ask(self, call: Callable[[], Any]) -> Any:
         """Again while the runner is only unavailable: in the end it answers, or Ray says that it is dead."""

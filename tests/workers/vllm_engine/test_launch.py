@@ -60,7 +60,7 @@ def test_an_engine_that_is_ready_after_its_worker_stopped_is_ended(monkeypatch: 
 
     monkeypatch.setattr(threading, "excepthook", failed.append)
     asyncio.run(stopped())  # its loop is closed
-    (thread,) = (each for each in threading.enumerate() if each.name == "pd-engine-start")
+    (thread,) = (each for each in threading.enumerate() if each.name == "pd-call")
     ready.set()
     thread.join(10)
     assert ends == ["engine"] and not failed
