@@ -223,6 +223,7 @@ def _engine(parsed: WorkerSettings, listening: Listening, kv_port: int) -> Engin
     gc.disable()  # loading vLLM makes a million objects, hardly one of them garbage
     from workers.vllm_engine.engine import VllmEngine
     from workers.vllm_engine.interfaces import interfaces_here, ucx_settings
+    from workers.vllm_engine.launch import Setup
 
     gc.freeze()  # an engine process that is forked shares them
     gc.enable()
@@ -231,8 +232,7 @@ def _engine(parsed: WorkerSettings, listening: Listening, kv_port: int) -> Engin
         settings["UCX_TCP_PORT_RANGE"] = config.workers.ports
     os.environ.update({name: value for name, value in settings.items() if name not in os.environ})
     common |= {"cores": parsed.cores or None, "encrypted": config.security.mesh == "curve"}
-    common |= {"prefix_events": True, "profile": True}
-    return VllmEngine(resolve_model(config.model), parsed.engine_args, **common)
+    return VllmEngine(Setup(model=resolve_model(config.model), engine_args=parsed.engine_args, **common))
 
 
 if __name__ == "__main__":

@@ -16,7 +16,6 @@ from vllm.v1.engine.core_client import EngineCoreClient
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.serial_utils import MsgpackEncoder
 
-from orchestrator.config.settings import KVConfig
 from orchestrator.policy.predict.estimates import LINK_AGE_S, RecentMaximum
 from orchestrator.process.tasks import cancelled, first_of
 from orchestrator.process.threads import in_thread
@@ -35,7 +34,7 @@ from workers.engine import (
 from workers.vllm_engine.codec.adapters import Adapters
 from workers.vllm_engine.codec.messages import RequestCodec, correct, kv_counters, take_plugin_stats, why_refused
 from workers.vllm_engine.identity import identity_of
-from workers.vllm_engine.launch import build_config, start_client
+from workers.vllm_engine.launch import Setup, build_config, start_client
 from workers.vllm_engine.patches import compiles
 from workers.vllm_engine.ranks import RankWatch, coordinators
 from workers.vllm_engine.speed import measure_speed, warm_up
@@ -47,37 +46,13 @@ class VllmEngine:
     """See `workers.engine.Engine`. Each object has one engine core (any TP/PP) in a process of its own, which may be
     one of a group.
 
-    `engine_args` are AsyncEngineArgs fields. `kv_port` must be free; it is bound at `kv_host`, and peers reach it at
-    `kv_advertise`. `cores` pins a CPU engine. `prefix_events`: steps report changes of the prefix cache. `encrypted`:
-    KV handshakes are. `profile`: it measures its speed when it starts. `warm`: it first runs a few requests, so that no
-    client waits for one-time set-up. `tpot_s`: the objective of those that decode beside prompts for other engines; 0:
-    none.
+    `profile`: it measures its speed when it starts. `warm`: it first runs a few requests, so that no client waits for
+    one-time set-up.
     """
 
-    def __init__(
-        self,
-        model: str,
-        engine_args: dict[str, Any],
-        *,
-        engine_id: str,
-        kv_host: str,
-        kv_port: int,
-        kv_advertise: str = "",
-        kv: KVConfig,
-        cores: list[int] | None = None,
-        prefix_events: bool = False,
-        encrypted: bool = True,
-        profile: bool = False,
-        warm: bool = True,
-        tpot_s: float = 0.0,
-    ) -> None:
-        self._model, self._group = model, Group()
-        self._engine_args = engine_args
-        self._engine_id, self._kv_host, self._kv_port, self._kv = engine_id, kv_host, kv_port, kv
-        self._kv_advertise = kv_advertise or kv_host
-        self._cores = cores
-        self._prefix_events, self._profile, self._warm, self._tpot_s = prefix_events, profile, warm, tpot_s
-        self._kv_keys = KeyPair.new() if encrypted else None
+    def __init__(self, setup: Setup, profile: bool = True, warm: bool = True) -> None:
+        self._setup, self._group, self._profile, self._warm = setup, Group(), profile, warm
+        self._kv_keys = KeyPair.new() if setup.encrypted else None
         self._client: Any = None
         self._codec: RequestCodec | None = None
         self._adapters = Adapters(self._load_adapter)
@@ -104,7 +79,7 @@ class VllmEngine:
         try:
             self._client, config = await in_thread(self._start_blocking, unwanted=lambda made: made[0].shutdown())
         except (RuntimeError, EngineDeadError) as error:
-            raise EngineDead(f"engine for {self._model} did not start: {error}") from error
+            raise EngineDead(f"engine for {self._setup.model} did not start: {error}") from error
         self._cached_block_tokens = kv.block_size if (kv := config.cache_config).enable_prefix_caching else 0
         self._reader = asyncio.create_task(self._read())
         facts = await self.call_engine("pd_describe")
@@ -120,11 +95,11 @@ class VllmEngine:
             await warm_up(self, model.get_vocab_size(), config.scheduler_config.max_num_seqs, compiles(config))
         speed = await self._measure(config) if self._profile and generates else EngineSpeed()
         return EngineInfo(
-            identity=identity_of(self._model, config, facts["attention_backend"]),
+            identity=identity_of(self._setup.model, config, facts["attention_backend"]),
             kv=KVEndpoint(
                 engine_id=facts["engine_id"],
-                host=self._kv_advertise,
-                port=self._kv_port,
+                host=self._setup.kv_advertise,
+                port=self._setup.kv_port,
                 tp_size=parallel.tensor_parallel_size,
                 pp_size=parallel.pipeline_parallel_size,
                 shards=parallel.decode_context_parallel_size,
@@ -148,19 +123,8 @@ class VllmEngine:
         return await measure_speed(self, model.get_vocab_size(), most_tokens, scheduling.max_num_seqs, compiles(config))
 
     def _start_blocking(self) -> tuple[EngineCoreClient, Any]:
-        config = build_config(
-            self._model,
-            self._engine_args,
-            engine_id=self._engine_id,
-            kv_host=self._kv_host,
-            kv_port=self._kv_port,
-            kv_advertise=self._kv_advertise,
-            kv=self._kv,
-            prefix_events=self._prefix_events,
-            group=self._group,
-        )
-        where = {"kv_host": self._kv_host, "kv_secret": self._kv_keys.secret if self._kv_keys else ""}
-        return start_client(config, **where, kv_port=self._kv_port, cores=self._cores, tpot_s=self._tpot_s), config
+        config = build_config(self._setup, self._group)
+        return start_client(config, self._setup, self._kv_keys.secret if self._kv_keys else ""), config
 
     async def stop(self) -> None:
         """End the engine process. Idempotent."""
@@ -260,7 +224,7 @@ class VllmEngine:
         return self._client
 
     def _error(self) -> EngineDead:
-        return EngineDead(f"the engine of {self._model} ({self._engine_id}) {self._why_dead}")
+        return EngineDead(f"the engine of {self._setup.model} ({self._setup.engine_id}) {self._why_dead}")
 
     async def _sending(self, sending: Any) -> None:
         try:
