@@ -40,9 +40,8 @@ from workers.sim.codec import (
     WireSampling,
 )
 from workers.sim.lockstep import Lockstep
-from workers.sim.request import SimRequest
+from workers.sim.request import SimRequest, TokenStream
 from workers.sim.scheduler import Sampled, Scheduled, SimScheduler, prompt_tokens
-from workers.sim.tokens import TokenStream
 from workers.sim.transfers import SimTransfers
 
 log = logging.getLogger("pd.sim")
