@@ -31,7 +31,7 @@ from orchestrator.process.parent import PARENT, die_with_parent
 from workers.engine import PrefixChanges
 from workers.vllm_engine.codec.prefix import PrefixCollector, block_hashes
 from workers.vllm_engine.codec.withheld import give_back_withheld
-from workers.vllm_engine.loop.lockstep import steps_of
+from workers.vllm_engine.loop.steps import steps_of
 from workers.vllm_engine.loop.waker import name_socket, waker_of
 from workers.vllm_engine.patches import compile_as_told, patch_cpu_engines, spare_groups_of_one, tell_preemptions_first
 

@@ -152,8 +152,7 @@ def test_who_decodes_an_image_gets_no_pixels(grid_positions: bool) -> None:
     from vllm.v1.engine import EngineCoreRequest
     from vllm.v1.serial_utils import MsgpackDecoder
 
-    from orchestrator.frontend.codec.vllm_codec import VllmCodec
-    from orchestrator.frontend.codec.vllm_fields import MediaRules
+    from orchestrator.frontend.codec.vllm_codec import MediaRules, VllmCodec
     from workers.vllm_engine.codec.withheld import is_withheld
 
     codec, decoder = VllmCodec(media=MediaRules(True, grid_positions)), MsgpackDecoder(EngineCoreRequest)
@@ -171,8 +170,7 @@ def test_who_decodes_an_image_gets_no_pixels(grid_positions: bool) -> None:
 @pytest.mark.parametrize(("grammar", "custom"), [("[ab]+", False), (None, True)])
 def test_pixels_stay_with_an_answer_that_no_other_worker_can_continue(grammar: str | None, custom: bool) -> None:
     """Decode could not give it back when it loses the KV."""
-    from orchestrator.frontend.codec.vllm_codec import VllmCodec
-    from orchestrator.frontend.codec.vllm_fields import MediaRules
+    from orchestrator.frontend.codec.vllm_codec import MediaRules, VllmCodec
 
     parsed = VllmCodec(custom, media=MediaRules(True, True)).read(with_image(grammar=grammar), 16)
     assert parsed.info.local_only is None and not parsed.resumable and parsed.frames_with_kv is None
@@ -182,7 +180,7 @@ def test_what_a_model_permits() -> None:
     """`codec` has no model: there images are prefilled where they decode."""
     from types import SimpleNamespace
 
-    from orchestrator.frontend.codec.vllm_fields import MediaRules
+    from orchestrator.frontend.codec.vllm_codec import MediaRules
 
     def rules(**differing: Any) -> Any:
         pruned = differing.pop("pruned", False)
@@ -259,11 +257,11 @@ def test_custom_logits_processors_may_count_tokens() -> None:
 
 
 def test_every_field_of_a_request_is_known() -> None:
-    """A field that a newer vLLM adds: read what it does, and give it a row in `vllm_fields.py`."""
+    """A field that a newer vLLM adds: read what it does, and give it a row in `vllm_codec.py`."""
     from vllm.sampling_params import SamplingParams
     from vllm.v1.engine import EngineCoreRequest
 
-    from orchestrator.frontend.codec import vllm_fields as fields
+    from orchestrator.frontend.codec import vllm_codec as fields
 
     for struct, limits, free in (
         (EngineCoreRequest, fields.REQUEST_LIMITS, fields.REQUEST_FREE),
