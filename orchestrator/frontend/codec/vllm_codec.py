@@ -1,7 +1,7 @@
 """The router's `Codec` for vLLM: reads what routing needs from a request, and encodes vLLM's engine-core types.
 
-Every field of vLLM's two structs of a request is named here, with what it permits, so that a test fails for one that a
-newer vLLM adds: somebody then reads what it does. See vllm/v1/engine/__init__.py and vllm/sampling_params.py, 0.32.0.
+Fields of vLLM's two structs of a request that limit what is done with it are named here, with what they permit; the
+tests name all others. See vllm/v1/engine/__init__.py and vllm/sampling_params.py, 0.32.0.
 
 The worker that prefills encodes images, videos and sounds. One that decodes gets the KV and, of each medium, its place
 in the prompt and what its positions follow from. Where it needs pixels after all, it gives the request back
@@ -83,22 +83,6 @@ SAMPLING_LIMITS: dict[str, Limit] = {
     "_bad_words_token_ids": Limit(ends=lambda words: any(len(word) > 1 for word in words or ())),
     "repetition_detection": Limit(ends=lambda wanted: wanted is not None and wanted.max_pattern_size > 0),
 }
-
-# Fields that permit both, whatever they are. Of media it depends on the model (`MediaRules`). Of sampling parameters:
-# the worker shrinks limits and cuts the trace by the tokens sent; a budget for thinking and the repetition penalty
-# count the prompt too; a seed starts anew.
-REQUEST_FREE = frozenset(
-    """request_id sampling_params arrival_time lora_request cache_salt data_parallel_rank prompt_is_token_ids
-    client_index current_wave priority trace_headers resumable external_req_id reasoning_ended reasoning_parser_kwargs
-    abort_immediately session_id kv_hints mm_features""".split()
-)
-SAMPLING_FREE = frozenset(
-    """repetition_penalty temperature watermarking top_p top_k min_p seed stop stop_token_ids ignore_eos max_tokens
-    min_tokens logprobs prompt_logprob_start logprob_token_ids flat_logprobs detokenize skip_special_tokens
-    spaces_between_special_tokens include_stop_str_in_output output_kind stream_interval skip_clone
-    output_text_buffer_length _eos_token_id _all_stop_token_ids _watermarking_skipped logit_bias allowed_token_ids
-    extra_args bad_words thinking_token_budget routed_experts_prompt_start trace_decode_token_ids""".split()
-)
 
 
 def local_only_reason(request: EngineCoreRequest) -> str | None:
