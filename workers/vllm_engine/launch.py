@@ -37,7 +37,7 @@ from orchestrator.process.control_group import cpu_limit, find_memory
 from workers.engine import Group
 from workers.vllm_engine.interfaces import group_settings, interfaces_here
 from workers.vllm_engine.loop.steps import TPOT
-from workers.vllm_engine.plugin import SOCKETS, engine_process
+from workers.vllm_engine.plugin import SOCKETS, engine_env, engine_process
 
 _CPU_KV_CACHE_BYTES = 1 << 30
 # vLLM reads much of its start-up configuration from the environment, which all threads share.
@@ -181,7 +181,7 @@ def start_client(config: VllmConfig, setup: Setup, kv_secret: str = "") -> Engin
             _limit_threads(environment, config.parallel_config.local_world_size)
         if issubclass(executor, UniProcExecutor) or (bind == "nobind" and issubclass(executor, MultiprocExecutor)):
             environment["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
-    with _environment, _set_env(environment), engine_process(shares):
+    with _environment, _set_env(environment | engine_env(shares)), engine_process():
         return EngineCoreClient.make_async_mp_client(config, executor, log_stats=True)
 
 
