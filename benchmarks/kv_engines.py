@@ -149,18 +149,11 @@ def _engine_class(variant: Variant) -> Any:
         def _start_blocking(self) -> Any:
             if variant.connector is None:
                 return super()._start_blocking()
-            config = build_config(
-                self._model,
-                self._engine_args,
-                engine_id=self._engine_id,
-                kv_host=self._kv_host,
-                kv_port=self._kv_port,
-                kv=self._kv,
-            )
+            config = build_config(self._setup)
             config.kv_transfer_config.kv_connector = variant.connector
             config.kv_transfer_config.kv_connector_module_path = variant.module
             config.kv_transfer_config.kv_connector_extra_config = {}
-            return start_client(config, kv_host=self._kv_host, kv_port=self._kv_port, cores=self._cores), config
+            return start_client(config, self._setup), config
 
     return BenchEngine
 
@@ -175,16 +168,20 @@ async def start(
     **kv: Any,
 ) -> Running:
     """Start one engine. `cores`: those of a CPU engine; None on a GPU. `kv`: of its KVConfig."""
-    engine = _engine_class(variant)(
-        model,
-        args,
+    from workers.vllm_engine.launch import Setup
+
+    setup = Setup(
+        model=model,
+        engine_args=args,
         engine_id=f"{name}-{uuid.uuid4().hex[:8]}",
         kv_host="127.0.0.1",
         kv_port=next(free_ports("127.0.0.1")),
+        kv_advertise="127.0.0.1",
         kv=KVConfig(**{"transfer": variant.transfer or "whole"} | kv),
         cores=cores,
         encrypted=False,  # vLLM's own connectors are measured too
     )
+    engine = _engine_class(variant)(setup, profile=False)
     return Running(engine, await engine.start())
 
 

@@ -11,7 +11,7 @@ from orchestrator.types import FinishReason, KVEndpoint, KVSource
 from workers.engine import EngineInfo, EngineLoad, EngineRequest, Phase
 from workers.sim.codec import SimCodec, WirePrefillStats, WireRequest, WireSampling
 from workers.sim.engine import SimEngine
-from workers.sim.tokens import TokenStream
+from workers.sim.request import TokenStream
 
 FAST = Simulated(speed=20)
 DEADLINE_S = 60.0

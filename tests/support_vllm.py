@@ -155,13 +155,14 @@ class Driver:
         from vllm.v1.engine.core import EngineCore
 
         from workers.vllm_engine.engine import VllmEngine
+        from workers.vllm_engine.launch import Setup
 
         # Its hooks lock around each mmap: a process that is forked meanwhile waits for that lock forever.
         assert "libucm" not in Path("/proc/self/maps").read_text(), "a test has loaded UCX into this process"
         cores = args.pop("cores", None)
         profile, warm, tpot_s = args.pop("profile", False), args.pop("warm", False), args.pop("tpot_s", 0.0)
         kv_port = args.pop("kv_port", None) or next(free_ports("127.0.0.1"))
-        group, kv_advertise = args.pop("group", Group()), args.pop("kv_advertise", "")
+        group, kv_advertise = args.pop("group", Group()), args.pop("kv_advertise", "127.0.0.1")
         EngineCore.test_kv_state = kv_state  # engines are forked from here
         defaults = {
             "skip_tokenizer_init": True,
@@ -172,20 +173,18 @@ class Driver:
             "max_num_seqs": 16,
             "kv_cache_memory_bytes": 16 << 20,
         }
-        engine = VllmEngine(
-            str(model),
-            defaults | args,
+        setup = Setup(
+            model=str(model),
+            engine_args=defaults | args,
             engine_id=f"{name}-{uuid.uuid4().hex[:8]}",
             kv_host="127.0.0.1",
             kv_port=kv_port,
             kv_advertise=kv_advertise,
             kv=kv or KVConfig(),
             cores=cores,
-            prefix_events=True,
-            profile=profile,
-            warm=warm,
             tpot_s=tpot_s,
         )
+        engine = VllmEngine(setup, profile, warm)
         driver = cls(engine, await engine.start(group))
         cls.running.append(driver)
         return driver

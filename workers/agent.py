@@ -18,6 +18,7 @@ import msgspec
 from orchestrator.config.settings import Config
 from orchestrator.config.values import labels_of, strict_label
 from orchestrator.process.parent import EXIT_AGAIN, own_identity
+from orchestrator.process.tasks import cancelled
 from orchestrator.process.ticks import left_s, ticks, until_told
 from orchestrator.store.client import Redis, RedisAway
 from orchestrator.store.fields import Departed, Heartbeat
@@ -199,9 +200,7 @@ class Agent:
         finally:
             if self.life.can_enter(LifecycleState.GONE):
                 self.life.enter(LifecycleState.GONE)
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await cancelled(*tasks)
             await self._close()
 
     def _loops(self) -> dict[str, Coroutine[Any, Any, None]]:

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import msgspec
 
 from orchestrator.config.settings import ConfigError
+from orchestrator.process.tasks import first_of
 from orchestrator.types import EngineIdentity, EngineSpeed, KVCounters, KVEndpoint, KVSource
 
 log = logging.getLogger("pd.engine")
@@ -275,21 +276,15 @@ async def started(
 ) -> EngineInfo | None:
     """Start an engine. None if `stopped` was set meanwhile. `broken`: done once another rank of its group has gone.
     `waited_s`: how much of `limit_s` has passed before. Raises EngineStartFailed, ConfigError."""
-    starting = asyncio.create_task(engine.start(group), name="engine-start")
-    stop = asyncio.create_task(stopped.wait())
+    ends = (stopped.wait(), asyncio.shield(broken))
     try:
-        ends: set[asyncio.Future[Any]] = {starting, stop, broken}
-        await asyncio.wait(ends, timeout=max(0.0, limit_s - waited_s), return_when=asyncio.FIRST_COMPLETED)
-        if starting.done():
-            return starting.result()
+        async with first_of(engine.start(group), *ends, within_s=max(0.0, limit_s - waited_s)) as starting:
+            if starting.done():
+                return starting.result()
     except EngineDead as error:
         raise EngineStartFailed(f"the engine did not start: {error}") from error
     except (ValueError, TypeError) as error:  # vLLM's errors for arguments that cannot work
         raise ConfigError(str(error)) from error
-    finally:
-        stop.cancel()
-        starting.cancel()
-    await asyncio.gather(starting, return_exceptions=True)
     await engine.stop()
     if stopped.is_set():
         return None

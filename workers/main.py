@@ -22,6 +22,7 @@ from orchestrator.config.settings import ConfigError
 from orchestrator.config.shared import differences
 from orchestrator.process.command_line import CommandLine
 from orchestrator.process.parent import EXIT_AGAIN, die_with_parent, has_ended, own_identity, report_exit
+from orchestrator.process.tasks import cancelled
 from orchestrator.process.telemetry.logs import set_up as set_up_logging
 from orchestrator.store.client import RedisAway, connect
 from orchestrator.store.configuration import Version
@@ -152,9 +153,7 @@ async def _run(parsed: WorkerSettings) -> int:
         ):
             return await agent.run()
     finally:
-        if holding is not None:
-            holding.cancel()
-            await asyncio.gather(holding, return_exceptions=True)
+        await cancelled(holding)
         if link is not None:
             await link.close()
         await redis.aclose()
@@ -224,6 +223,7 @@ def _engine(parsed: WorkerSettings, listening: Listening, kv_port: int) -> Engin
     gc.disable()  # loading vLLM makes a million objects, hardly one of them garbage
     from workers.vllm_engine.engine import VllmEngine
     from workers.vllm_engine.interfaces import interfaces_here, ucx_settings
+    from workers.vllm_engine.launch import Setup
 
     gc.freeze()  # an engine process that is forked shares them
     gc.enable()
@@ -232,8 +232,7 @@ def _engine(parsed: WorkerSettings, listening: Listening, kv_port: int) -> Engin
         settings["UCX_TCP_PORT_RANGE"] = config.workers.ports
     os.environ.update({name: value for name, value in settings.items() if name not in os.environ})
     common |= {"cores": parsed.cores or None, "encrypted": config.security.mesh == "curve"}
-    common |= {"prefix_events": True, "profile": True}
-    return VllmEngine(resolve_model(config.model), parsed.engine_args, **common)
+    return VllmEngine(Setup(model=resolve_model(config.model), engine_args=parsed.engine_args, **common))
 
 
 if __name__ == "__main__":

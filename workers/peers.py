@@ -16,6 +16,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 
 from orchestrator.process.parent import has_ended
+from orchestrator.process.tasks import cancelled
 from orchestrator.process.ticks import until_told
 from orchestrator.store.client import RedisAway
 from orchestrator.store.fields import Departed, Heartbeat
@@ -228,10 +229,7 @@ class Peers:
             return None
 
     async def close(self) -> None:
-        probing = list(self._probes.values())
-        for task in probing:
-            task.cancel()
-        await asyncio.gather(*probing, return_exceptions=True)
+        await cancelled(*self._probes.values())
 
 
 class Meetings:

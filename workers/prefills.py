@@ -14,6 +14,7 @@ from typing import Any
 
 from orchestrator.policy.predict.fetch import could_gain, wait_limit_s
 from orchestrator.policy.predict.predictor import PRIOR_S_PER_TOKEN
+from orchestrator.process.tasks import cancelled
 from orchestrator.store.client import RedisAway
 from orchestrator.store.queue import Claim, PrefillQueue
 from orchestrator.types import FinishReason, KVSource, PrefillJob, WorkerInfo
@@ -320,6 +321,4 @@ class Prefills:
             log.error("a prefill ended with an error: %s: %s", type(error).__name__, error)
 
     async def close(self) -> None:
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await cancelled(*self._tasks)

@@ -13,6 +13,7 @@ from collections import defaultdict
 from collections.abc import Callable, Coroutine
 from typing import Any
 
+from orchestrator.process.tasks import cancelled
 from orchestrator.types import PauseState, WorkerInfo
 from orchestrator.wire.control import METHODS
 from orchestrator.wire.framing import MAX_MESSAGE_BYTES
@@ -316,9 +317,7 @@ class Serving:
         self._load.forget(frontend_id)
 
     async def close(self) -> None:
-        for task in self._calls:
-            task.cancel()
-        await asyncio.gather(*self._calls, return_exceptions=True)
+        await cancelled(*self._calls)
 
 
 def _computed_tokens(attempt: Attempt, output: EngineOutput) -> int:

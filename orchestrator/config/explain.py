@@ -57,32 +57,22 @@ _NO_TEXT = re.compile("[\\0\ud800-\udfff]")  # NUL, which ends a string in C, an
 _SIZES = {
     "blocks": "num_gpu_blocks_override",
     "prefix_caching": "enable_prefix_caching",
-    **{name: name for name in ("block_size", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "max_loras")},
+    **{name: name for name in ("block_size", "max_model_len", "max_num_seqs", "max_num_batched_tokens")},
 }
 _INSTEAD = {
     "models": "one model is expected here, so name a file with `model:`",  # config/models.py takes several apart
-    "frontend.max_body_bytes": "use limits.max_body_bytes",
-    "frontend.max_n": "use limits.max_n",
     "workers.host": "it is workers.bind now, and workers.advertise where others reach the workers by another address",
-    "frontend.min_replicas": "remove it: with frontend.replicas: auto there is one at least",
     "workers.claim_batches": "remove it: it is 2",
-    "workers.profile": "remove it: workers measure their speed when they start",
-    "frontend.trace_share": "set the variable OTEL_TRACES_SAMPLER_ARG to it",
-    "limits.client_timeout_s": "remove it: it is 300 s",
     "launcher.restart_backoff_s": "remove it: it is 0.5 s; launcher.restart_backoff_max_s bounds what it grows to",
-    "launcher.cpus_per_worker": "remove it: Ray reserves one core for each worker",
     "routing.prefix_index": "remove it, or set workers.engine_args.enable_prefix_caching to false",
     "routing.max_attempts": "remove it: it is 4",
     "routing.max_waiting_per_worker": "remove it: it is 128",
     "routing.max_queued_prefill_tokens": "use routing.claim_timeout_s, which bounds the queue by its wait",
     "routing.stall_timeout_s": "remove it: it is 600 s",
-    "scale.shrink_after_s": "remove it: it is ten times scale.grow_after_s",
     **{f"sim.{old}": f"use workers.engine_args.{new}, as with vLLM" for old, new in _SIZES.items()},
     "sim.kv_bytes_per_token": "remove it: it is 131072; sim.link_gb_per_s says how long KV takes",
-    "sim.crash_token": "set the variable PD_SIM_CRASH_TOKEN, in workers.env",
     "workers.heartbeat_s": "remove it: it is a quarter of workers.timeout_s",
     "slo.admission_slack": "remove it, and set slo.ttft_s to what is tolerated",
-    "sim.lockstep": "remove it: the ranks of a group step together",
     "queue": "remove it: jobs go by arrival and predicted time; claims hold 2.5 x workers.timeout_s",
     **dict.fromkeys(
         ("ratio.interval_s", "ratio.window_s", "ratio.cool_down_s", "ratio.busy", "ratio.gain", "ratio.backlog_s"),

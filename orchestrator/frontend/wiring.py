@@ -29,6 +29,7 @@ from orchestrator.frontend.dashboard.siblings import Siblings
 from orchestrator.frontend.pause import PauseCalls
 from orchestrator.policy.decode_choice import RankChoice, decode_choice
 from orchestrator.process.parent import own_identity
+from orchestrator.process.tasks import first_of
 from orchestrator.process.telemetry.metrics import Metrics, counts
 from orchestrator.process.ticks import left_s, ticks
 from orchestrator.router.codec import Codec
@@ -57,14 +58,10 @@ T = TypeVar("T")
 
 async def unless_ended(running: asyncio.Task[None], work: Coroutine[Any, Any, T]) -> T:
     """The result of `work`. If `running` ends first, raises its exception: `work` might then wait for ever."""
-    working = asyncio.ensure_future(work)
-    try:
-        await asyncio.wait({running, working}, return_when=asyncio.FIRST_COMPLETED)
+    async with first_of(work, asyncio.shield(running)) as working:
         if not working.done():
             running.result()
         return await working
-    finally:
-        working.cancel()
 
 
 class FleetConnection:

@@ -27,6 +27,7 @@ from orchestrator.launch.registry_watch import RegistryWatch, Snapshot
 from orchestrator.launch.rollout import RolloutRunner, cannot_start
 from orchestrator.launch.supervise import Stage, Supervised, describe
 from orchestrator.process.parent import has_ended, local_pid
+from orchestrator.process.tasks import cancelled
 from orchestrator.process.ticks import ticks
 from orchestrator.store.planned import BY_HAND, Seen, decided, of_launchers
 from orchestrator.store.registry import Registry
@@ -175,9 +176,7 @@ class FleetProcesses:
 
     async def end(self) -> None:
         """Frontends first, so that nothing new comes; then workers, all at once. Returns when all are gone."""
-        if self._looking is not None:
-            self._looking.cancel()
-            await asyncio.gather(self._looking, return_exceptions=True)
+        await cancelled(self._looking)
         await self._rolling.close()
         await self.frontends.close()
         await self._pool.close()

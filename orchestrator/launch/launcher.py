@@ -34,6 +34,7 @@ from orchestrator.launch.host.run_folder import RunFolder, StartedProcess
 from orchestrator.launch.pools.all_models import ModelsProcesses
 from orchestrator.launch.pools.builder import ModelBuilder, locate_model
 from orchestrator.launch.pools.model_list import ModelFollower, begin_list
+from orchestrator.process.tasks import cancelled, first_of
 from orchestrator.process.telemetry.logs import LogFormat
 from orchestrator.store.client import Redis
 from orchestrator.store.operator.log_levels import follow_log_level
@@ -130,7 +131,7 @@ async def _run(
         levelled = follow_log_level(builder.levels.values(), "launcher", logging.getLogger("pd"))
         following = asyncio.create_task(levelled, name="log-level")
         for task in (watching, keeping, following):
-            stack.push_async_callback(_cancel, task)
+            stack.push_async_callback(cancelled, task)
         await stop.or_done(fleet.until_ready(), watching)
         if not stop.came:
             announce(fleet.models, builder.device, folder, console)
@@ -239,21 +240,11 @@ class _Stop:
 
     async def or_done(self, doing: Coroutine[Any, Any, T], watching: asyncio.Task[None] | None = None) -> T | None:
         """The result of `doing`; None if a signal came first. Raises what it, or `watching`, raised."""
-        task = asyncio.create_task(doing)
-        stopped = asyncio.create_task(self._event.wait())
-        try:
-            await asyncio.wait({task, stopped, *([watching] if watching else [])}, return_when=asyncio.FIRST_COMPLETED)
+        watched = [asyncio.shield(watching)] if watching is not None else []
+        async with first_of(doing, self._event.wait(), *watched) as task:
             if watching is not None and watching.done():
                 watching.result()
             return task.result() if task.done() else None
-        finally:
-            await _cancel(task)
-            await _cancel(stopped)
-
-
-async def _cancel(task: asyncio.Task[Any]) -> None:
-    task.cancel()
-    await asyncio.gather(task, return_exceptions=True)
 
 
 def _open_log(folder: RunFolder, form: LogFormat, console: Console) -> None:

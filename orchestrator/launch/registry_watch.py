@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable
 
 import msgspec
 
+from orchestrator.process.tasks import cancelled
 from orchestrator.process.ticks import left_s, until_told
 from orchestrator.store.client import RedisAway
 from orchestrator.store.configuration import Rollout
@@ -62,8 +63,7 @@ class RegistryWatch:
                     await asyncio.sleep(_SETTLE_S)
                     self._changed.clear()
         finally:
-            listener.cancel()
-            await asyncio.gather(listener, return_exceptions=True)
+            await cancelled(listener)
 
     async def read(self) -> None:
         """Read now, and hand the snapshot on. While Redis is away nothing changes."""

@@ -19,6 +19,7 @@ from orchestrator.launch.pools.frontend_pool import OfModel
 from orchestrator.launch.pools.worker_pool import WorkerPool
 from orchestrator.launch.registry_watch import Snapshot
 from orchestrator.launch.supervise import Stage, Supervised, describe
+from orchestrator.process.tasks import cancelled
 from orchestrator.store.configuration import Phase, Rollout, Version
 from orchestrator.store.fields import WorkerOrders
 from orchestrator.store.planned import Reading, loading_by_hand, of_launchers
@@ -212,6 +213,4 @@ class RolloutRunner:
         return len(claimed - snapshot.units.keys() - self._workers.waiting_for_room)
 
     async def close(self) -> None:
-        if self._preparing is not None:
-            self._preparing.cancel()
-            await asyncio.gather(self._preparing, return_exceptions=True)
+        await cancelled(self._preparing)

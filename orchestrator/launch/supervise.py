@@ -18,6 +18,7 @@ import msgspec
 from orchestrator.config.settings import LauncherConfig
 from orchestrator.launch.host.process import CannotRun, Process
 from orchestrator.process.parent import EXIT_AGAIN
+from orchestrator.process.tasks import cancelled, first_of
 
 log = logging.getLogger("pd.launcher")
 
@@ -226,9 +227,7 @@ class Supervised:
                 placed.result()
             return placed.done() and self._wanted
         finally:
-            for task in (placed, stop):
-                task.cancel()
-            await asyncio.gather(placed, stop, return_exceptions=True)
+            await cancelled(placed, stop)
 
     async def _run_once(self) -> int:
         """One process from its start to its end. Returns the exit code."""
@@ -236,40 +235,19 @@ class Supervised:
         self.started_at = time.monotonic()
         self._enter(Stage.STARTING)
         self._process = None
-        stop = asyncio.create_task(self._stopping.wait())
-        late: asyncio.Task[None] | None = None
         try:
-            if not await self._started(stop):
-                return -signal.SIGTERM
-            assert self._process is not None
-            exited = asyncio.create_task(self._process.wait())
-            late = asyncio.create_task(self._wait_until_late())
-            await asyncio.wait({exited, stop, late}, return_when=asyncio.FIRST_COMPLETED)
-            if not exited.done():
-                await self._process.stop(self._stop_timeout_s)
-            return await exited
+            self._process = self._make()
+            async with first_of(self._process.start(), self._stopping.wait()) as starting:
+                if not starting.done():  # it was told to end meanwhile: nothing runs then
+                    return -signal.SIGTERM
+                starting.result()
+            async with first_of(self._process.wait(), self._stopping.wait(), self._wait_until_late()) as exited:
+                if not exited.done():
+                    await self._process.stop(self._stop_timeout_s)
+                return await exited
         except OSError as error:
             self._not_started = error
             return _NOT_STARTED
-        finally:
-            waits = [task for task in (stop, late) if task is not None]
-            for task in waits:
-                task.cancel()
-            await asyncio.gather(*waits, return_exceptions=True)
-
-    async def _started(self, stop: asyncio.Task[Any]) -> bool:
-        """False when it was told to end meanwhile; nothing runs then. Raises OSError."""
-        self._process = self._make()
-        starting = asyncio.create_task(self._process.start())
-        try:
-            await asyncio.wait({starting, stop}, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            starting.cancel()  # does nothing if it is done
-            await asyncio.gather(starting, return_exceptions=True)
-        if starting.cancelled():
-            return False
-        starting.result()
-        return True
 
     async def _wait_until_late(self) -> None:
         try:
@@ -291,12 +269,8 @@ class Supervised:
         log.error("%s: %s; %s in %.1f s", self.name, describe(self.last_exit), then, pause_s)
         self._restart_now.clear()
         self._enter(Stage.PAUSING)
-        ending = [asyncio.create_task(event.wait()) for event in (self._stopping, self._restart_now)]
-        try:
-            await asyncio.wait(ending, timeout=pause_s, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for task in ending:
-                task.cancel()
+        async with first_of(self._stopping.wait(), self._restart_now.wait(), within_s=pause_s):
+            pass
 
     def _describe_exit(self, code: int) -> Exit:
         ready = self._ready.is_set()

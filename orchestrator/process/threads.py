@@ -9,35 +9,39 @@ import asyncio
 import contextlib
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
 
 
-async def in_thread(call: Callable[[], T]) -> T:
-    """What the call returns or raises. One that nobody waits for any more goes on.
+async def in_thread(call: Callable[[], T], unwanted: Callable[[T], object] = lambda result: None) -> T:
+    """What the call returns or raises. One that nobody waits for any more goes on, and `unwanted` gets its result.
 
     The threads of the loop's own pool are few, the whole process shares them, and its end waits for each.
     """
     loop = asyncio.get_running_loop()
     answer: asyncio.Future[T] = loop.create_future()
+    said: Future[T] = Future()
 
-    def settle(result: T | None, error: BaseException | None) -> None:
-        if answer.done():  # cancelled
-            return
-        if error is not None:
+    def settle() -> None:
+        if (error := said.exception()) is None and answer.done():  # cancelled
+            unwanted(said.result())
+        elif error is None:
+            answer.set_result(said.result())
+        elif not answer.done():
             answer.set_exception(error)
-        else:
-            answer.set_result(result)  # type: ignore[arg-type]
 
     def run() -> None:
-        result, raised = None, None
         try:
-            result = call()
+            said.set_result(call())
         except BaseException as error:
-            raised = error
-        with contextlib.suppress(RuntimeError):  # the loop has ended
-            loop.call_soon_threadsafe(settle, result, raised)
+            said.set_exception(error)
+        try:
+            loop.call_soon_threadsafe(settle)
+        except RuntimeError:  # the loop has ended
+            if said.exception() is None:
+                unwanted(said.result())
 
     threading.Thread(target=run, name="pd-call", daemon=True).start()
     return await answer

@@ -10,7 +10,7 @@ from itertools import count
 from typing import NamedTuple
 
 from orchestrator.config.settings import ConfigError
-from orchestrator.simulator.trace import MOST_REQUESTS, Arrival, Load, filled
+from orchestrator.simulator.trace import MOST_REQUESTS, Arrival, Load, filled, poisson
 
 MADE_UNIT_TOKENS = 512  # in a prefix unit, which prompts share as a whole or not at all
 
@@ -55,41 +55,34 @@ def heavy_tailed(requests: int, seed: int = 0) -> Load:
     """Poisson arrivals; prompts Pareto (shape 1.2, from 200 tokens, at most 60,000), outputs log-normal with median
     250 and sigma 1.2, at most 8,000: most requests are small, and a few carry most of the tokens.
     """
-    rng = random.Random(seed)
-    now = 0.0
-    arrivals = []
-    for _ in range(requests):
-        now += rng.expovariate(1.0)
-        prompt = min(60_000, int(200 * rng.paretovariate(1.2)))
-        arrivals.append(Arrival(now, prompt, _lognormal(rng, 250, 1.2, 4, 8_000)))
-    return Load("heavy_tailed", arrivals, 0)
+
+    def lengths(rng: random.Random) -> tuple[int, int]:
+        return min(60_000, int(200 * rng.paretovariate(1.2))), _lognormal(rng, 250, 1.2, 4, 8_000)
+
+    return poisson("heavy_tailed", requests, seed, lengths)
 
 
 def code(requests: int, seed: int = 0) -> Load:
     """Code completion: Poisson arrivals of long prompts (log-normal, median 2,500 tokens, sigma 0.7) that share
     nothing, and of few tokens out (median 20, sigma 0.6).
     """
-    rng = random.Random(seed)
-    now = 0.0
-    arrivals = []
-    for _ in range(requests):
-        now += rng.expovariate(1.0)
-        arrivals.append(Arrival(now, _lognormal(rng, 2500, 0.7, 64, 16_000), _lognormal(rng, 20, 0.6, 1, 200)))
-    return Load("code", arrivals, 0)
+
+    def lengths(rng: random.Random) -> tuple[int, int]:
+        return _lognormal(rng, 2500, 0.7, 64, 16_000), _lognormal(rng, 20, 0.6, 1, 200)
+
+    return poisson("code", requests, seed, lengths)
 
 
 def documents(requests: int, seed: int = 0) -> Load:
     """Chats beside documents: Poisson arrivals, every fourth one, by chance, a prompt of about 8,000 tokens that is
     answered in 64. The others are about 200 tokens long, and are answered in 300 (all sigma 0.3).
     """
-    rng = random.Random(seed)
-    now = 0.0
-    arrivals = []
-    for _ in range(requests):
-        now += rng.expovariate(1.0)
+
+    def lengths(rng: random.Random) -> tuple[int, int]:
         prompt, output = (8_000, 64) if rng.random() < 0.25 else (200, 300)
-        arrivals.append(Arrival(now, _lognormal(rng, prompt, 0.3, 16, 32_000), _lognormal(rng, output, 0.3, 4, 4_000)))
-    return Load("documents", arrivals, 0)
+        return _lognormal(rng, prompt, 0.3, 16, 32_000), _lognormal(rng, output, 0.3, 4, 4_000)
+
+    return poisson("documents", requests, seed, lengths)
 
 
 def chat(requests: int, seed: int = 0, rate: float = 1.0) -> Load:

@@ -137,13 +137,19 @@ def _spread_bursts(arrivals: list[Arrival], seed: int) -> list[Arrival]:
     return [msgspec.structs.replace(a, at=a.at + rng.random() * min(3.0, following[a.at] - a.at)) for a in arrivals]
 
 
-def steady(requests: int, prompt_tokens: int, output_tokens: int, seed: int = 0) -> Load:
-    """Poisson arrivals, one per second on average, all with the same lengths."""
+def poisson(name: str, requests: int, seed: int, lengths: Callable[[random.Random], tuple[int, int]]) -> Load:
+    """Poisson arrivals, one per second on average, that share nothing. `lengths` draws tokens in and out."""
     rng, now, arrivals = random.Random(seed), 0.0, []
     for _ in range(requests):
         now += rng.expovariate(1.0)
-        arrivals.append(Arrival(now, prompt_tokens, output_tokens))
-    return Load(f"{prompt_tokens} in {output_tokens} out", arrivals)
+        arrivals.append(Arrival(now, *lengths(rng)))
+    return Load(name, arrivals)
+
+
+def steady(requests: int, prompt_tokens: int, output_tokens: int, seed: int = 0) -> Load:
+    """`poisson`, all with the same lengths."""
+    name = f"{prompt_tokens} in {output_tokens} out"
+    return poisson(name, requests, seed, lambda rng: (prompt_tokens, output_tokens))
 
 
 def at_rate(load: Load, rate: float) -> Load:

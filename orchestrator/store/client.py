@@ -19,6 +19,7 @@ from redis.asyncio.connection import AbstractConnection
 from redis.exceptions import MovedError, NoPermissionError, RedisError, ResponseError
 
 from orchestrator.config.values import masked
+from orchestrator.process.tasks import cancelled
 from orchestrator.store.keys import Library
 from orchestrator.store.servers import Command, Pipe, Servers
 
@@ -279,10 +280,7 @@ class Redis(redis.asyncio.Redis):
 
     async def aclose(self, close_connection_pool: bool | None = None) -> None:
         """End the commands in flight. Later calls connect again."""
-        tasks = [task for task in (self._connector, self._pipe and self._pipe.reader) if task and not task.done()]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancelled(self._connector, self._pipe.reader if self._pipe is not None else None)
         await self._break(self._pipe, "the client was closed")
         self._away_until = 0.0
         if self.servers is not None:

@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from orchestrator.process.tasks import cancelled
 from orchestrator.store.claim_reply import ClaimReply, raw_bytes, read_reply
 from orchestrator.store.client import Redis, RedisAway
 from orchestrator.store.fields import whole
@@ -308,9 +309,7 @@ class PrefillQueue:
     async def aclose(self) -> None:
         """Ends the subscription behind `wait_for_work`; the connection belongs to the caller."""
         listener, self._listener = self._listener, None
-        if listener is not None:
-            listener.cancel()
-            await asyncio.gather(listener, return_exceptions=True)
+        await cancelled(listener)
 
     async def _listen(self) -> None:
         # A reconnection wakes too: what was published while the connection was down is lost.

@@ -14,6 +14,7 @@ from typing import Any
 
 import msgspec
 
+from orchestrator.process.tasks import cancelled
 from orchestrator.process.ticks import ticks
 from orchestrator.store.client import Redis, RedisAway
 from orchestrator.store.configuration import Rollout, Version
@@ -302,8 +303,7 @@ class Registry:
                             self._told = _ratio.decode(payload)
                     yield
         finally:
-            pruner.cancel()
-            await asyncio.gather(pruner, return_exceptions=True)
+            await cancelled(pruner)
 
     async def _prune(self) -> None:
         async for _ in ticks(PRUNE_S):

@@ -75,58 +75,35 @@ class Steering:
         return await decided(decide)
 
     async def change_role(self, worker_id: str, role: Role, force: bool) -> bool:
-        """Order a role, and move the desired ratio with it, unless it `comes_on_top`. False when it has, or was told to
-        take, that role."""
-
-        async def decide() -> bool | None:
-            reading = await self._read()
-            workers = _planned(reading)
-            worker = self._find_unit(worker_id, reading, workers)
-            if worker.leaving:
-                raise Refused(
-                    f"{worker_id}: is draining and takes no role any more; `orchestrator scale` starts another"
-                )
-            if worker.role is role:
-                return False
-            if worker.fixed:
-                why = (
-                    "has several pipeline stages"
-                    if worker.role is Role.PREFILL
-                    else "shares each prompt among its ranks"
-                )
-                raise Refused(f"{worker_id}: its engine {why} and stays a {worker.role.value} worker")
-            await self._refuse_last_of_role(worker.id, workers, force, "role")
-            return await self._order(reading, worker, WorkerOrders(role=role), force)
-
-        return await decided(decide)
+        """Order a role. False when it has, or was told to take, that role."""
+        return await self._take_out(worker_id, WorkerOrders(role=role), force)
 
     async def drain(self, worker_id: str, force: bool) -> bool:
-        """Order a drain, and lower the desired ratio with it, unless the worker `comes_on_top`. False when it drains
-        already."""
+        """Order a drain. False when it drains already."""
+        return await self._take_out(worker_id, WorkerOrders(drain=True), force)
+
+    async def _take_out(self, worker_id: str, order: WorkerOrders, force: bool) -> bool:
+        """Take a worker out of its role, and the desired ratio with it, unless the worker `comes_on_top`. False where
+        the order changes nothing."""
+        command = "drain" if order.drain else "role"
 
         async def decide() -> bool | None:
             reading = await self._read()
             workers = _planned(reading)
             worker = self._find_unit(worker_id, reading, workers)
-            if worker.leaving:
+            if not _changes(worker, worker_id, order):
                 return False
-            await self._refuse_last_of_role(worker.id, workers, force, "drain")
-            return await self._order(reading, worker, WorkerOrders(drain=True), force)
+            await self._refuse_last_of_role(worker.id, workers, force, command)
+            current, ratio = _desired(reading, workers), None
+            if not comes_on_top(worker, current, workers, _launched(reading)):
+                counts = {Role.PREFILL: current.prefill, Role.DECODE: current.decode}
+                counts[worker.role] -= 1
+                if order.role is not None:
+                    counts[order.role] += 1
+                ratio = DesiredRatio(max(0, counts[Role.PREFILL]), max(0 if force else 1, counts[Role.DECODE]), command)
+            return True if await self._registry.steer(reading.seen, {worker.id: order}, ratio) is not None else None
 
         return await decided(decide)
-
-    async def _order(self, reading: Reading, worker: PlannedWorker, order: WorkerOrders, force: bool) -> bool | None:
-        """Take a worker out of its role, and the desired ratio with it. None where the fleet is another by now."""
-        workers = _planned(reading)
-        current, ratio = _desired(reading, workers), None
-        if not comes_on_top(worker, current, workers, _launched(reading)):
-            counts = {Role.PREFILL: current.prefill, Role.DECODE: current.decode}
-            counts[worker.role] -= 1
-            if order.role is not None:
-                counts[order.role] += 1
-            decode = max(0 if force else 1, counts[Role.DECODE])
-            ratio = DesiredRatio(max(0, counts[Role.PREFILL]), decode, "drain" if order.drain else "role")
-        return True if await self._registry.steer(reading.seen, {worker.id: order}, ratio) is not None else None
 
     async def _read(self) -> Reading:
         await settle(self._registry, self._heartbeat_s)
@@ -171,6 +148,18 @@ class Steering:
         """Whether prompts that should be prefilled remotely are refused where no worker prefills."""
         version = await self._registry.configuration.read()
         return version is not None and refuses_local(version.config)
+
+
+def _changes(worker: PlannedWorker, named: str, order: WorkerOrders) -> bool:
+    """Whether the order is not carried out already. Raises Refused for a role that it cannot take."""
+    if order.role is None:
+        return not worker.leaving
+    if worker.leaving:
+        raise Refused(f"{named}: is draining and takes no role any more; `orchestrator scale` starts another")
+    if worker.fixed and worker.role is not order.role:
+        why = "has several pipeline stages" if worker.role is Role.PREFILL else "shares each prompt among its ranks"
+        raise Refused(f"{named}: its engine {why} and stays a {worker.role.value} worker")
+    return worker.role is not order.role
 
 
 def _planned(reading: Reading) -> list[PlannedWorker]:

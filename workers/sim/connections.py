@@ -11,6 +11,7 @@ import logging
 from typing import Protocol
 
 from connectors.push import wire
+from orchestrator.process.tasks import cancelled
 
 log = logging.getLogger("pd.sim")
 
@@ -75,10 +76,7 @@ class SimConnections:
         self._closed = True
         if self._server is not None:
             self._server.close()
-        tasks = list(self._tasks)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancelled(*self._tasks)
 
     async def _hold(self, peer: wire.Endpoint) -> None:
         """Connect, and keep the connection until the other end closes it."""

@@ -15,6 +15,7 @@ from typing import Any
 from orchestrator.config.settings import KVConfig
 from orchestrator.config.simulated import CRASH_TOKEN, Simulated
 from orchestrator.policy.prefix_keys import prefix_keys, salt_of
+from orchestrator.process.tasks import cancelled, first_of
 from orchestrator.types import EngineIdentity, EngineSpeed, KVEndpoint
 from orchestrator.wire.messages import PROTOCOL_VERSION, MessageError
 from workers.engine import (
@@ -39,9 +40,8 @@ from workers.sim.codec import (
     WireSampling,
 )
 from workers.sim.lockstep import Lockstep
-from workers.sim.request import SimRequest
+from workers.sim.request import SimRequest, TokenStream
 from workers.sim.scheduler import Sampled, Scheduled, SimScheduler, prompt_tokens
-from workers.sim.tokens import TokenStream
 from workers.sim.transfers import SimTransfers
 
 log = logging.getLogger("pd.sim")
@@ -127,14 +127,10 @@ class SimEngine:
     async def next_step(self) -> EngineStep:
         if self._steps.empty():
             self._check_alive()
-            getter = asyncio.ensure_future(self._steps.get())
-            try:
-                assert self._task is not None
-                await asyncio.wait({getter, self._task}, return_when=asyncio.FIRST_COMPLETED)
-                if getter.done():
-                    return getter.result()
-            finally:
-                getter.cancel()
+            assert self._task is not None
+            async with first_of(self._steps.get(), asyncio.shield(self._task)) as step:
+                if step.done():
+                    return step.result()
             self._check_alive()
         return self._steps.get_nowait()
 
@@ -186,9 +182,7 @@ class SimEngine:
         raise ValueError(f"the simulated engine cannot {method}; use --engine vllm")
 
     async def stop(self) -> None:
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+        await cancelled(self._task)
         await self._lockstep.close()
         await self._transfers.close()
 

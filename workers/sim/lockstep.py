@@ -10,14 +10,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable
-from typing import TypeVar, Union
+from typing import Any, Union
 
 import msgspec
 
+from orchestrator.process.tasks import cancelled
 from workers.engine import EngineDead, Group
 
-T = TypeVar("T")
 _CONNECT_EVERY_S = 0.1
+_ENDED = "another rank of its group has ended"
 
 
 class Come(msgspec.Struct, frozen=True, tag="come"):
@@ -53,13 +54,14 @@ class Lockstep:
 
     def __init__(self, group: Group, wake: Callable[[], None]) -> None:
         """`wake` is called when another rank waits for this one."""
+        self.ended = False  # this rank, or another
         self.running = self._stepping = False  # the group takes steps; this rank has taken one of them
         self.dummies = 0  # steps that this rank computed nothing in
         self.waves = 0  # times that the group has begun to take steps
         self._group, self._wake = group, wake
         self._come: dict[int, Come] = {}  # at the first rank: who is at the step
         self._peers: dict[int, asyncio.StreamWriter] = {}
-        self._complete, self._ended = asyncio.Event(), asyncio.Event()
+        self._complete = asyncio.Event()
         self._met: asyncio.Future[Go] | None = None
         self._told: dict[bool, set[int]] = {True: set(), False: set()}  # at the first rank: who is to pause, or go on
         self._agreed: dict[bool, asyncio.Future[None]] = {}
@@ -88,8 +90,7 @@ class Lockstep:
     async def meet(self, duration_s: float, works: bool) -> float:
         """Wait until all ranks are at this step. Returns how long it takes, seconds. Raises EngineDead."""
         self.dummies += not works
-        met: asyncio.Future[Go] = asyncio.get_running_loop().create_future()
-        self._met = met
+        met = self._met = self._awaited()
         self.waves += not self._stepping
         self.running = self._stepping = True
         if self._group.rank == 0:
@@ -97,36 +98,31 @@ class Lockstep:
         else:
             self._send(0, Come(duration_s, works))
         try:
-            return (await self._unless_ended(met)).duration_s
+            return float((await met).duration_s)
         finally:
             self._met = None
 
     async def met(self) -> None:
         """Returns when no step waits for another rank: an engine that waits answers nothing. Raises EngineDead."""
-        while self._met is not None and not self._met.done() and not self._ended.is_set():
-            await asyncio.wait({self._met}, timeout=_CONNECT_EVERY_S)
+        while self._met is not None and not self._met.done():
+            await asyncio.wait({self._met})
 
     async def agree(self, pausing: bool) -> None:
         """Returns when all ranks have been told to pause, or all to go on, as vLLM's do. Raises EngineDead."""
         if self._group.size == 1:
             return
-        agreed = self._agreed[pausing] = asyncio.get_running_loop().create_future()
+        agreed = self._agreed[pausing] = self._awaited()
         if self._group.rank == 0:
             self._note(0, Agree(pausing))
         else:
             self._send(0, Agree(pausing))
-        await self._unless_ended(agreed)
+        await agreed
 
-    async def _unless_ended(self, waited: asyncio.Future[T]) -> T:
-        """Raises EngineDead."""
-        ended = asyncio.create_task(self._ended.wait())
-        try:
-            await asyncio.wait((waited, ended), return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            ended.cancel()
-        if not waited.done():
-            raise EngineDead("another rank of its group has ended")
-        return waited.result()
+    def _awaited(self) -> asyncio.Future[Any]:
+        """What other ranks do next; `_end` ends the wait. Raises EngineDead."""
+        if self.ended:
+            raise EngineDead(_ENDED)
+        return asyncio.get_running_loop().create_future()
 
     def _note(self, rank: int, agree: Agree) -> None:
         told = self._told[agree.pausing]
@@ -135,16 +131,18 @@ class Lockstep:
             told.clear()
             for peer in self._peers:
                 self._send(peer, agree)
-            self._agreed[agree.pausing].set_result(None)
+            self._all_agreed(agree.pausing)
+
+    def _all_agreed(self, pausing: bool) -> None:
+        if not self._agreed[pausing].done():  # else a rank has ended meanwhile
+            self._agreed[pausing].set_result(None)
 
     async def close(self) -> None:
         for peer in self._peers.values():
             peer.close()
         if self._server is not None:
             self._server.close()
-        if self._reader is not None:
-            self._reader.cancel()
-            await asyncio.gather(self._reader, return_exceptions=True)
+        await cancelled(self._reader)
 
     def _arrived(self, rank: int, come: Come) -> None:
         if not self._come:
@@ -197,18 +195,17 @@ class Lockstep:
                     case Wake():
                         self._woken()
                     case Agree(pausing):
-                        self._agreed[pausing].set_result(None)
+                        self._all_agreed(pausing)
         self._end()
 
     def _end(self) -> None:
-        self._ended.set()
+        self.ended = True
+        for awaited in (self._met, *self._agreed.values()):
+            if awaited is not None and not awaited.done():
+                awaited.set_exception(EngineDead(_ENDED))
         self._wake()
         for peer in self._peers.values():
             peer.close()
-
-    @property
-    def ended(self) -> bool:
-        return self._ended.is_set()
 
     def _send(self, rank: int, message: object) -> None:
         self._peers[rank].write(_encode(message) + b"\n")

@@ -18,8 +18,7 @@ from orchestrator.policy.choices.steps import StepTimes
 from orchestrator.types import FinishReason
 from workers.engine import InvalidEngineRequest, Phase
 from workers.load.board import Board
-from workers.sim.adapters import SimAdapters
-from workers.sim.prefix import SimPrefixCache
+from workers.sim.caches import SimAdapters, SimPrefixCache
 from workers.sim.request import SimRequest, SimState
 
 

@@ -14,6 +14,7 @@ import time
 from collections.abc import Awaitable, Callable
 
 from orchestrator.config.settings import Config
+from orchestrator.process.tasks import cancelled
 from orchestrator.store.fields import Heartbeat
 from orchestrator.types import Role, WorkerInfo, WorkerState
 from workers.attempts import Attempts
@@ -210,6 +211,4 @@ class Moves:
         self._announce()
 
     async def close(self) -> None:
-        if self._move is not None:
-            self._move.cancel()
-            await asyncio.gather(self._move, return_exceptions=True)
+        await cancelled(self._move)

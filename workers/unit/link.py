@@ -22,6 +22,7 @@ from typing import Union
 import msgspec
 
 from orchestrator.config.settings import Config, ConfigError
+from orchestrator.process.tasks import cancelled, first_of
 from orchestrator.process.ticks import ticks
 from orchestrator.store.client import Redis, RedisAway
 from orchestrator.store.fields import Rendezvous
@@ -137,19 +138,13 @@ class GroupLink:
         if len(self.ranks) < 2:
             return Group()
         self._tasks.append(asyncio.create_task(self._beat(), name="ranks-beat"))
-        meeting = asyncio.create_task(self._gather() if self.leads else self._join(), name="ranks-meet")
-        stop = asyncio.create_task(stopped.wait())
-        try:
-            await asyncio.wait({meeting, stop}, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
-            if not meeting.done():
+        meeting = self._gather() if self.leads else self._join()
+        async with first_of(meeting, stopped.wait(), within_s=limit_s) as met:
+            if not met.done():
                 if stopped.is_set():
                     return None
                 raise EngineStartFailed(f"{self._missing()} not there within workers.start_timeout_s ({limit_s:g} s)")
-            told = meeting.result()
-        finally:
-            for task in (meeting, stop):
-                task.cancel()
-            await asyncio.gather(meeting, stop, return_exceptions=True)
+            told = met.result()
         await self._redis.aclose()  # a forked engine process would inherit the connection
         group = Group(told.rank, len(self.ranks), told.host, told.port)
         if told.one_host:
@@ -326,9 +321,7 @@ class GroupLink:
 
     async def close(self) -> None:
         """The other ranks notice at once. Idempotent."""
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await cancelled(*self._tasks)
         for peer in self._peers.values():
             peer.close()
         if self._server is not None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 import time
 from collections import Counter
 from collections.abc import Coroutine
@@ -17,8 +16,9 @@ from vllm.v1.engine.core_client import EngineCoreClient
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.serial_utils import MsgpackEncoder
 
-from orchestrator.config.settings import KVConfig
 from orchestrator.policy.predict.estimates import LINK_AGE_S, RecentMaximum
+from orchestrator.process.tasks import cancelled, first_of
+from orchestrator.process.threads import in_thread
 from orchestrator.types import EngineSpeed, KVEndpoint
 from orchestrator.wire.control import ENGINE_METHODS
 from orchestrator.wire.curve import KeyPair
@@ -34,7 +34,7 @@ from workers.engine import (
 from workers.vllm_engine.codec.adapters import Adapters
 from workers.vllm_engine.codec.messages import RequestCodec, correct, kv_counters, take_plugin_stats, why_refused
 from workers.vllm_engine.identity import identity_of
-from workers.vllm_engine.launch import build_config, start_client
+from workers.vllm_engine.launch import Setup, build_config, start_client
 from workers.vllm_engine.patches import compiles
 from workers.vllm_engine.ranks import RankWatch, coordinators
 from workers.vllm_engine.speed import measure_speed, warm_up
@@ -46,37 +46,13 @@ class VllmEngine:
     """See `workers.engine.Engine`. Each object has one engine core (any TP/PP) in a process of its own, which may be
     one of a group.
 
-    `engine_args` are AsyncEngineArgs fields. `kv_port` must be free; it is bound at `kv_host`, and peers reach it at
-    `kv_advertise`. `cores` pins a CPU engine. `prefix_events`: steps report changes of the prefix cache. `encrypted`:
-    KV handshakes are. `profile`: it measures its speed when it starts. `warm`: it first runs a few requests, so that no
-    client waits for one-time set-up. `tpot_s`: the objective of those that decode beside prompts for other engines; 0:
-    none.
+    `profile`: it measures its speed when it starts. `warm`: it first runs a few requests, so that no client waits for
+    one-time set-up.
     """
 
-    def __init__(
-        self,
-        model: str,
-        engine_args: dict[str, Any],
-        *,
-        engine_id: str,
-        kv_host: str,
-        kv_port: int,
-        kv_advertise: str = "",
-        kv: KVConfig,
-        cores: list[int] | None = None,
-        prefix_events: bool = False,
-        encrypted: bool = True,
-        profile: bool = False,
-        warm: bool = True,
-        tpot_s: float = 0.0,
-    ) -> None:
-        self._model, self._group = model, Group()
-        self._engine_args = engine_args
-        self._engine_id, self._kv_host, self._kv_port, self._kv = engine_id, kv_host, kv_port, kv
-        self._kv_advertise = kv_advertise or kv_host
-        self._cores = cores
-        self._prefix_events, self._profile, self._warm, self._tpot_s = prefix_events, profile, warm, tpot_s
-        self._kv_keys = KeyPair.new() if encrypted else None
+    def __init__(self, setup: Setup, profile: bool = True, warm: bool = True) -> None:
+        self._setup, self._group, self._profile, self._warm = setup, Group(), profile, warm
+        self._kv_keys = KeyPair.new() if setup.encrypted else None
         self._client: Any = None
         self._codec: RequestCodec | None = None
         self._adapters = Adapters(self._load_adapter)
@@ -97,36 +73,13 @@ class VllmEngine:
 
     async def start(self, group: Group = Group()) -> EngineInfo:
         """Load the model, which takes seconds to minutes. Raises EngineDead, or ValueError for impossible arguments."""
-        self._group, loop = group, asyncio.get_running_loop()
-        self._dead = loop.create_future()
-        started: asyncio.Future[Any] = loop.create_future()
-
-        def settle(result: Any, error: BaseException | None) -> None:
-            if started.cancelled():
-                if result is not None:
-                    result[0].shutdown()
-            elif error is not None:
-                started.set_exception(error)
-            else:
-                started.set_result(result)
-
-        def run() -> None:
-            try:
-                result, error = self._start_blocking(), None
-            except BaseException as caught:
-                result, error = None, caught
-            try:
-                loop.call_soon_threadsafe(settle, result, error)
-            except RuntimeError:  # the loop is closed: the worker was told to stop, and has not waited for the engine
-                if result is not None:
-                    result[0].shutdown()
-
+        self._group = group
+        self._dead = asyncio.get_running_loop().create_future()
         # A thread of its own: the loop stays free for heartbeats, and a fork from here inherits no compute threads.
-        threading.Thread(target=run, name="pd-engine-start", daemon=True).start()
         try:
-            self._client, config = await started
+            self._client, config = await in_thread(self._start_blocking, unwanted=lambda made: made[0].shutdown())
         except (RuntimeError, EngineDeadError) as error:
-            raise EngineDead(f"engine for {self._model} did not start: {error}") from error
+            raise EngineDead(f"engine for {self._setup.model} did not start: {error}") from error
         self._cached_block_tokens = kv.block_size if (kv := config.cache_config).enable_prefix_caching else 0
         self._reader = asyncio.create_task(self._read())
         facts = await self.call_engine("pd_describe")
@@ -142,11 +95,11 @@ class VllmEngine:
             await warm_up(self, model.get_vocab_size(), config.scheduler_config.max_num_seqs, compiles(config))
         speed = await self._measure(config) if self._profile and generates else EngineSpeed()
         return EngineInfo(
-            identity=identity_of(self._model, config, facts["attention_backend"]),
+            identity=identity_of(self._setup.model, config, facts["attention_backend"]),
             kv=KVEndpoint(
                 engine_id=facts["engine_id"],
-                host=self._kv_advertise,
-                port=self._kv_port,
+                host=self._setup.kv_advertise,
+                port=self._setup.kv_port,
                 tp_size=parallel.tensor_parallel_size,
                 pp_size=parallel.pipeline_parallel_size,
                 shards=parallel.decode_context_parallel_size,
@@ -170,19 +123,8 @@ class VllmEngine:
         return await measure_speed(self, model.get_vocab_size(), most_tokens, scheduling.max_num_seqs, compiles(config))
 
     def _start_blocking(self) -> tuple[EngineCoreClient, Any]:
-        config = build_config(
-            self._model,
-            self._engine_args,
-            engine_id=self._engine_id,
-            kv_host=self._kv_host,
-            kv_port=self._kv_port,
-            kv_advertise=self._kv_advertise,
-            kv=self._kv,
-            prefix_events=self._prefix_events,
-            group=self._group,
-        )
-        where = {"kv_host": self._kv_host, "kv_secret": self._kv_keys.secret if self._kv_keys else ""}
-        return start_client(config, **where, kv_port=self._kv_port, cores=self._cores, tpot_s=self._tpot_s), config
+        config = build_config(self._setup, self._group)
+        return start_client(config, self._setup, self._kv_keys.secret if self._kv_keys else ""), config
 
     async def stop(self) -> None:
         """End the engine process. Idempotent."""
@@ -191,10 +133,7 @@ class VllmEngine:
         client, self._client = self._client, None
         if client is not None:
             await asyncio.to_thread(client.shutdown, _STOP_TIMEOUT_S)
-        if self._reader is not None:
-            self._reader.cancel()
-            await asyncio.gather(self._reader, return_exceptions=True)
-            self._reader = None
+        await cancelled(self._reader)
         self._died()
 
     # ---- requests ----------------------------------------------------------------------------------------------
@@ -267,17 +206,15 @@ class VllmEngine:
         """The result of a call. Raises RuntimeError if it failed; EngineDead also if the engine dies before it
         answers."""
         assert self._dead is not None
-        call = asyncio.ensure_future(calling)
-        await asyncio.wait({call, self._dead}, return_when=asyncio.FIRST_COMPLETED)
-        if not call.done():
-            call.cancel()
-            raise self._error()
-        try:
-            return call.result()
-        except EngineDeadError as error:
-            raise self._error() from error
-        except Exception as error:
-            raise RuntimeError(str(error)) from error
+        async with first_of(calling, asyncio.shield(self._dead)) as call:
+            if not call.done():
+                raise self._error()
+            try:
+                return call.result()
+            except EngineDeadError as error:
+                raise self._error() from error
+            except Exception as error:
+                raise RuntimeError(str(error)) from error
 
     # ---- inside ------------------------------------------------------------------------------------------------
 
@@ -287,7 +224,7 @@ class VllmEngine:
         return self._client
 
     def _error(self) -> EngineDead:
-        return EngineDead(f"the engine of {self._model} ({self._engine_id}) {self._why_dead}")
+        return EngineDead(f"the engine of {self._setup.model} ({self._setup.engine_id}) {self._why_dead}")
 
     async def _sending(self, sending: Any) -> None:
         try:

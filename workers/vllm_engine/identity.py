@@ -5,6 +5,12 @@
 
 from __future__ import annotations
 
+import dataclasses
+import enum
+import hashlib
+import re
+import typing
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
@@ -12,10 +18,10 @@ import vllm
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import _get_speculative_compatibility_factors
 from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequest
 
 from orchestrator.types import EngineIdentity
 from orchestrator.wire.messages import PROTOCOL_VERSION
-from workers.vllm_engine.schema import vllm_schema
 
 # Other settings that decide how KV is computed and laid out. vLLM's handshake does not compare `hf_overrides`; KV that
 # a prefill worker computes without them is wrong on a decode worker with them.
@@ -29,6 +35,8 @@ _KV_SETTINGS = {
     "mamba_cache_mode": "cache_config",
     "swa_bounded_replay": "cache_config",
 }
+_DIGITS = 16
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")  # of a function, say: it differs between processes
 
 
 def identity_of(model: str, config: VllmConfig, attention_backend: str) -> EngineIdentity:
@@ -67,3 +75,62 @@ def _kv_copies(model: Any, ranks: int) -> int:
     if model.use_mla:
         return 1  # every rank has all of the KV, and transfers allow for that
     return max(1, ranks // model.get_total_num_kv_heads())
+
+
+def vllm_schema() -> str:
+    """If it is equal for two versions of vLLM, the frontends of one can drive the engines of the other."""
+    return schema(EngineCoreRequest, EngineCoreOutputs)
+
+
+def schema(*messages: type) -> str:
+    """A short hash of these classes and of all classes that their fields name.
+
+    Names, order, types and defaults of all fields count: a field that a message leaves out has the receiver's default.
+    """
+    classes, lines = list(messages), []
+    for cls in classes:  # the loop appends to this list
+        fields = []
+        for name, wanted, default in _fields(cls):
+            fields.append(f"{name}: {wanted!r} = {default}")
+            classes += [found for found in _classes(wanted) if found not in classes]
+        lines.append(f"{cls.__qualname__}({', '.join(fields)})")
+    text = _ADDRESS.sub("", "\n".join(lines))
+    return hashlib.sha256(text.encode()).hexdigest()[:_DIGITS]
+
+
+def _fields(cls: type) -> Iterator[tuple[str, Any, str]]:
+    """Name, type and default of each field. A class without fields yields nothing: only its name counts."""
+    if issubclass(cls, enum.Enum):
+        yield from ((member.name, member.value, "") for member in cls)
+    elif issubclass(cls, msgspec.Struct):
+        yield "array_like", cls.__struct_config__.array_like, ""
+        for field in msgspec.structs.fields(cls):
+            yield field.encode_name, field.type, _default(field.default, field.default_factory, msgspec.NODEFAULT)
+    elif dataclasses.is_dataclass(cls):
+        hints = _hints(cls)
+        for one in dataclasses.fields(cls):
+            yield one.name, hints[one.name], _default(one.default, one.default_factory, dataclasses.MISSING)
+    elif issubclass(cls, tuple) and hasattr(cls, "_fields"):
+        hints, defaults = _hints(cls), getattr(cls, "_field_defaults", {})
+        for name in cls._fields:
+            yield name, hints.get(name), repr(defaults[name]) if name in defaults else ""
+
+
+def _default(value: Any, factory: Any, none: Any) -> str:
+    if factory is not none:
+        return f"{getattr(factory, '__qualname__', factory)}()"
+    return "" if value is none else repr(value)
+
+
+def _hints(cls: type) -> dict[str, Any]:
+    try:
+        return typing.get_type_hints(cls)
+    except NameError:  # a name that only type checkers import
+        return dict(cls.__annotations__)
+
+
+def _classes(wanted: Any) -> Iterator[type]:
+    for part in typing.get_args(wanted):
+        yield from _classes(part)
+    if isinstance(wanted, type) and not typing.get_args(wanted) and any(True for _ in _fields(wanted)):
+        yield wanted

@@ -19,6 +19,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
+import msgspec
 import torch
 from vllm.config import KVEventsConfig, KVTransferConfig, VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
@@ -35,8 +36,8 @@ from orchestrator.config.settings import KVConfig
 from orchestrator.process.control_group import cpu_limit, find_memory
 from workers.engine import Group
 from workers.vllm_engine.interfaces import group_settings, interfaces_here
-from workers.vllm_engine.loop.lockstep import TPOT
-from workers.vllm_engine.plugin import SOCKETS, engine_process
+from workers.vllm_engine.loop.steps import TPOT
+from workers.vllm_engine.plugin import SOCKETS, engine_env, engine_process
 
 _CPU_KV_CACHE_BYTES = 1 << 30
 # vLLM reads much of its start-up configuration from the environment, which all threads share.
@@ -66,20 +67,25 @@ def parse_arguments(arguments: list[str]) -> dict[str, Any]:
     return given
 
 
-def build_config(
-    model: str,
-    engine_args: dict[str, Any],
-    *,
-    engine_id: str,
-    kv_host: str,
-    kv_port: int,
-    kv_advertise: str = "",
-    kv: KVConfig,
-    prefix_events: bool = False,
-    group: Group = Group(),
-) -> VllmConfig:
-    """`engine_args`: those that `check_arguments` takes. Raises ValueError (vLLM's) where they do not fit."""
-    args = {name: _section(name, value) for name, value in engine_args.items()}
+class Setup(msgspec.Struct, frozen=True, kw_only=True):
+    """How a worker's engine is started. `engine_args`: fields of AsyncEngineArgs that `check_arguments` takes."""
+
+    model: str
+    engine_args: dict[str, Any]
+    engine_id: str
+    kv_host: str  # at which it answers KV handshakes, and which peers reach at `kv_advertise`
+    kv_port: int  # must be free
+    kv_advertise: str
+    kv: KVConfig
+    cores: list[int] | None = None  # of an engine on CPU
+    encrypted: bool = True  # KV handshakes are
+    tpot_s: float = 0.0  # the objective of those that decode beside prompts for other engines; 0: none
+
+
+def build_config(setup: Setup, group: Group = Group()) -> VllmConfig:
+    """Raises ValueError (vLLM's) for engine arguments that do not fit."""
+    kv, model = setup.kv, setup.model
+    args = {name: _section(name, value) for name, value in setup.engine_args.items()}
     size = args.pop("data_parallel_size", 1)
     if size != group.size:
         raise ValueError(
@@ -89,7 +95,7 @@ def build_config(
     args.setdefault("scheduling_policy", "priority")  # frontends order the waiting requests, see `requests`
     args.setdefault("enable_logging_iteration_details", True)  # each step's duration
     args["mm_processor_cache_gb"] = 0  # vLLM's cache for media counts on one server, which knows what is in it
-    if prefix_events and args.get("enable_prefix_caching") is not False:
+    if args.get("enable_prefix_caching") is not False:
         # The plugin collects them. A publisher of vLLM's, if `engine_args` names one, gets them too.
         args.setdefault("kv_events_config", KVEventsConfig(enable_kv_cache_events=True, publisher="null"))
     if current_platform.is_cpu():
@@ -101,14 +107,14 @@ def build_config(
     args["kv_transfer_config"] = KVTransferConfig(
         kv_connector="PushConnector",
         kv_connector_module_path="connectors.push.connector",
-        engine_id=engine_id,
+        engine_id=setup.engine_id,
         kv_role="kv_both",  # roles change while the engine runs
         kv_load_failure_policy="recompute",
         kv_connector_extra_config={
             "transfer": kv.transfer,
             "kv_transfer_timeout_s": kv.transfer_timeout_s,
             "verify": kv.verify,
-            "advertise": kv_advertise,
+            "advertise": setup.kv_advertise,
             "backends": list(kv.backends) or ["UCX"],
             "backend_parameters": kv.backends,
             "host_tier_bytes": kv.host_tier_bytes,
@@ -119,7 +125,7 @@ def build_config(
         },
     )
     check_environment()
-    with _environment, _set_env(_connector_env(kv_host, kv_port)):
+    with _environment, _set_env(_connector_env(setup.kv_host, setup.kv_port)):
         args |= _in_group(model, args, group)
         config = AsyncEngineArgs(model=model, **args).create_engine_config()
     KVConnectorFactory.get_connector_class(config.kv_transfer_config).refuse_unsupported(config)
@@ -152,16 +158,13 @@ def _section(name: str, value: Any) -> Any:
     return classes[0](**value) if isinstance(value, dict) and classes else value
 
 
-def start_client(
-    config: VllmConfig, *, kv_host: str, kv_port: int, kv_secret: str = "", cores: list[int] | None, tpot_s: float = 0.0
-) -> EngineCoreClient:
-    """Start the engine, and block until it is ready. Raises RuntimeError if its process ends before that.
-
-    `kv_secret`: the key of its KV handshakes; empty if they are not encrypted. `tpot_s`: as of `VllmEngine`.
-    """
+def start_client(config: VllmConfig, setup: Setup, kv_secret: str = "") -> EngineCoreClient:
+    """Start the engine, and block until it is ready. Raises RuntimeError if its process ends before that. `kv_secret`:
+    the key of its KV handshakes; empty if they are not encrypted."""
+    cores = setup.cores
     # vLLM adds the rank to the port that it is given.
-    own_port = kv_port - config.parallel_config.data_parallel_index
-    environment = {**_connector_env(kv_host, own_port), _KV_SECRET: kv_secret, TPOT: str(tpot_s)}
+    own_port = setup.kv_port - config.parallel_config.data_parallel_index
+    environment = {**_connector_env(setup.kv_host, own_port), _KV_SECRET: kv_secret, TPOT: str(setup.tpot_s)}
     if (parallel := config.parallel_config).data_parallel_size > 1:
         network = group_settings(parallel.data_parallel_master_ip, interfaces_here())
         environment |= {name: value for name, value in network.items() if name not in os.environ}
@@ -178,7 +181,7 @@ def start_client(
             _limit_threads(environment, config.parallel_config.local_world_size)
         if issubclass(executor, UniProcExecutor) or (bind == "nobind" and issubclass(executor, MultiprocExecutor)):
             environment["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
-    with _environment, _set_env(environment), engine_process(shares):
+    with _environment, _set_env(environment | engine_env(shares)), engine_process():
         return EngineCoreClient.make_async_mp_client(config, executor, log_stats=True)
 
 

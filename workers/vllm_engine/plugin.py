@@ -31,7 +31,7 @@ from orchestrator.process.parent import PARENT, die_with_parent
 from workers.engine import PrefixChanges
 from workers.vllm_engine.codec.prefix import PrefixCollector, block_hashes
 from workers.vllm_engine.codec.withheld import give_back_withheld
-from workers.vllm_engine.loop.lockstep import steps_of
+from workers.vllm_engine.loop.steps import steps_of
 from workers.vllm_engine.loop.waker import name_socket, waker_of
 from workers.vllm_engine.patches import (
     cache_only_what_is_computed,
@@ -55,11 +55,8 @@ _vllm_reset = EngineCore.reset_prefix_cache
 
 
 @contextmanager
-def engine_process(cores: list[list[int]]) -> Iterator[None]:
-    """In this context, engine processes that vLLM starts run `run_engine_core`. `cores`: each rank's; empty for any."""
-    before = {name: os.environ.get(name) for name in (PARENT, _CORES)}
-    os.environ[PARENT] = str(os.getpid())
-    os.environ[_CORES] = "|".join(",".join(map(str, share)) for share in cores)
+def engine_process() -> Iterator[None]:
+    """In this context, engine processes that vLLM starts run `run_engine_core`."""
     EngineCoreProc.run_engine_core = staticmethod(run_engine_core)
     DPCoordinatorProc.run_coordinator = staticmethod(run_coordinator)
     try:
@@ -67,11 +64,11 @@ def engine_process(cores: list[list[int]]) -> Iterator[None]:
     finally:
         EngineCoreProc.run_engine_core = staticmethod(_vllm_target)
         DPCoordinatorProc.run_coordinator = staticmethod(_vllm_coordinator)
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
+
+
+def engine_env(cores: list[list[int]]) -> dict[str, str]:
+    """What the engine's processes read. `cores`: each rank's; empty for any."""
+    return {PARENT: str(os.getpid()), _CORES: "|".join(",".join(map(str, share)) for share in cores)}
 
 
 def run_engine_core(*args: Any, **kwargs: Any) -> None:
@@ -169,32 +166,32 @@ def _attention_backend(worker: Any) -> str:
     return str(get_kv_transfer_group().connector_worker.backend_name) if has_kv_transfer_group() else ""
 
 
+def _tell_connector(engine: Any, verb: str, *args: Any) -> None:
+    """Only ours has these verbs."""
+    if (told := getattr(engine.scheduler.get_kv_connector(), verb, None)) is not None:
+        told(*args)
+
+
 def _pd_fail_peer(engine: Any, engine_id: str) -> None:
-    connector = engine.scheduler.get_kv_connector()
-    if (fail := getattr(connector, "fail_engine", None)) is not None:
-        fail(engine_id)
+    _tell_connector(engine, "fail_engine", engine_id)
 
 
 def _pd_meet(engine: Any, peer: dict[str, Any]) -> None:
-    connector = engine.scheduler.get_kv_connector()
-    if (meet := getattr(connector, "meet", None)) is not None:
-        meet(peer)
+    _tell_connector(engine, "meet", peer)
 
 
 def _pd_lend(engine: Any, frames: list[bytes], key: str, tokens: int) -> None:
     """`frames`: an engine request, whose first `tokens` are lent."""
     block_size = engine.vllm_config.cache_config.block_size
     hashes = block_hashes(frames, engine.request_block_hasher, max(1, block_size // engine.scheduler.hash_block_size))
-    if (lend := getattr(engine.scheduler.get_kv_connector(), "lend", None)) is not None:
-        lend(key, hashes[: tokens // block_size], tokens)
+    _tell_connector(engine, "lend", key, hashes[: tokens // block_size], tokens)
 
 
 def _abort_requests(engine: Any, keys: list[str]) -> None:
     """vLLM's abort does nothing for a prefill that has ended, whose blocks would be held until their lease ends. This
     one also drops those."""
     _vllm_abort(engine, keys)
-    if (drop := getattr(engine.scheduler.get_kv_connector(), "drop", None)) is not None:
-        drop(keys)
+    _tell_connector(engine, "drop", keys)
 
 
 def _reset_prefix_cache(

@@ -11,9 +11,8 @@ import msgspec
 import typer
 from rich.text import Text
 
-from orchestrator.cli.doctor.check import Check
 from orchestrator.cli.doctor.fleet import kv_checks, port_checks, redis_checks
-from orchestrator.cli.doctor.host import host_checks
+from orchestrator.cli.doctor.host import Check, host_checks
 from orchestrator.cli.handle import (
     OUT,
     FleetHandle,

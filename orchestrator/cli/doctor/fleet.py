@@ -13,8 +13,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 from urllib.parse import urlsplit
 
-from orchestrator.cli.doctor.check import Check, at_least, at_most
-from orchestrator.cli.doctor.host import DAMAGED, ProbeFailed, probe_writes
+from orchestrator.cli.doctor.host import DAMAGED, Check, ProbeFailed, at_least, at_most, probe_writes
 from orchestrator.cli.handle import FleetHandle, OpenFleet, open_fleet
 from orchestrator.cli.look.frontend import ask_registered, is_own_address
 from orchestrator.config.engine_args import environment

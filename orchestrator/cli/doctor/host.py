@@ -1,4 +1,4 @@
-"""What the doctor checks on this host. Imports no engine: NIXL is tried in a process of its own."""
+"""One check of the doctor, and those of this host. Imports no engine: NIXL is tried in a process of its own."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from orchestrator.cli.doctor.check import Check, Level, at_least
+import msgspec
+
 from orchestrator.config.access import is_loopback
 from orchestrator.config.engine_args import engine_args
 from orchestrator.config.model import find_model
@@ -31,6 +32,29 @@ _VLLM = "0.32.0"
 DAMAGED = "what arrived is not what was sent: install another nixl"
 # Beginnings of the link names in `nvidia-smi topo -m`, and what a path of that kind goes through.
 _LINKS = {"NV": "NVLink", "PIX": "one PCIe switch", "PXB": "PCIe switches", "PHB": "the host", "SYS": "between sockets"}
+
+
+Level = Literal["ok", "warn", "fail"]
+
+
+class Check(msgspec.Struct, frozen=True):
+    """`fix`: where it did not pass."""
+
+    name: str
+    level: Level
+    said: str
+    fix: str = ""
+
+
+def at_least(name: str, value: float, warn: float, fail: float, said: str, fix: str) -> Check:
+    """`fail` below one bound, `warn` below another."""
+    level: Level = "fail" if value < fail else "warn" if value < warn else "ok"
+    return Check(name, level, said, "" if level == "ok" else fix)
+
+
+def at_most(name: str, value: float, warn: float, fail: float, said: str, fix: str) -> Check:
+    """`fail` above one bound, `warn` above another."""
+    return at_least(name, -value, -warn, -fail, said, fix)
 
 
 def host_checks(models: Sequence[Config]) -> Iterator[Check]:

@@ -12,16 +12,15 @@ from typing import Annotated, Any
 import msgspec
 import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
 
 from orchestrator.cli.handle import OUT, check_writable, console, number
+from orchestrator.cli.look.views import plain_table
 from orchestrator.cli.trial.simulate import parse_load
 from orchestrator.config.settings import ConfigError
 from orchestrator.simulator.real.client import Target
-from orchestrator.simulator.real.drive import Run, Sent, closed_loop, open_loop
+from orchestrator.simulator.real.drive import Prompts, Run, Sent, closed_loop, open_loop
 from orchestrator.simulator.real.figures import Figures, Ratio, figures, ratios
-from orchestrator.simulator.real.page import page
-from orchestrator.simulator.real.prompts import Prompts
+from orchestrator.simulator.real.page import page, ratio_rows
 from orchestrator.simulator.trace import Load, at_rate, first, scaled, steady
 
 app = typer.Typer()
@@ -188,18 +187,11 @@ def _time(seconds: float) -> str:
 
 def _show(rows: list[list[str]], compared: list[Ratio], seen: Sequence[Figures]) -> None:
     """A column for each run: many figures, few runs."""
-    table = Table(box=None, pad_edge=False, show_header=False)
-    for name, *values in zip(*rows, strict=True):
-        table.add_row(name, *values)
-    OUT.print(table)
+    servers, *lines = zip(*rows, strict=True)
+    OUT.print(plain_table(servers, lines))
     if compared:
-        table = Table(box=None, pad_edge=False, title="\nfirst server over second", title_justify="left")
-        for name in ("figure", "ratio", "least", "most", "better in every turn"):
-            table.add_column(name)
-        for r in compared:
-            name = r.name if r.rate is None else f"{r.name} at {r.rate:.3g}/s"
-            table.add_row(name, f"{r.median:.2f}", f"{r.least:.2f}", f"{r.most:.2f}", r.better)
-        OUT.print(table)
+        names, *ratios_shown = ratio_rows(compared)
+        OUT.print("\nfirst server over second", plain_table(names, ratios_shown), sep="\n")
     for f in seen:
         for reason, count in f.reasons.items():
             OUT.print(f"{count} errors: {reason}", style="yellow", highlight=False)

@@ -16,7 +16,7 @@ import msgspec
 import typer
 
 from orchestrator.cli.handle import ModelOption, check_writable, find_fleet
-from orchestrator.cli.look.frontend import operator_key
+from orchestrator.cli.look.frontend import get
 from orchestrator.cli.trial.bench import API_KEY
 from orchestrator.cli.trial.simulate import objectives, parse_configuration, parse_fleet, parse_load, parse_profile
 from orchestrator.config.access import OPERATOR_KEY
@@ -24,8 +24,7 @@ from orchestrator.config.settings import ConfigError
 from orchestrator.simulator.profile import PROFILES, load_profile
 from orchestrator.simulator.real.calibrate import fit_profile, measure_profile
 from orchestrator.simulator.real.client import MeasureError, Target, Timing
-from orchestrator.simulator.real.drive import open_loop
-from orchestrator.simulator.real.prompts import Prompts
+from orchestrator.simulator.real.drive import Prompts, open_loop
 from orchestrator.simulator.report import Report, percentile, report
 from orchestrator.simulator.settings import Settings, stack
 from orchestrator.simulator.simulation import Simulation
@@ -59,7 +58,8 @@ def profile_command(
 
     async def measure() -> tuple[Any, dict, str]:
         async with Target(url, api_key=os.environ.get(API_KEY, "")) as target:
-            fleet = await target.fleet(operator_key(find_fleet(None, None, url), url))
+            handle = find_fleet(None, None, url)
+            fleet = await get(handle, handle.url or url, "/fleet") or {}
             return await measure_profile(target, sizes, say=typer.echo), fleet, target.model
 
     measured, fleet, model = asyncio.run(measure())

@@ -19,7 +19,7 @@ from rich.table import Table
 from orchestrator.cli.handle import ModelOption, console, number
 from orchestrator.config.models import load_model
 from orchestrator.config.settings import Config, ConfigError, SLOConfig, overridden, parse_config
-from orchestrator.simulator.faults import Faults
+from orchestrator.simulator import faults
 from orchestrator.simulator.loads import LOADS, synthetic
 from orchestrator.simulator.plot import line_chart
 from orchestrator.simulator.profile import PROFILES, Profile, load_profile
@@ -112,7 +112,7 @@ class _Kill(NamedTuple):
 def _simulation(settings: Settings, load: Load, kills: list[_Kill]) -> Simulation:
     sim = Simulation(settings, load)
     for kill in kills:
-        Faults(sim).kill(*kill)
+        faults.kill(sim, *kill)
     return sim
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from orchestrator.launch.fleet_processes import FleetProcesses
 from orchestrator.launch.host.run_folder import StartedProcess
+from orchestrator.process.tasks import cancelled
 
 Note = Callable[[list[StartedProcess], frozenset[str]], None]
 
@@ -73,9 +74,7 @@ class ModelsProcesses:
 
     async def remove(self, name: str) -> None:
         """End the workers of a model that frontends have left. Returns when they are gone."""
-        if (watching := self._watching.pop(name, None)) is not None:
-            watching.cancel()
-            await asyncio.gather(watching, return_exceptions=True)
+        await cancelled(self._watching.pop(name, None))
         if (fleet := self.models.get(name)) is not None:
             await fleet.end()
             await fleet.remove_shared_memory()  # nobody watches them any more
@@ -108,6 +107,4 @@ async def _together(doing: list[Coroutine[Any, Any, None]]) -> None:
         for task in done:
             task.result()
     finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancelled(*tasks)

@@ -19,6 +19,7 @@ from orchestrator.config.settings import ConfigError
 from orchestrator.launch.fleet_processes import FleetProcesses
 from orchestrator.launch.pools.all_models import ModelsProcesses
 from orchestrator.process.parent import has_ended
+from orchestrator.process.tasks import cancelled
 from orchestrator.process.ticks import left_s
 from orchestrator.store.client import Redis, RedisAway
 from orchestrator.store.operator.models import ListedModel, ModelList, ModelState, ModelStore
@@ -74,9 +75,7 @@ class ModelFollower:
                     log.debug("the list of models: %s", error)
                 await asyncio.sleep(left_s(_EVERY_S))
         finally:
-            for task in self._doing.values():
-                task.cancel()
-            await asyncio.gather(*self._doing.values(), return_exceptions=True)
+            await cancelled(*self._doing.values())
 
     async def _follow(self) -> None:
         """Raises RedisAway."""
@@ -139,9 +138,7 @@ class ModelFollower:
 
     async def _remove(self, name: str, listed: ModelList) -> None:
         """Do what can be done now. Raises RedisAway."""
-        if (adding := self._doing.pop(name, None)) is not None:
-            adding.cancel()
-            await asyncio.gather(adding, return_exceptions=True)
+        await cancelled(self._doing.pop(name, None))
         if (fleet := self._fleet.models.get(name)) is not None:
             fleet.frontends.leave()
             self._fleet.first.watch.read_soon()

@@ -23,9 +23,8 @@ from orchestrator.launch.host.process_group import ProcessGroup
 from orchestrator.launch.machines import OnLine, Setup, ranks_of, unit_named
 from orchestrator.launch.ray.connection import left_running, names_begin
 from orchestrator.launch.ray.places import Bundles, Places, first_line, shown
-from orchestrator.launch.ray.process import RayProcess
-from orchestrator.launch.ray.runners import Runners
-from orchestrator.launch.ray.wire import RunFrontend, RunWorker
+from orchestrator.launch.ray.process import RayProcess, Runners
+from orchestrator.launch.ray.runner import RunFrontend, RunWorker
 from orchestrator.process.threads import Asked, in_thread
 from orchestrator.types import Role
 

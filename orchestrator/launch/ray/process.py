@@ -15,10 +15,10 @@ from ray.exceptions import ActorUnavailableError, RayError
 from orchestrator.launch.host.process import CannotRun, Process
 from orchestrator.launch.machines import OnLine
 from orchestrator.launch.ray.places import first_line
-from orchestrator.launch.ray.runners import Runners
-from orchestrator.launch.ray.wire import Ended, NotStarted, Order, Started, decode_reply, encode
+from orchestrator.launch.ray.runner import Ended, NotStarted, Order, Runner, Started, decode_reply, encode
 from orchestrator.process.parent import ExitReason
-from orchestrator.process.threads import in_background
+from orchestrator.process.tasks import first_of
+from orchestrator.process.threads import in_background, in_thread
 
 NODE_LOST = -9  # the exit code of a process whose node or runner is gone: as if it had been killed
 _KEPT_LINES = 100
@@ -115,16 +115,10 @@ class RayProcess:
 
     async def _asked(self, call: Callable[[], Any]) -> Any:
         """What the runner answers. Raises RayError if it is dead, or given up."""
-        asking = asyncio.create_task(self._ask(call))
-        given_up = asyncio.create_task(self._given_up.wait())
-        try:
-            await asyncio.wait({asking, given_up}, return_when=asyncio.FIRST_COMPLETED)
+        async with first_of(self._ask(call), self._given_up.wait()) as asking:
             if not asking.done():
                 raise RayError(f"its runner does not say within {_ENDS_WITHIN_S:g} s that it has ended")
             return asking.result()
-        finally:
-            asking.cancel()
-            given_up.cancel()
 
     async def _ask(self, call: Callable[[], Any]) -> Any:
         """Again while the runner is only unavailable: in the end it answers, or Ray says that it is dead."""
@@ -146,3 +140,58 @@ class RayProcess:
                 for line in await self._asked(lambda: self._runner.lines.remote(_LINES_WAIT_S)):
                     self.last_lines.append(line)
                     self._on_line(self.name, line)
+
+
+class Runners:
+    """The runners that a launcher asks a cluster for, by name: one call at a time for each, and none that nobody knows
+    of.
+
+    | a call's answer                 | then |
+    |---------------------------------|------|
+    | comes while it is waited for    | that runner is used |
+    | comes late, and is asked for again by then | the same |
+    | comes late, and nobody asks     | that runner is ended; who asks while it ends gets a new one |
+    | is an error                     | the next call finds what the cluster may have made |
+    """
+
+    def __init__(self) -> None:
+        self._asking: dict[str, asyncio.Task[Any]] = {}  # by name, until the cluster has answered
+        self._wanted: set[str] = set()
+
+    async def named(self, name: str, options: dict[str, Any]) -> Any:
+        """A new runner, or the one that has this name already. Raises RayError, ValueError. Waits for as long as it is
+        not cancelled."""
+        if name not in self._asking:
+            self._asking[name] = asyncio.create_task(self._ask(name, options), name=f"runner-{name}")
+        asking = self._asking[name]
+        self._wanted.add(name)
+        try:
+            return await asyncio.shield(asking)
+        except asyncio.CancelledError:
+            if asking.done():  # just now
+                in_background(partial(end, name))
+            raise
+        finally:
+            self._wanted.discard(name)
+
+    async def _ask(self, name: str, options: dict[str, Any]) -> Any:
+        try:
+            while True:
+                runner = await in_thread(lambda: ray.remote(Runner).options(name=name, **options).remote())
+                if name in self._wanted:
+                    return runner
+                await in_thread(partial(end, name))
+                if name not in self._wanted:  # nobody has asked for it meanwhile
+                    return None
+        except BaseException:  # of a launcher that ends too, which does not wait for the cluster
+            if name not in self._wanted:
+                in_background(partial(end, name))
+            raise
+        finally:
+            del self._asking[name]
+
+
+def end(name: str) -> None:
+    """End the runner of this name, if there is one. Blocks."""
+    with contextlib.suppress(ValueError, RayError, RuntimeError):
+        ray.kill(ray.get_actor(name))

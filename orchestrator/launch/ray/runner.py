@@ -1,6 +1,7 @@
 """A Ray actor on a node of the cluster that starts and watches one process of the fleet.
 
-It outlives the launcher, so that the fleet goes on serving; the next launcher finds it by its name.
+It outlives the launcher, so that the fleet goes on serving; the next launcher finds it by its name. What they tell each
+other is MessagePack, so that none is a pickle.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import contextlib
 import os
 from collections import deque
 from pathlib import Path
+from typing import Union
 
 import msgspec
 import ray
@@ -23,11 +25,61 @@ from orchestrator.launch.host.machine import Share
 from orchestrator.launch.host.process import CannotRun, LocalProcess, ProcessSpec, adopt_orphans
 from orchestrator.launch.host.run_folder import base_folder
 from orchestrator.launch.machines import Setup
-from orchestrator.launch.ray.wire import Ended, NotStarted, Order, RunWorker, Started, decode_order, encode
 from orchestrator.process.own_files import make_folder, write_text
+from orchestrator.types import Role
 
 _KEPT_LINES = 1000  # of output that no launcher has fetched
 _LOOK_EVERY_S = 5.0  # for shared memory that the process uses
+
+
+class RunWorker(msgspec.Struct, tag="worker", frozen=True):
+    """To a runner: run this worker on your node. The model of `config` is not resolved: its path depends on the
+    node. `ranks`: the workers of its unit; none for a worker that is alone."""
+
+    config: Config
+    name: str
+    role: Role
+    generation: int = 0
+    ranks: tuple[str, ...] = ()
+
+
+class RunFrontend(msgspec.Struct, tag="frontend", frozen=True):
+    """To a runner: run this frontend on your node."""
+
+    config: Config
+    name: str
+    index: int
+    generation: int = 0
+
+
+class Started(msgspec.Struct, tag="started", frozen=True):
+    """From a runner: the process runs, by this order or by an earlier one."""
+
+    pid: int
+    identity: str  # see orchestrator.process.parent
+
+
+class NotStarted(msgspec.Struct, tag="not_started", frozen=True):
+    """From a runner: it could not be started. `never`: its node cannot run this program."""
+
+    reason: str
+    never: bool = False
+
+
+class Ended(msgspec.Struct, tag="ended", frozen=True):
+    """From a runner: how the process ended. `code` is negative for a signal, `reason` what the process said."""
+
+    code: int
+    reason: str | None = None
+    final: bool = False
+
+
+Order = Union[RunWorker, RunFrontend]
+Reply = Union[Started, NotStarted, Ended]
+
+encode = msgspec.msgpack.Encoder().encode
+decode_order = msgspec.msgpack.Decoder(Order).decode
+decode_reply = msgspec.msgpack.Decoder(Reply).decode
 
 
 class Runner:

@@ -18,7 +18,7 @@ import msgspec
 
 from orchestrator.simulator.profile import Profile
 from orchestrator.simulator.real.client import MeasureError, Target
-from orchestrator.simulator.real.prompts import Prompts
+from orchestrator.simulator.real.drive import Prompts
 
 DECODE_TOKENS = 48
 SHORT_PROMPT = 32

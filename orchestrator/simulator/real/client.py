@@ -69,15 +69,6 @@ class Target:
     async def __aexit__(self, *_: object) -> None:
         await self._client.close()
 
-    async def fleet(self, operator_key: str | None = None) -> dict:
-        """The server's `/fleet` page; empty if it has none."""
-        headers = {"authorization": f"Bearer {operator_key}"} if operator_key else {}
-        try:
-            async with self._client.get(f"{self.url}/fleet", headers=headers) as answer:
-                return await answer.json() if answer.status == 200 else {}
-        except (aiohttp.ClientError, TimeoutError, ValueError):
-            return {}
-
     async def complete(self, prompt: list[int] | str, output_tokens: int, since: float | None = None) -> Timing:
         """Send a request and time its answer. `since`: when its user began to wait, by `time.perf_counter`; None
         means now. Raises MeasureError for anything but a complete answer."""

@@ -47,21 +47,26 @@ def page(title: str, rows: Sequence[Sequence[str]], runs: Sequence[tuple[Run, Fi
         _chart("Time between tokens: share of gaps", "s", itl, log_x=True),
         _chart("Time to first token, s, over the run", "s since its start", over_time),
     ]
-    ratio_rows = [["figure", "ratio", "least", "most", "better in every turn"]]
-    for r in compared:
-        name = r.name if r.rate is None else f"{r.name} at {r.rate:.3g}/s"
-        ratio_rows.append([name, f"{r.median:.2f}", f"{r.least:.2f}", f"{r.most:.2f}", r.better])
     parts = [
         f"<!doctype html><html lang=en><meta charset=utf-8><title>{html.escape(title)}</title>",
         "<meta name=viewport content='width=device-width, initial-scale=1'>",
         f"<style>{_STYLE}</style><h1>{html.escape(title)}</h1>",
         *(_warning(name, figures) for name, _, figures in named if figures.client_was_the_bottleneck),
         _table(list(zip(*rows, strict=True))),
-        *(["<h2>First server over second, in turns</h2>", _table(ratio_rows)] if compared else []),
+        *(["<h2>First server over second, in turns</h2>", _table(ratio_rows(compared))] if compared else []),
         *(f"<figure>{chart}</figure>" for chart in charts),
         "</html>",
     ]
     return "\n".join(parts)
+
+
+def ratio_rows(compared: Sequence[Ratio]) -> list[list[str]]:
+    """Names, then a row for each ratio."""
+    rows = [["figure", "ratio", "least", "most", "better in every turn"]]
+    for r in compared:
+        name = r.name if r.rate is None else f"{r.name} at {r.rate:.3g}/s"
+        rows.append([name, f"{r.median:.2f}", f"{r.least:.2f}", f"{r.most:.2f}", r.better])
+    return rows
 
 
 def _name(figures: Figures, before: Sequence[Figures]) -> str:

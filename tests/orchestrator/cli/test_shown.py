@@ -13,8 +13,8 @@ from rich.console import Console as RichConsole
 from support_redis import fresh_namespace, job, running_server
 
 from orchestrator.cli.config import show
-from orchestrator.cli.doctor.check import Check
 from orchestrator.cli.doctor.command import _Shown
+from orchestrator.cli.doctor.host import Check
 from orchestrator.cli.look import status as status_module
 from orchestrator.cli.look.logs import _print_event
 from orchestrator.cli.look.views import balance_lines, fleet_view

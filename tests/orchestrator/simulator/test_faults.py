@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from orchestrator.config.settings import ConfigError
-from orchestrator.simulator.faults import Faults
+from orchestrator.simulator import faults
 from orchestrator.simulator.loads import synthetic
 from orchestrator.simulator.profile import Profile
 from orchestrator.simulator.settings import SHIPPED, Settings, changed, stack, stack_names
@@ -37,9 +37,8 @@ def random_run(seed: int) -> Simulation:
         seed=seed,
     )
     sim = Simulation(settings, Load("random", arrivals, 512))
-    faults = Faults(sim)
     for _ in range(rng.randrange(5)):
-        faults.kill(rng.choice(list(sim.workers)), rng.random() * now, rng.choice([1.0, 3.0, 10.0]))
+        faults.kill(sim, rng.choice(list(sim.workers)), rng.random() * now, rng.choice([1.0, 3.0, 10.0]))
     return sim
 
 
@@ -58,4 +57,4 @@ def test_every_request_ends_and_every_block_is_free_again(seed):
 def test_an_unknown_worker_cannot_be_killed():
     sim = Simulation(Settings(prefill=1, decode=1, profile=PROFILE, stack=stack("ours")), synthetic("bursty", 5))
     with pytest.raises(ConfigError, match=r"worker p7.*p0, d0"):
-        Faults(sim).kill("p7", 1.0, 1.0)
+        faults.kill(sim, "p7", 1.0, 1.0)

@@ -10,8 +10,7 @@ import pytest
 from orchestrator.config.settings import ConfigError, SLOConfig
 from orchestrator.policy.placement import claim_timeout_s
 from orchestrator.policy.ratio import decision
-from orchestrator.simulator import ratio_control
-from orchestrator.simulator.faults import Faults
+from orchestrator.simulator import faults, ratio_control
 from orchestrator.simulator.job import Stay
 from orchestrator.simulator.loads import synthetic
 from orchestrator.simulator.profile import PROFILES, Profile, load_profile
@@ -397,9 +396,8 @@ def test_workers_that_die_during_fetches_lose_no_request():
     sim = simulate(conversations(), prefill=2, decode=2, kv={"fetch": "auto"}, **SMALL)
     for worker in ("p0", "p1"):
         sim.workers[worker].kv.total = 600
-    faults = Faults(sim)
     for number, name in enumerate(("p0", "d0", "p1", "d1") * 3):
-        faults.kill(name, 3.05 + 1.1 * number, 0.6)
+        faults.kill(sim, name, 3.05 + 1.1 * number, 0.6)
     sim.run()
     sim.finish_events()
     assert sim.fetches.outcomes["fetched"] > 5

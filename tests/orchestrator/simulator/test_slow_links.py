@@ -5,7 +5,6 @@ import random
 import pytest
 
 from orchestrator.policy.predict import estimates
-from orchestrator.simulator.faults import Faults
 from orchestrator.simulator.profile import PROFILES, load_profile
 from orchestrator.simulator.settings import SHIPPED, Settings, changed, stack
 from orchestrator.simulator.simulation import Simulation
@@ -26,7 +25,12 @@ def simulate(slow_for_s: float) -> Simulation:
     sim = Simulation(
         Settings(prefill=2, decode=2, profile=profile, stack=stack("ours", fixed)), Load("steady", arrivals, 0)
     )
-    Faults(sim).slow_links(SLOW_AT_S, slow_for_s, TIMES_SLOWER)
+
+    def carry(link_bytes_per_s: float, _: None) -> None:
+        sim.link_bytes_per_s = link_bytes_per_s
+
+    sim.at(SLOW_AT_S, carry, profile.link_bytes_per_s / TIMES_SLOWER)
+    sim.at(SLOW_AT_S + slow_for_s, carry, profile.link_bytes_per_s)
     return sim.run()
 
 

@@ -11,7 +11,7 @@ from orchestrator.config.simulated import Simulated
 from orchestrator.types import FinishReason
 from workers.engine import EngineRequest, InvalidEngineRequest, Phase
 from workers.sim.codec import SimCodec, WireRequest, WireSampling
-from workers.sim.tokens import TokenStream
+from workers.sim.request import TokenStream
 
 PROMPT = list(range(100, 180))
 

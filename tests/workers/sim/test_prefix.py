@@ -5,8 +5,8 @@ from support_sim import SimFixture, collect, request_of
 from orchestrator.config.simulated import Simulated
 from orchestrator.policy.prefix_keys import prefix_keys, salt_of
 from workers.engine import EngineRequest, Phase
+from workers.sim.caches import SimPrefixCache
 from workers.sim.codec import SimCodec, WireRequest, WireSampling
-from workers.sim.prefix import SimPrefixCache
 
 PROMPT = list(range(100, 180))  # five blocks
 

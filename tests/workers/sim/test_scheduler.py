@@ -8,10 +8,9 @@ from orchestrator.config.simulated import Simulated
 from orchestrator.policy.choices.steps import prompt_tokens_beside
 from orchestrator.types import FinishReason, KVEndpoint, KVSource
 from workers.engine import EngineLoad, InvalidEngineRequest, Phase
-from workers.sim.adapters import LOAD_S
-from workers.sim.request import SimRequest, SimState
+from workers.sim.caches import LOAD_S
+from workers.sim.request import SimRequest, SimState, TokenStream
 from workers.sim.scheduler import SimScheduler
-from workers.sim.tokens import TokenStream
 
 SOURCE = KVSource(KVEndpoint("peer", "h", 1), "k")
 

@@ -47,7 +47,10 @@ def test_number_of_threads_from_outside_holds(monkeypatch: pytest.MonkeyPatch) -
 
 def test_an_engine_that_is_ready_after_its_worker_stopped_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     from workers.vllm_engine.engine import VllmEngine
+    from workers.vllm_engine.launch import Setup
 
+    where = {"kv_host": "127.0.0.1", "kv_advertise": "127.0.0.1", "kv_port": 1}
+    setup = Setup(model="m", engine_args={}, engine_id="e", kv=KVConfig(), encrypted=False, **where)
     ready, failed, ends = threading.Event(), list[Any](), list[str]()
 
     class Late(VllmEngine):
@@ -56,14 +59,14 @@ def test_an_engine_that_is_ready_after_its_worker_stopped_is_ended(monkeypatch: 
             return SimpleNamespace(shutdown=lambda: ends.append("engine")), None
 
     async def stopped() -> None:
-        engine = Late("m", {}, engine_id="e", kv_host="127.0.0.1", kv_port=1, kv=KVConfig(), encrypted=False)
+        engine = Late(setup)
         starting = asyncio.create_task(engine.start())
         await asyncio.sleep(0.01)
         starting.cancel()
 
     monkeypatch.setattr(threading, "excepthook", failed.append)
     asyncio.run(stopped())  # its loop is closed
-    (thread,) = (each for each in threading.enumerate() if each.name == "pd-engine-start")
+    (thread,) = (each for each in threading.enumerate() if each.name == "pd-call")
     ready.set()
     thread.join(10)
     assert ends == ["engine"] and not failed

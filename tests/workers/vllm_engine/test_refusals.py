@@ -20,10 +20,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def build(model: Path, kv: KVConfig = KVConfig(), **engine_args: Any) -> Any:
-    from workers.vllm_engine.launch import build_config
+    from workers.vllm_engine.launch import Setup, build_config
 
-    defaults = {"skip_tokenizer_init": True, "dtype": "float32", "max_model_len": 512}
-    return build_config(str(model), defaults | engine_args, engine_id="e", kv_host="127.0.0.1", kv_port=1, kv=kv)
+    arguments = {"skip_tokenizer_init": True, "dtype": "float32", "max_model_len": 512} | engine_args
+    where = {"kv_host": "127.0.0.1", "kv_advertise": "127.0.0.1", "kv_port": 1}
+    return build_config(Setup(model=str(model), engine_args=arguments, engine_id="e", kv=kv, **where))
 
 
 def test_supported_configuration_is_built(model: Path) -> None:

@@ -8,7 +8,7 @@ import sys
 import msgspec
 import pytest
 
-from workers.vllm_engine.schema import schema, vllm_schema
+from workers.vllm_engine.identity import schema, vllm_schema
 
 pytestmark = pytest.mark.vllm
 
@@ -33,7 +33,7 @@ def request(*fields: object, **options: bool) -> type:
 
 
 def test_schema_is_equal_in_every_process():
-    command = "from workers.vllm_engine.schema import vllm_schema; print(vllm_schema())"
+    command = "from workers.vllm_engine.identity import vllm_schema; print(vllm_schema())"
     done = subprocess.run([sys.executable, "-c", command], text=True, capture_output=True, timeout=120)
     assert done.stdout.strip() == vllm_schema(), done.stderr
 
@@ -57,7 +57,7 @@ def test_schema_covers_nested_classes(part: type, monkeypatch: pytest.MonkeyPatc
     message = request(("outputs", list[Output] | None, None))
     before = schema(message)
     assert schema(request(("outputs", list[Output] | None, None))) == before
-    import workers.vllm_engine.schema as module
+    import workers.vllm_engine.identity as module
 
     fields = module._fields
     monkeypatch.setattr(

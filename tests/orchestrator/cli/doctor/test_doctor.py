@@ -10,8 +10,8 @@ import pytest
 from support_redis import fresh_namespace, running_server, worker
 
 from orchestrator.cli.doctor import host
-from orchestrator.cli.doctor.check import Check, at_least, at_most
 from orchestrator.cli.doctor.fleet import kv_checks, learned, redis_checks, written
+from orchestrator.cli.doctor.host import Check, at_least, at_most
 from orchestrator.cli.handle import FleetHandle, open_fleet
 from orchestrator.config.settings import Refused
 from orchestrator.store.client import connect

@@ -152,8 +152,7 @@ def test_who_decodes_an_image_gets_no_pixels(grid_positions: bool) -> None:
     from vllm.v1.engine import EngineCoreRequest
     from vllm.v1.serial_utils import MsgpackDecoder
 
-    from orchestrator.frontend.codec.vllm_codec import VllmCodec
-    from orchestrator.frontend.codec.vllm_fields import MediaRules
+    from orchestrator.frontend.codec.vllm_codec import MediaRules, VllmCodec
     from workers.vllm_engine.codec.withheld import is_withheld
 
     codec, decoder = VllmCodec(media=MediaRules(True, grid_positions)), MsgpackDecoder(EngineCoreRequest)
@@ -171,8 +170,7 @@ def test_who_decodes_an_image_gets_no_pixels(grid_positions: bool) -> None:
 @pytest.mark.parametrize(("grammar", "custom"), [("[ab]+", False), (None, True)])
 def test_pixels_stay_with_an_answer_that_no_other_worker_can_continue(grammar: str | None, custom: bool) -> None:
     """Decode could not give it back when it loses the KV."""
-    from orchestrator.frontend.codec.vllm_codec import VllmCodec
-    from orchestrator.frontend.codec.vllm_fields import MediaRules
+    from orchestrator.frontend.codec.vllm_codec import MediaRules, VllmCodec
 
     parsed = VllmCodec(custom, media=MediaRules(True, True)).read(with_image(grammar=grammar), 16)
     assert parsed.info.local_only is None and not parsed.resumable and parsed.frames_with_kv is None
@@ -182,7 +180,7 @@ def test_what_a_model_permits() -> None:
     """`codec` has no model: there images are prefilled where they decode."""
     from types import SimpleNamespace
 
-    from orchestrator.frontend.codec.vllm_fields import MediaRules
+    from orchestrator.frontend.codec.vllm_codec import MediaRules
 
     def rules(**differing: Any) -> Any:
         pruned = differing.pop("pruned", False)
@@ -258,16 +256,33 @@ def test_custom_logits_processors_may_count_tokens() -> None:
     assert not VllmCodec(custom_processors=True).read(request(), 16).resumable
 
 
+# Fields that permit both, whatever they are. Of media it depends on the model (`MediaRules`). Of sampling parameters:
+# the worker shrinks limits and cuts the trace by the tokens sent; a budget for thinking and the repetition penalty
+# count the prompt too; a seed starts anew.
+REQUEST_FREE = frozenset(
+    """request_id sampling_params arrival_time lora_request cache_salt data_parallel_rank prompt_is_token_ids
+    client_index current_wave priority trace_headers resumable external_req_id reasoning_ended reasoning_parser_kwargs
+    abort_immediately session_id kv_hints mm_features""".split()
+)
+SAMPLING_FREE = frozenset(
+    """repetition_penalty temperature watermarking top_p top_k min_p seed stop stop_token_ids ignore_eos max_tokens
+    min_tokens logprobs prompt_logprob_start logprob_token_ids flat_logprobs detokenize skip_special_tokens
+    spaces_between_special_tokens include_stop_str_in_output output_kind stream_interval skip_clone
+    output_text_buffer_length _eos_token_id _all_stop_token_ids _watermarking_skipped logit_bias allowed_token_ids
+    extra_args bad_words thinking_token_budget routed_experts_prompt_start trace_decode_token_ids""".split()
+)
+
+
 def test_every_field_of_a_request_is_known() -> None:
-    """A field that a newer vLLM adds: read what it does, and give it a row in `vllm_fields.py`."""
+    """A field that a newer vLLM adds: read what it does, and name it above, or give it a row in `vllm_codec.py`."""
     from vllm.sampling_params import SamplingParams
     from vllm.v1.engine import EngineCoreRequest
 
-    from orchestrator.frontend.codec import vllm_fields as fields
+    from orchestrator.frontend.codec import vllm_codec as fields
 
     for struct, limits, free in (
-        (EngineCoreRequest, fields.REQUEST_LIMITS, fields.REQUEST_FREE),
-        (SamplingParams, fields.SAMPLING_LIMITS, fields.SAMPLING_FREE),
+        (EngineCoreRequest, fields.REQUEST_LIMITS, REQUEST_FREE),
+        (SamplingParams, fields.SAMPLING_LIMITS, SAMPLING_FREE),
     ):
         assert limits.keys() | free == set(struct.__struct_fields__)
         assert limits.keys().isdisjoint(free)

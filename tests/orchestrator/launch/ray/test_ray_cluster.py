@@ -28,11 +28,9 @@ from orchestrator.launch.ray import connection as connection_module  # noqa: E40
 from orchestrator.launch.ray import places as places_module  # noqa: E402
 from orchestrator.launch.ray import process as process_module  # noqa: E402
 from orchestrator.launch.ray import runner as runner_module  # noqa: E402
-from orchestrator.launch.ray import runners as runners_module  # noqa: E402
 from orchestrator.launch.ray.places import Bundles  # noqa: E402
-from orchestrator.launch.ray.process import RayProcess  # noqa: E402
-from orchestrator.launch.ray.runners import Runners  # noqa: E402
-from orchestrator.launch.ray.wire import NotStarted, RunWorker, Started, decode_reply, encode  # noqa: E402
+from orchestrator.launch.ray.process import RayProcess, Runners  # noqa: E402
+from orchestrator.launch.ray.runner import NotStarted, RunWorker, Started, decode_reply, encode  # noqa: E402
 
 CONFIG = parse_config(
     {"model": "m", "engine": "sim", "redis": {"url": "redis://h"}, "launcher": {"kind": "ray", "gpus_per_rank": 2}}
@@ -417,9 +415,9 @@ class Actors:
         self.there: dict[str, Any] = {}
         self.asked = 0
         self.answers, self.killed = threading.Event(), queue.Queue[Any]()
-        monkeypatch.setattr(runners_module.ray, "remote", lambda runner: SimpleNamespace(options=self.options))
-        monkeypatch.setattr(runners_module.ray, "get_actor", self.get_actor)
-        monkeypatch.setattr(runners_module.ray, "kill", self.kill)
+        monkeypatch.setattr(process_module.ray, "remote", lambda runner: SimpleNamespace(options=self.options))
+        monkeypatch.setattr(process_module.ray, "get_actor", self.get_actor)
+        monkeypatch.setattr(process_module.ray, "kill", self.kill)
 
     def options(self, name: str, **_: object) -> SimpleNamespace:
         return SimpleNamespace(remote=lambda: self.make(name))

@@ -17,10 +17,9 @@ from orchestrator.cli.trial.compare import app as compare_app
 from orchestrator.config.settings import ConfigError
 from orchestrator.simulator.real import calibrate
 from orchestrator.simulator.real.client import MeasureError, Target
-from orchestrator.simulator.real.drive import Run, Sent, closed_loop, open_loop
+from orchestrator.simulator.real.drive import Prompts, Run, Sent, closed_loop, open_loop
 from orchestrator.simulator.real.figures import Ratio, figures, ratios
 from orchestrator.simulator.real.page import _chart, page
-from orchestrator.simulator.real.prompts import Prompts
 from orchestrator.simulator.trace import Arrival, Load, at_rate, steady
 
 

@@ -14,8 +14,7 @@ from orchestrator.simulator.profile import PROFILES, load_profile
 from orchestrator.simulator.real import calibrate
 from orchestrator.simulator.real.calibrate import Measured, fit_profile
 from orchestrator.simulator.real.client import MeasureError, Target, Timing
-from orchestrator.simulator.real.drive import open_loop
-from orchestrator.simulator.real.prompts import Prompts
+from orchestrator.simulator.real.drive import Prompts, open_loop
 from orchestrator.simulator.report import report
 from orchestrator.simulator.settings import Settings, stack
 from orchestrator.simulator.simulation import Simulation

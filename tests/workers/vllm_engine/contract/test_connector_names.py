@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-from workers.vllm_engine.contract.connector_names import connector_checks
+from support_connector_checks import connector_checks
 
 KNOWN: dict[str, dict[str, Any]] = tomllib.loads(Path(__file__).with_name("connector_checks.toml").read_text())
 

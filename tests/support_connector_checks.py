@@ -1,6 +1,6 @@
 """Finds in vLLM's source every place that asks for a KV connector by its name or class.
 
-Such a check passes ours over. `connector_checks.toml`, beside the test, says what each checks and what answers it here.
+Such a check passes ours over. `connector_checks.toml` of the test says what each checks and what answers it here.
 """
 
 from __future__ import annotations
