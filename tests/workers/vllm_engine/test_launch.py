@@ -74,11 +74,12 @@ def test_an_engine_that_is_ready_after_its_worker_stopped_is_ended(monkeypatch: 
 
 def test_each_rank_of_a_group_takes_the_first_gpus_that_it_sees(tmp_path: Path) -> None:
     """vLLM would count from a rank's number on its host. Whoever starts a rank shows it its own GPUs only."""
-    from workers.vllm_engine.launch import build_config
+    from workers.vllm_engine.launch import Setup, build_config
 
     model, group = special_model(tmp_path / "experts", "experts"), Group(9, 16, "127.0.0.1", 2)
     args = {"skip_tokenizer_init": True, "dtype": "float32", "max_model_len": 512, "data_parallel_size": 16}
-    where = {"engine_id": "e", "kv_host": "127.0.0.1"}
-    parallel = build_config(str(model), args, kv_port=1, kv=KVConfig(), group=group, **where).parallel_config
+    where = {"kv_host": "127.0.0.1", "kv_advertise": "127.0.0.1", "kv_port": 1}
+    setup = Setup(model=str(model), engine_args=args, engine_id="e", kv=KVConfig(), **where)
+    parallel = build_config(setup, group).parallel_config
     assert (parallel.data_parallel_rank, parallel.data_parallel_size) == (9, 16)
     assert (parallel.data_parallel_size_local, parallel.data_parallel_rank_local) == (1, None)
