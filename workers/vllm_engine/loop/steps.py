@@ -14,6 +14,7 @@ from workers.load.board import Board
 
 TPOT = "PD_TPOT_S"  # the objective of those that decode beside prompts for other engines; 0: none
 _STARTS = (RequestStatus.WAITING, RequestStatus.PREEMPTED)
+_LEAST = 2  # tokens of a prompt in a step: one looks like the first token after KV has come
 
 
 def steps_of(engine: Any) -> Steps | PacedSteps | None:
@@ -122,12 +123,13 @@ def schedule_at_most(scheduler: Any, chunk: int | None, beside: int, schedule: C
     config, most = scheduler.scheduler_config, scheduler.max_num_scheduled_tokens
     long = config.long_prefill_token_threshold
     if chunk is not None and config.enable_chunked_prefill and not config.disable_chunked_mm_input:
-        # vLLM ends where a request that decodes first after its KV has come is cut, its drafts included. And a prompt
-        # does not go on with less than the tokens of it that drafts look ahead.
-        least = max(1 + scheduler.num_spec_tokens, scheduler.num_prefill_lookahead)
-        prompts = sum(request.num_tokens - request.num_computed_tokens > 1 for request in scheduler.running)
-        config.long_prefill_token_threshold = max(least, min(chunk // max(1, prompts), long or chunk))
-        scheduler.max_num_scheduled_tokens = min(most, max(least, chunk) + beside)
+        # vLLM ends where a request that decodes first after its KV has come is cut, its drafts included. A prompt does
+        # not go on with less than the tokens of it that drafts look ahead, nor with one, by which nothing is learned.
+        least = max(_LEAST, 1 + scheduler.num_spec_tokens, scheduler.num_prefill_lookahead)
+        prompts = max(1, sum(request.num_tokens - request.num_computed_tokens > 1 for request in scheduler.running))
+        share = max(least, min(chunk // prompts, long or chunk))
+        config.long_prefill_token_threshold = share
+        scheduler.max_num_scheduled_tokens = min(most, max(chunk, share * prompts) + beside)
     try:
         return schedule()
     finally:

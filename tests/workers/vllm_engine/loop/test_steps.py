@@ -220,6 +220,23 @@ def test_a_prompt_whose_last_step_is_under_way_is_none_that_decodes(alone: FakeE
     assert alone.seen == [(LIMIT, 0)]
 
 
+def test_a_first_prompt_that_waited_for_a_compiler_is_forgotten_by_an_engine_too(alone: FakeEngine) -> None:
+    """vLLM tells tokens of prompts and requests that have them, of which one may have the first token after its KV."""
+    from workers.vllm_engine.loop.steps import steps_of
+
+    steps, scheduler, decodes = steps_of(alone), alone.scheduler, request(101, 100, "RUNNING")
+    assert steps is not None
+    scheduler.running = [goes_elsewhere(9000, 200), goes_elsewhere(9000, 200), decodes]
+    steps.ended(True, 60_000.0, SimpleNamespace(num_ctx_requests=1, num_ctx_tokens=1001, num_generation_requests=1))
+    for _ in range(40):
+        scheduler.schedule(False)
+        (tokens, share), prompts = alone.seen[-1], 2
+        assert tokens >= prompts * share + 1, "those that decode have their place behind them"
+        computed = SimpleNamespace(num_ctx_requests=2, num_ctx_tokens=2 * share, num_generation_requests=1)
+        steps.ended(True, 10.0 + 0.1 * 2 * share, computed)
+    assert alone.seen[-1][1] == pytest.approx(CHUNK / 2, rel=0.1)
+
+
 def test_drafts_and_what_they_look_ahead_are_not_cut_off(alone: FakeEngine) -> None:
     """vLLM ends at a request whose KV has come and that is given less than a token and its drafts."""
     alone.scheduler.num_spec_tokens, alone.scheduler.num_prefill_lookahead = CHUNK + 10, CHUNK + 20
@@ -253,7 +270,10 @@ def test_without_an_objective_an_engine_that_steps_alone_is_left_as_it_is(monkey
     assert steps_of(engine) is None and engine.scheduler.schedule == engine.schedule
 
 
-def test_of_several_prompts_none_takes_the_place_of_those_that_decode_behind_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("chunk", "share"), [(24, 12), (1, 2)])
+def test_of_several_prompts_none_takes_the_place_of_those_that_decode_behind_it(
+    tmp_path: Path, chunk: int, share: int
+) -> None:
     """By vLLM's own scheduler, which takes what runs in the order in which it has begun."""
     from vllm.sampling_params import SamplingParams
     from vllm.utils.hashing import sha256
@@ -272,5 +292,5 @@ def test_of_several_prompts_none_takes_the_place_of_those_that_decode_behind_it(
     keys = list(step.num_scheduled_tokens)
     sampled = ModelRunnerOutput(keys, {key: at for at, key in enumerate(keys)}, [[], [], [7]])
     scheduler.update_from_output(step, sampled)
-    step = schedule_at_most(scheduler, 24, 2, scheduler.schedule)
-    assert step.num_scheduled_tokens == {"first": 12, "second": 12, "decodes": 1}
+    step = schedule_at_most(scheduler, chunk, 1, scheduler.schedule)
+    assert step.num_scheduled_tokens == {"first": share, "second": share, "decodes": 1}
