@@ -9,7 +9,7 @@ from typing import Any
 
 from vllm.v1.request import RequestStatus
 
-from orchestrator.policy.choices.steps import StepTimes
+from orchestrator.policy.choices.steps import StepTimes, share_of
 from workers.load.board import Board
 
 TPOT = "PD_TPOT_S"  # the objective of those that decode beside prompts for other engines; 0: none
@@ -126,10 +126,12 @@ def schedule_at_most(scheduler: Any, chunk: int | None, beside: int, schedule: C
         # vLLM ends where a request that decodes first after its KV has come is cut, its drafts included. A prompt does
         # not go on with less than the tokens of it that drafts look ahead, nor with one, by which nothing is learned.
         least = max(_LEAST, 1 + scheduler.num_spec_tokens, scheduler.num_prefill_lookahead)
-        prompts = max(1, sum(request.num_tokens - request.num_computed_tokens > 1 for request in scheduler.running))
-        share = max(least, min(chunk // prompts, long or chunk))
+        lefts = [request.num_tokens - request.num_computed_tokens for request in scheduler.running]
+        prompts = [left for left in lefts if left > 1]
+        share = max(least, min(share_of(chunk, prompts), long or chunk))
         config.long_prefill_token_threshold = share
-        scheduler.max_num_scheduled_tokens = min(most, max(chunk, share * prompts) + beside)
+        all_of_prompts = max(least, chunk, sum(min(share, left) for left in prompts))
+        scheduler.max_num_scheduled_tokens = min(most, all_of_prompts + beside)
     try:
         return schedule()
     finally:

@@ -270,9 +270,9 @@ def test_without_an_objective_an_engine_that_steps_alone_is_left_as_it_is(monkey
     assert steps_of(engine) is None and engine.scheduler.schedule == engine.schedule
 
 
-@pytest.mark.parametrize(("chunk", "share"), [(24, 12), (1, 2)])
+@pytest.mark.parametrize(("chunk", "left", "shares"), [(24, 168, (12, 12)), (24, 6, (6, 18)), (1, 168, (2, 2))])
 def test_of_several_prompts_none_takes_the_place_of_those_that_decode_behind_it(
-    tmp_path: Path, chunk: int, share: int
+    tmp_path: Path, chunk: int, left: int, shares: tuple[int, int]
 ) -> None:
     """By vLLM's own scheduler, which takes what runs in the order in which it has begun."""
     from vllm.sampling_params import SamplingParams
@@ -285,7 +285,7 @@ def test_of_several_prompts_none_takes_the_place_of_those_that_decode_behind_it(
 
     init_none_hash(sha256)
     scheduler, hasher = scheduler_of(tmp_path / "tiny", blocks=50), get_request_block_hasher(16, sha256)
-    for place, (name, tokens) in enumerate({"first": 200, "second": 200, "decodes": 16}.items()):
+    for place, (name, tokens) in enumerate({"first": 32 + left, "second": 200, "decodes": 16}.items()):
         prompt, sampling = [7 + place] * tokens, SamplingParams(max_tokens=9)
         scheduler.add_request(Request(name, prompt, sampling, None, arrival_time=place, block_hasher=hasher))
     step = scheduler.schedule()
@@ -293,4 +293,4 @@ def test_of_several_prompts_none_takes_the_place_of_those_that_decode_behind_it(
     sampled = ModelRunnerOutput(keys, {key: at for at, key in enumerate(keys)}, [[], [], [7]])
     scheduler.update_from_output(step, sampled)
     step = schedule_at_most(scheduler, chunk, 1, scheduler.schedule)
-    assert step.num_scheduled_tokens == {"first": share, "second": share, "decodes": 1}
+    assert step.num_scheduled_tokens == {"first": shares[0], "second": shares[1], "decodes": 1}
