@@ -121,7 +121,7 @@ def schedule_at_most(scheduler: Any, chunk: int | None, beside: int, schedule: C
     one leaves, the next would take from all behind it. Where the model or the user wants prompts or images to be
     computed whole, they are."""
     config, most = scheduler.scheduler_config, scheduler.max_num_scheduled_tokens
-    long = config.long_prefill_token_threshold
+    long, raised = config.long_prefill_token_threshold, scheduler.adaptive_long_prefill_threshold
     if chunk is not None and config.enable_chunked_prefill and not config.disable_chunked_mm_input:
         # vLLM ends where a request that decodes first after its KV has come is cut, its drafts included. A prompt does
         # not go on with less than the tokens of it that drafts look ahead, nor with one, by which nothing is learned.
@@ -130,9 +130,11 @@ def schedule_at_most(scheduler: Any, chunk: int | None, beside: int, schedule: C
         prompts = [left for left in lefts if left > 1]
         share = max(least, min(share_of(chunk, prompts), long or chunk))
         config.long_prefill_token_threshold = share
+        scheduler.adaptive_long_prefill_threshold = False  # vLLM would raise it where few requests run
         all_of_prompts = max(least, chunk, sum(min(share, left) for left in prompts))
         scheduler.max_num_scheduled_tokens = min(most, all_of_prompts + beside)
     try:
         return schedule()
     finally:
-        scheduler.max_num_scheduled_tokens, config.long_prefill_token_threshold = most, long
+        scheduler.max_num_scheduled_tokens, scheduler.adaptive_long_prefill_threshold = most, raised
+        config.long_prefill_token_threshold = long

@@ -32,6 +32,7 @@ class FakeEngine:
             num_prefill_lookahead=0,
             max_num_active_reqs=8,
             max_num_scheduled_tokens=LIMIT,
+            adaptive_long_prefill_threshold=False,
             scheduler_config=SimpleNamespace(
                 long_prefill_token_threshold=0, enable_chunked_prefill=True, disable_chunked_mm_input=False
             ),
@@ -292,5 +293,7 @@ def test_of_several_prompts_none_takes_the_place_of_those_that_decode_behind_it(
     keys = list(step.num_scheduled_tokens)
     sampled = ModelRunnerOutput(keys, {key: at for at, key in enumerate(keys)}, [[], [], [7]])
     scheduler.update_from_output(step, sampled)
+    scheduler.adaptive_long_prefill_threshold = True  # as `long_prefill_token_threshold_adaptive` sets it
     step = schedule_at_most(scheduler, chunk, 1, scheduler.schedule)
+    assert scheduler.adaptive_long_prefill_threshold
     assert step.num_scheduled_tokens == {"first": shares[0], "second": shares[1], "decodes": 1}
