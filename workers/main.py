@@ -17,7 +17,7 @@ from typing import Any
 
 import uvloop
 
-from orchestrator.config.engine_args import check_environment, environment
+from orchestrator.config.engine_args import check_workers_environment, environment
 from orchestrator.config.settings import ConfigError
 from orchestrator.config.shared import differences
 from orchestrator.process.command_line import CommandLine
@@ -68,7 +68,7 @@ def main(role: Role, arguments: list[str]) -> int:
         if parsed.generation is None:
             parsed = _with_rolled_out_config(parsed, arguments)
         os.environ.update(environment(parsed.config, role))
-        check_environment()
+        check_workers_environment(parsed.config, role)
         logging = parsed.config.logging
         set_up_logging(parsed.worker_id, logging.format, logging.level)
         if keys := ", ".join(differences(own, parsed.config)):
@@ -96,7 +96,7 @@ def _with_rolled_out_config(own: WorkerSettings, arguments: list[str]) -> Worker
 
     Errors of its own configuration are raised first, whether Redis answers or not. Raises ConfigError, RedisAway.
     """
-    check_environment(environment(own.config, own.role))
+    check_workers_environment(own.config, own.role)
     _listen(own)[1].close()
     version = asyncio.run(_rolled_out(own))
     return own if version is None else parse(own.role, arguments, version)

@@ -98,20 +98,25 @@ def check_installed(config: Config) -> None:
 
 def check_environment(changes: Mapping[str, str] | None = None) -> None:
     """Check this process's environment, with `changes`. Raises ConfigError where vLLM would unpickle messages, which
-    could then run code, where engines have no TCP connections, by which they tell that one has ended, and for a key
-    that no client can send."""
-    values = {**os.environ, **(changes or {})}
-    if values.get(_UNPICKLES, "0") not in ("", "0"):
+    could then run code, and for a key that no client can send."""
+    if {**os.environ, **(changes or {})}.get(_UNPICKLES, "0") not in ("", "0"):
         raise ConfigError(f"{_UNPICKLES}: messages between hosts are never unpickled; unset it, and in workers.env")
-    transports = values.get(_TRANSPORTS, "")
-    if transports and transports.startswith("^") != {"tcp", "all"}.isdisjoint(transports.lstrip("^").split(",")):
+    for name in (OPERATOR_KEY, API_KEY):
+        if not is_key(os.environ.get(name, "")):
+            raise ConfigError(f"{name}: expected text {KEY_IS}; see whether it ends with a line break")
+
+
+def check_workers_environment(config: Config, role: Role) -> None:
+    """As `check_environment`, for workers of this role. Raises ConfigError also where their engines would have no TCP
+    connections, by which they tell that one has ended."""
+    check_environment(changes := environment(config, role))
+    transports = {**os.environ, **changes}.get(_TRANSPORTS, "")
+    named = {each.removeprefix("\\") for each in transports.lstrip("^").split(",")}  # UCX takes spaces as part of names
+    if config.engine == "vllm" and transports not in ("", "all") and transports.startswith("^") == ("tcp" in named):
         raise ConfigError(
             f"{_TRANSPORTS}: expected tcp among them, also where KV goes over others, got {transports!r}: by its "
             "connections an engine is cut off, and known to have ended; add it, here or in workers.env"
         )
-    for name in (OPERATOR_KEY, API_KEY):
-        if not is_key(os.environ.get(name, "")):
-            raise ConfigError(f"{name}: expected text {KEY_IS}; see whether it ends with a line break")
 
 
 def ranks(config: Config, role: Role) -> int:
@@ -257,7 +262,7 @@ def check_engine_args(config: Config) -> None:
     for section, arguments in sections.items():
         check_arguments(config, arguments, section)
     for role in Role:
-        check_environment(environment(config, role))
+        check_workers_environment(config, role)
         if pool(config, role).replicas:
             check_arguments(config, engine_args(config, role), "workers.engine_args", role)
     _check_groups(config)

@@ -9,6 +9,7 @@ batches each sequence there would wait for all prompts that it takes. What a dec
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 from orchestrator.policy.predict.estimates import Smoothed
 
@@ -26,6 +27,17 @@ def prompt_tokens_beside(tpot_s: float, beside_s: float, s_per_token: float) -> 
     that a prompt takes at most twice as long as by itself: there the sequences are late, or nearly, without it.
     """
     return max(1, int(max(STEP_MARGIN * tpot_s - beside_s, beside_s) / max(s_per_token, _LEAST_S)))
+
+
+def share_of(tokens: int, prompts: Sequence[int]) -> int:
+    """The most that each of these prompts may have of a step for all of them to have `tokens`; all where they fit."""
+    left = tokens
+    for place, prompt in enumerate(sorted(prompts)):
+        sharing = len(prompts) - place
+        if prompt * sharing > left:
+            return left // sharing
+        left -= prompt
+    return tokens
 
 
 class StepTimes:

@@ -9,6 +9,7 @@ import pytest
 from support_wait import DEADLINE_S
 
 from orchestrator.cli.config import checked_models
+from orchestrator.config.engine_args import check_environment
 from orchestrator.config.settings import ConfigError
 from orchestrator.config.yaml_text import line_of
 from orchestrator.types import Role
@@ -114,18 +115,31 @@ def test_environment_that_unpickles_is_refused(tmp_path: Path) -> None:
         ("rc,cuda_ipc,sm,self", False),
         ("^tcp", False),
         ("^ib,tcp", False),
+        ("rc, tcp", False),
+        ("self,all", False),
         ("rc,tcp", True),
+        ("rc,\\tcp", True),
         ("all", True),
         ("^ib", True),
     ],
 )
 def test_engines_without_tcp_connections_are_refused(tmp_path: Path, transports: str, taken: bool) -> None:
-    file = written(tmp_path, "dtype: float32", f'  env: {{UCX_TLS: "{transports}"}}\n')
+    file = written(tmp_path, "dtype: float32", f"  env: {{UCX_TLS: '{transports}'}}\n")
     if taken:
         checked_models(file)
         return
     with pytest.raises(ConfigError, match="UCX_TLS: expected tcp among them"):
         checked_models(file)
+
+
+def test_transports_are_asked_of_engines_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cluster's shells may set them for other programs; `workers.env` goes first."""
+    monkeypatch.setenv("UCX_TLS", "rc,sm")
+    check_environment()
+    with pytest.raises(ConfigError, match="UCX_TLS: expected tcp among them"):
+        checked_models(written(tmp_path, "dtype: float32"))
+    checked_models(written(tmp_path, "dtype: float32", "  env: {UCX_TLS: all}\n"))
+    checked_models(written(tmp_path, "max_model_len: 400", "engine: sim\n"))
 
 
 def test_sequence_of_a_simulated_engine_must_fit(tmp_path: Path) -> None:

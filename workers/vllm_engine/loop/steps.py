@@ -9,11 +9,12 @@ from typing import Any
 
 from vllm.v1.request import RequestStatus
 
-from orchestrator.policy.choices.steps import StepTimes
+from orchestrator.policy.choices.steps import StepTimes, share_of
 from workers.load.board import Board
 
 TPOT = "PD_TPOT_S"  # the objective of those that decode beside prompts for other engines; 0: none
 _STARTS = (RequestStatus.WAITING, RequestStatus.PREEMPTED)
+_LEAST = 2  # tokens of a prompt in a step: one looks like the first token after KV has come
 
 
 def steps_of(engine: Any) -> Steps | PacedSteps | None:
@@ -120,15 +121,20 @@ def schedule_at_most(scheduler: Any, chunk: int | None, beside: int, schedule: C
     one leaves, the next would take from all behind it. Where the model or the user wants prompts or images to be
     computed whole, they are."""
     config, most = scheduler.scheduler_config, scheduler.max_num_scheduled_tokens
-    long = config.long_prefill_token_threshold
+    long, raised = config.long_prefill_token_threshold, scheduler.adaptive_long_prefill_threshold
     if chunk is not None and config.enable_chunked_prefill and not config.disable_chunked_mm_input:
-        # vLLM ends where a request that decodes first after its KV has come is cut, its drafts included. And a prompt
-        # does not go on with less than the tokens of it that drafts look ahead.
-        least = max(1 + scheduler.num_spec_tokens, scheduler.num_prefill_lookahead)
-        prompts = sum(request.num_tokens - request.num_computed_tokens > 1 for request in scheduler.running)
-        config.long_prefill_token_threshold = max(least, min(chunk // max(1, prompts), long or chunk))
-        scheduler.max_num_scheduled_tokens = min(most, max(least, chunk) + beside)
+        # vLLM ends where a request that decodes first after its KV has come is cut, its drafts included. A prompt does
+        # not go on with less than the tokens of it that drafts look ahead, nor with one, by which nothing is learned.
+        least = max(_LEAST, 1 + scheduler.num_spec_tokens, scheduler.num_prefill_lookahead)
+        lefts = [request.num_tokens - request.num_computed_tokens for request in scheduler.running]
+        prompts = [left for left in lefts if left > 1]
+        share = max(least, min(share_of(chunk, prompts), long or chunk))
+        config.long_prefill_token_threshold = share
+        scheduler.adaptive_long_prefill_threshold = False  # vLLM would raise it where few requests run
+        all_of_prompts = max(least, chunk, sum(min(share, left) for left in prompts))
+        scheduler.max_num_scheduled_tokens = min(most, all_of_prompts + beside)
     try:
         return schedule()
     finally:
-        scheduler.max_num_scheduled_tokens, config.long_prefill_token_threshold = most, long
+        scheduler.max_num_scheduled_tokens, scheduler.adaptive_long_prefill_threshold = most, raised
+        config.long_prefill_token_threshold = long

@@ -2,7 +2,7 @@
 
 import pytest
 
-from orchestrator.policy.choices.steps import STEP_MARGIN, StepTimes, prompt_tokens_beside
+from orchestrator.policy.choices.steps import STEP_MARGIN, StepTimes, prompt_tokens_beside, share_of
 
 TPOT_S = 0.1
 
@@ -11,6 +11,15 @@ TPOT_S = 0.1
 def test_a_step_lasts_no_longer_than_the_objective(beside_s):
     tokens = prompt_tokens_beside(TPOT_S, beside_s, 1e-4)
     assert beside_s + tokens * 1e-4 <= STEP_MARGIN * TPOT_S < beside_s + (tokens + 1) * 1e-4
+
+
+@pytest.mark.parametrize(
+    ("tokens", "prompts", "share"),
+    [(100, [], 100), (100, [30, 70], 100), (100, [500, 7, 400], 46), (100, [500, 400, 300], 33), (2, [9, 9, 9], 0)],
+)
+def test_prompts_share_a_step_and_short_ones_leave_the_rest_to_others(tokens, prompts, share):
+    assert share_of(tokens, prompts) == share
+    assert tokens - len(prompts) < sum(min(share, prompt) for prompt in prompts) <= tokens or not prompts
 
 
 @pytest.mark.parametrize("beside_s", [0.06, 0.09, 0.2])

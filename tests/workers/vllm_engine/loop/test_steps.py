@@ -32,6 +32,7 @@ class FakeEngine:
             num_prefill_lookahead=0,
             max_num_active_reqs=8,
             max_num_scheduled_tokens=LIMIT,
+            adaptive_long_prefill_threshold=False,
             scheduler_config=SimpleNamespace(
                 long_prefill_token_threshold=0, enable_chunked_prefill=True, disable_chunked_mm_input=False
             ),
@@ -220,6 +221,23 @@ def test_a_prompt_whose_last_step_is_under_way_is_none_that_decodes(alone: FakeE
     assert alone.seen == [(LIMIT, 0)]
 
 
+def test_a_first_prompt_that_waited_for_a_compiler_is_forgotten_by_an_engine_too(alone: FakeEngine) -> None:
+    """vLLM tells tokens of prompts and requests that have them, of which one may have the first token after its KV."""
+    from workers.vllm_engine.loop.steps import steps_of
+
+    steps, scheduler, decodes = steps_of(alone), alone.scheduler, request(101, 100, "RUNNING")
+    assert steps is not None
+    scheduler.running = [goes_elsewhere(9000, 200), goes_elsewhere(9000, 200), decodes]
+    steps.ended(True, 60_000.0, SimpleNamespace(num_ctx_requests=1, num_ctx_tokens=1001, num_generation_requests=1))
+    for _ in range(40):
+        scheduler.schedule(False)
+        (tokens, share), prompts = alone.seen[-1], 2
+        assert tokens >= prompts * share + 1, "those that decode have their place behind them"
+        computed = SimpleNamespace(num_ctx_requests=2, num_ctx_tokens=2 * share, num_generation_requests=1)
+        steps.ended(True, 10.0 + 0.1 * 2 * share, computed)
+    assert alone.seen[-1][1] == pytest.approx(CHUNK / 2, rel=0.1)
+
+
 def test_drafts_and_what_they_look_ahead_are_not_cut_off(alone: FakeEngine) -> None:
     """vLLM ends at a request whose KV has come and that is given less than a token and its drafts."""
     alone.scheduler.num_spec_tokens, alone.scheduler.num_prefill_lookahead = CHUNK + 10, CHUNK + 20
@@ -253,7 +271,10 @@ def test_without_an_objective_an_engine_that_steps_alone_is_left_as_it_is(monkey
     assert steps_of(engine) is None and engine.scheduler.schedule == engine.schedule
 
 
-def test_of_several_prompts_none_takes_the_place_of_those_that_decode_behind_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("chunk", "left", "shares"), [(24, 168, (12, 12)), (24, 6, (6, 18)), (1, 168, (2, 2))])
+def test_of_several_prompts_none_takes_the_place_of_those_that_decode_behind_it(
+    tmp_path: Path, chunk: int, left: int, shares: tuple[int, int]
+) -> None:
     """By vLLM's own scheduler, which takes what runs in the order in which it has begun."""
     from vllm.sampling_params import SamplingParams
     from vllm.utils.hashing import sha256
@@ -265,12 +286,14 @@ def test_of_several_prompts_none_takes_the_place_of_those_that_decode_behind_it(
 
     init_none_hash(sha256)
     scheduler, hasher = scheduler_of(tmp_path / "tiny", blocks=50), get_request_block_hasher(16, sha256)
-    for place, (name, tokens) in enumerate({"first": 200, "second": 200, "decodes": 16}.items()):
+    for place, (name, tokens) in enumerate({"first": 32 + left, "second": 200, "decodes": 16}.items()):
         prompt, sampling = [7 + place] * tokens, SamplingParams(max_tokens=9)
         scheduler.add_request(Request(name, prompt, sampling, None, arrival_time=place, block_hasher=hasher))
     step = scheduler.schedule()
     keys = list(step.num_scheduled_tokens)
     sampled = ModelRunnerOutput(keys, {key: at for at, key in enumerate(keys)}, [[], [], [7]])
     scheduler.update_from_output(step, sampled)
-    step = schedule_at_most(scheduler, 24, 2, scheduler.schedule)
-    assert step.num_scheduled_tokens == {"first": 12, "second": 12, "decodes": 1}
+    scheduler.adaptive_long_prefill_threshold = True  # as `long_prefill_token_threshold_adaptive` sets it
+    step = schedule_at_most(scheduler, chunk, 1, scheduler.schedule)
+    assert scheduler.adaptive_long_prefill_threshold
+    assert step.num_scheduled_tokens == {"first": shares[0], "second": shares[1], "decodes": 1}
