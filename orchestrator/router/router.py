@@ -304,7 +304,6 @@ class Router:
             if active.decode_worker in gone:
                 self._recovery.retry(active, "decode_worker_lost", avoid=active.decode_worker)
             elif active.state is State.TRANSFERRING and active.computing_worker in gone:
-                self._dispatch.cancel_job(active)
                 self._recovery.retry(active, "prefill_worker_lost", charge=False)
         self._check_claimers()
         self._dispatch.background(self._overdue.leave_claimers(gone, "prefill_worker_lost"))
