@@ -179,9 +179,8 @@ class RunFolder:
     def _hold(self, lock: IO[str]) -> None:
         self._lock = lock
         lock.truncate(0)
-        os.write(
-            lock.fileno(), f"{own_identity()}\n".encode()
-        )  # on a full disk nothing is left to be written by `close`
+        # Without a buffer: on a full disk `close` would try again to write it, and fail.
+        os.write(lock.fileno(), f"{own_identity()}\n".encode())
 
     def _keep_lock(self) -> None:
         """Take the lock again if its file was removed. Raises OSError, ConfigError, and FleetRunning if another
