@@ -186,6 +186,8 @@ class RunFolder:
         """Take the lock again if its file was removed. Raises OSError, ConfigError, and FleetRunning if another
         launcher has taken the folder meanwhile."""
         if self._lock is not None and self._is_current(self._lock):
+            if not os.fstat(self._lock.fileno()).st_size:  # the disk was full when the file was made
+                self._hold(self._lock)
             return
         if (lock := self._try_lock()) is None:
             raise FleetRunning(self.namespace, self.launcher())
