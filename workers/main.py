@@ -174,7 +174,10 @@ async def _claim_id(registry: Registry, parsed: WorkerSettings) -> None:
     if other is not None:
         await registry.leave(worker_id, other.kv.engine_id)
     if not await registry.claim_id(BY_HAND + own_identity(), parsed.role, ttl_s, worker_id):
-        raise IdInUse(f"worker id {worker_id!r} is in use by a worker that is loading; choose another --id")
+        raise IdInUse(
+            f"worker id {worker_id!r} is in use by a worker that is loading, or was when the entries of many ran out "
+            "together, which may be back within seconds; choose another --id, or start it again"
+        )
 
 
 async def _hold_id(agent: Agent, parsed: WorkerSettings) -> None:

@@ -16,6 +16,7 @@ from orchestrator.policy.prefix_index import Hits, PrefixIndex
 from orchestrator.process.telemetry.metrics import Metrics
 from orchestrator.types import PrefixEvents, WorkerLoad
 from orchestrator.wire.messages import PrefixResync, PrefixSnapshot
+from orchestrator.wire.sockets import Sent
 
 RESYNC_RETRY_S = 2.0
 MOST_ASKED = 8  # workers whose snapshots are awaited at a time; the next report of another one asks it
@@ -35,7 +36,7 @@ class PrefixView:
     """Times are this frontend's monotonic clock, seconds."""
 
     def __init__(self, send: Callable[[str, PrefixResync], object], metrics: Metrics | None = None) -> None:
-        """`send(worker_id, message)` returns False if that worker is not connected."""
+        """`send(worker_id, message)` returns `Sent.UNREACHABLE` if that worker is not connected."""
         self.index = PrefixIndex()
         self._send, self._metrics = send, metrics or Metrics()
         self._awaited: dict[str, _Awaited] = {}
@@ -89,13 +90,12 @@ class PrefixView:
         self._asked.pop(worker_id, None)
 
     def _ask(self, worker_id: str, now: float) -> None:
-        """For a snapshot, if it was not asked lately, and few others are: else the next report of it asks."""
+        """For a snapshot, if it was not asked lately, few others are, and it is there; else its next report asks."""
         self._awaited.setdefault(worker_id, _Awaited())
         if now - self._asked.get(worker_id, -math.inf) <= RESYNC_RETRY_S:
             return
         if len(self._asked) >= MOST_ASKED:  # those that do not answer hold up nobody
             self._asked = {name: at for name, at in self._asked.items() if now - at <= RESYNC_RETRY_S}
-        if len(self._asked) < MOST_ASKED:
+        if len(self._asked) < MOST_ASKED and self._send(worker_id, PrefixResync()) is not Sent.UNREACHABLE:
             self._asked[worker_id] = now
             self._metrics.prefix_resyncs.inc()
-            self._send(worker_id, PrefixResync())

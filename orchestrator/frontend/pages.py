@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 from fastapi import APIRouter, Response
 from fastapi.responses import JSONResponse
-from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, SummaryMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
@@ -24,6 +24,7 @@ from orchestrator.fleet.view import Fleet
 from orchestrator.fleet.worker_view import WorkerView
 from orchestrator.frontend.dashboard.history import overview
 from orchestrator.frontend.wiring import FleetConnection
+from orchestrator.process.telemetry.metrics import shown
 from orchestrator.process.threads import in_thread
 from orchestrator.types import Role, WorkerLoad
 
@@ -151,10 +152,7 @@ def fleet_routes(model: str, connection: FleetConnection, registry: CollectorReg
 
     @routes.get("/metrics")
     async def show_metrics() -> Response:
-        try:  # in a thread: of a large fleet it takes tenths of a second, in which no token would be sent
-            shown = await in_thread(partial(generate_latest, registry))
-        except FileNotFoundError:  # another frontend has just joined the files of those that have ended
-            shown = await in_thread(partial(generate_latest, registry))
-        return Response(shown, media_type=CONTENT_TYPE_LATEST)
+        # In a thread: meanwhile no token would be sent.
+        return Response(await in_thread(partial(shown, registry)), media_type=CONTENT_TYPE_LATEST)
 
     return routes

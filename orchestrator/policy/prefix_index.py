@@ -21,10 +21,8 @@ MAX_HOLDERS = 64
 # Keys that are remembered, at least and at most: 0.1 and 1 GB.
 MIN_KEYS, MAX_KEYS = 1_000_000, 10_000_000
 EXPECTED_STEP = 16  # keys: of prompts that are not computed yet, one in so many is remembered
-MANY_RETIRED = (
-    64  # workers that are gone, whose bits are then cleared in all keys: so many keys with each batch of events
-)
-SWEPT_AT_ONCE = 1024
+# When so many workers are gone, their bits are cleared in all keys: in so many keys with each batch of events.
+MANY_RETIRED, SWEPT_AT_ONCE = 64, 1024
 
 
 class Hits:

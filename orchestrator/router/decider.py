@@ -235,7 +235,7 @@ class Decider:
 
     def _job(self, active: ActiveRequest, uncached_tokens: int, cached: dict[str, int], later_s: float) -> PrefillJob:
         info = active.parsed.info
-        # Another attempt has the place of the first: the queue dates it anew, and its job is gone by now.
+        # Another attempt has the place of the first: the queue dates it anew, since `withdraw` has removed that job.
         waited_s = time.monotonic() - active.accepted_at if active.attempt > 1 else 0.0
         return PrefillJob(
             request_id=info.id,

@@ -161,12 +161,13 @@ class Dispatch:
         return bool(self._transport.send(holder_id, Lend(prefix.source.key, prefix.tokens), active.parsed.frames))
 
     def withdraw(self, active: ActiveRequest) -> None:
-        """Tell the attempt's workers to abort it, and remove its job from the queue."""
+        """Tell the attempt's workers to abort it, and remove its job from the queue, where the next attempt's must not
+        find it."""
         abort = Abort(active.id, active.attempt)
         for worker_id in (active.decode_worker, active.prefill_worker):
             if worker_id is not None:
                 self._transport.send(worker_id, abort)
-        if active.state is State.QUEUED:
+        if active.state is State.QUEUED or active.computing_worker is not None:
             self.cancel_job(active)
 
     def cancel_job(self, active: ActiveRequest) -> None:

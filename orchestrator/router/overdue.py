@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+from collections import deque
 from collections.abc import Collection, Mapping
 
 from orchestrator.config.settings import Config
@@ -26,6 +27,7 @@ UNHEARD_S = 1.0
 STALL_TIMEOUT_S = 600.0  # a request without output for this long is started again on another worker
 # One without a token yet also has this many times as long as computing its prompt takes, and those that wait before it.
 STALLED_PREFILLS = 3.0
+MAX_STALLS = 16  # times that this process stood still; of earlier ones workers are held to have had the time
 MAX_LOOKUPS = 64  # jobs looked up at a time: the ones that wait longest
 # Most of a prompt's KV has arrived when its prefill ends. If the rest takes longer than this, and longer than computing
 # the prompt again would, the link is probably cut.
@@ -44,28 +46,33 @@ class Overdue:
     ) -> None:
         self._routing, self._fleet, self._queue = config.routing, fleet, queue
         self._requests, self._recovery, self._predictor = requests, recovery, predictor
-        self._slo = config.slo
+        self._slo, self._resumed_at = config.slo, 0.0
+        self._stalls: deque[tuple[float, float]] = deque(maxlen=MAX_STALLS)  # until when, and for how many seconds
         self._claimed: set[str] = set()  # request ids whose jobs had an unreported claim at the last look
+
+    def stood_still(self, until: float, seconds: float) -> None:
+        """This process did: that is no time of workers, of which it has heard nothing meanwhile."""
+        self._stalls.append((until, seconds))
 
     def check(self, now: float, resumed_at: float = 0.0) -> None:
         """Check all deadlines but that of unreported claims. Time before `resumed_at`, when a pause ended, does not
         count."""
+        self._resumed_at = resumed_at
         longest: dict[str | None, int] = {}  # by decode worker: prompt tokens of a request whose KV is to come
         for active in self._requests.all():
             if active.state is State.TRANSFERRING:
                 before = longest.get(active.decode_worker, 0)
                 longest[active.decode_worker] = max(before, active.parsed.info.prompt_tokens)
         for active in self._requests.all():
-            last_output_at = max(active.last_output_at, resumed_at)
-            if active.state is State.QUEUED and self._claim_is_late(active, now, resumed_at):
+            if active.state is State.QUEUED and self._claim_is_late(active, now):
                 self._recovery.retry(active, "claim_timeout")
             elif active.state is State.TRANSFERRING and self._fleet.is_quiet(active.prefill_worker):
                 self._recovery.retry(active, "prefill_worker_quiet", charge=False)
             elif active.state is State.TRANSFERRING and active.prefill_worker not in self._fleet.workers:
                 self._recovery.retry(active, "prefill_worker_lost", charge=False)
-            elif active.state is State.TRANSFERRING and self._kv_is_late(active, now, resumed_at, longest):
+            elif active.state is State.TRANSFERRING and self._kv_is_late(active, now, longest):
                 self._recovery.retry(active, "kv_late")
-            elif active.state in WITH_A_WORKER and now - last_output_at > self._stall_timeout_s(active):
+            elif active.state in WITH_A_WORKER and self._makes_nothing(active, now):
                 self._recovery.retry(active, "stalled", avoid=active.decode_worker)
 
     async def check_queue(self, now: float) -> None:
@@ -96,19 +103,23 @@ class Overdue:
             if active is not None and active.state is State.QUEUED:
                 self._recovery.retry(active, why, charge=False)
 
-    def _claim_is_late(self, active: ActiveRequest, now: float, resumed_at: float) -> bool:
+    def _waited_s(self, since: float, now: float) -> float:
+        since = max(since, self._resumed_at)
+        stood_s = sum(seconds for until, seconds in self._stalls if until > since) if self._stalls else 0.0
+        return now - since - stood_s
+
+    def _claim_is_late(self, active: ActiveRequest, now: float) -> bool:
         timeout_s = claim_timeout_s(self._routing, self._slo, active.parsed.info.ttft_slo_s)
-        return now - max(active.moved_at, resumed_at) > timeout_s
+        return self._waited_s(active.moved_at, now) > timeout_s
 
-    def _stall_timeout_s(self, active: ActiveRequest) -> float:
-        if active.state is State.DECODING or active.decode is None:
-            return STALL_TIMEOUT_S
+    def _makes_nothing(self, active: ActiveRequest, now: float) -> bool:
+        waited_s = self._waited_s(active.last_output_at, now)
+        if waited_s <= STALL_TIMEOUT_S or active.state is State.DECODING or active.decode is None:
+            return waited_s > STALL_TIMEOUT_S
         tokens = active.parsed.info.prompt_tokens + active.decode.ahead_tokens
-        return max(STALL_TIMEOUT_S, STALLED_PREFILLS * self._predictor.prefill_s(tokens))
+        return waited_s > STALLED_PREFILLS * self._predictor.prefill_s(tokens)
 
-    def _kv_is_late(
-        self, active: ActiveRequest, now: float, resumed_at: float, longest: Mapping[str | None, int]
-    ) -> bool:
+    def _kv_is_late(self, active: ActiveRequest, now: float, longest: Mapping[str | None, int]) -> bool:
         """Whether KV should have arrived. False while the decode worker may lack memory for the request: blocks are
         free also while a longer prompt before it waits for more of them."""
         view = self._fleet.workers.get(active.decode_worker or "")
@@ -118,5 +129,5 @@ class Overdue:
         has_room = view.load.running < view.info.max_num_seqs
         free_tokens = view.load.blocks_free * view.info.identity.block_size
         has_room = has_room and free_tokens >= longest[active.decode_worker]
-        waited_s = now - max(active.prefill.ended_at, resumed_at)
+        waited_s = self._waited_s(active.prefill.ended_at, now)
         return has_room and waited_s > max(LATE_KV_S, self._predictor.prefill_s(tokens))

@@ -65,7 +65,7 @@ class Router:
         choose: DecodeChoice,
         metrics: Metrics,
     ) -> None:
-        self._metrics, self.recent, self._recall_at, self._woke_at = metrics, Recent(), 0.0, 0.0
+        self._metrics, self.recent, self._recall_at = metrics, Recent(), 0.0
         self._routing, self._fleet, self._codec, self._prefixes = config.routing, fleet, codec, prefixes
         self.learning = Learning(Predictor(), choose, config.slo, metrics, self.recent)
         self._decider = Decider(transport.frontend_id, config, fleet, queue, prefixes, choose, self.learning)
@@ -112,14 +112,15 @@ class Router:
     async def run(self) -> None:
         """Enforce the deadlines of all states. Runs until cancelled."""
         async for late_s in ticks(CHECK_S):
-            self._woke_at = time.monotonic() if late_s > CHECK_S else self._woke_at
+            if late_s > CHECK_S:
+                self._overdue.stood_still(time.monotonic(), late_s)
             self.check(time.monotonic())
             await self.check_queue(time.monotonic())
 
     def check(self, now: float) -> None:
         """Start another attempt of each request whose state has lasted too long. `now`: monotonic seconds.
 
-        Time in which a pause froze the fleet, or this process stood still, does not count: deadlines then start again.
+        Time in which this process stood still does not count, and deadlines start again when a pause of the fleet ends.
         """
         if self._fleet.pause.frozen:
             return
@@ -129,7 +130,7 @@ class Router:
         for active in self._requests.all():
             if active.answer.held and now - active.answer.held_since > HELD_S:
                 self._release_held(active, now)
-        self._overdue.check(now, max(self._fleet.pause.ended_at, self._woke_at))
+        self._overdue.check(now, self._fleet.pause.ended_at)
         if now >= self._recall_at:
             self._recall_at = now + RECALL_S
             queued = [active for active in self._requests.all() if active.state is State.QUEUED]
@@ -304,7 +305,6 @@ class Router:
             if active.decode_worker in gone:
                 self._recovery.retry(active, "decode_worker_lost", avoid=active.decode_worker)
             elif active.state is State.TRANSFERRING and active.computing_worker in gone:
-                self._dispatch.cancel_job(active)
                 self._recovery.retry(active, "prefill_worker_lost", charge=False)
         self._check_claimers()
         self._dispatch.background(self._overdue.leave_claimers(gone, "prefill_worker_lost"))

@@ -21,6 +21,7 @@ from orchestrator.config.settings import ConfigError
 MOONCAKE_UNIT_TOKENS = 512  # in a prefix unit, which prompts share as a whole or not at all
 
 MOST_REQUESTS, MOST_S = 10_000_000, 1e6  # of a load: what a machine can hold, and simulate in minutes
+SLOWED = 100  # by so much each load can be slowed down: whoever looks for a fleet's limit begins below it
 
 
 class Arrival(msgspec.Struct, frozen=True):
@@ -157,10 +158,10 @@ def at_rate(load: Load, rate: float) -> Load:
     for a rate of 0 or less, or at which the load has no requests, too many, or takes too long."""
     if rate <= 0:
         raise ConfigError(f"rate: expected more than 0 requests per second, got {rate}")
-    if len(load.arrivals) / rate > MOST_S:
+    if rate < (least := min(len(load.arrivals) / MOST_S, load.rate / SLOWED)):
         raise ConfigError(
-            f"rate: expected at least {len(load.arrivals) / MOST_S:.3g} requests per second, got {rate:g}: "
-            f"{len(load.arrivals)} requests would take longer than {MOST_S:g} s"
+            f"rate: expected at least {least:.3g} requests per second, got {rate:g}: {len(load.arrivals)} requests "
+            f"would take longer than {len(load.arrivals) / least:.3g} s"
         )
     if load.at is not None:
         return filled(load.at(rate))

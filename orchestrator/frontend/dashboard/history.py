@@ -97,7 +97,7 @@ class History:
         """Add a point, and send a sample to every watcher. `at`: unix seconds."""
         mine = self._second()
         self._siblings.tell(mine, self._slowest())
-        all_told = summed([mine, *self._siblings.take()])
+        all_told = summed([mine, *self._siblings.take(mine)])
         flows = self._flows(all_told)
         self.points.append(self._point(at, all_told))
         if self._watchers:

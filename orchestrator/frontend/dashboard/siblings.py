@@ -98,6 +98,7 @@ class Siblings:
         self._unsent: asyncio.Queue[Told] = asyncio.Queue(_UNSENT)
         self._numbers = itertools.count()
         self._asked: dict[int, dict[str, asyncio.Future[list[RequestLine]]]] = {}  # answers by question and frontend
+        self._unlike: set[str] = set()  # frontends that the log has named, since their counts are left out
         self._said: list[RequestLine] = []
         self._ticks = 0
 
@@ -120,12 +121,16 @@ class Siblings:
         if not self._unsent.full():
             self._unsent.put_nowait(second)
 
-    def take(self) -> list[Second]:
-        """What the others have told since the last call."""
+    def take(self, own: Second) -> list[Second]:
+        """What the others have told since the last call: those that count in the same steps as this one."""
         taken, self._seconds = self._seconds, []
         for frontend in [name for name, at in self._heard_at.items() if time.monotonic() - at > _GONE_S]:
             self._forget(frontend)
-        return taken
+        unlike = {second.frontend for second in taken if _steps(second) != _steps(own)}
+        if new := sorted(unlike - self._unlike):
+            log.warning("not counted here: %s, of another release", ", ".join(new))
+        self._unlike |= unlike
+        return [second for second in taken if second.frontend not in unlike]
 
     @property
     def count(self) -> int:
@@ -201,16 +206,13 @@ class Siblings:
 
     def _forget(self, frontend: str) -> None:
         del self._heard_at[frontend]
+        self._unlike.discard(frontend)
         self._slowest.pop(frontend, None)
 
 
 def summed(seconds: list[Second]) -> Second:
-    """Of all frontends, as of one: the first, and those of the others that count in the same steps as it."""
-    steps = _steps(seconds[0])
-    alike = [second for second in seconds if _steps(second) == steps]
-    if others := sorted({second.frontend for second in seconds if _steps(second) != steps}):
-        log.warning("not counted here: %s, of another release", ", ".join(others))
-    counts = (msgspec.structs.astuple(second)[1:-1] for second in alike)
+    """Of all frontends, as of one. There is one at least."""
+    counts = (msgspec.structs.astuple(second)[1:-1] for second in seconds)
     return Second("", *map(_sum, zip(*counts, strict=True)))
 
 

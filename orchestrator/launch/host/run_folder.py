@@ -179,14 +179,15 @@ class RunFolder:
     def _hold(self, lock: IO[str]) -> None:
         self._lock = lock
         lock.truncate(0)
-        os.write(
-            lock.fileno(), f"{own_identity()}\n".encode()
-        )  # on a full disk nothing is left to be written by `close`
+        # Without a buffer: on a full disk `close` would try again to write it, and fail.
+        os.write(lock.fileno(), f"{own_identity()}\n".encode())
 
     def _keep_lock(self) -> None:
         """Take the lock again if its file was removed. Raises OSError, ConfigError, and FleetRunning if another
         launcher has taken the folder meanwhile."""
         if self._lock is not None and self._is_current(self._lock):
+            if not os.fstat(self._lock.fileno()).st_size:  # the disk was full when the file was made
+                self._hold(self._lock)
             return
         if (lock := self._try_lock()) is None:
             raise FleetRunning(self.namespace, self.launcher())

@@ -11,17 +11,21 @@ from __future__ import annotations
 import collections
 import contextlib
 import fcntl
+import logging
 import os
-from collections.abc import Callable, Iterable
+import struct
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
-from prometheus_client import Counter, Gauge, Histogram, values
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest, values
 from prometheus_client.metrics import MetricWrapperBase
 from prometheus_client.mmap_dict import MmapedDict
 
 from orchestrator.process.own_files import make_folder, open_own
 from orchestrator.process.parent import started_ticks
+
+log = logging.getLogger("pd.frontend")
 
 MODEL = "model_name"  # the label that vLLM's metrics have
 
@@ -143,19 +147,34 @@ def _open(filename: str, read_mode: bool = False) -> MmapedDict:
     return MmapedDict(filename, read_mode)
 
 
+def shown(registry: CollectorRegistry) -> bytes:
+    """What a scrape shows. Blocks: for tenths of a second in a large fleet."""
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(OSError):  # of a folder that was removed nothing is joined
+            stack.enter_context(_locked(fcntl.LOCK_SH))
+        return generate_latest(registry)
+
+
 def join_ended() -> None:
     """Add what frontends counted that have ended to one file of each kind, and remove theirs. Where that cannot be done
     now, a later frontend does it."""
-    if not (place := os.environ.get("PROMETHEUS_MULTIPROC_DIR")):
-        return
-    with contextlib.suppress(OSError), open_own(Path(place) / "ended.lock", "a") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        ended = [path for path in Path(place).glob("*_*.db") if _has_ended(path.stem.rpartition("_")[2])]
+    with contextlib.suppress(OSError), _locked(fcntl.LOCK_EX | fcntl.LOCK_NB) as place:
+        ended = [path for path in place.glob("*_*.db") if _has_ended(path.stem.rpartition("_")[2])]
         for kind in _SUMMED:
             if own := [path for path in ended if path.name.startswith(f"{kind}_")]:
-                _join(own, Path(place) / f"{kind}_{_ENDED}.db")
+                _join(own, place / f"{kind}_{_ENDED}.db")
         for path in ended:  # of gauges the value of one that runs counts
             path.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def _locked(how: int) -> Iterator[Path]:
+    """The folder of the files, which nobody joins while others read them. Raises OSError, also where there is none."""
+    if not (place := os.environ.get("PROMETHEUS_MULTIPROC_DIR")):
+        raise FileNotFoundError("this process keeps its metrics by itself")
+    with open_own(Path(place) / "ended.lock", "a") as lock:
+        fcntl.flock(lock, how)
+        yield Path(place)
 
 
 def _has_ended(pid: str) -> bool:
@@ -163,17 +182,26 @@ def _has_ended(pid: str) -> bool:
 
 
 def _join(ended: list[Path], into: Path) -> None:
-    """Who reads meanwhile finds `into` as it was, or whole."""
+    """Prometheus knows counters that begin anew, and none that were counted twice: should this be cut short, something
+    is missing."""
     totals: collections.Counter[str] = collections.Counter()
     for path in [*ended, *([into] if into.exists() else [])]:
-        for key, value, _, _ in MmapedDict.read_all_values_from_file(path):
-            totals[key] += value
+        totals.update(_values_of(path))
     new = into.with_suffix(".new")
     new.unlink(missing_ok=True)
     file = MmapedDict(str(new))
     for key, value in totals.items():
         file.write_value(key, value, 0.0)
     file.close()
-    new.replace(into)
     for path in ended:
         path.unlink()
+    new.replace(into)
+
+
+def _values_of(path: Path) -> dict[str, float]:
+    """None of a file that cannot be read, which would fail each scrape: its process was killed when it made it."""
+    try:
+        return {key: value for key, value, _, _ in MmapedDict.read_all_values_from_file(path)}
+    except (RuntimeError, ValueError, struct.error) as error:
+        log.warning("not counted any more: %s, which cannot be read (%s)", path, error)
+        return {}

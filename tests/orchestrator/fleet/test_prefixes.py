@@ -7,6 +7,7 @@ import pytest
 from orchestrator.fleet.prefixes import MAX_HELD, MOST_ASKED, RESYNC_RETRY_S, PrefixView
 from orchestrator.types import PrefixEvents, WorkerLoad
 from orchestrator.wire.messages import PrefixResync, PrefixSnapshot
+from orchestrator.wire.sockets import Sent
 
 
 class Worker:
@@ -142,6 +143,25 @@ def test_workers_that_do_not_answer_hold_up_no_others(view, asked):
     assert asked == [worker.name for worker in stopped]
     view.take_load(Worker("w").load(), RESYNC_RETRY_S + 0.1)
     assert asked[-1] == "w"
+
+
+def test_workers_that_are_not_connected_yet_hold_up_no_others():
+    """Of a large fleet's workers a frontend that starts has reports before it is connected with all."""
+    asked, coming = [], {f"w{number}" for number in range(2 * MOST_ASKED)}
+
+    def send(worker_id, message):
+        if worker_id in coming:
+            return Sent.UNREACHABLE
+        asked.append(worker_id)
+        return Sent.YES
+
+    view, names = PrefixView(send), sorted(coming)
+    for name in [*names, "there"]:
+        view.take_load(Worker(name).load(), 0.0)
+    assert asked == ["there"]
+    coming.clear()
+    view.take_load(Worker(names[0]).load(), 0.1)
+    assert asked == ["there", names[0]], "as soon as it can be"
 
 
 def test_events_waiting_for_snapshot_are_bounded(view, asked):

@@ -745,7 +745,7 @@ async def test_abort_reaches_queue_and_both_workers():
     decode = bench.bound_to()
     bench.router.abort(["queued", "bound", "unknown"])
     await bench.settle()
-    assert bench.queue.cancelled == [("queued", 1)]
+    assert bench.queue.cancelled == [("queued", 1), ("bound", 1)]
     assert (decode, Abort("bound", 1)) in bench.transport.sent and ("p0", Abort("bound", 1)) in bench.transport.sent
     bench.tokens(decode, "bound", [1])
     assert bench.received() == []
@@ -774,23 +774,22 @@ async def test_a_long_prompt_has_the_time_to_be_computed():
 
 
 async def test_time_in_which_this_process_stood_still_is_no_time_of_workers(monkeypatch):
-    """What they said meanwhile lies in the sockets: deadlines begin again."""
+    """What they said meanwhile lies in the sockets. A process that stands still again and again has deadlines too."""
     bench = await Bench.asked(FakeRequest("r"), claimed=True)
     bench.fleet.take_load(load_of(bench.bound_to(), blocks_free=900), time.monotonic())
     bench.say("p0", Prefilled("r", 1, 0.2))
-    clock = SimpleNamespace(now=time.monotonic() + 6)
+    clock, seen = SimpleNamespace(now=time.monotonic()), []
 
     async def ticks(_):
-        for late_s in (5.0, 0.0):
+        for late_s in (5.0, 9.0, 1.0, 1.0, 1.0, 1.0):
+            clock.now += 1 + late_s
             yield late_s
-            clock.now += 1
+            seen.append(bench.router.requests["r"].retries == ["kv_late"])
 
     monkeypatch.setattr("orchestrator.router.router.time", SimpleNamespace(monotonic=lambda: clock.now))
     monkeypatch.setattr("orchestrator.router.router.ticks", ticks)
     await bench.router.run()
-    assert bench.router.requests["r"].attempt == 1
-    bench.router.check(clock.now + 4)
-    assert bench.router.requests["r"].retries == ["kv_late"]
+    assert seen == [False, False, False, True, True, True], "after the fourth second in which it ran"
 
 
 async def test_a_defect_that_one_request_meets_costs_no_other_a_token(caplog):
@@ -829,6 +828,27 @@ async def test_a_job_of_another_attempt_keeps_its_place():
     first, second = bench.queue.jobs
     assert second.attempt == 2 and first.delay_s - second.delay_s == pytest.approx(30, abs=5)
     assert second.arrived_at + second.delay_s == pytest.approx(first.arrived_at + first.delay_s)
+
+
+@pytest.mark.parametrize("gone", [["{decode}"], ["p0", "{decode}"]])
+async def test_a_job_that_is_computed_for_an_attempt_given_up_is_removed_before_the_next_one(gone):
+    """Else the next job would have the arrival of this one, and go before all others by as long as it has waited; and
+    of a prefill worker that is gone another would compute it again, for nobody."""
+    bench = await Bench.asked(FakeRequest("r"), claimed=True, fallback="refuse")
+    lost = [name.format(decode=bench.bound_to()) for name in gone]
+    bench.add_worker("p1", Role.PREFILL)
+    enqueue, before = bench.queue.enqueue, []
+
+    async def enqueue_later(job):
+        before.append(list(bench.queue.cancelled))
+        return await enqueue(job)
+
+    bench.queue.enqueue = enqueue_later
+    for name in lost:
+        bench.fleet.remove(name)
+    bench.router.worker_lost(*lost)
+    await bench.settle()
+    assert [job.attempt for job in bench.queue.jobs] == [1, 2] and before == [[("r", 1)]]
 
 
 async def test_burst_spreads_over_workers():

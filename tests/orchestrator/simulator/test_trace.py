@@ -145,6 +145,15 @@ def test_a_rate_at_which_a_load_would_never_be_made_is_refused(name):
         at_rate(load, 1e-12)
 
 
+def test_a_load_that_takes_weeks_by_itself_can_be_slowed_down_too():
+    """By as much as the search for a fleet's goodput does."""
+    load = Load("weeks", [Arrival(at, 100, 10) for at in (0.0, 1e6, 2e6)])
+    for slower in (1, 64 / 0.8):
+        assert at_rate(load, load.rate / slower).arrivals[-1].at == pytest.approx(2e6 * slower)
+    with pytest.raises(ConfigError, match="^rate: expected at least 1e-08 .* longer than 3e"):
+        at_rate(load, 1e-9)
+
+
 def test_unknown_names_are_refused_with_the_known_ones(tmp_path):
     with pytest.raises(ConfigError, match="bursty"):
         synthetic("calm", 5)

@@ -21,7 +21,7 @@ from vllm.lora.utils import get_adapter_absolute_path
 from xxhash import xxh3_128
 
 from orchestrator.wire.adapters import adapter_number, unique_name
-from workers.engine import AdapterUnavailable, AdapterUse, InvalidEngineRequest
+from workers.engine import AdapterUnavailable, AdapterUse, EngineDead, InvalidEngineRequest
 
 LOAD_TIMEOUT_S = 20.0  # of one that a request brings; those that are loaded before it do not count
 _FILES = "adapter_*"  # its configuration and weights
@@ -47,7 +47,7 @@ class Adapters:
     async def prepare(self, key: str, adapter: LoRARequest) -> None:
         """Load the adapter of the request of this key unless it is loaded, and give it the name by which caches tell
         it. Raises InvalidEngineRequest if its number is another adapter's or there is no LoRA, AdapterUnavailable if it
-        cannot be loaded."""
+        cannot be loaded, EngineDead."""
         number = adapter.lora_int_id
         self._check_known(adapter)
         if number not in self._loaded:
@@ -66,7 +66,7 @@ class Adapters:
         except TimeoutError:
             raise AdapterUnavailable(f"{_described(adapter)} was not loaded in {LOAD_TIMEOUT_S:g} s") from None
         except RuntimeError as error:
-            if isinstance(error, AdapterUnavailable):
+            if isinstance(error, AdapterUnavailable | EngineDead):
                 raise
             raise AdapterUnavailable(f"{_described(adapter)} cannot be loaded: {error}") from error
 

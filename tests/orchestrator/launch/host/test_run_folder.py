@@ -171,6 +171,21 @@ def test_a_full_disk_ends_no_rollout_and_no_fleet(tmp_path, monkeypatch, caplog)
     folder.remove()
 
 
+def test_who_holds_a_folder_is_told_once_there_is_room(monkeypatch):
+    """`orchestrator down` finds the launcher by that."""
+    folder = RunFolder("a")
+    folder.claim()
+    launcher = folder.launcher()
+    (folder.path / "launcher").unlink()  # as a cleaner of temporary files does
+    with monkeypatch.context() as patched:
+        patched.setattr(run_folder.os, "write", Mock(side_effect=OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))))
+        folder.note_started([])
+    assert folder.is_held and folder.launcher() is None
+    folder.note_started([])
+    assert folder.launcher() == launcher is not None
+    folder.remove()
+
+
 @pytest.mark.parametrize("name", ["..", ".", "../x", "a/b", "a\n", "", "-x", ".hidden"])
 def test_a_namespace_cannot_leave_its_folder(name):
     with pytest.raises(ConfigError, match="namespace"):

@@ -5,10 +5,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-from prometheus_client import Counter
+from prometheus_client import CollectorRegistry, Counter
+from prometheus_client.core import GaugeMetricFamily
 from support_wait import DEADLINE_S
 
-from orchestrator.process.telemetry.metrics import Labelled
+from orchestrator.process.telemetry.metrics import Labelled, shown
 
 _TELL = """
 from orchestrator.process.telemetry.metrics import Metrics
@@ -16,6 +17,7 @@ metrics = Metrics({model})
 metrics.prefix_index_blocks.set({blocks})
 metrics.requests.labels("finished").inc({ended})
 """
+_JOIN = "from orchestrator.process.telemetry.metrics import join_ended; join_ended()"
 _SCRAPE = """
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.multiprocess import MultiProcessCollector
@@ -50,7 +52,7 @@ def test_files_of_frontends_that_have_ended_are_made_one(tmp_path):
     assert running.stdout is not None and running.stdout.readline()
     for ended in (1, 2, 3):
         run((_TELL + waited).format(model=None, blocks=7000, ended=ended), tmp_path)
-        run("from orchestrator.process.telemetry.metrics import join_ended; join_ended()", tmp_path)
+        run(_JOIN, tmp_path)
     kinds = sorted(path.stem.replace(str(running.pid), "RUNNING") for path in tmp_path.glob("*.db"))
     own = ["counter_RUNNING", "gauge_mostrecent_RUNNING", "histogram_RUNNING"]
     assert kinds == sorted([*own, "counter_0", "histogram_0"])
@@ -58,6 +60,37 @@ def test_files_of_frontends_that_have_ended_are_made_one(tmp_path):
     running.communicate(b"\n", timeout=DEADLINE_S)
     assert 'pd_requests_total{outcome="finished"} 10.0' in lines and "pd_prefix_index_blocks 50.0" in lines
     assert "pd_prefill_seconds_sum 6.0" in lines and 'pd_prefill_seconds_bucket{le="+Inf"} 3.0' in lines
+
+
+def test_nothing_is_joined_while_a_scrape_reads(tmp_path, monkeypatch):
+    """It would count twice what has been joined already and is not removed yet, or find no file any more."""
+    run(_TELL.format(model=None, blocks=50, ended=3), tmp_path)
+    before = sorted(path.name for path in tmp_path.glob("*.db"))
+    found = []
+
+    class Reads:
+        def collect(self):
+            run(_JOIN, tmp_path)
+            found.append(sorted(path.name for path in tmp_path.glob("*.db")))
+            yield GaugeMetricFamily("read", "", value=1)
+
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(Reads())
+    monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path))
+    assert b"read 1.0" in shown(registry) and found == [before]
+    run(_JOIN, tmp_path)
+    assert [path.name for path in tmp_path.glob("counter_*.db")] == ["counter_0.db"]
+
+
+def test_a_file_that_cannot_be_read_ends_neither_a_frontend_nor_a_scrape(tmp_path):
+    """Of one that was killed when it had just made it."""
+    run(_TELL.format(model=None, blocks=50, ended=3), tmp_path)
+    (own,) = tmp_path.glob("counter_*.db")
+    dead = own.stem.rpartition("_")[2]
+    (tmp_path / f"summary_{dead}.db").touch()
+    run(_JOIN, tmp_path)
+    assert not list(tmp_path.glob(f"*_{dead}.db"))
+    assert 'pd_requests_total{outcome="finished"} 3.0' in run(_SCRAPE, tmp_path).splitlines()
 
 
 def test_first_failure_counts_as_increase(tmp_path):

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from orchestrator.wire.adapters import adapter_number, unique_name
-from workers.engine import AdapterUnavailable, EngineLoad, InvalidEngineRequest
+from workers.engine import AdapterUnavailable, EngineDead, EngineLoad, InvalidEngineRequest
 
 pytestmark = pytest.mark.vllm
 
@@ -95,6 +95,19 @@ async def test_a_number_is_one_adapters(tmp_path: Path) -> None:
     with pytest.raises(AdapterUnavailable, match="is not the one that was loaded"):
         await engine.prepare(counted)
     assert engine.loaded == ["x"]
+
+
+async def test_an_adapter_with_which_the_engine_dies_is_not_one_that_cannot_be_loaded(tmp_path: Path) -> None:
+    """Its request is a suspect then, and tried alone; else it would go to one engine after the other."""
+    engine = Engine()
+
+    async def dies(_: Any) -> bool:
+        raise EngineDead("the engine has ended")
+
+    engine.adapters._load = dies
+    adapter = await engine.request("x", written(tmp_path / "a"))
+    with pytest.raises(EngineDead):
+        await engine.prepare(adapter)
 
 
 async def test_an_adapter_that_cannot_be_loaded_fails_its_request_only(tmp_path: Path) -> None:
