@@ -94,6 +94,19 @@ async def test_scaling_both_ways_under_load_fails_nobody(fleet):
             await fleet.soon(lambda p=prefill, d=decode: fleet.shape() == (p, d), f"{prefill}P{decode}D")
 
 
+async def test_restarting_every_worker_under_load_fails_nobody(fleet):
+    before = {w["id"]: w["pid"] for w in fleet.fleet()["workers"]}
+    async with nobody_fails([fleet], PROMPTS, concurrency=8, max_tokens=60):
+        decode = [worker["id"] for worker in fleet.workers("decode")]
+        done = await asyncio.to_thread(fleet.cli, "restart", "--role", "decode")
+        assert all(f"{worker}: restarted" in done.stdout for worker in decode), done.stdout
+        assert "2 workers restarted" in done.stdout
+        await asyncio.to_thread(fleet.cli, "restart", "--role", "prefill", "--max-unavailable", "2")
+        await fleet.soon(lambda: fleet.shape() == (2, 2), "2P2D")
+    after = {w["id"]: w["pid"] for w in fleet.fleet()["workers"]}
+    assert after.keys() == before.keys() and not set(before.values()) & set(after.values())
+
+
 async def test_redis_killed_under_load_comes_back_empty_and_fails_nobody(fleet):
     async with nobody_fails([fleet], PROMPTS, concurrency=6, max_tokens=30):
         await asyncio.sleep(0.5)
