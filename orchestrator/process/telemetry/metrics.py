@@ -14,6 +14,7 @@ import fcntl
 import logging
 import os
 import struct
+import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
@@ -32,6 +33,7 @@ MODEL = "model_name"  # the label that vLLM's metrics have
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 _Kind = TypeVar("_Kind", bound=MetricWrapperBase)
 _SUMMED = ("counter", "histogram", "summary")  # kinds of files, each named KIND_PID.db
+_JOIN_S, _LOOK_S = 2.0, 0.01  # how long a scrape waits for whoever joins files, and how often it looks
 _ENDED = "0"  # in place of the pid: of all that have ended
 _made: dict[str, MetricWrapperBase] = {}  # by name, with all models' values
 
@@ -150,15 +152,15 @@ def _open(filename: str, read_mode: bool = False) -> MmapedDict:
 def shown(registry: CollectorRegistry) -> bytes:
     """What a scrape shows. Blocks: for tenths of a second in a large fleet."""
     with contextlib.ExitStack() as stack:
-        with contextlib.suppress(OSError):  # of a folder that was removed nothing is joined
-            stack.enter_context(_locked(fcntl.LOCK_SH))
+        with contextlib.suppress(OSError):  # of a folder that was removed nothing is joined; who joins may stand still
+            stack.enter_context(_locked(fcntl.LOCK_SH, _JOIN_S))
         return generate_latest(registry)
 
 
 def join_ended() -> None:
     """Add what frontends counted that have ended to one file of each kind, and remove theirs. Where that cannot be done
     now, a later frontend does it."""
-    with contextlib.suppress(OSError), _locked(fcntl.LOCK_EX | fcntl.LOCK_NB) as place:
+    with contextlib.suppress(OSError), _locked(fcntl.LOCK_EX) as place:
         ended = [path for path in place.glob("*_*.db") if _has_ended(path.stem.rpartition("_")[2])]
         for kind in _SUMMED:
             if own := [path for path in ended if path.name.startswith(f"{kind}_")]:
@@ -168,12 +170,21 @@ def join_ended() -> None:
 
 
 @contextlib.contextmanager
-def _locked(how: int) -> Iterator[Path]:
-    """The folder of the files, which nobody joins while others read them. Raises OSError, also where there is none."""
+def _locked(how: int, within_s: float = 0.0) -> Iterator[Path]:
+    """The folder of the files, which nobody joins while others read them. Raises OSError, also where there is none, or
+    others have it for so long."""
     if not (place := os.environ.get("PROMETHEUS_MULTIPROC_DIR")):
         raise FileNotFoundError("this process keeps its metrics by itself")
     with open_own(Path(place) / "ended.lock", "a") as lock:
-        fcntl.flock(lock, how)
+        deadline = time.monotonic() + within_s
+        while True:
+            try:
+                fcntl.flock(lock, how | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() >= deadline:
+                    raise
+            time.sleep(_LOOK_S)
         yield Path(place)
 
 

@@ -1,5 +1,6 @@
 """What several frontends of a machine tell together, one after the other too."""
 
+import fcntl
 import os
 import subprocess
 import sys
@@ -60,6 +61,13 @@ def test_files_of_frontends_that_have_ended_are_made_one(tmp_path):
     running.communicate(b"\n", timeout=DEADLINE_S)
     assert 'pd_requests_total{outcome="finished"} 10.0' in lines and "pd_prefix_index_blocks 50.0" in lines
     assert "pd_prefill_seconds_sum 6.0" in lines and 'pd_prefill_seconds_bucket{le="+Inf"} 3.0' in lines
+
+
+def test_a_scrape_does_not_wait_for_a_frontend_that_stands_still_while_it_joins(tmp_path, monkeypatch):
+    monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path))
+    with (tmp_path / "ended.lock").open("w") as joining:
+        fcntl.flock(joining, fcntl.LOCK_EX)
+        assert shown(CollectorRegistry()) == b""
 
 
 def test_nothing_is_joined_while_a_scrape_reads(tmp_path, monkeypatch):
