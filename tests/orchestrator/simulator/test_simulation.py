@@ -186,10 +186,13 @@ def test_cached_prefixes_are_not_computed_again():
 
 def test_a_fleet_of_agents_near_its_limit_meets_its_objectives():
     """At a tenth more requests per second it meets them for four in five."""
-    load, profile = at_rate(synthetic("agents", 3500), 31.0), load_profile(PROFILES / "h100-llama-8b.json")
-    slo = SLOConfig(ttft_s=1.0, tpot_s=0.05)
+    profile, slo = load_profile(PROFILES / "h100-llama-8b.json"), SLOConfig(ttft_s=1.0, tpot_s=0.05)
     settings = Settings(prefill=4, decode=4, profile=profile, stack=stack("ours"), slo=slo)
-    assert report(Simulation(settings, load).run(), warm_up=0.25).attained > 0.95
+    attained = []
+    for seed in range(5):
+        load = at_rate(synthetic("agents", 3500, seed), 31.0)
+        attained.append(report(Simulation(settings, load).run(), warm_up=0.25).attained)
+    assert min(attained) > 0.95
 
 
 LONG_ANSWERS = [Arrival(0.1 * n, 100, 2000) for n in range(4)]  # decode takes more than 20 s
