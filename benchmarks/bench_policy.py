@@ -29,8 +29,8 @@ from orchestrator.config.settings import ConfigError, parse_config
 from orchestrator.fleet.prefixes import PrefixView
 from orchestrator.fleet.queue_view import QueueView
 from orchestrator.fleet.view import Fleet
-from orchestrator.policy.candidate import RequestInfo
-from orchestrator.policy.decode_choice import decode_choice
+from orchestrator.policy.choices.named import decode_choice
+from orchestrator.policy.decode_choice import RequestInfo
 from orchestrator.policy.predict.predictor import Predictor
 from orchestrator.policy.prefix_keys import prefix_keys
 from orchestrator.process.telemetry.metrics import Metrics

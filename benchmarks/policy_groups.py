@@ -23,7 +23,7 @@ from itertools import count, product
 from pathlib import Path
 
 from benchmarks.policy_adp import AdpSettings
-from orchestrator.policy.candidate import Candidate, DecodeChoice, RequestInfo, blocks_for
+from orchestrator.policy.choices.named import decode_choice
 from orchestrator.policy.claims import (
     AFFINITY_WINDOW,
     CLAIM_BATCHES,
@@ -32,7 +32,7 @@ from orchestrator.policy.claims import (
     claims_as_idle,
     fair_share_tokens,
 )
-from orchestrator.policy.decode_choice import RankChoice, decode_choice
+from orchestrator.policy.decode_choice import Candidate, DecodeChoice, RankChoice, RequestInfo, blocks_for
 from orchestrator.policy.policies import QUEUE_WEIGHT, delay_s
 from orchestrator.simulator.trace import Arrival, Load, at_rate, first, read_trace
 from orchestrator.types import WindowJob

@@ -13,8 +13,8 @@ from orchestrator.config.settings import parse_config
 from orchestrator.fleet.prefixes import PrefixView
 from orchestrator.fleet.view import Fleet
 from orchestrator.frontend.edge import Objectives
-from orchestrator.policy.candidate import RequestInfo
-from orchestrator.policy.decode_choice import decode_choice
+from orchestrator.policy.choices.named import decode_choice
+from orchestrator.policy.decode_choice import RequestInfo
 from orchestrator.process.telemetry.metrics import Metrics
 from orchestrator.router.codec import Batch
 from orchestrator.router.request import ParsedRequest

@@ -8,7 +8,7 @@ from support_sim import expected
 
 from orchestrator.config.settings import Config
 from orchestrator.frontend.wiring import FleetConnection
-from orchestrator.policy.candidate import RequestInfo
+from orchestrator.policy.decode_choice import RequestInfo
 from orchestrator.policy.prefix_keys import reusable_keys
 from orchestrator.router.codec import Batch
 from orchestrator.router.request import Failure, ParsedRequest

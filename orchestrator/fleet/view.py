@@ -17,7 +17,7 @@ from orchestrator.fleet.adapter_places import FleetAdapters
 from orchestrator.fleet.pause import Pause
 from orchestrator.fleet.rest import Rest
 from orchestrator.fleet.worker_view import WorkerView
-from orchestrator.policy.candidate import Candidate
+from orchestrator.policy.decode_choice import Candidate
 from orchestrator.policy.prefix_index import Hits
 from orchestrator.policy.shortlist import SHORTLIST_FROM, Shortlist
 from orchestrator.types import DesiredRatio, EngineSpeed, Role, WorkerInfo, WorkerLoad, WorkerState

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from orchestrator.policy.candidate import Candidate, blocks_for
+from orchestrator.policy.decode_choice import Candidate, blocks_for
 from orchestrator.types import Role, WorkerInfo, WorkerLoad, WorkerState
 
 

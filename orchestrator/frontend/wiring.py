@@ -27,7 +27,8 @@ from orchestrator.fleet.view import Fleet
 from orchestrator.frontend.dashboard.history import History
 from orchestrator.frontend.dashboard.siblings import Siblings
 from orchestrator.frontend.pause import PauseCalls
-from orchestrator.policy.decode_choice import RankChoice, decode_choice
+from orchestrator.policy.choices.named import decode_choice
+from orchestrator.policy.decode_choice import RankChoice
 from orchestrator.process.parent import own_identity
 from orchestrator.process.tasks import first_of
 from orchestrator.process.telemetry.metrics import Metrics, counts

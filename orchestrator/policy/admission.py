@@ -18,7 +18,7 @@ from typing import Union
 import msgspec
 
 from orchestrator.config.settings import SLOConfig
-from orchestrator.policy.candidate import Candidate, RequestInfo
+from orchestrator.policy.decode_choice import Candidate, RequestInfo
 from orchestrator.policy.placement import Decision, Local, PrefillView, Reject, Remote
 from orchestrator.policy.predict.predictor import Predictor
 

@@ -1,26 +1,83 @@
-"""Our decode choice, by free KV blocks, and the table of all choices that a configuration can name.
+"""A decode choice, which picks a decode worker for a request: what it sees of both, and ours, by free KV blocks.
 
 It does not decide whether the decode worker prefills the request (`placement`), and does not keep the candidates up to
-date (`fleet.view`).
+date (`fleet.view`). Other projects' choices are in `choices/named`, which has the names of all.
 """
 
 from __future__ import annotations
 
-import random
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Literal
 
-from orchestrator.policy.candidate import EXPECTED_OUTPUT_TOKENS, Candidate, DecodeChoice, RequestInfo, blocks_for
+import msgspec
+
 from orchestrator.policy.choices.ranks import assign_longest_first
-from orchestrator.policy.choices.references import (
-    DynamoCost,
-    LeastRequests,
-    LeastTokens,
-    LlmD,
-    PowerOfTwo,
-    PrefixHash,
-    RoundRobin,
-)
+
+EXPECTED_OUTPUT_TOKENS = 256  # of a request, until the first ones have ended
+
+
+class RequestInfo(msgspec.Struct, frozen=True):
+    """The properties of a request that policies use."""
+
+    id: str
+    prompt_tokens: int
+    max_new_tokens: int
+    arrived_at: float  # unix seconds
+    priority: int = 0
+    local_only: str | None = None  # why it must be prefilled where it decodes ("n", "prompt_logprobs", ...)
+    prefix_key: int | None = None  # equal for all prompts with the same beginning
+    ttft_slo_s: float | None = None  # its own objectives; None: the fleet's
+    tpot_slo_s: float | None = None
+    slo_class: str = ""  # where it gets them from; metrics count by it
+    tenant: str = ""  # who has a share of the fleet under overload
+    adapter: int = 0  # the number of its LoRA adapter; 0: none
+
+
+class Candidate(msgspec.Struct, frozen=True):
+    """The state of a decode worker, as a policy sees it for one request.
+
+    `blocks_free` is that of the last report, less the blocks of the requests that this router has placed there since;
+    `waiting` includes those requests. `waiting_tokens` is as reported: prompt tokens not yet computed, which have no
+    blocks yet. `placed_tokens` are the prompt tokens to compute there that were placed since the report, and
+    `adapter_tokens`.
+    """
+
+    worker_id: str
+    blocks_total: int
+    blocks_free: int
+    block_size: int  # tokens
+    running: int
+    waiting: int
+    waiting_tokens: int
+    cached_tokens: int = 0  # this request's prefix-cache hit there
+    max_num_seqs: int = 1 << 30  # sequences in one batch, at most
+    placed_tokens: int = 0
+    group: str = ""  # whose ranks take each step together; empty for a worker that waits for no other
+    adapter_tokens: int = 0  # what this request spends on its LoRA adapter there, as prompt tokens
+    adapter_blocks: float = 0.0  # the same for all requests that it holds up, in blocks
+
+
+class DecodeChoice(ABC):
+    """Chooses a decode worker for each request. It may keep a turn, a random generator or an expected output length."""
+
+    @abstractmethod
+    def __call__(self, request: RequestInfo, candidates: Sequence[Candidate]) -> Candidate | None:
+        """Return one of the candidates, or None if there are none."""
+
+    @property
+    def static_score(self) -> Callable[[Candidate], float] | None:
+        """The part of a worker's rank that is the same for all requests; `Shortlist` sorts by it. None if there is no
+        such part: then the choice needs all candidates."""
+        return None
+
+    def expect_output(self, tokens: float) -> None:  # noqa: B027 - optional, not abstract
+        """Take the mean output length (tokens) of the requests that have ended. Most choices ignore it."""
+
+
+def blocks_for(tokens: int, block_size: int) -> int:
+    """KV blocks that hold this many tokens."""
+    return -(-tokens // block_size)
 
 
 class KVBlocks(DecodeChoice):
@@ -119,28 +176,3 @@ class RankChoice(DecodeChoice):
 def _tokens(rank: Candidate) -> int:
     """The tokens that it holds, and those that it has yet to compute."""
     return (rank.blocks_total - rank.blocks_free) * rank.block_size + rank.waiting_tokens + rank.placed_tokens
-
-
-OVERLAP_WEIGHT = 2.0  # of kv_prefix: a cached block need not be allocated, and need not be sent or computed
-
-_POLICIES: dict[str, Callable[[random.Random], DecodeChoice]] = {
-    "kv_blocks": lambda rng: KVBlocks(),
-    "kv_prefix": lambda rng: KVBlocks(overlap_weight=OVERLAP_WEIGHT),
-    "round_robin": RoundRobin,
-    "least_requests": LeastRequests,
-    "power_of_two": PowerOfTwo,
-    "least_tokens": LeastTokens,
-    "dynamo_cost": DynamoCost,
-    "llm_d": LlmD,
-    "prefix_hash": PrefixHash,
-}
-POLICY_NAMES = tuple(_POLICIES)
-
-
-def decode_choice(name: str, seed: int = 0) -> DecodeChoice:
-    """A new instance of the named policy; `seed` makes its random draws repeatable. Raises ValueError."""
-    try:
-        make = _POLICIES[name]
-    except KeyError:
-        raise ValueError(f"decode choice: expected one of {', '.join(POLICY_NAMES)}, got {name!r}") from None
-    return make(random.Random(seed))

@@ -12,7 +12,7 @@ from typing import Union
 import msgspec
 
 from orchestrator.config.settings import RoutingConfig, SLOConfig
-from orchestrator.policy.candidate import Candidate, DecodeChoice, RequestInfo, blocks_for
+from orchestrator.policy.decode_choice import Candidate, DecodeChoice, RequestInfo, blocks_for
 from orchestrator.policy.predict.adapters import DEAREST_LOAD
 from orchestrator.policy.predict.predictor import Predictor
 from orchestrator.types import QueueDepth

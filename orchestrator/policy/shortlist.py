@@ -13,7 +13,7 @@ from itertools import count
 
 import msgspec
 
-from orchestrator.policy.candidate import Candidate
+from orchestrator.policy.decode_choice import Candidate
 
 _Entry = tuple[float, int, Candidate]  # (negative static score, version, candidate); every version is unique
 

@@ -18,7 +18,7 @@ from orchestrator.fleet.prefixes import PrefixView
 from orchestrator.fleet.queue_view import QueueView
 from orchestrator.fleet.view import Fleet
 from orchestrator.fleet.worker_view import WorkerView
-from orchestrator.policy.candidate import Candidate, DecodeChoice, RequestInfo
+from orchestrator.policy.decode_choice import Candidate, DecodeChoice, RequestInfo
 from orchestrator.policy.placement import RETRY_AFTER_S, Local, PrefillView, Reject, reject_all
 from orchestrator.policy.policies import Policies, Waiting
 from orchestrator.policy.predict.fetch import (

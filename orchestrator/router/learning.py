@@ -9,7 +9,7 @@ from __future__ import annotations
 from orchestrator.config.settings import SLOConfig
 from orchestrator.config.values import Link
 from orchestrator.fleet.worker_view import WorkerView
-from orchestrator.policy.candidate import DecodeChoice
+from orchestrator.policy.decode_choice import DecodeChoice
 from orchestrator.policy.predict.predictor import Predictor
 from orchestrator.policy.ratio.load import haste
 from orchestrator.policy.ratio.reuse import ReuseCounter

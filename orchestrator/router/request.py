@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from orchestrator.policy.candidate import RequestInfo
+from orchestrator.policy.decode_choice import RequestInfo
 from orchestrator.policy.placement import Reject
 from orchestrator.process.telemetry.requests import RequestLine
 from orchestrator.types import KVSource, PrefillJob

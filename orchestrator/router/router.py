@@ -16,7 +16,7 @@ from orchestrator.config.settings import Config
 from orchestrator.fleet.prefixes import PrefixView
 from orchestrator.fleet.queue_view import QueueView
 from orchestrator.fleet.view import Fleet
-from orchestrator.policy.candidate import DecodeChoice
+from orchestrator.policy.decode_choice import DecodeChoice
 from orchestrator.policy.policies import RECALL_S
 from orchestrator.policy.predict.predictor import Predictor
 from orchestrator.process.telemetry.metrics import Metrics

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import InitVar, dataclass, field
 from typing import Any, Literal, Protocol
 
-from orchestrator.policy.candidate import EXPECTED_OUTPUT_TOKENS, RequestInfo
+from orchestrator.policy.decode_choice import EXPECTED_OUTPUT_TOKENS, RequestInfo
 from orchestrator.policy.prefix_keys import key_of_beginning
 from orchestrator.simulator.trace import Arrival
 

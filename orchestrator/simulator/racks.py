@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from orchestrator.config.values import Link, link_of, strict_label
-from orchestrator.policy.candidate import Candidate
+from orchestrator.policy.decode_choice import Candidate
 from orchestrator.simulator.settings import Settings
 
 _LABEL = "rack"

@@ -10,10 +10,9 @@ from typing import Protocol
 import msgspec
 
 from orchestrator.config.settings import SLOConfig
-from orchestrator.policy.candidate import Candidate
-from orchestrator.policy.choices.references import BYPASSES
+from orchestrator.policy.choices.named import BYPASSES, decode_choice
 from orchestrator.policy.claims import AFFINITY_WINDOW, choose_claims, fair_share_tokens
-from orchestrator.policy.decode_choice import decode_choice
+from orchestrator.policy.decode_choice import Candidate
 from orchestrator.policy.placement import Local, PrefillView, Reject, claim_timeout_s
 from orchestrator.policy.policies import Policies, Waiting
 from orchestrator.policy.predict.estimates import LINK_AGE_S, RecentMaximum

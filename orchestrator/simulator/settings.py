@@ -11,7 +11,7 @@ from typing import Any, Literal
 import msgspec
 
 from orchestrator.config.settings import Config, ConfigError, SLOConfig
-from orchestrator.policy.decode_choice import POLICY_NAMES
+from orchestrator.policy.choices.named import POLICY_NAMES
 from orchestrator.simulator.profile import Profile
 
 
@@ -24,7 +24,7 @@ class Stack(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     dispatch: Literal["queue", "push"] = "queue"
     prefixes: bool = True  # the router knows which worker has a prefix cached
     adapters: bool = True  # the router knows which request is for which LoRA adapter
-    bypass: str = ""  # with "push": the rule of `choices.references.BYPASSES` that keeps prompts on the decode worker
+    bypass: str = ""  # with "push": the rule of `choices.named.BYPASSES` that keeps prompts on the decode worker
 
 
 class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

@@ -13,8 +13,8 @@ from itertools import chain
 import msgspec
 
 from orchestrator.config.settings import SLOConfig
-from orchestrator.policy.candidate import Candidate, DecodeChoice, blocks_for
 from orchestrator.policy.claims import claim_budget, claim_limits, most_claimed
+from orchestrator.policy.decode_choice import Candidate, DecodeChoice, blocks_for
 from orchestrator.policy.predict.adapters import AdapterPlaces, with_placed
 from orchestrator.policy.shortlist import SHORTLIST_FROM, Shortlist
 from orchestrator.simulator.racks import Racks

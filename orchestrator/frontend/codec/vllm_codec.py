@@ -26,7 +26,7 @@ from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from orchestrator.config.settings import SLOClass
 from orchestrator.frontend import edge
-from orchestrator.policy.candidate import RequestInfo
+from orchestrator.policy.decode_choice import RequestInfo
 from orchestrator.policy.prefix_keys import Medium, key_of_beginning, reusable_keys, salt_of
 from orchestrator.router.codec import Batch
 from orchestrator.router.request import Failure, ParsedRequest

@@ -12,7 +12,7 @@ from itertools import islice
 
 import msgspec
 
-from orchestrator.policy.candidate import Candidate
+from orchestrator.policy.decode_choice import Candidate
 
 PRIOR_LOAD_S = 0.1  # of an adapter, until a worker has measured one; chosen, not derived
 DEMAND_MEMORY = 1000.0  # requests with adapters after which the weight of one has decayed to 1/e

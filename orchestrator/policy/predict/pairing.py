@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 
 from orchestrator.config.settings import SLOConfig
 from orchestrator.config.values import Link
-from orchestrator.policy.candidate import Candidate, DecodeChoice, RequestInfo, blocks_for
+from orchestrator.policy.decode_choice import Candidate, DecodeChoice, RequestInfo, blocks_for
 from orchestrator.policy.predict.predictor import Predictor
 
 NEGLIGIBLE = 0.003  # of the TTFT objective

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 
 import msgspec
 
-from orchestrator.policy.candidate import EXPECTED_OUTPUT_TOKENS, Candidate
+from orchestrator.policy.decode_choice import EXPECTED_OUTPUT_TOKENS, Candidate
 from orchestrator.policy.predict.adapters import PRIOR_LOAD_S
 from orchestrator.policy.predict.estimates import (
     FIT_MEMORY,

@@ -6,7 +6,7 @@ from support_info import worker_info as worker
 
 from orchestrator.fleet.adapter_places import EXPECTED_S
 from orchestrator.fleet.view import Fleet
-from orchestrator.policy.decode_choice import decode_choice
+from orchestrator.policy.choices.named import decode_choice
 from orchestrator.policy.predict.adapters import PRIOR_LOAD_S, AdapterDemand
 from orchestrator.types import Role, WorkerInfo, WorkerLoad
 

@@ -6,8 +6,8 @@ from support_info import worker_info as worker
 
 from orchestrator.fleet.membership import mark_silent_quiet
 from orchestrator.fleet.view import Fleet
-from orchestrator.policy.candidate import RequestInfo
-from orchestrator.policy.decode_choice import decode_choice
+from orchestrator.policy.choices.named import decode_choice
+from orchestrator.policy.decode_choice import RequestInfo
 from orchestrator.policy.prefix_index import PrefixIndex
 from orchestrator.types import KVCounters, KVEndpoint, Role, WorkerInfo, WorkerLoad, WorkerState
 

@@ -4,7 +4,7 @@ import pytest
 
 from orchestrator.config.settings import SLOConfig
 from orchestrator.policy.admission import Admitted, admit
-from orchestrator.policy.candidate import Candidate, RequestInfo
+from orchestrator.policy.decode_choice import Candidate, RequestInfo
 from orchestrator.policy.placement import Local, PrefillView, Reject, Remote
 from orchestrator.policy.predict.predictor import Predictor
 from orchestrator.types import QueueDepth

@@ -5,9 +5,8 @@ from collections import Counter
 import msgspec
 import pytest
 
-from orchestrator.policy.candidate import Candidate, RequestInfo
-from orchestrator.policy.choices.references import dynamo_bypass, llm_d_bypass
-from orchestrator.policy.decode_choice import POLICY_NAMES, decode_choice
+from orchestrator.policy.choices.named import POLICY_NAMES, decode_choice, dynamo_bypass, llm_d_bypass
+from orchestrator.policy.decode_choice import Candidate, RequestInfo
 
 REQUEST = RequestInfo(id="r", prompt_tokens=1600, max_new_tokens=160, arrived_at=0.0)
 

@@ -7,8 +7,8 @@ import pytest
 
 from orchestrator.config.settings import RoutingConfig, SLOConfig
 from orchestrator.policy import placement
-from orchestrator.policy.candidate import Candidate, RequestInfo
-from orchestrator.policy.decode_choice import decode_choice
+from orchestrator.policy.choices.named import decode_choice
+from orchestrator.policy.decode_choice import Candidate, RequestInfo
 from orchestrator.policy.placement import (
     LATENESS_TOLERANCE,
     ROOM_SHARE,

@@ -4,8 +4,8 @@ import msgspec
 import pytest
 
 from orchestrator.config.settings import parse_config
-from orchestrator.policy.candidate import Candidate, RequestInfo
-from orchestrator.policy.decode_choice import decode_choice
+from orchestrator.policy.choices.named import decode_choice
+from orchestrator.policy.decode_choice import Candidate, RequestInfo
 from orchestrator.policy.placement import Local, PrefillView, Reject, Remote
 from orchestrator.policy.policies import LATE_OBJECTIVES, MAX_STEPS, Policies, Waiting, delay_s
 from orchestrator.policy.predict.predictor import Predictor

@@ -7,8 +7,8 @@ import pytest
 
 from orchestrator.config.settings import SLOConfig, parse_config
 from orchestrator.policy.admission import Shares
-from orchestrator.policy.candidate import Candidate, RequestInfo
-from orchestrator.policy.decode_choice import decode_choice
+from orchestrator.policy.choices.named import decode_choice
+from orchestrator.policy.decode_choice import Candidate, RequestInfo
 from orchestrator.policy.placement import Local, PrefillView
 from orchestrator.policy.policies import Policies
 from orchestrator.policy.predict.predictor import Predictor

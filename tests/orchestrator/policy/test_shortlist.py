@@ -4,8 +4,7 @@ import random
 
 import msgspec
 
-from orchestrator.policy.candidate import Candidate, RequestInfo
-from orchestrator.policy.decode_choice import KVBlocks
+from orchestrator.policy.decode_choice import Candidate, KVBlocks, RequestInfo
 from orchestrator.policy.shortlist import Shortlist
 
 

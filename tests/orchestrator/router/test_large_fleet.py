@@ -7,7 +7,7 @@ from support_info import worker_info
 from orchestrator.config.settings import parse_config
 from orchestrator.fleet.prefixes import PrefixView
 from orchestrator.fleet.view import Fleet
-from orchestrator.policy.decode_choice import decode_choice
+from orchestrator.policy.choices.named import decode_choice
 from orchestrator.policy.predict.predictor import Predictor
 from orchestrator.policy.shortlist import SHORTLIST_FROM
 from orchestrator.process.telemetry.metrics import Metrics

@@ -5,9 +5,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.policy.candidate import Candidate, RequestInfo
+from orchestrator.policy.choices.named import decode_choice
 from orchestrator.policy.choices.ranks import DRAIN_STEPS, assign_longest_first, level_chunks, pace
-from orchestrator.policy.decode_choice import RankChoice, decode_choice
+from orchestrator.policy.decode_choice import Candidate, RankChoice, RequestInfo
 from orchestrator.policy.shortlist import SHORTLIST_FROM, Shortlist
 
 REQUEST = RequestInfo("r", prompt_tokens=100, max_new_tokens=50, arrived_at=0.0)

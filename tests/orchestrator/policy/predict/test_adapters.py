@@ -3,9 +3,9 @@ from typing import NamedTuple
 import pytest
 
 from orchestrator.config.settings import Config
-from orchestrator.policy.candidate import Candidate, RequestInfo
+from orchestrator.policy.choices.named import decode_choice
 from orchestrator.policy.claims import choose_claims
-from orchestrator.policy.decode_choice import decode_choice
+from orchestrator.policy.decode_choice import Candidate, RequestInfo
 from orchestrator.policy.placement import Local, PrefillView, Remote
 from orchestrator.policy.policies import Policies
 from orchestrator.policy.predict.adapters import (

@@ -4,8 +4,8 @@ import msgspec
 import pytest
 
 from orchestrator.config.settings import ConfigError, SLOConfig, parse_config
-from orchestrator.policy.candidate import Candidate, RequestInfo
-from orchestrator.policy.decode_choice import decode_choice
+from orchestrator.policy.choices.named import decode_choice
+from orchestrator.policy.decode_choice import Candidate, RequestInfo
 from orchestrator.policy.policies import Policies
 from orchestrator.policy.predict.estimates import MIN_FIT_SAMPLES
 from orchestrator.policy.predict.pairing import pair

@@ -2,7 +2,7 @@
 
 import pytest
 
-from orchestrator.policy.candidate import Candidate
+from orchestrator.policy.decode_choice import Candidate
 from orchestrator.policy.predict.estimates import STALE_DECISIONS, STALE_S
 from orchestrator.policy.predict.predictor import Predictor
 from orchestrator.types import EngineSpeed, QueueDepth

@@ -1,4 +1,4 @@
-"""The decode choices of other projects, as references for ours."""
+"""The decode choices of other projects, as references for ours, and all that a configuration can name."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from hashlib import blake2b
 from types import MappingProxyType
 
-from orchestrator.policy.candidate import Candidate, DecodeChoice, RequestInfo
+from orchestrator.policy.decode_choice import Candidate, DecodeChoice, KVBlocks, RequestInfo
 
 
 class RoundRobin(DecodeChoice):
@@ -128,6 +128,31 @@ class PrefixHash(LeastRequests):
 
 def _weight(worker_id: str, prefix_key: int) -> bytes:
     return blake2b(worker_id.encode(), key=prefix_key.to_bytes(8, "little"), digest_size=8).digest()
+
+
+OVERLAP_WEIGHT = 2.0  # of kv_prefix: a cached block need not be allocated, and need not be sent or computed
+
+_POLICIES: dict[str, Callable[[random.Random], DecodeChoice]] = {
+    "kv_blocks": lambda rng: KVBlocks(),
+    "kv_prefix": lambda rng: KVBlocks(overlap_weight=OVERLAP_WEIGHT),
+    "round_robin": RoundRobin,
+    "least_requests": LeastRequests,
+    "power_of_two": PowerOfTwo,
+    "least_tokens": LeastTokens,
+    "dynamo_cost": DynamoCost,
+    "llm_d": LlmD,
+    "prefix_hash": PrefixHash,
+}
+POLICY_NAMES = tuple(_POLICIES)
+
+
+def decode_choice(name: str, seed: int = 0) -> DecodeChoice:
+    """A new instance of the named policy; `seed` makes its random draws repeatable. Raises ValueError."""
+    try:
+        make = _POLICIES[name]
+    except KeyError:
+        raise ValueError(f"decode choice: expected one of {', '.join(POLICY_NAMES)}, got {name!r}") from None
+    return make(random.Random(seed))
 
 
 CONDITIONAL_TOKENS, CONDITIONAL_SHARE = 2048, 0.7
