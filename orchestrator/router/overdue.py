@@ -17,7 +17,7 @@ from orchestrator.fleet.view import Fleet
 from orchestrator.policy.placement import claim_timeout_s
 from orchestrator.policy.predict.predictor import Predictor
 from orchestrator.router.active_requests import ActiveRequests
-from orchestrator.router.recovery import Recovery
+from orchestrator.router.dispatch import Dispatch
 from orchestrator.router.request import ActiveRequest, State
 from orchestrator.types import JobState
 
@@ -41,11 +41,11 @@ class Overdue:
         fleet: Fleet,
         queue: QueueView,
         requests: ActiveRequests,
-        recovery: Recovery,
+        dispatch: Dispatch,
         predictor: Predictor,
     ) -> None:
         self._routing, self._fleet, self._queue = config.routing, fleet, queue
-        self._requests, self._recovery, self._predictor = requests, recovery, predictor
+        self._requests, self._dispatch, self._predictor = requests, dispatch, predictor
         self._slo, self._resumed_at = config.slo, 0.0
         self._stalls: deque[tuple[float, float]] = deque(maxlen=MAX_STALLS)  # until when, and for how many seconds
         self._claimed: set[str] = set()  # request ids whose jobs had an unreported claim at the last look
@@ -65,15 +65,15 @@ class Overdue:
                 longest[active.decode_worker] = max(before, active.parsed.info.prompt_tokens)
         for active in self._requests.all():
             if active.state is State.QUEUED and self._claim_is_late(active, now):
-                self._recovery.retry(active, "claim_timeout")
+                self._dispatch.retry(active, "claim_timeout")
             elif active.state is State.TRANSFERRING and self._fleet.is_quiet(active.prefill_worker):
-                self._recovery.retry(active, "prefill_worker_quiet", charge=False)
+                self._dispatch.retry(active, "prefill_worker_quiet", charge=False)
             elif active.state is State.TRANSFERRING and active.prefill_worker not in self._fleet.workers:
-                self._recovery.retry(active, "prefill_worker_lost", charge=False)
+                self._dispatch.retry(active, "prefill_worker_lost", charge=False)
             elif active.state is State.TRANSFERRING and self._kv_is_late(active, now, longest):
-                self._recovery.retry(active, "kv_late")
+                self._dispatch.retry(active, "kv_late")
             elif active.state in WITH_A_WORKER and self._makes_nothing(active, now):
-                self._recovery.retry(active, "stalled", avoid=active.decode_worker)
+                self._dispatch.retry(active, "stalled", avoid=active.decode_worker)
 
     async def check_queue(self, now: float) -> None:
         """Retry requests whose job Redis has lost, and those whose prefill worker does not report its claim."""
@@ -87,9 +87,9 @@ class Overdue:
             if active is None or active.state is not State.QUEUED:
                 continue  # it moved on meanwhile
             if state is JobState.ABSENT:
-                self._recovery.retry(active, "job_lost")
+                self._dispatch.retry(active, "job_lost")
             elif state is JobState.CLAIMED and request_id in self._claimed:
-                self._recovery.retry(active, "claimer_unheard", charge=False)
+                self._dispatch.retry(active, "claimer_unheard", charge=False)
             elif state is JobState.CLAIMED:
                 claimed.add(request_id)
         self._claimed = claimed
@@ -101,7 +101,7 @@ class Overdue:
         for request_id in queued.keys() & itertools.chain(*claims):
             active = self._requests.current(request_id, queued[request_id])
             if active is not None and active.state is State.QUEUED:
-                self._recovery.retry(active, why, charge=False)
+                self._dispatch.retry(active, why, charge=False)
 
     def _waited_s(self, since: float, now: float) -> float:
         since = max(since, self._resumed_at)

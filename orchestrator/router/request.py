@@ -169,7 +169,7 @@ class ActiveRequest:
     accepted_at: float
     state: State = State.PLACING
     attempt: int = 1
-    charged: int = 0  # failed attempts that count against `MAX_ATTEMPTS` of `recovery`
+    charged: int = 0  # failed attempts that count against `MAX_ATTEMPTS` of `dispatch`
     resumed: int = 0  # tokens of the answer that earlier attempts have made
     crashes: int = 0  # engines that crashed with this request, which may have caused it
     suspect: bool = False  # it may run only as the single suspect of a worker; written by `quarantine`

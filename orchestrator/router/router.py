@@ -1,8 +1,8 @@
 """The life of a request: placed, queued or sent, bound to a decode worker, streamed, retried, ended.
 
 Replaces an engine core client: takes engine requests and returns engine outputs. `decider` chooses where a request
-goes, `dispatch` sends it there, `active_requests` chooses what the client gets, and `request` has the states and their
-transitions. The router reads engine requests and outputs through `Codec` only.
+goes, `dispatch` sends it there, again if need be, `active_requests` chooses what the client gets, and `request` has the
+states and their transitions. The router reads engine requests and outputs through `Codec` only.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ from orchestrator.router.decider import Decider
 from orchestrator.router.dispatch import Dispatch
 from orchestrator.router.learning import Learning
 from orchestrator.router.overdue import Overdue
-from orchestrator.router.recovery import Recovery
 from orchestrator.router.request import ActiveRequest, Failure, Overloaded, Prefilling, State
 from orchestrator.types import FinishReason
 from orchestrator.wire.messages import (
@@ -69,11 +68,12 @@ class Router:
         self._routing, self._fleet, self._codec, self._prefixes = config.routing, fleet, codec, prefixes
         self.learning = Learning(Predictor(), choose, config.slo, metrics, self.recent)
         self._decider = Decider(transport.frontend_id, config, fleet, queue, prefixes, choose, self.learning)
-        patience_s, early = config.routing.placement_timeout_s, config.routing.first_token == "prefill"
-        self._dispatch = Dispatch(self._decider, fleet, transport, queue, prefixes, patience_s, metrics)
+        early = config.routing.first_token == "prefill"
         self._requests = ActiveRequests(codec, early, self.learning, self.recent, prefixes, metrics)
-        self._recovery = Recovery(config.routing, fleet, self._requests, self._dispatch, metrics)
-        self._overdue = Overdue(config, fleet, queue, self._requests, self._recovery, self.learning.predictor)
+        self._dispatch = Dispatch(
+            config.routing, self._decider, fleet, transport, queue, prefixes, self._requests, metrics
+        )
+        self._overdue = Overdue(config, fleet, queue, self._requests, self._dispatch, self.learning.predictor)
         self.requests, self.batches = self._requests.by_id, self._requests.batches
 
     # ---- what the server calls ---------------------------------------------------------------------------------
@@ -135,8 +135,8 @@ class Router:
             self._recall_at = now + RECALL_S
             queued = [active for active in self._requests.all() if active.state is State.QUEUED]
             for active in self._decider.recalled(queued):
-                self._recovery.retry(active, "recalled")
-        self._recovery.check(now)
+                self._dispatch.retry(active, "recalled")
+        self._dispatch.check(now)
 
     async def check_queue(self, now: float) -> None:
         """The same for requests whose job was lost, or whose prefill worker does not report."""
@@ -154,7 +154,7 @@ class Router:
         if isinstance(message, Outputs):
             self._on_outputs(worker_id, message, payload, now)
         elif isinstance(message, EngineCrashed):
-            self._recovery.engine_crashed(worker_id, message)
+            self._dispatch.engine_crashed(worker_id, message)
         elif isinstance(message, (Claimed, Prefilled, PrefillFailed, Rejected)):
             active = self._requests.current(message.request_id, message.attempt)
             if active is None:
@@ -185,7 +185,7 @@ class Router:
             if self._dispatch.send(active, chosen.worker_id, State.TRANSFERRING, hit_tokens=chosen.cached_tokens):
                 self._metrics.prefix_hit_tokens.labels("decode").inc(chosen.cached_tokens)
                 return
-        self._recovery.unbound(active)
+        self._dispatch.unbound(active)
 
     def _on_prefilled(self, active: ActiveRequest, said: Prefilled, payload: list[bytes], now: float) -> None:
         assert active.prefill is not None
@@ -200,14 +200,14 @@ class Router:
 
     def _on_prefill_failed(self, active: ActiveRequest) -> None:
         if active.state in (State.QUEUED, State.TRANSFERRING):
-            self._recovery.retry(active, "prefill_failed")
+            self._dispatch.retry(active, "prefill_failed")
 
     def _on_rejected(self, active: ActiveRequest, by: str, rejected: Rejected) -> None:
         log.warning("worker %s rejected request %s: %s", by, active.parsed.label, rejected.why)
         if rejected.final:  # every worker would refuse this request
-            self._recovery.fail_withdrawn(active, Failure(rejected.why, by_client=True))
+            self._dispatch.fail_withdrawn(active, Failure(rejected.why, by_client=True))
         else:
-            self._recovery.retry(active, "rejected", by, not rejected.leaving, rejected.why)
+            self._dispatch.retry(active, "rejected", by, not rejected.leaving, rejected.why)
 
     def _on_outputs(self, worker_id: str, message: Outputs, payload: list[bytes], now: float) -> None:
         try:
@@ -230,13 +230,13 @@ class Router:
                 if output.finish_reason is None:
                     self._dispatch.drop_stale(worker_id, output.request_id, attempt)
             elif output.finish_reason in GIVEN_UP:
-                self._recovery.retry(active, GIVEN_UP[output.finish_reason])
+                self._dispatch.retry(active, GIVEN_UP[output.finish_reason])
             elif active.state is not State.DECODING and self._precedes_prefill(active, output):
                 active.answer.hold(output, now)
             else:
                 return self._take(active, output, now)
         except Exception:  # a defect that one request meets must not cost the others of this step their tokens
-            self._recovery.fail_defective(active, output.request_id)
+            self._dispatch.fail_defective(active, output.request_id)
         return False
 
     def _precedes_prefill(self, active: ActiveRequest, output: Any) -> bool:
@@ -271,7 +271,7 @@ class Router:
         had_first = active.answer.first_token_at is not None
         action = self._requests.from_decode(active, output, now)
         if action is OutputAction.DIVERGED:
-            self._recovery.diverged(active)
+            self._dispatch.diverged(active)
             return False
         if not had_first and active.answer.first_token_at is not None:
             self.recent.ttft.add(now - active.accepted_at)
@@ -287,7 +287,7 @@ class Router:
                 self.recent.transferred[flow] += active.parsed.info.prompt_tokens
         if began:
             active.move(State.DECODING)
-            self._recovery.clear_suspect(active)
+            self._dispatch.clear_suspect(active)
         if action is OutputAction.DELIVER and output.finish_reason is not None:
             self._end(active, State.FINISHED)
         return action is OutputAction.DELIVER
@@ -303,9 +303,9 @@ class Router:
             self.learning.forget(worker_id)
         for active in self._requests.all():
             if active.decode_worker in gone:
-                self._recovery.retry(active, "decode_worker_lost", avoid=active.decode_worker)
+                self._dispatch.retry(active, "decode_worker_lost", avoid=active.decode_worker)
             elif active.state is State.TRANSFERRING and active.computing_worker in gone:
-                self._recovery.retry(active, "prefill_worker_lost", charge=False)
+                self._dispatch.retry(active, "prefill_worker_lost", charge=False)
         self._check_claimers()
         self._dispatch.background(self._overdue.leave_claimers(gone, "prefill_worker_lost"))
 
@@ -316,9 +316,9 @@ class Router:
         for active in self._requests.all():
             if active.decode_worker in left:
                 if active.parsed.resumable or not active.answer.tokens:
-                    self._recovery.retry(active, "decode_worker_quiet", avoid=active.decode_worker, charge=False)
+                    self._dispatch.retry(active, "decode_worker_quiet", avoid=active.decode_worker, charge=False)
             elif active.state is State.TRANSFERRING and active.prefill_worker in away:
-                self._recovery.retry(active, "prefill_worker_quiet", charge=False)
+                self._dispatch.retry(active, "prefill_worker_quiet", charge=False)
         self._check_claimers()
         self._dispatch.background(self._overdue.leave_claimers(away, "prefill_worker_quiet"))
 
@@ -330,11 +330,11 @@ class Router:
         """Retry all requests that a worker decodes: an answer must not have a gap."""
         for active in self._requests.all():
             if active.decode_worker == worker_id:
-                self._recovery.retry(active, why, charge=charge)
+                self._dispatch.retry(active, why, charge=charge)
 
     def queue_lost(self) -> None:
         """Take all requests out of the queue: while Redis is away no worker can claim their jobs."""
-        self._recovery.leave_queue("queue_unavailable")
+        self._dispatch.leave_queue("queue_unavailable")
 
     def job_failed(self, request_id: str, attempt: int) -> None:
         """The queue gave this job up, because too many workers that had claimed it died."""
@@ -343,8 +343,8 @@ class Router:
 
     def _check_claimers(self) -> None:
         if not self._fleet.claims():
-            self._recovery.leave_queue("no_prefill_worker")
+            self._dispatch.leave_queue("no_prefill_worker")
 
     def _end(self, active: ActiveRequest, state: State) -> None:
         self._requests.end(active, state)
-        self._recovery.clear_suspect(active)
+        self._dispatch.clear_suspect(active)

@@ -127,7 +127,7 @@ async def test_token_of_other_prefill_worker_is_ignored():
 
 
 async def test_diverged_answer_continues_on_same_worker(monkeypatch):
-    monkeypatch.setattr("orchestrator.router.recovery.MAX_ATTEMPTS", 1)
+    monkeypatch.setattr("orchestrator.router.dispatch.MAX_ATTEMPTS", 1)
     bench, decode = await transferring()
     before = mismatches()
     prefilled(bench)

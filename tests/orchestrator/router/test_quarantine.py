@@ -166,7 +166,7 @@ async def test_crashed_worker_gets_no_requests():
 
 
 async def test_crash_costs_bystanders_no_attempt(monkeypatch):
-    monkeypatch.setattr("orchestrator.router.recovery.MAX_ATTEMPTS", 1)
+    monkeypatch.setattr("orchestrator.router.dispatch.MAX_ATTEMPTS", 1)
     bench = CrashBench()
     await all_on_one_worker(bench, "a", "b")
     await bench.crash("d0")

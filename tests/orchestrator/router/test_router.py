@@ -13,8 +13,8 @@ from orchestrator.fleet.membership import mark_silent_quiet
 from orchestrator.policy import placement
 from orchestrator.policy.policies import LATE_OBJECTIVES
 from orchestrator.router.decider import Decider
+from orchestrator.router.dispatch import LEAVING_S, SOUND_TOKENS
 from orchestrator.router.overdue import STALL_TIMEOUT_S
-from orchestrator.router.recovery import LEAVING_S, SOUND_TOKENS
 from orchestrator.router.request import SUCCESSORS, Failure, Overloaded, State
 from orchestrator.types import FinishReason, JobState, Offered, PauseState, QueueDepth, Role, WorkerLoad, WorkerState
 from orchestrator.wire.messages import Abort, MessageError, Outputs, Prefilled, PrefillFailed, Rejected, unpack_frames
@@ -576,7 +576,7 @@ async def test_defect_in_retry_fails_request(monkeypatch):
 
 
 async def test_max_attempts_bounds_retries(monkeypatch):
-    monkeypatch.setattr("orchestrator.router.recovery.MAX_ATTEMPTS", 2)
+    monkeypatch.setattr("orchestrator.router.dispatch.MAX_ATTEMPTS", 2)
     bench = await Bench.asked(FakeRequest("r", prompt_tokens=10))
     for attempt in (1, 2):
         bench.tokens(bench.bound_to(), "r", [], attempt=attempt, finish=FinishReason.ERROR)
