@@ -16,7 +16,6 @@ from typing import Any
 from orchestrator.process.tasks import cancelled
 from orchestrator.types import PauseState, WorkerInfo
 from orchestrator.wire.control import METHODS
-from orchestrator.wire.framing import MAX_MESSAGE_BYTES
 from orchestrator.wire.messages import (
     Abort,
     Call,
@@ -31,7 +30,7 @@ from orchestrator.wire.messages import (
     ToWorker,
     engine_key,
 )
-from orchestrator.wire.sockets import Sent
+from orchestrator.wire.sockets import MAX_MESSAGE_BYTES, Sent
 from workers.attempts import Attempt, Attempts
 from workers.engine import Engine, EngineDead, EngineOutput, EngineRequest, EngineStep, Phase, Refusal, submit
 from workers.load.reports import LoadReporter, PrefixReporter

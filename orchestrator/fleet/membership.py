@@ -19,7 +19,7 @@ from orchestrator.process.ticks import left_s, ticks, until_told
 from orchestrator.store.client import RedisAway
 from orchestrator.store.registry import Registry
 from orchestrator.types import WorkerInfo, WorkerLoad
-from orchestrator.wire.sockets import AddressError
+from orchestrator.wire.addresses import AddressError
 from orchestrator.wire.transport import FrontendTransport
 
 log = logging.getLogger("pd.membership")

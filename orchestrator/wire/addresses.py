@@ -18,6 +18,10 @@ _ANY_PORT = 9  # of a datagram socket that sends nothing
 _random = random.SystemRandom()  # programs that seed `random` alike must not all take the same ports
 
 
+class AddressError(ValueError):
+    """A worker's address that cannot be connected to. One line with the address."""
+
+
 class Listening(NamedTuple):
     """Where a process listens, and the address at which others reach it."""
 
@@ -41,6 +45,17 @@ def is_unspecified(host: str) -> bool:
         return ipaddress.ip_address(host).is_unspecified
     except ValueError:
         return False
+
+
+def check_address(address: str) -> None:
+    """Raises AddressError. A name would be looked up by ZMQ's thread, which meanwhile serves no other worker."""
+    host, _, port = address.removeprefix("tcp://").rpartition(":")
+    try:
+        ipaddress.ip_address(host.strip("[]"))
+        if not address.startswith("tcp://") or not 0 < int(port) < 65536:
+            raise ValueError
+    except ValueError:
+        raise AddressError(f"{address!r} is not an address like tcp://127.0.0.1:5000") from None
 
 
 def resolve(host: str) -> str:

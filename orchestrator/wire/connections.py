@@ -19,12 +19,11 @@ import zmq
 import zmq.asyncio
 from zmq.utils.monitor import recv_monitor_message
 
+from orchestrator.wire.addresses import AddressError, check_address
 from orchestrator.wire.sockets import (
     EVENTS_REFUSED,
     HANDSHAKE_TIMEOUT_MS,
-    AddressError,
     Socket,
-    check_address,
     connect,
     monitor,
 )

@@ -1,7 +1,7 @@
 """Wire messages between frontends and workers, grouped by receiver.
 
 A message is `[header, *payload]`: the header one of the tagged unions below, the payload the engine's own encoding (an
-engine request, or the outputs of one engine step), opaque here so that tokens are encoded once. `framing` makes ZMQ
+engine request, or the outputs of one engine step), opaque here so that tokens are encoded once. `sockets` makes ZMQ
 frames of it.
 """
 

@@ -26,7 +26,6 @@ from orchestrator.wire import messages
 from orchestrator.wire.addresses import Listening, in_url
 from orchestrator.wire.connections import Connections
 from orchestrator.wire.curve import FindFrontends, Gate, KeyPair, use_as_client, use_as_server
-from orchestrator.wire.framing import Assembler
 from orchestrator.wire.messages import (
     PROTOCOL_VERSION,
     Hello,
@@ -38,6 +37,7 @@ from orchestrator.wire.messages import (
 )
 from orchestrator.wire.sockets import (
     EVENTS_REFUSED,
+    Assembler,
     Reader,
     Sent,
     Woken,

@@ -16,7 +16,7 @@ from orchestrator.store.client import RedisAway
 from orchestrator.store.fields import Departed
 from orchestrator.store.registry import Frontend, Registry
 from orchestrator.types import Role, WorkerInfo
-from orchestrator.wire import framing
+from orchestrator.wire import sockets
 from orchestrator.wire.curve import KeyPair, use_as_client
 from orchestrator.wire.messages import Abort, Call, Claimed, Hello, Prefilled, Rejected, Submit
 from workers import serving as serving_module
@@ -108,11 +108,11 @@ async def test_outputs_that_are_too_large_are_their_own_requests_failure(
     worker, frontend = await workers.served(Role.DECODE, speed=1.0)
     large, good = frontend.new(PROMPT, max_tokens=50), frontend.new([7, *PROMPT], max_tokens=50)
     encode = worker.engine.encode_outputs
-    monkeypatch.setattr(framing, "MAX_MESSAGE_BYTES", framing.MAX_FRAME_BYTES)
+    monkeypatch.setattr(sockets, "MAX_MESSAGE_BYTES", sockets.MAX_FRAME_BYTES)
 
     def padded(outputs: list[Any], timestamp: float) -> list[bytes]:
         is_large = any(output.request_id == large.id for output in outputs)
-        return [*encode(outputs, timestamp), *([bytes(framing.MAX_FRAME_BYTES)] if is_large else [])]
+        return [*encode(outputs, timestamp), *([bytes(sockets.MAX_FRAME_BYTES)] if is_large else [])]
 
     monkeypatch.setattr(worker.engine, "encode_outputs", padded)
     for request in (large, good):

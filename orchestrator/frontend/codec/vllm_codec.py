@@ -31,8 +31,8 @@ from orchestrator.policy.prefix_keys import Medium, key_of_beginning, reusable_k
 from orchestrator.router.codec import Batch
 from orchestrator.router.request import Failure, ParsedRequest
 from orchestrator.wire.adapters import unique_name
-from orchestrator.wire.framing import MAX_REQUEST_BYTES
 from orchestrator.wire.messages import MessageError
+from orchestrator.wire.sockets import MAX_REQUEST_BYTES
 
 _COMPLETED = (None, FinishReason.STOP, FinishReason.LENGTH)
 _TOKENS = {"request_id", "new_token_ids", "finish_reason", "stop_reason", "trace_headers", "num_nans_in_logits"}

@@ -17,8 +17,8 @@ from orchestrator.fleet.membership import Membership
 from orchestrator.fleet.prefixes import PrefixView
 from orchestrator.fleet.view import Fleet
 from orchestrator.types import EngineIdentity, KVEndpoint, Role, WorkerInfo, WorkerLoad, WorkerState
-from orchestrator.wire.framing import Assembler, frames_of
 from orchestrator.wire.messages import Abort, Rejected, Welcome, decode_to_worker, encode
+from orchestrator.wire.sockets import Assembler, frames_of
 from orchestrator.wire.transport import Disconnected, FrontendTransport
 
 WORKERS = 1200

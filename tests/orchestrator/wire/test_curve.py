@@ -15,11 +15,10 @@ from support_relay import Relay
 from support_wait import DEADLINE_S, until
 
 from orchestrator.wire import curve, messages
-from orchestrator.wire.addresses import Listening
+from orchestrator.wire.addresses import AddressError, Listening
 from orchestrator.wire.curve import KeyPair, use_as_client
-from orchestrator.wire.framing import MAX_FRAME_BYTES, frames_of
 from orchestrator.wire.messages import Abort, Call, Hello, Welcome
-from orchestrator.wire.sockets import AddressError
+from orchestrator.wire.sockets import MAX_FRAME_BYTES, frames_of
 from orchestrator.wire.transport import FrontendTransport, WorkerTransport
 
 SILENCE_S = 0.5

@@ -12,8 +12,8 @@ from support_fuzz import any_of, damaged, members, values
 
 from orchestrator import types
 from orchestrator.wire import messages
-from orchestrator.wire.framing import Assembler
 from orchestrator.wire.messages import MessageError
+from orchestrator.wire.sockets import Assembler
 
 UNIONS: dict[Callable[[bytes], Any], Any] = {
     messages.decode_to_worker: messages.ToWorker,

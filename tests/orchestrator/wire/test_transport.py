@@ -20,11 +20,10 @@ from support_doors import Doors
 from support_wait import DEADLINE_S, until
 
 from orchestrator.types import PrefixEvents, WorkerLoad
-from orchestrator.wire import framing
-from orchestrator.wire.addresses import Listening
+from orchestrator.wire import sockets
+from orchestrator.wire.addresses import AddressError, Listening
 from orchestrator.wire.curve import KeyPair, use_as_client
 from orchestrator.wire.messages import Abort, Hello, Rejected, Welcome
-from orchestrator.wire.sockets import AddressError
 from orchestrator.wire.transport import Disconnected, FrontendTransport, WorkerTransport
 
 SO_ATTACH_FILTER = 26  # asm-generic/socket.h
@@ -150,7 +149,7 @@ async def test_messages_with_payload_go_both_ways(pair):
 
 
 async def test_messages_stay_whole_while_connections_end(mesh):
-    """libzmq mixes up the frames of different senders, or aborts, if messages have several: see `framing`."""
+    """libzmq mixes up the frames of different senders, or aborts, if messages have several: see `sockets`."""
     frontend, random_ = mesh.frontend("f"), random.Random(0)
     workers = {f"w{number}": mesh.worker() for number in range(40)}
     corrupt = []
@@ -461,7 +460,7 @@ async def test_reports_can_be_read_some_time_after_they_came(pair):
 async def test_reports_in_pieces_and_torn_ones_are_read_with_the_others(pair, monkeypatch):
     worker, frontend = pair
     load = await subscribed(worker, frontend)
-    monkeypatch.setattr(framing, "MAX_FRAME_BYTES", 100)  # of which a report is some
+    monkeypatch.setattr(sockets, "MAX_FRAME_BYTES", 100)  # of which a report is some
     long = PrefixEvents("w", 3, stored=list(range(1 << 40, (1 << 40) + 200)))
     publish_while_the_loop_is_blocked(worker, [msgspec.structs.replace(load, sequence=2), long])
     worker._published.send_multipart([b"\xff"])

@@ -3,15 +3,15 @@
 import msgspec
 import pytest
 
-from orchestrator.wire import framing
-from orchestrator.wire.framing import Assembler, Part, frames_of
+from orchestrator.wire import sockets
 from orchestrator.wire.messages import MessageError
+from orchestrator.wire.sockets import Assembler, Part, frames_of
 
 
 @pytest.fixture
 def small(monkeypatch):
     """Frames of which a message of a hundred bytes has several."""
-    monkeypatch.setattr(framing, "MAX_FRAME_BYTES", framing._PART_BYTES + 16)
+    monkeypatch.setattr(sockets, "MAX_FRAME_BYTES", sockets._PART_BYTES + 16)
 
 
 def long(letter):
@@ -25,7 +25,7 @@ def test_each_message_is_one_frame():
 
 def test_parts_of_several_messages_may_come_in_turns(small):
     assembler, first, second = Assembler(), frames_of(long(b"a")), frames_of(long(b"b"))
-    assert len(first) == len(second) > 5 and max(map(len, first)) <= framing.MAX_FRAME_BYTES
+    assert len(first) == len(second) > 5 and max(map(len, first)) <= sockets.MAX_FRAME_BYTES
     *found, last, latest = [assembler.take([frame]) for pair in zip(first, second, strict=True) for frame in pair]
     assert found == [None] * len(found)
     assert (last, latest) == (long(b"a"), long(b"b")) and assembler.unfinished_parts == 0
@@ -44,17 +44,17 @@ def test_a_missing_part_is_an_error_and_the_next_message_is_read(small):
 
 def test_parts_that_end_are_forgotten(small, monkeypatch):
     assembler = Assembler()
-    monkeypatch.setattr(framing, "MAX_MESSAGE_BYTES", 160)  # ten parts
+    monkeypatch.setattr(sockets, "MAX_MESSAGE_BYTES", 160)  # ten parts
     for number in range(100):
         assembler.take([msgspec.msgpack.encode(Part(number, 0, 2, b""))])
     assert assembler.unfinished_parts == 10
-    monkeypatch.setattr(framing, "UNFINISHED_S", -1.0)
+    monkeypatch.setattr(sockets, "UNFINISHED_S", -1.0)
     assembler.take(frames_of(long(b"b"))[:1])
     assert assembler.unfinished_parts == 1
 
 
 def test_too_large_messages_are_not_sent(small, monkeypatch):
-    monkeypatch.setattr(framing, "MAX_MESSAGE_BYTES", 100)
+    monkeypatch.setattr(sockets, "MAX_MESSAGE_BYTES", 100)
     with pytest.raises(MessageError, match="a message of 1.. bytes; the largest may have 100"):
         frames_of(long(b"a"))
 
