@@ -36,7 +36,7 @@ from orchestrator.config.settings import KVConfig
 from orchestrator.process.control_group import cpu_limit, find_memory
 from workers.engine import Group
 from workers.vllm_engine.interfaces import group_settings, interfaces_here
-from workers.vllm_engine.loop.steps import TPOT
+from workers.vllm_engine.loop import TPOT
 from workers.vllm_engine.plugin import SOCKETS, engine_env, engine_process
 
 _CPU_KV_CACHE_BYTES = 1 << 30

@@ -31,8 +31,7 @@ from orchestrator.process.parent import PARENT, die_with_parent
 from workers.engine import PrefixChanges
 from workers.vllm_engine.codec.prefix import PrefixCollector, block_hashes
 from workers.vllm_engine.codec.withheld import give_back_withheld
-from workers.vllm_engine.loop.steps import steps_of
-from workers.vllm_engine.loop.waker import name_socket, waker_of
+from workers.vllm_engine.loop import name_socket, steps_of, waker_of
 from workers.vllm_engine.patches import (
     cache_only_what_is_computed,
     compile_as_told,

@@ -351,8 +351,7 @@ async def test_the_hooks_of_our_plugin_work(pair) -> None:
 
 async def test_an_idle_engine_takes_no_steps_and_copies_wake_it(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A real engine, forked from this process, that nothing but an event wakes for a minute."""
-    from workers.vllm_engine import plugin
-    from workers.vllm_engine.loop import waker
+    from workers.vllm_engine import loop, plugin
 
     steps, process_step = multiprocessing.get_context("fork").Value("q", 0), plugin._process_engine_step
 
@@ -360,7 +359,7 @@ async def test_an_idle_engine_takes_no_steps_and_copies_wake_it(model: Path, mon
         steps.value += 1
         return process_step(engine)
 
-    monkeypatch.setattr(waker, "_WOKEN_S", 60.0)
+    monkeypatch.setattr(loop, "_WOKEN_S", 60.0)
     monkeypatch.setattr(plugin, "_process_engine_step", counted)
     driver = await Driver.start(model, name="quiet", kv=TIER, kv_cache_memory_bytes=SMALL)
     try:

@@ -63,13 +63,12 @@ class WaitingEngine:
 async def engine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> AsyncIterator[WaitingEngine]:
     from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
-    from workers.vllm_engine import plugin
-    from workers.vllm_engine.loop import waker
+    from workers.vllm_engine import loop, plugin
 
-    monkeypatch.setattr(waker, "_WOKEN_S", 60.0)
+    monkeypatch.setattr(loop, "_WOKEN_S", 60.0)
     monkeypatch.setenv("PD_WAKE_SOCKET", "")  # given back afterwards
     config = SimpleNamespace(parallel_config=SimpleNamespace(nnodes_within_dp=1))
-    waker.name_socket(str(tmp_path), MultiprocExecutor, config)
+    loop.name_socket(str(tmp_path), MultiprocExecutor, config)
     engine = WaitingEngine(plugin._process_engine_step)
     await until(engine.is_quiet)
     yield engine
@@ -113,12 +112,11 @@ async def test_a_rank_in_another_process_wakes_it(engine: WaitingEngine) -> None
 async def test_ranks_of_other_hosts_are_asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
-    from workers.vllm_engine import plugin
-    from workers.vllm_engine.loop import waker
+    from workers.vllm_engine import loop, plugin
 
     monkeypatch.setenv("PD_WAKE_SOCKET", "")
     config = SimpleNamespace(parallel_config=SimpleNamespace(nnodes_within_dp=2))
-    waker.name_socket(str(tmp_path), MultiprocExecutor, config)
+    loop.name_socket(str(tmp_path), MultiprocExecutor, config)
     engine = WaitingEngine(plugin._process_engine_step)
     await until(lambda: engine.steps > STEPS)
     engine.stop()
@@ -136,8 +134,7 @@ def test_a_rank_whose_engine_has_ended_goes_on(monkeypatch: pytest.MonkeyPatch, 
 @pytest.mark.slow
 async def test_two_ranks_take_no_steps_until_kv_has_arrived(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A real engine, whose processes are forked from this one, and inherit what is changed here."""
-    from workers.vllm_engine import plugin
-    from workers.vllm_engine.loop import waker
+    from workers.vllm_engine import loop, plugin
 
     steps, process_step = multiprocessing.get_context("fork").Value("q", 0), plugin._process_engine_step
 
@@ -151,7 +148,7 @@ async def test_two_ranks_take_no_steps_until_kv_has_arrived(model: Path, monkeyp
         return steps.value == before
 
     prefill = await Driver.start(model, name="prefill")
-    monkeypatch.setattr(waker, "_WOKEN_S", 60.0)
+    monkeypatch.setattr(loop, "_WOKEN_S", 60.0)
     monkeypatch.setattr(plugin, "_process_engine_step", counted)
     decode = await Driver.start(model, name="decode", tensor_parallel_size=2)
     try:
