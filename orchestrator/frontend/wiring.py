@@ -28,7 +28,7 @@ from orchestrator.frontend.dashboard.history import History
 from orchestrator.frontend.dashboard.siblings import Siblings
 from orchestrator.frontend.pause import PauseCalls
 from orchestrator.policy.decode_choice import RankChoice, decode_choice
-from orchestrator.process.parent import own_identity
+from orchestrator.process.parent import own_identity, tell_alive
 from orchestrator.process.tasks import first_of
 from orchestrator.process.telemetry.metrics import Metrics, counts
 from orchestrator.process.ticks import left_s, ticks
@@ -241,6 +241,7 @@ class FleetConnection:
             self.fleet.desired = await self.registry.restored(self.fleet.desired, await self.registry.desired())
         except RedisAway as error:
             log.debug("heartbeat missed: %s", error)
+            tell_alive()
         self._beaten.set()
 
     async def rollout(self) -> RolloutStatus | None:
