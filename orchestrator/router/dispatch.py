@@ -131,13 +131,14 @@ class Dispatch:
         if active.prefill_worker is not None:
             self._fleet.note_adapter(active.prefill_worker, parsed.info.adapter, now)
         active.move(to)
-        active.decode = Submitted(
+        submitted = Submitted(
             worker_id,
             now,
             there.waiting_tokens + there.placed_tokens,
             there.running + there.waiting,
             max(0, parsed.info.prompt_tokens - hit_tokens),
         )
+        active.give_to(active.prefill, submitted)
         # Now, not at the next decision: what this changes was read a moment ago, and by then it is in no cache.
         self._fleet.apply_changes()
         return True

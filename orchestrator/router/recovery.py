@@ -113,7 +113,7 @@ class Recovery:
         if (view := self._fleet.workers.get(there)) is not None:
             view.disconnect(time.monotonic())  # the worker leaves, whatever its last report says
         victims = [
-            active for active in self._requests.all() if there in (active.decode_worker, active.computing_worker)
+            active for active in self._requests.of(there) if there in (active.decode_worker, active.computing_worker)
         ]
         guilty = self._quarantine.crashed(victims, crash)
         for active in victims:
