@@ -28,6 +28,9 @@ SECRET_KEY = "PD_KV_SECRET_KEY"
 _MAX_QUESTION_BYTES = 4096
 _LOOK_AGAIN_MS = 1000  # whether to stop
 _TIMEOUT_MS = 5000  # a peer that does not complete its handshake in time loses its connection
+# So many handshakes are carried out at once, which takes CPU time. However many more wait for an answer: those with a
+# rack that has died never get one, and nobody may wait behind them.
+_slots = threading.Semaphore(8)
 _expected: ContextVar[str] = ContextVar("pd_kv_key", default="")
 
 
@@ -79,10 +82,28 @@ def listen(
             socket.send_multipart((peer, b"", answer, msgspec.msgpack.encode(time.perf_counter())))
 
 
+class _Asking:
+    """A socket that asks, and gives its slot to others while it waits for the answer."""
+
+    def __init__(self, socket: Any) -> None:
+        self._socket, self.setsockopt, self.send = socket, socket.setsockopt, socket.send
+
+    def recv_multipart(self) -> Any:
+        _slots.release()
+        try:
+            return self._socket.recv_multipart()
+        finally:
+            _slots.acquire()
+
+
 @contextlib.contextmanager
 def _opened(kind: Any, address: str) -> Iterator[Any]:
-    secret, expected = os.environ.get(SECRET_KEY, ""), _expected.get()
-    if not (secret if kind == zmq.ROUTER else expected):
+    if kind == zmq.REQ:
+        with _asking(address, _expected.get()) as socket, _slots:
+            yield _Asking(socket)
+        return
+    secret = os.environ.get(SECRET_KEY, "")
+    if not secret:
         with utils.zmq_ctx(kind, address) as socket:
             yield socket
         return
@@ -90,18 +111,28 @@ def _opened(kind: Any, address: str) -> Iterator[Any]:
     try:
         socket = context.socket(kind)
         socket.setsockopt(zmq.IPV6, "[" in address)
-        if kind == zmq.ROUTER:
-            socket.setsockopt(zmq.CURVE_SERVER, 1)
-            socket.setsockopt(zmq.CURVE_SECRETKEY, secret.encode())
-            socket.setsockopt(zmq.MAXMSGSIZE, _MAX_QUESTION_BYTES)
-            socket.setsockopt(zmq.HANDSHAKE_IVL, _TIMEOUT_MS)
-            socket.bind(address)
-        else:
+        socket.setsockopt(zmq.CURVE_SERVER, 1)
+        socket.setsockopt(zmq.CURVE_SECRETKEY, secret.encode())
+        socket.setsockopt(zmq.MAXMSGSIZE, _MAX_QUESTION_BYTES)
+        socket.setsockopt(zmq.HANDSHAKE_IVL, _TIMEOUT_MS)
+        socket.bind(address)
+        yield socket
+    finally:
+        context.destroy(linger=0)
+
+
+@contextlib.contextmanager
+def _asking(address: str, expected: str) -> Iterator[Any]:
+    """`expected`: the key of who answers; empty for one that does not encrypt."""
+    socket: Any = zmq.Context.instance().socket(zmq.REQ)  # a context of its own has threads, and six descriptors
+    try:
+        socket.setsockopt(zmq.IPV6, "[" in address)
+        if expected:
             public, own = zmq.curve_keypair()  # for this one question
             socket.setsockopt(zmq.CURVE_PUBLICKEY, public)
             socket.setsockopt(zmq.CURVE_SECRETKEY, own)
             socket.setsockopt(zmq.CURVE_SERVERKEY, expected.encode())
-            socket.connect(address)
+        socket.connect(address)
         yield socket
     finally:
-        context.destroy(linger=0)
+        socket.close(linger=0)

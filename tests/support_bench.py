@@ -206,3 +206,4 @@ class Bench:
 
     def assert_no_leaks(self):
         assert not self.router.requests and not self.prefixes.index.expected
+        assert not self.router._requests._by_worker

@@ -23,6 +23,7 @@ from orchestrator.frontend.access import Access
 from orchestrator.frontend.engine import FleetCore, FleetLLM
 from orchestrator.frontend.models.app import build_vllm_config
 from orchestrator.frontend.plain import route, streaming
+from orchestrator.frontend.untrusted.connections import BoundedHttp
 from orchestrator.router.request import Failure
 
 TURNS = 60  # of the event loop between two outputs: each is answered before the next
@@ -99,20 +100,24 @@ class Served:
 
 
 @contextlib.asynccontextmanager
-async def serving() -> AsyncIterator[Served]:
+async def serving(plain: bool = False) -> AsyncIterator[Served]:
+    """`plain`: as vLLM's own server serves it (`vllm/entrypoints/launchers/launcher.py`), without anything of ours."""
     config = parse_config({"model": "demo", "engine": "sim", "frontend": {"server_args": {"max_logprobs": 5}}})
     args, vllm_config = build_vllm_config(config)
     core = Scripted()
     engine = FleetLLM(vllm_config, core, 1)
     app = build_app(args, ("generate",), vllm_config.model_config)
     await init_app_state(engine, app.state, args, ("generate",))
-    streaming.watch(app, args)
-    route.install(app, args)
+    if not plain:
+        streaming.watch(app, args)
+        route.install(app, args)
     access = Access(SecurityConfig(), LimitsConfig(), "")
     listener = socket.create_server(("127.0.0.1", 0))
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
-    around = edge.EdgeMiddleware(app, 1 << 24, access)
-    server = uvicorn.Server(uvicorn.Config(around, http="httptools", log_config=None, access_log=False))
+    around = app if plain else edge.EdgeMiddleware(app, 1 << 24, access)
+    http = "auto" if plain else BoundedHttp
+    options = {"log_config": None, "access_log": False, "timeout_keep_alive": 65}
+    server = uvicorn.Server(uvicorn.Config(around, http=http, **options))
     app.state.server = server
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     yield Served(app, core, engine, listener.getsockname()[1])

@@ -17,7 +17,7 @@ import msgspec
 
 from orchestrator.config.settings import Config
 from orchestrator.config.values import labels_of, strict_label
-from orchestrator.process.parent import EXIT_AGAIN, own_identity
+from orchestrator.process.parent import EXIT_AGAIN, own_identity, tell_alive
 from orchestrator.process.tasks import cancelled
 from orchestrator.process.ticks import left_s, ticks, until_told
 from orchestrator.store.client import Redis, RedisAway
@@ -303,6 +303,8 @@ class Agent:
             await self._serving.check_frontends(FRONTEND_GONE_S, time.monotonic(), late_s)
 
     def _note_redis(self, error: RedisAway | None) -> None:
+        if error is not None:
+            tell_alive()
         if (error is not None) != self._redis_away:
             self._redis_away = error is not None
             if error is not None:

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 logger = init_logger("vllm.pd.push")
 
-_HANDSHAKES_AT_ONCE = 8
+_HANDSHAKES_AT_ONCE = 128  # threads, most of which wait: for the answers of a rack that has died, five seconds
 _FIRST_MESSAGES_S = 1.0
 _UNDELIVERED_MAX = 4096  # messages kept per engine while its handshake runs
 MEET_MOST = 64  # engines; a transfer connects with any more

@@ -117,7 +117,7 @@ async def _begin(
         )
     generation = 1 + max(running.generation, last.highest if last is not None else 0)
     wanted = Rollout(running, Version(generation, new), max_unavailable)
-    if not await document.change(last, wanted):
+    if not await document.change(last, wanted, by_operator=True):
         raise Refused("somebody else has just begun a rollout")
     show(Event("ordered", generation=generation, changes=list(changes(running.config, new))))
     return await follow(fleet, wanted, show)
@@ -129,7 +129,8 @@ async def _abort(fleet: OpenFleet, show: Callable[[Event], None]) -> Rollout:
     last = await document.read()
     if last is None or not last.under_way:
         raise Refused("no rollout is under way; to undo the last one, roll the previous configuration out")
-    if last.phase is Phase.FORWARD and not await document.change(last, last.given_up("aborted")):
+    back = last.given_up("aborted")
+    if last.phase is Phase.FORWARD and not await document.change(last, back, by_operator=True):
         raise Refused("it has just ended, or gone back by itself; look again with `orchestrator status`")
     if last.restart:
         show(Event("given up", "restart"))
@@ -178,7 +179,7 @@ async def restart(
     version = last.settled if last is not None else Version(0, {})
     highest = last.highest if last is not None else 0
     ordered = Rollout(version, version, max_unavailable, restart=targets, ordered=highest)
-    if not await document.change(last, ordered):
+    if not await document.change(last, ordered, by_operator=True):
         raise Refused("somebody else has just begun a rollout or a restart")
     leader = None if led else Replacer(registry, workers.drain_timeout_s + workers.start_timeout_s)
     try:

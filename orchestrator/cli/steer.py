@@ -16,6 +16,7 @@ from orchestrator.cli.handle import (
     WorkerArgument,
     ask,
     find_fleet,
+    retry_while_away,
     say,
 )
 from orchestrator.cli.look.views import fields_view, queue_view
@@ -142,7 +143,7 @@ async def _set_level(fleet: OpenFleet, namespace: str, level: str | None, proces
         raise Refused(NOBODY)
     if process not in (ALL, *there):
         raise Refused(f"{process!r} is no process of the fleet; it has {', '.join(there)}")
-    await LogLevels(fleet.redis, namespace).set(level, process)
+    await retry_while_away(lambda: LogLevels(fleet.redis, namespace).set(level, process))  # twice is as once
 
 
 def _counts(targets: list[str]) -> dict[str, int]:

@@ -141,7 +141,8 @@ class AdapterView:
                 if before == wanted:
                     return before
                 seen = self.known if self.known.revision else None
-                if await self._registry.adapters.change(seen, self.known.changed(name, wanted)):
+                changed = self.known.changed(name, wanted)
+                if await self._registry.adapters.change(seen, changed, by_operator=True):
                     await self._sync()
                     return before
         except RedisAway as error:

@@ -29,7 +29,7 @@ from orchestrator.frontend.dashboard.siblings import Siblings
 from orchestrator.frontend.pause import PauseCalls
 from orchestrator.policy.choices.named import decode_choice
 from orchestrator.policy.decode_choice import RankChoice
-from orchestrator.process.parent import own_identity
+from orchestrator.process.parent import own_identity, tell_alive
 from orchestrator.process.tasks import first_of
 from orchestrator.process.telemetry.metrics import Metrics, counts
 from orchestrator.process.ticks import left_s, ticks
@@ -242,6 +242,7 @@ class FleetConnection:
             self.fleet.desired = await self.registry.restored(self.fleet.desired, await self.registry.desired())
         except RedisAway as error:
             log.debug("heartbeat missed: %s", error)
+            tell_alive()
         self._beaten.set()
 
     async def rollout(self) -> RolloutStatus | None:

@@ -26,6 +26,7 @@ from rich.table import Table
 from rich.text import Text
 
 from orchestrator.process.own_files import make_folder, open_own
+from orchestrator.process.parent import ALIVE
 from orchestrator.process.telemetry.logs import LogFormat, common_log_line, formatter, request_in
 from orchestrator.process.telemetry.requests import RequestLine
 
@@ -183,6 +184,8 @@ class Console:
 
     def log(self, name: str, line: str) -> None:
         """Write a line of one of the fleet's processes to the log file."""
+        if line == ALIVE:
+            return
         self._write_log(name, line)
         if self._verbose:
             self._write_named(name, line)

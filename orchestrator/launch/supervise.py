@@ -10,7 +10,7 @@ import enum
 import logging
 import signal
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence
 from typing import Any
 
 import msgspec
@@ -145,20 +145,25 @@ class Supervised:
         """The registry has it."""
         self._missed_s = 0.0
 
-    def missed(self, looked_s: float, timeout_s: float) -> None:
-        """The registry, read for `looked_s` more, does not have it, though each member writes there within `timeout_s`.
-        Kills one that has hung."""
+    def missed(self, looked_s: float, timeout_s: float, there: Collection[str] = ()) -> None:
+        """The registry, read for `looked_s` more, does not have it, though each member writes there within `timeout_s`;
+        it has the processes `there`. Kills one that has hung: that tells nothing by its output either."""
         if self.stage is not Stage.READY:
             return
-        self._missed_s += looked_s
+        self._missed_s = min(self._missed_s + looked_s, self._silent_s(there))
         if self._missed_s > _HUNG_TIMEOUTS * timeout_s:
             log.error(
-                "%s: runs (process %d) but has not been in the registry for %.0f s: killing it",
+                "%s: runs (process %d) but was not in the registry, nor told that it lives, for %.0f s: killing it",
                 self.name,
                 self.pid,
                 self._missed_s,
             )
             self.kill()
+
+    def _silent_s(self, there: Collection[str] = ()) -> float:
+        """For how long a part of it that is not `there` has not told that it works, though without Redis."""
+        now = time.monotonic()
+        return max((now - part.told_alive_at for part in self.parts if part.identity not in there), default=0.0)
 
     def expect_exit(self, within_s: float) -> None:
         """It was told to leave: do not start it again, and stop it if it still runs after `within_s`."""
@@ -250,12 +255,16 @@ class Supervised:
             return _NOT_STARTED
 
     async def _wait_until_late(self) -> None:
-        try:
-            async with asyncio.timeout(self._start_timeout_s):
-                await self._ready.wait()
-        except TimeoutError:
-            log.error("%s: not ready within %g s; ending it", self.name, self._start_timeout_s)
-            return
+        while True:
+            try:
+                async with asyncio.timeout(self._start_timeout_s):
+                    await self._ready.wait()
+                break
+            except TimeoutError:
+                if self._silent_s() > self._start_timeout_s:
+                    log.error("%s: not ready within %g s; ending it", self.name, self._start_timeout_s)
+                    return
+                log.warning("%s: has loaded, and waits for Redis", self.name)
         await asyncio.Event().wait()  # ready: never too late any more
 
     async def _pause(self) -> None:

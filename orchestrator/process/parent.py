@@ -1,4 +1,5 @@
-"""Identities of processes, and the duties of a child process: to end with its parent, and to report why it ends.
+"""Identities of processes, and the duties of a child process: to end with its parent, to report why it ends, and to
+say that it lives where the registry cannot.
 
 In Python processes a thread watches the parent. A program that is executed next leaves that to the kernel (Linux).
 """
@@ -24,6 +25,7 @@ EXIT_REASON_FILE = "PD_EXIT_REASON_FILE"
 _FINAL, _PASSING = "final", "passing"  # the first word in that file
 # The exit code of a process that asks to be started again: nothing is wrong with it (EX_TEMPFAIL of sysexits.h).
 EXIT_AGAIN = 75
+ALIVE = "\x05 alive without Redis"  # a line for the parent, which nobody is shown
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _POLL_S, _INSIST_S = 0.5, 0.2
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -116,6 +118,17 @@ def kill_with(parent: int) -> None:
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it died before the line above
         os._exit(1)
+
+
+def tell_alive() -> None:
+    """Tell the parent that this process works though it cannot reach Redis, where it says so otherwise. Call it at each
+    heartbeat that failed. Never waits: a parent that reads nothing kills nobody."""
+    if PARENT in os.environ:
+        with contextlib.suppress(OSError):  # the pipe is full, or the parent is gone
+            # Opened again: others write to the same pipe, and may wait. The line may follow one that was cut.
+            output = os.open("/proc/self/fd/2", os.O_WRONLY | os.O_APPEND | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
+            with open(output, "wb", buffering=0) as opened:
+                opened.write(f"\n{ALIVE}\n".encode())
 
 
 def report_exit(program: str, reason: str, final: bool) -> None:

@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import functools
 import os
+import random
 import time
 from collections.abc import AsyncGenerator
 
@@ -24,6 +25,14 @@ def left_s(interval_s: float) -> float:
     """Seconds to this process's next tick of this interval. Ticks of a multiple of it are ticks of it."""
     left = interval_s - (time.monotonic() - _offset_s(os.getpid())) % interval_s
     return left if left > _NOW_S else left + interval_s
+
+
+def backoff_s(failures: int, first_s: float, most_s: float) -> float:
+    """The pause after so many failures in a row: about `first_s`, then twice as long each time, about `most_s` at last.
+    Half more or less by chance, which forked processes share no state of: thousands that have lost a server at one
+    moment do not come back to it at one moment."""
+    chance: float = random.SystemRandom().uniform(0.5, 1.5)
+    return float(min(most_s, first_s * 2.0 ** min(failures - 1, 30)) * chance)
 
 
 async def until_told(event: asyncio.Event, within_s: float) -> bool:

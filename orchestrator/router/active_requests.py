@@ -53,14 +53,22 @@ class ActiveRequests:
         self._codec, self._early_first_token, self._metrics = codec, early_first_token, metrics
         self._learning, self._recent, self._prefixes = learning, recent, prefixes
         self.by_id: dict[str, ActiveRequest] = {}
+        self._by_worker: dict[str, dict[str, ActiveRequest]] = {}
         self.batches: asyncio.Queue[Batch] = asyncio.Queue()
 
     def add(self, active: ActiveRequest) -> None:
-        self.by_id[active.id] = active
+        self.by_id[active.id], active.by_worker = active, self._by_worker
 
     def all(self) -> list[ActiveRequest]:
         """A copy, so that a loop over it may end requests."""
         return list(self.by_id.values())
+
+    def of(self, *worker_ids: str) -> list[ActiveRequest]:
+        """Those that one of these workers prefills, has prefilled or decodes. A copy too."""
+        found: dict[str, ActiveRequest] = {}
+        for worker_id in worker_ids:
+            found |= self._by_worker.get(worker_id, {})
+        return list(found.values())
 
     def current(self, request_id: str, attempt: int) -> ActiveRequest | None:
         """The request, if it has not ended and this attempt is its current one; else None."""
@@ -91,6 +99,7 @@ class ActiveRequests:
         """End a request, and count it. Raises IllegalTransition."""
         active.move(state)
         del self.by_id[active.id]
+        active.leave_workers()
         self._prefixes.index.expected.settled(active.id)
         try:
             self._count(active, state, time.monotonic())

@@ -142,13 +142,14 @@ class Dispatch:
         if active.prefill_worker is not None:
             self._fleet.note_adapter(active.prefill_worker, parsed.info.adapter, now)
         active.move(to)
-        active.decode = Submitted(
+        submitted = Submitted(
             worker_id,
             now,
             there.waiting_tokens + there.placed_tokens,
             there.running + there.waiting,
             max(0, parsed.info.prompt_tokens - hit_tokens),
         )
+        active.give_to(active.prefill, submitted)
         # Now, not at the next decision: what this changes was read a moment ago, and by then it is in no cache.
         self._fleet.apply_changes()
         return True
@@ -264,7 +265,7 @@ class Dispatch:
         if (view := self._fleet.workers.get(there)) is not None:
             view.disconnect(time.monotonic())  # the worker leaves, whatever its last report says
         victims = [
-            active for active in self._requests.all() if there in (active.decode_worker, active.computing_worker)
+            active for active in self._requests.of(there) if there in (active.decode_worker, active.computing_worker)
         ]
         guilty = self._quarantine.crashed(victims, crash)
         for active in victims:

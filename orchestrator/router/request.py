@@ -181,6 +181,9 @@ class ActiveRequest:
     avoid: dict[str, None] = field(default_factory=dict)  # decode workers that refused or lost it, the latest last
     retries: list[str] = field(default_factory=list)  # why each attempt but the first began
     moved_at: float = field(default_factory=time.monotonic)  # when its present state began
+    # Of all requests of this frontend, those that a worker has, by its id and theirs: one that is lost or reset among
+    # hundreds concerns few of them.
+    by_worker: dict[str, dict[str, ActiveRequest]] = field(default_factory=dict)
 
     @property
     def id(self) -> str:
@@ -221,6 +224,22 @@ class ActiveRequest:
             raise IllegalTransition(f"request {self.id}: {self.state.value} -> {to.value} is not a legal move")
         self.state, self.moved_at = to, time.monotonic()
 
+    def give_to(self, prefill: Prefilling | None, decode: Submitted | None) -> None:
+        """These workers have it now, and no others."""
+        self.leave_workers()
+        self.prefill, self.decode = prefill, decode
+        for worker_id in (self.prefill_worker, self.decode_worker):
+            if worker_id is not None:
+                self.by_worker.setdefault(worker_id, {})[self.id] = self
+
+    def leave_workers(self) -> None:
+        """It is not in `by_worker` any more. Idempotent."""
+        for worker_id in (self.prefill_worker, self.decode_worker):
+            if worker_id is not None and (theirs := self.by_worker.get(worker_id)) is not None:
+                theirs.pop(self.id, None)
+                if not theirs:
+                    del self.by_worker[worker_id]
+
     def avoid_worker(self, worker_id: str) -> None:
         """Avoid this decode worker from now on. If all are avoided, the one avoided longest ago is used."""
         self.avoid.pop(worker_id, None)
@@ -232,5 +251,6 @@ class ActiveRequest:
         self.attempt += 1
         self.resumed = len(self.answer.tokens)
         self.local_reason = why
-        self.placed = self.prefill = self.decode = self.answer.early_token = None
+        self.give_to(None, None)
+        self.placed = self.answer.early_token = None
         self.answer.held = []

@@ -175,7 +175,7 @@ class Router:
                 self._dispatch.drop_stale(worker_id, claimed.request_id, claimed.attempt)
             return
         claim_s = max(0.0, now - active.moved_at - claimed.queued_s)
-        active.prefill = Prefilling(worker_id, claimed.kv_source, claimed.queued_s, claim_s)
+        active.give_to(Prefilling(worker_id, claimed.kv_source, claimed.queued_s, claim_s), active.decode)
         self.recent.queue_wait.add(claimed.queued_s)
         self.learning.claimed(active)
         if claimed.cached_tokens is not None:
@@ -297,11 +297,11 @@ class Router:
     def worker_lost(self, *lost: str) -> None:
         """Retry the requests of workers that are gone. Those that they decoded continue on another worker; the prompts
         that they were computing, or had claimed unheard, are prefilled locally. Where one had ended, its KV may be
-        there already: `overdue` waits a moment. Call it once for all that go together: it looks at every request."""
+        there already: `overdue` waits a moment. Call it once for all that go together."""
         gone = frozenset(lost)
         for worker_id in gone:
             self.learning.forget(worker_id)
-        for active in self._requests.all():
+        for active in self._requests.of(*gone):
             if active.decode_worker in gone:
                 self._dispatch.retry(active, "decode_worker_lost", avoid=active.decode_worker)
             elif active.state is State.TRANSFERRING and active.computing_worker in gone:
@@ -313,7 +313,7 @@ class Router:
         """Move requests away from workers that are slow, stopped or cut off: of all that become so together. Those
         that no other worker can continue wait for theirs to come back."""
         away, left = frozenset(quiet), frozenset(filter(self._fleet.has_other_decode_worker, quiet))
-        for active in self._requests.all():
+        for active in self._requests.of(*away):
             if active.decode_worker in left:
                 if active.parsed.resumable or not active.answer.tokens:
                     self._dispatch.retry(active, "decode_worker_quiet", avoid=active.decode_worker, charge=False)
@@ -328,7 +328,7 @@ class Router:
 
     def _retry_decoding(self, worker_id: str, why: str, charge: bool = True) -> None:
         """Retry all requests that a worker decodes: an answer must not have a gap."""
-        for active in self._requests.all():
+        for active in self._requests.of(worker_id):
             if active.decode_worker == worker_id:
                 self._dispatch.retry(active, why, charge=charge)
 

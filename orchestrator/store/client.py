@@ -20,6 +20,7 @@ from redis.exceptions import MovedError, NoPermissionError, RedisError, Response
 
 from orchestrator.config.values import masked
 from orchestrator.process.tasks import cancelled
+from orchestrator.process.ticks import backoff_s
 from orchestrator.store.keys import Library
 from orchestrator.store.servers import Command, Pipe, Servers
 
@@ -32,12 +33,13 @@ _REPLICA_ERRORS = redis.exceptions.ReadOnlyError, redis.exceptions.MasterDownErr
 _ELSEWHERE = (*_REPLICA_ERRORS, MovedError, redis.exceptions.ClusterDownError)
 _MAX_MOVES = 3  # of one command, from node to node of a cluster
 _FUNCTION_COMMANDS = ("FCALL", "FUNCTION LOAD")
-# After a failure calls fail at once for this long. So a Redis that is away costs one time-out, not one per request.
-_AWAY_PAUSE_S = 0.25
+# After a failure calls fail at once for about this long: a Redis that is away costs one time-out, not one per request.
+# The longer it is away, the longer: a server that has just started cannot take thousands of TLS handshakes at once.
+_AWAY_FIRST_S, _AWAY_MOST_S = 0.25, 2.0
 _DEADLINE_STEP_S = 0.01
 _STALL_S = 0.1  # a time-out that comes later than this says that our loop stood still
 _SUBSCRIPTION_IDLE_S = 2.0
-_RECONNECT_MIN_S, _RECONNECT_MAX_S = 0.05, 1.0
+_LISTEN_FIRST_S, _LISTEN_MOST_S = 0.1, 2.0  # before a subscription connects again
 
 
 class RedisAway(ConnectionError):
@@ -60,7 +62,7 @@ class Redis(redis.asyncio.Redis):
         self._connector: asyncio.Task[None] | None = None
         self._pipe: Pipe | None = None
         self._subscriptions: set[AbstractConnection] = set()
-        self._away_until = 0.0
+        self._away_until, self._failures = 0.0, 0  # of connections, in a row
         self._why = ""
 
     async def execute_command(self, *args: Any, **options: Any) -> Any:
@@ -179,6 +181,7 @@ class Redis(redis.asyncio.Redis):
                             await self._break_subscriptions()
                             return
                     else:
+                        self._failures = 0
                         caller = pipe.callers.popleft()
                         if not caller.done():
                             caller.set_result(response)
@@ -217,7 +220,9 @@ class Redis(redis.asyncio.Redis):
         callers = list(pipe.callers) if pipe else []
         if pipe is self._pipe:  # else its other task was first, or our keys have moved to another server
             self._pipe = None
-            self._why, self._away_until = why, asyncio.get_running_loop().time() + _AWAY_PAUSE_S
+            self._failures += 1
+            pause_s = backoff_s(self._failures, _AWAY_FIRST_S, _AWAY_MOST_S)
+            self._why, self._away_until = why, asyncio.get_running_loop().time() + pause_s
             callers += [caller for _, caller in self._outbox]
             self._outbox.clear()
             if self.servers is not None:
@@ -244,7 +249,7 @@ class Redis(redis.asyncio.Redis):
 
         Yields None after each (re)connection: messages from before it may be lost.
         """
-        pause_s = _RECONNECT_MIN_S
+        failures = 0
         while True:
             connection = self._new_connection()
             # redis-py's own time-out is a `wait_for`, which in Python 3.11 may swallow the cancellation of who listens.
@@ -258,7 +263,7 @@ class Redis(redis.asyncio.Redis):
                 if self.servers is not None and not self.servers.leads_to(connection):
                     raise redis.exceptions.ConnectionError("our keys have moved meanwhile")
                 yield None
-                pause_s = _RECONNECT_MIN_S
+                failures = 0
                 pinged = False
                 while True:
                     message = await connection.read_response(timeout=_SUBSCRIPTION_IDLE_S)
@@ -275,14 +280,14 @@ class Redis(redis.asyncio.Redis):
             finally:
                 self._subscriptions.discard(connection)
                 await connection.disconnect(nowait=True)
-            await asyncio.sleep(pause_s)
-            pause_s = min(pause_s * 2, _RECONNECT_MAX_S)
+            failures += 1
+            await asyncio.sleep(backoff_s(failures, _LISTEN_FIRST_S, _LISTEN_MOST_S))
 
     async def aclose(self, close_connection_pool: bool | None = None) -> None:
         """End the commands in flight. Later calls connect again."""
         await cancelled(self._connector, self._pipe.reader if self._pipe is not None else None)
         await self._break(self._pipe, "the client was closed")
-        self._away_until = 0.0
+        self._away_until, self._failures = 0.0, 0
         if self.servers is not None:
             await self.servers.aclose()
         await super().aclose(close_connection_pool)

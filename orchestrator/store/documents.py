@@ -1,18 +1,37 @@
 """What a fleet keeps in Redis as one piece of JSON, and changes by compare-and-set: whoever decides on what another has
-changed meanwhile decides again."""
+changed meanwhile decides again. And how an operator's change gets its answer, though the connection breaks."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import secrets
+import time
 from collections.abc import AsyncGenerator
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import msgspec
 
-from orchestrator.store.client import Redis
+from orchestrator.store.client import Redis, RedisAway
 from orchestrator.store.keys import KEPT_S, REGISTRY, Keys
 
 T = TypeVar("T", bound=msgspec.Struct)
+_PATIENCE_S, _ASK_AGAIN_S = 10.0, 0.5  # much less than Redis keeps an answer
+
+
+async def answered(redis: Redis, prefix: str, verb: str, *args: Any) -> Any:
+    """What the registry's function says to a change that an operator orders. If the answer is lost it is asked for
+    again: by its token Redis carries the change out once. Raises RedisAway, which says that nobody knows whether it was
+    done, when Redis stays away."""
+    token, deadline = secrets.token_hex(8), time.monotonic() + _PATIENCE_S
+    while True:
+        try:
+            return await redis.call(REGISTRY, "once", prefix, token, verb, *args)
+        except RedisAway as error:
+            if time.monotonic() > deadline:
+                why = "whether the order was carried out is not known: look with `orchestrator status` once it is back"
+                raise RedisAway(f"{error}; {why}") from None
+        await asyncio.sleep(_ASK_AGAIN_S)
 
 
 class Document(Generic[T]):
@@ -37,20 +56,23 @@ class Document(Generic[T]):
         """Whatever is there. It stays for `KEPT_S` when the fleet ends."""
         await self._redis.execute_command("SET", self._key, msgspec.json.encode(wanted), "EX", KEPT_S)
 
-    async def change(self, seen: T | None, wanted: T) -> bool:
-        """Replace what was `seen`. False if another process has changed it meanwhile."""
+    async def change(self, seen: T | None, wanted: T, by_operator: bool = False) -> bool:
+        """Replace what was `seen`. False if another process has changed it meanwhile. `by_operator`: see `answered`."""
         value, found = self._last
         # Another release may have written other bytes for the same.
         was = found if seen == value else b"" if seen is None else msgspec.json.encode(seen)
-        return await self._replace(was, wanted)
+        return await self._replace(was, wanted, by_operator)
 
     async def put_back(self, known: T) -> bool:
         """After Redis has lost it. What another release wrote there stays, though it cannot be read here."""
         return await self._replace(b"", known)
 
-    async def _replace(self, was: bytes, wanted: T) -> bool:
-        verb, prefix = "write_document", self._keys.prefix
-        return bool(await self._redis.call(REGISTRY, verb, prefix, self._name, was, msgspec.json.encode(wanted)))
+    async def _replace(self, was: bytes, wanted: T, by_operator: bool = False) -> bool:
+        what = self._keys.prefix, "write_document", self._name, was, msgspec.json.encode(wanted)
+        if by_operator:
+            return bool(await answered(self._redis, *what))
+        prefix, verb, *args = what
+        return bool(await self._redis.call(REGISTRY, verb, prefix, *args))
 
     async def delete(self) -> None:
         """That of a fleet that has ended, so that the next one starts with its own."""

@@ -18,7 +18,7 @@ from orchestrator.process.tasks import cancelled
 from orchestrator.process.ticks import ticks
 from orchestrator.store.client import Redis, RedisAway
 from orchestrator.store.configuration import Rollout, Version
-from orchestrator.store.documents import Document
+from orchestrator.store.documents import Document, answered
 from orchestrator.store.fields import (
     Departed,
     Frontend,
@@ -163,11 +163,14 @@ class Registry:
         orders: Mapping[str, WorkerOrders] = {},
         desired: DesiredRatio | None = None,
         holder: Holder | None = None,
+        by_operator: bool = False,
     ) -> list[str] | None:
         """Order units, set the desired ratio, and claim ids for new ones, at once: nobody sees a part of it.
         Orders stay until they are carried out. Returns the ids; None, and nothing is done, where what was seen is
-        not so any more, or a unit that is ordered is not in the fleet."""
-        claimed = await self._call("steer", plan(seen, orders, desired, holder))
+        not so any more, or a unit that is ordered is not in the fleet. `by_operator`: see `answered`."""
+        planned = plan(seen, orders, desired, holder)
+        prefix, redis = self.keys.prefix, self._redis
+        claimed = await (answered(redis, prefix, "steer", planned) if by_operator else self._call("steer", planned))
         return [text(worker_id) for worker_id in claimed] if claimed is not None else None
 
     async def clear_orders(self, worker_id: str, sequence: int) -> None:

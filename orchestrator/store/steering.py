@@ -70,7 +70,8 @@ class Steering:
             leaving = dict.fromkeys(surplus(wanted, workers, launched), WorkerOrders(drain=True))
             # Without orders, workers that change meanwhile (hundreds may be loading) are no reason to decide again.
             seen = reading.seen if leaving or reading.desired is None else Seen.ratio(reading.desired)
-            return wanted if await self._registry.steer(seen, leaving, wanted) is not None else None
+            done = await self._registry.steer(seen, leaving, wanted, by_operator=True)
+            return wanted if done is not None else None
 
         return await decided(decide)
 
@@ -101,7 +102,8 @@ class Steering:
                 if order.role is not None:
                     counts[order.role] += 1
                 ratio = DesiredRatio(max(0, counts[Role.PREFILL]), max(0 if force else 1, counts[Role.DECODE]), command)
-            return True if await self._registry.steer(reading.seen, {worker.id: order}, ratio) is not None else None
+            done = await self._registry.steer(reading.seen, {worker.id: order}, ratio, by_operator=True)
+            return True if done is not None else None
 
         return await decided(decide)
 

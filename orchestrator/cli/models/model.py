@@ -172,7 +172,7 @@ async def _change(fleet: OpenFleet, whole: str, wanted: Callable[[ModelList], Mo
         launchers = [of_launchers(await _registry(fleet, whole, name).launchers()) for name in listed.models]
         if not any(launchers):
             raise Refused("no launcher runs this fleet, which could start or end a model's workers")
-        return await store.change(listed, changed) or None
+        return await store.change(listed, changed, by_operator=True) or None
 
     await decided(decide)
 

@@ -13,6 +13,7 @@ import errno
 import os
 import signal
 import socket
+import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -21,7 +22,7 @@ from typing import Protocol
 import msgspec
 
 from orchestrator.launch.host.fork_servers import Forkable, ForkedProcess, ForkServers
-from orchestrator.process.parent import EXIT_REASON_FILE, PARENT, ExitReason, identity_of, read_exit_reason
+from orchestrator.process.parent import ALIVE, EXIT_REASON_FILE, PARENT, ExitReason, identity_of, read_exit_reason
 
 _PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 _READ_BYTES = 1 << 16
@@ -85,6 +86,10 @@ class Process(Protocol):
     def running(self) -> bool: ...
 
     @property
+    def told_alive_at(self) -> float:
+        """When it last told that it works without Redis, monotonic; 0 for never. Of several, the earliest."""
+
+    @property
     def lost(self) -> bool:
         """Whether its machine is gone. The process counts as ended then, though it may still run there."""
 
@@ -127,7 +132,7 @@ class LocalProcess:
         self._forks = forks
         self._process: asyncio.subprocess.Process | ForkedProcess | None = None
         self._pump: asyncio.Task[None] | None = None
-        self.lost = False
+        self.lost, self.told_alive_at = False, 0.0
         self.identity = ""  # see orchestrator.process.parent; empty until it is started
 
     @property
@@ -244,8 +249,11 @@ class LocalProcess:
     def _pass_on(self, line: bytes) -> None:
         # A progress bar redraws itself in one line: keep its last state.
         text = line.rstrip(b"\r").rpartition(b"\r")[2].decode(errors="replace").rstrip()
-        if text:
+        if text == ALIVE:
+            self.told_alive_at = time.monotonic()
+        elif text:
             self.last_lines.append(text)
+        if text:
             self._on_line(self.name, text)
 
 

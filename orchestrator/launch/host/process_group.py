@@ -39,6 +39,10 @@ class ProcessGroup:
         return any(part.running for part in self.parts)
 
     @property
+    def told_alive_at(self) -> float:
+        return min(part.told_alive_at for part in self.parts)
+
+    @property
     def lost(self) -> bool:
         return any(part.lost for part in self.parts)
 

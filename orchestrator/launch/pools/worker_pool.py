@@ -153,12 +153,13 @@ class WorkerPool:
     async def update(self, snapshot: Snapshot) -> None:
         """Note what the registry says of our workers, then do what the desired ratio asks for. Raises RedisAway."""
         await self.hold_ids()
+        there = {info.process for info in snapshot.workers.values()}
         for worker_id, slot in self.slots.items():
             info = snapshot.units.get(worker_id)
             if info is not None and slot.process.runs_as(info.process):
                 self._follow_registration(slot, info, snapshot)
             else:
-                slot.process.missed(snapshot.looked_s, self._config.workers.timeout_s)
+                slot.process.missed(snapshot.looked_s, self._config.workers.timeout_s, there)
         if self.launcher_id not in snapshot.launchers:  # nor may others be: Redis came back empty, or after long
             self._complete_at = snapshot.read_at + self._config.workers.timeout_s
         if snapshot.desired is not None and snapshot.read_at >= self._complete_at:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -16,7 +17,7 @@ from orchestrator.launch.host.process import CannotRun, Process
 from orchestrator.launch.machines import OnLine
 from orchestrator.launch.ray.places import first_line
 from orchestrator.launch.ray.runner import Ended, NotStarted, Order, Runner, Started, decode_reply, encode
-from orchestrator.process.parent import ExitReason
+from orchestrator.process.parent import ALIVE, ExitReason
 from orchestrator.process.tasks import first_of
 from orchestrator.process.threads import in_background, in_thread
 
@@ -40,7 +41,7 @@ class RayProcess:
         self.identity = ""
         self.pid = 0
         self.running = False
-        self.lost = False
+        self.lost, self.told_alive_at = False, 0.0
         self.exit_reason: ExitReason | None = None
         self._order = order
         self._place = place
@@ -138,8 +139,11 @@ class RayProcess:
         with contextlib.suppress(RayError):
             while self.running:
                 for line in await self._asked(lambda: self._runner.lines.remote(_LINES_WAIT_S)):
-                    self.last_lines.append(line)
-                    self._on_line(self.name, line)
+                    if line == ALIVE:
+                        self.told_alive_at = time.monotonic()
+                    else:
+                        self.last_lines.append(line)
+                        self._on_line(self.name, line)
 
 
 class Runners:

@@ -2,6 +2,7 @@
 
 import contextlib
 import queue
+import socket
 import threading
 import time
 import zlib
@@ -554,6 +555,40 @@ def test_a_handshake_that_raises_is_tried_again(push: Any) -> None:
     worker.step(reserved=[Reserved(order("t", 7, 8), source)])
     worker.turn()
     assert [message.stream for message in worker.nixl_wrapper.told()] == ["t"]
+
+
+def test_no_handshake_waits_behind_those_with_a_rack_that_has_died(push: Any) -> None:
+    """Their kernels accept connections, or drop packets; none answers within vLLM's five seconds."""
+    from connectors import handshake
+
+    pool = push.FakeWorker(0, 1)._handshake_initiation_executor
+    answers, ready, stop = {(0, 0): b"known"}, threading.Event(), threading.Event()
+
+    def ask(port: int) -> bytes:
+        """As vLLM does."""
+        with handshake._opened(zmq.REQ, f"tcp://127.0.0.1:{port}") as asking:
+            asking.setsockopt(zmq.RCVTIMEO, 5000)
+            asking.send(msgspec.msgpack.encode((b"get_meta_msg", 0, 0)))
+            return bytes(asking.recv_multipart()[0])
+
+    with socket.create_server(("127.0.0.1", 0), backlog=128) as dead, socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+        free.close()
+        serving = threading.Thread(target=handshake.listen, args=(answers, ready, stop, "127.0.0.1", port))
+        serving.start()
+        try:
+            assert ready.wait(DEADLINE_S)
+            waiting = [pool.submit(ask, dead.getsockname()[1]) for _ in range(64)]
+            assert pool.submit(ask, port).result(DEADLINE_S) == b"known"
+            assert not any(future.done() for future in waiting), "those with the dead wait still"
+            assert handshake._slots._value == 8, "and hold up nobody"
+        finally:
+            stop.set()
+            serving.join()
+            for future in waiting:  # or its thread waits on
+                with contextlib.suppress(zmq.ZMQError):
+                    future.result()
+            pool.shutdown()
 
 
 class NotedLock:

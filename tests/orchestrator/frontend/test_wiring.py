@@ -10,6 +10,7 @@ from support_wait import DEADLINE_S
 
 from orchestrator.config.settings import ConfigError, parse_config
 from orchestrator.frontend.wiring import FRONTEND_TTL_S, FleetConnection, unless_ended
+from orchestrator.store.client import RedisAway
 from orchestrator.store.keys import Keys
 
 
@@ -47,6 +48,27 @@ async def test_frontend_that_starts_slowly_stays_registered(redis):
     running.cancel()
     await asyncio.gather(running, return_exceptions=True)
     await connection.close()
+
+
+class Away(DamagedRedis):
+    async def call(self, *args):
+        raise RedisAway("its connection is cut")
+
+    execute_command = info = call
+
+
+async def test_frontend_that_cannot_reach_redis_tells_its_launcher_that_it_lives(monkeypatch):
+    told = asyncio.Event()
+    monkeypatch.setattr("orchestrator.frontend.wiring.tell_alive", told.set)
+    connection = FleetConnection("f", parse_config({"model": "demo", "namespace": "t"}), Away(), SimRouterCodec())
+    running = asyncio.create_task(connection.run())
+    async with asyncio.timeout(DEADLINE_S):
+        for _ in range(2):  # at each heartbeat
+            await told.wait()
+            told.clear()
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+    connection.transport.close()
 
 
 async def test_unless_ended_returns_first_result_or_error():

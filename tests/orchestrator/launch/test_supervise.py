@@ -331,6 +331,36 @@ async def test_one_that_has_no_process_yet_leaves_at_once(monkeypatch: pytest.Mo
     assert stages == [Stage.STARTING, Stage.LEAVING, Stage.ENDED]
 
 
+async def test_one_that_tells_that_it_lives_is_not_hung_though_the_registry_does_not_have_it():
+    """Its connection to Redis is cut. It told so by a line that nobody is shown."""
+    tells = "from orchestrator.process.parent import tell_alive; import time; time.sleep({}); tell_alive(); "
+    child = Child(tells.format(0.5) + "time.sleep(2.5); tell_alive(); time.sleep(60)")
+    await until(lambda: child.process.pid)
+    pid = child.process.pid
+    child.process.mark_ready()
+    for heard in range(2):
+        await until(lambda heard=heard: len(child.lines) > heard)
+        child.process.missed(100.0, timeout_s=0.5)
+        assert child.process.pid == pid and child.process.last_lines == []
+    await asyncio.sleep(1)
+    child.process.missed(0.5, timeout_s=0.2)
+    assert child.process.pid == pid, "for so long the registry has not been looked at"
+    child.process.missed(100.0, timeout_s=0.2)
+    await until(lambda: child.exits)
+    assert child.exits[0].code == -signal.SIGKILL, "it has told nothing for long"
+    child.process.request_stop()
+    await child.ended()
+
+
+async def test_one_that_has_loaded_and_waits_for_redis_is_not_late():
+    tells = "from orchestrator.process.parent import tell_alive; import time"
+    child = Child(f"{tells}\nfor _ in range(30): tell_alive(); time.sleep(0.1)", start_timeout_s=1.0)
+    await until(lambda: child.exits)
+    assert child.exits[0].code == 0, "it ended by itself"
+    child.process.request_stop()
+    await child.ended()
+
+
 def test_every_stage_has_successors_and_an_end():
     assert set(SUCCESSORS) == set(Stage)
     assert [stage for stage in Stage if not SUCCESSORS[stage]] == [Stage.ENDED]

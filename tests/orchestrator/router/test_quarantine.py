@@ -146,7 +146,8 @@ async def test_prompt_computed_elsewhere_is_no_suspect():
         await bench.router.submit(FakeRequest(name))
         bench.claim(name)
     there = bench.where("one")
-    bench.router.requests["two"].decode = bench.router.requests["one"].decode
+    two = bench.router.requests["two"]
+    two.give_to(two.prefill, bench.router.requests["one"].decode)
     await bench.crash(there)
     assert all(bench.router.requests[name].state is State.LOCAL for name in ("one", "two")), "both at once"
     assert not any(active.suspect for active in bench.router.requests.values())

@@ -17,7 +17,16 @@ from orchestrator.router.dispatch import LEAVING_S, SOUND_TOKENS
 from orchestrator.router.overdue import STALL_TIMEOUT_S
 from orchestrator.router.request import SUCCESSORS, Failure, Overloaded, State
 from orchestrator.types import FinishReason, JobState, Offered, PauseState, QueueDepth, Role, WorkerLoad, WorkerState
-from orchestrator.wire.messages import Abort, MessageError, Outputs, Prefilled, PrefillFailed, Rejected, unpack_frames
+from orchestrator.wire.messages import (
+    Abort,
+    EngineCrashed,
+    MessageError,
+    Outputs,
+    Prefilled,
+    PrefillFailed,
+    Rejected,
+    unpack_frames,
+)
 from orchestrator.wire.sockets import Sent
 
 
@@ -451,14 +460,14 @@ async def test_quiet_worker_gets_no_request_until_it_reports():
 
 
 @pytest.mark.parametrize("told", ["worker_lost", "worker_quiet"])
-async def test_requests_are_looked_through_once_for_all_workers_that_go_together(told, monkeypatch):
+async def test_requests_of_workers_that_go_together_are_looked_through_once(told, monkeypatch):
     bench = Bench()
     for name in "abcd":
         await bench.router.submit(FakeRequest(name, prompt_tokens=10))
     assert {worker for worker, _ in bench.submits()} == {"d0", "d1"}
     bench.add_worker("d2", Role.DECODE)
-    looks, every = [], bench.router.requests.values
-    monkeypatch.setattr(bench.router._requests, "all", lambda: looks.append(1) or list(every()))
+    looks, theirs = [], bench.router._requests.of
+    monkeypatch.setattr(bench.router._requests, "of", lambda *workers: looks.append(1) or theirs(*workers))
     for worker_id in ("d0", "d1"):
         bench.fleet.remove(worker_id) if told == "worker_lost" else bench.fleet.workers[worker_id].mark_quiet()
     getattr(bench.router, told)("d0", "d1")
@@ -488,6 +497,28 @@ async def test_reset_connection_restarts_its_requests():
     assert bench.router.requests["r"].retries == ["connection_reset"] and bench.router.requests["r"].charged == 0
     bench.tokens(worker, "r", [3])  # of the attempt before
     assert bench.submits()[-1][1].resume_tokens == [1] and bench.received() == [("r", [1], None)]
+
+
+@pytest.mark.parametrize("event", ["connection_reset", "worker_quiet", "worker_lost", "engine_crashed"])
+async def test_what_happens_to_a_worker_looks_at_its_requests_alone(event, monkeypatch):
+    """A frontend may have a hundred thousand of others: to look at each takes 60 ms, for each worker of a rack."""
+    bench = Bench()
+    for number in range(4):
+        await bench.router.submit(FakeRequest(f"r{number}", prompt_tokens=10))
+    requests, worker = bench.router.requests, bench.router.requests["r0"].decode_worker
+    theirs = {name for name, active in requests.items() if active.decode_worker == worker}
+    assert 0 < len(theirs) < len(requests)
+    monkeypatch.setattr(bench.router._requests, "all", lambda: pytest.fail("it looks at all"))
+    if event == "engine_crashed":
+        bench.router._recovery.engine_crashed(worker, EngineCrashed("it died"))
+    else:
+        getattr(bench.router, event)(worker)
+    await bench.settle()
+    assert {name for name, active in requests.items() if active.retries} == theirs
+    monkeypatch.undo()
+    for name, active in list(requests.items()):
+        bench.tokens(active.decode_worker, name, [1], active.attempt, finish=1)
+    bench.assert_no_leaks()
 
 
 @pytest.mark.parametrize("full", [False, True])

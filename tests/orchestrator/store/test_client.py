@@ -26,9 +26,10 @@ from support_wait import DEADLINE_S, until
 from orchestrator.config.values import masked
 from orchestrator.launch.host.redis_server import EmbeddedRedis, EmbeddedRedisError
 from orchestrator.process.parent import started_ticks
-from orchestrator.store.client import RedisAway, connect
+from orchestrator.store.client import Redis, RedisAway, connect
 from orchestrator.store.keys import QUEUE
 from orchestrator.store.registry import Registry
+from orchestrator.store.servers import Servers
 
 
 @pytest.fixture
@@ -251,6 +252,35 @@ async def test_after_a_fail_over_the_new_primary_is_found_and_gets_the_functions
                 await old.execute_command("REPLICAOF", "NO", "ONE")  # or its primary waits for it when it ends
                 for client in (redis, old, new):
                     await client.aclose()
+
+
+@pytest.mark.parametrize("scheme", ["redis", "rediss"])
+async def test_clients_of_a_server_that_restarts_do_not_come_back_at_one_moment(scheme, monkeypatch):
+    """When each asks again, of twenty that have failed together; of their subscriptions too."""
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        url = f"{scheme}://127.0.0.1:{closed.getsockname()[1]}"
+    clients = [Redis(connection_pool=(servers := Servers(url, 2.0)).pool) for _ in range(20)]
+    for client in clients:
+        client.url, client.servers = url, servers
+    loop, means = asyncio.get_running_loop(), []
+    for _ in range(5):
+        pauses = []
+        for client in clients:
+            client._away_until = 0.0
+            with pytest.raises(RedisAway):
+                await client.ping()
+            pauses.append(client._away_until - loop.time())
+        assert max(pauses) > 1.5 * min(pauses), "each at another time"
+        means.append(sum(pauses) / len(pauses))
+    assert means[4] > means[2] > 2 * means[0], "a server that stays away is asked more rarely"
+    asked = []
+    monkeypatch.setattr("orchestrator.store.client.backoff_s", lambda failures, *limits: asked.append(failures) or 0)
+    async with contextlib.aclosing(clients[0].listen("c")) as events:
+        listener = asyncio.ensure_future(anext(events))
+        await until(lambda: len(asked) >= 3)
+        listener.cancel()
+        await asyncio.gather(listener, return_exceptions=True)
+    assert asked[:3] == [1, 2, 3], "a subscription too"
 
 
 @pytest.mark.parametrize("refusal", ["MOVED 1 h:1", "CLUSTERDOWN down", "MASTERDOWN no", "READONLY no", "LOADING it"])

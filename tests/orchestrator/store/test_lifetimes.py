@@ -25,7 +25,7 @@ async def fleet_begins(redis: Redis, namespace: str) -> None:
     """Everybody who writes to Redis does."""
     registry = Registry(redis, namespace)
     await registry.configuration.write(Version(0, {}))
-    assert await registry.rollout.change(None, Rollout(Version(0, {}), Version(1, {})))
+    assert await registry.rollout.change(None, Rollout(Version(0, {}), Version(1, {})), by_operator=True)
     await claim_ids(registry, "launcher", Role.DECODE)
     assert await registry.claim_id("by-hand:h/1/1", Role.PREFILL, 60, "hand")
     await registry.refresh_frontend(Frontend("f1", "http://h", "1", mesh_key="k"), 60)

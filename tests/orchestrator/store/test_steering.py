@@ -10,8 +10,9 @@ from support_redis import fresh_namespace, running_server, worker
 from support_steering import set_desired
 
 from orchestrator.config.settings import Refused
-from orchestrator.store.client import Redis, connect
-from orchestrator.store.configuration import Version
+from orchestrator.store import documents
+from orchestrator.store.client import Redis, RedisAway, connect
+from orchestrator.store.configuration import Rollout, Version
 from orchestrator.store.planned import PlannedWorker, Seen
 from orchestrator.store.queue import PrefillQueue
 from orchestrator.store.registry import Registry
@@ -115,6 +116,21 @@ class AfterReading:
         return await self._redis.execute_command(*args)
 
 
+class LosesAnswers:
+    """A Redis that carries out what changes something, and whose connection breaks before the answer comes."""
+
+    def __init__(self, redis: Redis, losses: int) -> None:
+        self._redis, self._losses = redis, losses
+        self.execute_command = redis.execute_command
+
+    async def call(self, library: Any, verb: str, *args: Any) -> Any:
+        answer = await self._redis.call(library, verb, *args)
+        if verb in ("once", "steer", "write_document") and self._losses:
+            self._losses -= 1
+            raise RedisAway("Connection closed by server")
+        return answer
+
+
 @pytest.fixture
 async def fleet(redis: Redis) -> Callable[..., Steering]:
     """One prefill and four decode workers; each call gives an operator."""
@@ -153,6 +169,40 @@ async def test_operators_at_once_do_not_take_the_last_decode_worker(fleet: Calla
     with pytest.raises(Refused, match="d2: is the last decode worker"):
         await fleet(lambda: fleet().drain("d3", force=False)).drain("d2", force=False)
     assert await ratio_of(fleet) == (1, 1)
+
+
+@pytest.mark.parametrize("losses", [1, 2])
+async def test_an_order_whose_answer_is_lost_is_carried_out_once_and_told_as_done(
+    redis: Redis, fleet: Callable[..., Steering], monkeypatch: pytest.MonkeyPatch, losses: int
+) -> None:
+    monkeypatch.setattr(documents, "_ASK_AGAIN_S", 0.01)
+    namespace = fleet()._registry.keys.prefix.removeprefix("pd:{").removesuffix("}:")
+    told = []
+
+    def losing() -> Any:
+        return LosesAnswers(redis, losses)
+
+    for name in ("d0", "d1"):
+        steering = Steering(Registry(losing(), namespace), PrefillQueue(redis, namespace), heartbeat_s=0)
+        told.append(await steering.drain(name, force=False))
+    steering = Steering(Registry(losing(), namespace), PrefillQueue(redis, namespace), heartbeat_s=0)
+    told.append(await steering.change_role("d2", Role.PREFILL, force=False))
+    assert told == [True, True, True] and await ratio_of(fleet) == (2, 1)
+    steering = Steering(Registry(losing(), namespace), PrefillQueue(redis, namespace), heartbeat_s=0)
+    assert (await steering.scale(decode=3)).decode == 3 and await ratio_of(fleet) == (2, 3)
+    began = Rollout(Version(0, {}), Version(1, {}))
+    assert await Registry(losing(), namespace).rollout.change(None, began, by_operator=True)
+
+
+async def test_an_order_that_nobody_answers_any_more_is_told_as_unknown(
+    redis: Redis, fleet: Callable[..., Steering], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(documents, "_PATIENCE_S", 0.05)
+    namespace = fleet()._registry.keys.prefix.removeprefix("pd:{").removesuffix("}:")
+    away: Any = LosesAnswers(redis, 1000)
+    with pytest.raises(RedisAway, match="whether .* is not known: look with `orchestrator status`"):
+        await Steering(Registry(away, namespace), PrefillQueue(redis, namespace), heartbeat_s=0).scale(decode=3)
+    assert await ratio_of(fleet) == (1, 3)
 
 
 @pytest.mark.parametrize("way", ["scale", "drain", "change_role"])

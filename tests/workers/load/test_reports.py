@@ -10,8 +10,8 @@ from support_wait import until
 
 from orchestrator.fleet.membership import QUIET_S
 from orchestrator.types import WorkerLoad
-from workers.attempts import Attempts
-from workers.engine import Engine, EngineDead, EngineLoad
+from workers.attempts import Attempt, Attempts
+from workers.engine import Engine, EngineDead, EngineLoad, Phase
 from workers.load import reports
 from workers.load.reports import LOAD_INTERVAL_S, LoadReporter, PrefillRate, load_interval_s
 
@@ -44,6 +44,20 @@ async def test_measured_load_includes_all_submissions() -> None:
     await asyncio.sleep(0.003)  # beyond the interval between reports
     load.stepped(LOAD)
     assert published[-1].seen == {"f": 3}
+
+
+async def test_of_one_that_waits_for_its_adapter_the_prompt_counts_and_its_blocks_do_not() -> None:
+    """As invariant 8 of docs/architecture.md says: a later submission, which the engine has, takes its number along."""
+    load, published, attempts = reporter()
+    attempts.add(Attempt("waits#1", "waits", 1, "f", Phase.DECODE, 500, 0.0))
+    load.added()
+    load.measured(LOAD)
+    told = published[-1]
+    assert (told.waiting_tokens, told.seen) == (500, {}), "its frontend counts them, too, until it is seen"
+    load.submitted("f", 2)  # a later one; number 1 waits still
+    load.measured(LOAD)
+    await until(lambda: published[-1].seen == {"f": 2})
+    assert (published[-1].waiting_tokens, published[-1].blocks_free) == (500, LOAD.blocks_free)
 
 
 async def test_reports_of_a_fast_engine_are_coalesced_and_the_last_is_not_lost() -> None:

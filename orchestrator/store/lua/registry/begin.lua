@@ -9,6 +9,7 @@ local SECONDS = '%.6f'  -- how times are stored and told: unix seconds on the se
 local INDEX_S = 3600    -- an index of members outlives the last of them by this
 local KEPT_S = 86400    -- what operators set and look at outlives the fleet by this: a crash, an upgrade, a night
 local LEVELS_S = 60     -- log levels by this: they are not of the next fleet
+local ANSWERED_S = 60   -- what was answered to an operator stays for whoever has not got it
 local PRUNED_MS = 900   -- a little less than the time after which each asks again, so that one alone is not too early
 local NOTED = 5000      -- events that are kept for whoever asks later
 local DEPARTED = 5000   -- workers that left, kept for those whom it concerns

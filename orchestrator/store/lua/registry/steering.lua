@@ -108,6 +108,17 @@ local function write_document(keys, args)
   return 1
 end
 
+-- args: a token, which of the verbs below, and its arguments. Carries it out once under this token, whose answer is kept:
+-- whoever has not got it asks again.
+local function once(keys, args)
+  local key, verb = keys[1] .. 'answered:' .. table.remove(args, 1), table.remove(args, 1)
+  local kept = redis.call('GET', key)
+  if kept then return cjson.decode(kept) end
+  local answer = ({ steer = steer, write_document = write_document })[verb](keys, args)
+  if answer then redis.call('SET', key, cjson.encode(answer), 'EX', ANSWERED_S) end
+  return answer
+end
+
 -- Removes everything of a namespace that has no member any more. Returns 1, or 0 while it has one.
 local function forget(keys)
   local prefix = keys[1]

@@ -2,16 +2,19 @@
 
 import asyncio
 import os
+import signal
 import sys
 import time
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from unittest.mock import AsyncMock, Mock
+from urllib.parse import urlsplit
 
 import msgspec
 import pytest
 from support_redis import worker
+from support_relay import Relay
 from support_steering import set_desired
 from support_wait import DEADLINE_S
 
@@ -82,10 +85,15 @@ class Pool:
 
 
 @asynccontextmanager
-async def running_pool(tmp_path: Path, prefill: int, decode: int) -> AsyncIterator[Pool]:
+async def running_pool(tmp_path: Path, prefill: int, decode: int, relay: Relay | None = None) -> AsyncIterator[Pool]:
+    """With a `relay`, which listens already, workers reach Redis by that alone."""
     adopt_orphans()
     server = EmbeddedRedis()
     url = await server.start(tmp_path)
+    for_workers = url
+    if relay is not None:
+        relay.target = "127.0.0.1", urlsplit(url).port or 0
+        for_workers = url.replace(f":{relay.target[1]}", f":{relay.port}")
     patch = pytest.MonkeyPatch()
     patch.setattr(supervise, "BACKOFF_S", 0.1)
     config = parse_config(
@@ -93,8 +101,12 @@ async def running_pool(tmp_path: Path, prefill: int, decode: int) -> AsyncIterat
             "model": "sim-model",
             "engine": "sim",
             "namespace": f"pool-{os.getpid()}",
-            "redis": {"url": url, "timeout_s": 5},
-            "workers": {"timeout_s": 4, "prefill": {"replicas": prefill}, "decode": {"replicas": decode}},
+            "redis": {"url": for_workers, "timeout_s": 5},
+            "workers": {
+                "timeout_s": 4 if relay is None else 1,
+                "prefill": {"replicas": prefill},
+                "decode": {"replicas": decode},
+            },
             "launcher": {"stop_timeout_s": 5},
         }
     )
@@ -217,6 +229,26 @@ async def test_last_decode_worker_is_removed_only_by_force(tmp_path):
             await running.fleet.drain("worker-9", False)
         assert await running.fleet.change_role("worker-0", Role.PREFILL, force=True)
         await running.until(lambda: running.roles() == {"worker-0": "prefill"}, "forced")
+
+
+async def test_a_worker_that_cannot_reach_redis_lives_on_and_one_that_stands_still_is_killed(tmp_path):
+    relay = Relay("", 0)
+    async with relay.listening(), running_pool(tmp_path, 1, 1, relay) as running:
+        before, target = running.pids(), relay.target
+        relay.cut()
+        await running.until(lambda: not running.snapshot.workers, "the registry has lost both")
+        os.kill(before["worker-1"], signal.SIGSTOP)
+        try:
+            pid = running.pids
+            await running.until(lambda: pid()["worker-1"] not in (0, before["worker-1"]), "the hung one was killed")
+        finally:
+            with suppress(ProcessLookupError):
+                os.kill(before["worker-1"], signal.SIGCONT)
+        await asyncio.sleep(2 * running.config.workers.timeout_s)  # the other may have been missed for less
+        assert running.pids()["worker-0"] == before["worker-0"]
+        relay.target = target
+        await running.until_ratio(1, 1)
+        assert running.pids()["worker-0"] == before["worker-0"]
 
 
 async def test_workers_started_by_hand_come_on_top_until_scale_drains_them(tmp_path):
