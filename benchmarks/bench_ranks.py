@@ -56,12 +56,15 @@ ENGINE = {  # what real engines are started with, ours and vLLM's
 MEAN_IN, MEAN_OUT, SIGMA = 400, 80, 1.0  # tokens; of the logarithm of prompt lengths
 
 
-def requests(count: int, seed: int, longest: int) -> list[tuple[list[int], int]]:
-    """Prompts, and the length of each answer."""
+def requests(count: int, seed: int, longest: int, in_turns: bool) -> list[tuple[list[int], int]]:
+    """Prompts, and the length of each answer. `in_turns`: a short prompt and a long one follow each other, as those of
+    agents that ask, read a file, and ask again."""
     rng = random.Random(seed)
     made = []
     for number in range(count):
         length = min(longest, max(8, int(rng.lognormvariate(0, SIGMA) * MEAN_IN / 1.65)))
+        if in_turns:
+            length = int(MEAN_IN * (1.8 if number % 2 else 0.2) * rng.uniform(0.7, 1.3))
         made.append((token_prompt(length, seed=1000 * seed + number), rng.randrange(MEAN_OUT // 2, 3 * MEAN_OUT // 2)))
     return made
 
@@ -190,6 +193,7 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=256)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--experts", action="store_true")
+    parser.add_argument("--in-turns", action="store_true", help="long and short prompts by turns")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     model = ""
@@ -206,7 +210,7 @@ def main() -> None:
             fleets[way] = Ours(stack.enter_context(running_fleet(config, *sets)))
         found: dict[str, list[dict[str, float]]] = {way: [] for way in args.ways}
         for turn in range(args.rounds):
-            made = requests(args.requests, turn + 1, 1900 if args.experts else 8000)
+            made = requests(args.requests, turn + 1, 1900 if args.experts else 8000, args.in_turns)
             for way in args.ways if turn % 2 == 0 else reversed(args.ways):
                 found[way].append(measure(fleets[way], made, args.users))
                 print(turn, way, {name: round(value, 3) for name, value in found[way][-1].items()}, flush=True)

@@ -66,6 +66,7 @@ def gate(
 class AdpSettings(msgspec.Struct, frozen=True, kw_only=True):
     strategy: Literal["round_robin", "gate", "level"] = "round_robin"
     late: bool = False  # with `level`, a rank knows of the others what they had a step before
+    in_turns: bool = False  # a short prompt and a long one follow each other, 0.2 and 1.8 times the mean
     in_order: bool = False  # a rank begins its prompts in the order of our engines, and not as they come
     timeout_iters: int = 50
     batching_wait_iters: int = 0
@@ -146,6 +147,8 @@ def simulate_adp(settings: AdpSettings) -> AdpResult:
         (_draw(rng, settings.mean_in, settings.sigma_in), _draw(rng, settings.mean_out, settings.sigma_out))
         for _ in range(settings.requests)
     ]
+    if settings.in_turns:
+        lengths = [(int(settings.mean_in * (0.2, 1.8)[at % 2]), out) for at, (_, out) in enumerate(lengths)]
     ranks = [_Rank() for _ in range(settings.ranks)]
     queue: deque[tuple[int, int, float]] = deque()
     sent, now, iteration, done = 0, 0.0, 0, 0

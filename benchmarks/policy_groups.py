@@ -165,10 +165,15 @@ class Fleet:
         return self._of[chosen.worker_id][0]
 
     def _claim(self, rank: Rank) -> None:
+        while self._claims(rank) and self._idle(rank):
+            pass
+
+    def _claims(self, rank: Rank) -> bool:
+        """Whether it got jobs."""
         idle, memory = self._idle(rank), BLOCKS * BLOCK_SIZE
         budget = claim_budget(CLAIM_BATCHES * self._max_tokens, rank.backlog, idle, memory)
         if budget <= 0 or not self._queue:
-            return
+            return False
         window = [job for _, _, job in self._queue[:AFFINITY_WINDOW]]
         others = sum(self._idle(other) for group in self.prefill for other in group.ranks if other is not rank)
         share = fair_share_tokens(self._queued_tokens, others)
@@ -181,6 +186,7 @@ class Fleet:
         self._queue[:AFFINITY_WINDOW] = left
         if jobs:
             self._give(rank, jobs)
+        return bool(jobs)
 
     def _idle(self, rank: Rank) -> bool:
         return claims_as_idle(len(rank.prompts), rank.backlog, self._max_tokens, BLOCKS * BLOCK_SIZE, lockstep=True)
@@ -230,10 +236,10 @@ class Fleet:
                 if not job.left:
                     rank.prompts.popleft()
                     self._prefilled(job)
+        self._begin(group)  # at once, as engines do: what is claimed now is computed in the step after it
         if self._pull and group in self.prefill:
             for rank in sorted(group.ranks, key=lambda rank: rank.backlog):
                 self._claim(rank)
-        self._begin(group)
 
     def _prefilled(self, job: Job) -> None:
         job.first_at = self.now

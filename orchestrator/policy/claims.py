@@ -26,10 +26,13 @@ def claims_as_idle(
 ) -> bool:
     """Whether a worker that has `held` requests, and has yet to compute `claimed_tokens`, claims as an idle one.
 
-    A rank in `lockstep` with others does while its next step would not be full. That takes as long as the others' step
-    anyway, and a rank that first had to be done with what it has before it may claim a large job would wait meanwhile.
+    A rank in `lockstep` with others does while the step after the one that it takes would not be full: what it computes
+    now counts as claimed until that has ended, and the next step begins at once then. That takes as long as the others'
+    step anyway, and a rank that first had to be done with what it has before it may claim a large job would wait
+    meanwhile.
     """
-    return held == 0 or (lockstep and claimed_tokens < max_num_batched_tokens <= free_tokens - claimed_tokens)
+    batch = max_num_batched_tokens
+    return held == 0 or (lockstep and claimed_tokens < CLAIM_BATCHES * batch and batch <= free_tokens - claimed_tokens)
 
 
 def most_claimed(max_num_batched_tokens: int, slo: SLOConfig, seconds_per_token: float, decodes: bool = False) -> int:

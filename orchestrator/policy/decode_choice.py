@@ -142,13 +142,14 @@ class KVBlocks(DecodeChoice):
 
 
 class RankChoice(DecodeChoice):
-    """Chooses as another decode choice does, and then among the ranks of that worker's group which step together."""
+    """Chooses as another decode choice does, with `adp` among the groups whose steps get no longer by that, and then
+    among the ranks of that worker's group, which step together."""
 
     def __init__(self, choose: DecodeChoice, ranks: Literal["adp", "least_tokens", "round_robin"]) -> None:
         self._choose, self._ranks, self._turn = choose, ranks, 0
 
     def __call__(self, request: RequestInfo, candidates: Sequence[Candidate]) -> Candidate | None:
-        chosen = self._choose(request, candidates)
+        chosen = self._choose(request, self._beside_others(request, candidates))
         if chosen is None or not chosen.group:
             return chosen
         group = [candidate for candidate in candidates if candidate.group == chosen.group]
@@ -158,12 +159,28 @@ class RankChoice(DecodeChoice):
             self._turn += 1
             return ranks[self._turn % len(ranks)]
         ranks.sort(key=lambda rank: rank is not chosen)  # the first of equal ones is taken
-        active = [rank.running + rank.waiting for rank in ranks]
+        active = [_active(rank) for rank in ranks]
         if self._ranks == "least_tokens":
             active = [0] * len(ranks)
         # Of what a rank has cached, it computes and stores nothing.
         tokens = [_tokens(rank) - rank.cached_tokens for rank in ranks]
         return ranks[assign_longest_first([request.prompt_tokens], tokens, active)[0]]
+
+    def _beside_others(self, request: RequestInfo, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
+        """Those of groups in which the request makes no step longer, since a rank with room for it has fewer sequences
+        than another, and those that have a part of it cached. All where no group is so, or a worker steps alone."""
+        groups: dict[str, list[Candidate]] = {}
+        for candidate in candidates:
+            groups.setdefault(candidate.group, []).append(candidate)
+        if self._ranks != "adp" or len(groups) < 2 or "" in groups:
+            return candidates
+        tokens = request.prompt_tokens + min(request.max_new_tokens, EXPECTED_OUTPUT_TOKENS)
+        open_groups = set()
+        for name, ranks in groups.items():
+            most, blocks = max(map(_active, ranks)), blocks_for(tokens, ranks[0].block_size)
+            if any(_active(rank) < most and blocks <= rank.blocks_free for rank in ranks):
+                open_groups.add(name)
+        return [it for it in candidates if it.group in open_groups or it.cached_tokens] if open_groups else candidates
 
     @property
     def static_score(self) -> Callable[[Candidate], float] | None:
@@ -171,6 +188,10 @@ class RankChoice(DecodeChoice):
 
     def expect_output(self, tokens: float) -> None:
         self._choose.expect_output(tokens)
+
+
+def _active(rank: Candidate) -> int:
+    return rank.running + rank.waiting
 
 
 def _tokens(rank: Candidate) -> int:

@@ -41,6 +41,12 @@ def test_level_chunks_cost_time_to_the_first_token_and_less_in_the_order_of_engi
     assert in_order.tokens_per_s > 0.98 * as_they_come.tokens_per_s > whole.tokens_per_s
 
 
+def test_prompts_in_turns_leave_more_to_gain():
+    small = {"ranks": 2, "requests": 1500, "concurrency": 200, "mean_in": 400, "mean_out": 80, "in_turns": True}
+    plain, level = (simulate_adp(AdpSettings(strategy=way, **small)) for way in ("round_robin", "level"))
+    assert level.balance > 1.3 * plain.balance and level.tokens_per_s > 1.05 * plain.tokens_per_s
+
+
 def test_level_beats_the_gate_and_the_gate_the_baseline():
     small = {"requests": 1500, "concurrency": 640, "max_batch": 64, "mean_out": 400}
     plain = simulate_adp(AdpSettings(**small))

@@ -14,9 +14,11 @@ from pathlib import Path
 import psutil
 import pytest
 import pytest_asyncio
+from async_on_cpu.async_on_cpu import install as async_on_cpu
 from support_fleet import running_fleet, small_model, token_prompt
 from support_vllm import Driver, engine_pid, frames, tiny_model
 from support_wait import DEADLINE_S, until
+from vllm.v1.engine.core import EngineCore
 
 from orchestrator.config.settings import KVConfig
 
@@ -30,11 +32,14 @@ pytestmark = [
 
 TP2 = {"tensor_parallel_size": 2}
 PP2 = {"pipeline_parallel_size": 2}
+AHEAD = {**TP2, "async_scheduling": True}  # with `tests/async_on_cpu`
 TOPOLOGIES = {
     "TP2-TP2": (TP2, TP2, "chunk"),
     "TP1-TP2": ({}, TP2, "layer"),  # the last chunk comes by layer, and is sent with the others
     "TP2-TP1": (TP2, {}, "layer"),
     "PP2-PP1": (PP2, {}, "chunk"),
+    "TP2-TP2-ahead": (AHEAD, AHEAD, "chunk"),
+    "TP2-TP1-ahead": (AHEAD, {"async_scheduling": True}, "layer"),
 }
 CORES = sorted(os.sched_getaffinity(0))[:2]
 TIMEOUT_S = 120.0  # an engine's first step may take 20 s here, and twice that beside others
@@ -62,8 +67,12 @@ async def reference(model: Path) -> AsyncIterator[Driver]:
 async def pair(model: Path, request: pytest.FixtureRequest) -> AsyncIterator[tuple[Driver, Driver]]:
     prefill_args, decode_args, by = TOPOLOGIES[request.param]
     kv = KVConfig(transfer=by, transfer_timeout_s=TIMEOUT_S)
-    prefill = await Driver.start(model, name="prefill", kv=kv, **prefill_args)
-    decode = await Driver.start(model, name="decode", kv=kv, **decode_args)
+    EngineCore.test_batches = lambda engine: engine.batch_queue_size  # engines are forked from here
+    with pytest.MonkeyPatch.context() as patch:
+        if "async_scheduling" in prefill_args:
+            async_on_cpu(patch.setattr)
+        prefill = await Driver.start(model, name="prefill", kv=kv, **prefill_args)
+        decode = await Driver.start(model, name="decode", kv=kv, **decode_args)
     yield prefill, decode
     await prefill.stop()
     await decode.stop()
@@ -83,6 +92,13 @@ async def transfer(prefill: Driver, decode: Driver, key: str, body: list[bytes])
 async def assert_no_leaks(*drivers: Driver) -> None:
     for driver in drivers:
         await driver.idle()
+
+
+async def test_steps_begin_ahead_where_asked(pair, request) -> None:
+    """One more than there are pipeline stages."""
+    asked = TOPOLOGIES[request.node.callspec.params["pair"]][:2]
+    begun = [1 + args.get("async_scheduling", args.get("pipeline_parallel_size", 1) - 1) for args in asked]
+    assert [await driver.engine.call_engine("test_batches") for driver in pair] == begun
 
 
 async def test_tokens_are_those_of_one_engine(pair, reference) -> None:

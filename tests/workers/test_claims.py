@@ -142,8 +142,9 @@ def test_claim_budget(claimed: int, held: int, free: int, expected: int) -> None
     [
         (0, 0, 0, False, True),
         (1, 100, 10_000, False, False),
-        (1, 100, 10_000, True, True),  # its next step is not full
-        (1, 2048, 10_000, True, False),
+        (1, 100, 10_000, True, True),
+        (1, 4000, 10_000, True, True),  # a full step, and the one after it is not full
+        (1, 4096, 10_000, True, False),
         (1, 100, 2100, True, False),  # memory for no batch more
     ],
 )

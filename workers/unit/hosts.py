@@ -1,10 +1,22 @@
-"""The hosts of a group's ranks: whether these can be one group, and in which order they become engines."""
+"""The hosts of a group's ranks, and the releases: whether these can be one group, and in which order they become
+engines."""
 
 from __future__ import annotations
 
+import importlib.metadata
 from collections.abc import Collection, Mapping
 
 from orchestrator.config.settings import Config
+from orchestrator.wire.messages import PROTOCOL_VERSION
+
+
+def release_here() -> str:
+    """The same for all ranks of a group: they read what others of it write."""
+    try:
+        engine = importlib.metadata.version("vllm")
+    except importlib.metadata.PackageNotFoundError:
+        engine = "none"
+    return f"protocol {PROTOCOL_VERSION} with vLLM {engine}"
 
 
 def side_by_side(hosts: Mapping[str, str]) -> list[str]:

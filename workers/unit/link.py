@@ -31,7 +31,7 @@ from orchestrator.types import PauseState
 from orchestrator.wire.addresses import Listening, hold_port, in_url
 from workers.engine import Engine, EngineDead, EngineInfo, EngineStartFailed, Group, started
 from workers.load.board import announce, withdraw
-from workers.unit.hosts import refusal, side_by_side
+from workers.unit.hosts import refusal, release_here, side_by_side
 
 log = logging.getLogger("pd.worker")
 
@@ -42,16 +42,18 @@ _TOLD_S = 5.0  # for so long Redis keeps where to meet; it is told again at each
 # frozen, or no packet reaches it. A rank that has ended is noticed at once.
 _SILENT_TIMEOUTS = 4.0
 _ONE_HOST = "127.0.0.1"
+_ONE_RELEASE = "start all ranks of a group with one release"
 
 
 class Come(msgspec.Struct, frozen=True, tag="come"):
-    """From a rank to the first one. `host`: where others reach it."""
+    """From a rank to the first one. `host`: where others reach it. `release`: that it runs; older ones do not say."""
 
     token: str
     worker_id: str
     ranks: tuple[str, ...]
     generation: int
     host: str
+    release: str = ""
 
 
 class Met(msgspec.Struct, frozen=True, tag="met"):
@@ -112,7 +114,7 @@ class GroupLink:
         self.ranks, self._id, self.leads = ranks, worker_id, not ranks or worker_id == ranks[0]
         self._config, self._redis, self._at, self._generation = config, redis, at, generation
         self._registry = Registry(redis, config.namespace)
-        self._token = secrets.token_hex(16)
+        self._token, self._release = secrets.token_hex(16), release_here()
         self._silence_s = _SILENT_TIMEOUTS * max(config.workers.timeout_s, _BEAT_S)
         self.pauses: asyncio.Queue[PauseState] = asyncio.Queue()  # that other ranks tell
         self._peers: dict[str, _Peer] = {}  # the first rank has all others, they have it
@@ -207,6 +209,11 @@ class GroupLink:
                 log.warning("%s", why)
                 peer.send(Refused(why))
                 self._outdated |= come.ranks == self.ranks and come.generation > self._generation
+            elif come.release != self._release:
+                runs = come.release or "an older release"
+                why = f"{come.worker_id} runs {runs}, the first rank {self._release}: {_ONE_RELEASE}"
+                log.warning("%s", why)
+                peer.send(Refused(why))
             elif self._met:
                 self._break(f"{come.worker_id} has started again")
             else:
@@ -243,8 +250,9 @@ class GroupLink:
         except (OSError, TimeoutError) as error:
             return f"{in_url(place.host)}:{place.port} is not reached ({str(error) or 'no answer'}); see workers.ports"
         peer = self._peers[first] = _Peer(writer)
-        peer.send(Come(place.token, self._id, self.ranks, self._generation, self._at.reached_at))
-        with contextlib.suppress(OSError, TimeoutError, ValueError):
+        peer.send(Come(place.token, self._id, self.ranks, self._generation, self._at.reached_at, self._release))
+        ended = "it has ended"
+        try:
             while line := await self._line(reader):
                 match _decode(line):
                     case Met() as met:
@@ -253,9 +261,13 @@ class GroupLink:
                         return met
                     case Refused() as refused:
                         return refused
+        except ValueError:
+            ended = f"its answer is none that this release knows: {_ONE_RELEASE}"
+        except (OSError, TimeoutError):
+            pass
         del self._peers[first]
         writer.close()
-        return "it has ended"
+        return ended
 
     async def _line(self, reader: asyncio.StreamReader) -> bytes:
         """Empty at its end. Raises TimeoutError where the first rank is silent, OSError, ValueError."""

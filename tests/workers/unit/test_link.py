@@ -15,6 +15,7 @@ from support_wait import DEADLINE_S, until
 from orchestrator.config.settings import ConfigError, parse_config
 from orchestrator.launch.host.redis_server import EmbeddedRedis
 from orchestrator.store.client import connect
+from orchestrator.store.fields import Rendezvous
 from orchestrator.store.registry import Registry
 from orchestrator.wire.addresses import Listening
 from workers.engine import EngineDead, EngineStartFailed, Group
@@ -193,6 +194,32 @@ async def test_who_is_no_rank_of_it_is_not_let_in(group: Ranks) -> None:
         assert await asyncio.wait_for(reader.read(), DEADLINE_S) == b""
         writer.close()
     assert not first.link._peers
+
+
+@pytest.mark.parametrize("release", ["", "protocol 9 with vLLM 0.1"])
+async def test_rank_of_another_release_is_not_let_in(group: Ranks, release: str) -> None:
+    first, other = await group.begin("d"), await group.begin("d.1")
+    other.link._release = release
+    runs = release or "an older release"
+    with pytest.raises(EngineStartFailed, match=f"d.1 runs {runs}, the first rank protocol .* with one release"):
+        await other.meets()
+    assert not first.link._peers and not first.started.done()
+
+
+async def test_answer_of_another_release_is_named(group: Ranks, caplog: pytest.LogCaptureFixture) -> None:
+    """An older first rank did not tell ranks their number."""
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readline()
+        writer.write(b'{"type":"met","host":"127.0.0.1","port":1,"one_host":true}\n')
+
+    server = await asyncio.start_server(answer, HERE)
+    registry = Registry(await connect(group.url, 5), group.namespace)
+    await registry.tell_rendezvous("d", Rendezvous(HERE, server.sockets[0].getsockname()[1], "token"), 60)
+    with caplog.at_level("INFO"):
+        await group.begin("d.1")
+        await until(lambda: "none that this release knows: start all ranks" in caplog.text, "the cause is told")
+    server.close()
 
 
 async def test_first_rank_of_an_older_configuration_starts_again(group: Ranks) -> None:

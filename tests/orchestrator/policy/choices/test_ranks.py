@@ -82,6 +82,17 @@ def test_the_group_is_that_of_the_decode_choice() -> None:
     assert chosen("adp", *ranks) == "h.1"
 
 
+def test_a_request_goes_to_a_group_whose_steps_get_no_longer_by_it() -> None:
+    one, many = [rank("g", 3, 400), rank("g.1", 2, 400)], [rank("h", 0, 900, "h"), rank("h.1", 0, 900, "h")]
+    assert chosen("adp", *one, *many) == "g.1"
+    assert chosen("least_tokens", *one, *many) in ("h", "h.1")
+    even = [rank("g", 3, 400), rank("g.1", 3, 400)]
+    full = [rank("g", 3, 400), rank("g.1", 2, 9)]  # room for the prompt, not for its answer
+    cached = [rank("h", 0, 900, "h", cached_tokens=96), many[1]]
+    for ranks in ([*even, *many], [*full, *many], [*one, *cached], [*one, rank("h", 0, 900, "")]):
+        assert chosen("adp", *ranks).startswith("h")
+
+
 @pytest.mark.parametrize("ranks", ["adp", "least_tokens", "round_robin"])
 def test_workers_that_wait_for_no_other_are_chosen_as_ever(ranks: str) -> None:
     assert chosen(ranks, rank("w", 1, 900, ""), rank("v", 0, 800, "")) == "w"
