@@ -268,8 +268,10 @@ class Predictor:
         pool, prior_itl_s, fit_of, itl_of = self.prefill_line, self._prior_itl_s, self._local.get, self._itl.get
         long_ago, fits_before, itls_before = self._stale_before
         delay_s_per_token = pool[1] / self.ahead_tokens
-        (step_s, each_s), usual = self.tpot_line, self._sequences.value
-        burst = usual + Z_95 * math.sqrt(usual) if by_sequences else math.inf
+        step_s, each_s, burst = 0.0, 0.0, math.inf
+        if by_sequences:
+            (step_s, each_s), usual = self.tpot_line, self._sequences.value
+            burst = usual + Z_95 * math.sqrt(usual)
         for candidate in candidates:
             worker_id = candidate.worker_id
             tokens = prompt_tokens - candidate.cached_tokens
