@@ -1,8 +1,8 @@
 """Two classes of requests in one fleet, against a fleet for each class with as many workers in all.
 
 Interactive requests have objectives of 0.3 s and 50 ms, those of the batch 30 s and none. Prints the highest rates at
-which 95% of each class are in time, for several shares of interactive requests. A load takes as long at every rate, so
-that it has the same bursts.
+which 95% of each class are in time, for several shares of interactive requests. A load takes as long at every rate,
+alone and beside the other, so that it has the same bursts.
 """
 
 from __future__ import annotations
@@ -26,6 +26,15 @@ from orchestrator.simulator.trace import Arrival, Load, at_rate
 PROFILE = load_profile(PROFILES / "h100-llama-8b.json")
 INTERACTIVE, BATCH = SLOConfig(ttft_s=0.3, tpot_s=0.05), SLOConfig(ttft_s=30.0, tpot_s=1e6)
 SHARE = 0.95
+MOST_AT_ONCE = (
+    3  # requests in a stretch of the load, over the mean number: those of the stretch are taken, however many
+)
+
+
+def of_seconds(name: str, rate: float, seconds: float, seed: int) -> Load:
+    """The first so many seconds of a load, which may be a calm or a burst."""
+    made = at_rate(synthetic(name, max(2, round(MOST_AT_ONCE * rate * seconds)), seed), rate)
+    return Load(name, [arrival for arrival in made.arrivals if arrival.at <= seconds], made.unit_tokens)
 
 
 def simulate(load: Load, workers: int, slo: SLOConfig) -> Simulation:
@@ -79,8 +88,7 @@ def main() -> None:
     for seed in options.seeds:
 
         def of_class(of: int, rate: float, seed: int = seed) -> Load:
-            name = (options.interactive, options.batch)[of]
-            return at_rate(synthetic(name, max(2, round(rate * options.seconds)), seed), rate)
+            return of_seconds((options.interactive, options.batch)[of], rate, options.seconds, seed)
 
         @functools.cache
         def alone(of: int, workers: int, of_class: Callable[[int, float], Load] = of_class) -> float:

@@ -6,6 +6,7 @@ at once for a local request, and when a prefill worker has claimed the job for a
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Union
 
@@ -220,17 +221,19 @@ def _by_cost(
     itl_bound_s, price_s = ITL_MARGIN * slo.tpot_s, SLACK_PRICE * slo.ttft_s
     delay_price = 2 * max(0.0, 1 - wait_s / (ROOM_SHARE * slo.ttft_s)) / itl_bound_s
     fixed_s, s_per_token = predictor.prefill_line
-    for index, candidate in enumerate(open_ones):
-        if not candidate.running:
+    # A plain loop over locals, as in `_lateness`.
+    for index, (candidate, itl_s) in enumerate(zip(open_ones, itl, strict=True)):
+        running = candidate.running
+        if not running:
             continue
-        if itl[index] >= itl_bound_s:
-            cost[index] = float("inf")
+        if itl_s >= itl_bound_s:
+            cost[index] = math.inf
         else:
             tokens = prompt_tokens - candidate.cached_tokens
             tokens = candidate.adapter_tokens - needed_tokens + (tokens if tokens > 0 else 0)
-            prefill_s = fixed_s + s_per_token * tokens
-            slack_s = max((itl_bound_s - itl[index]) * ahead_tokens, 1e-3)
-            cost[index] += candidate.running * prefill_s * (delay_price * itl[index] + price_s / slack_s)
+            slack_s = (itl_bound_s - itl_s) * ahead_tokens
+            price = delay_price * itl_s + price_s / (slack_s if slack_s > 1e-3 else 1e-3)
+            cost[index] += running * (fixed_s + s_per_token * tokens) * price
     least = min(cost)
     if least > remote_s:
         return Remote("cost", ttft_s)

@@ -52,10 +52,10 @@ class Hits:
         bits, holders = self._index.bits, self._all
         for worker_id in worker_ids:
             bit = bits.get(worker_id)
-            if bit is None or not holders & (itself := 1 << bit):
+            if bit is None or not holders >> bit & 1:
                 continue
             for depth, mask in self._levels:
-                if mask & itself:
+                if mask >> bit & 1:
                     found[worker_id] = depth
                     break
         return found

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterable, Mapping
+from heapq import nsmallest
 from itertools import count
 
 import msgspec
@@ -21,11 +22,48 @@ _Entry = tuple[float, int, Candidate]  # (negative static score, version, candid
 # With fewer workers it is as fast to rank all of them, and exact also where pools differ in size by a few percent.
 SHORTLIST_FROM = 32
 _EVERYWHERE = ""
+_SORTED = 64  # of so many of the best, up to twice as many, the order is known
+
+
+class _Ranking:
+    """Entries, of which only the best are in order: most updates are of others, and change nothing there."""
+
+    __slots__ = ("_all", "_best", "_others_from")
+
+    def __init__(self) -> None:
+        self._all: dict[int, _Entry] = {}  # by version
+        self._best: list[_Entry] = []
+        self._others_from: _Entry | None = None  # the least one that is not among the best; None: all are
+
+    def __bool__(self) -> bool:
+        return bool(self._all)
+
+    def add(self, entry: _Entry) -> None:
+        self._all[entry[1]] = entry
+        if self._others_from is None or entry < self._others_from:
+            insort(self._best, entry)
+            if len(self._best) > 2 * _SORTED:
+                self._keep(_SORTED)
+
+    def remove(self, entry: _Entry) -> None:
+        del self._all[entry[1]]
+        if self._others_from is None or entry < self._others_from:
+            del self._best[bisect_left(self._best, entry)]
+
+    def best(self, most: int) -> list[_Entry]:
+        if len(self._best) < most and self._others_from is not None:
+            several = max(most, _SORTED)
+            self._best = nsmallest(several + 1, self._all.values())
+            self._keep(several)
+        return self._best[:most]
+
+    def _keep(self, several: int) -> None:
+        self._others_from = self._best[several] if len(self._best) > several else None
+        del self._best[several:]
 
 
 class Shortlist:
-    """A sorted list per class of pool sizes, best workers first, of all workers and of those in each place. An update
-    is two bisections for each of its lists.
+    """A ranking per class of pool sizes, best workers first, of all workers and of those in each place.
 
     Pools of nearly equal size share a class and count as equal here; the policy then compares the workers exactly.
     """
@@ -34,7 +72,7 @@ class Shortlist:
         self._static_score = static_score
         self._per_class = per_class
         self._current: dict[str, tuple[_Entry, tuple[str, ...]]] = {}  # by worker, with its places
-        self._places: dict[str, dict[int, list[_Entry]]] = {}
+        self._places: dict[str, dict[int, _Ranking]] = {}
         self._groups: dict[str, set[str]] = {}  # the workers of each group that steps together
         self._versions = count()
 
@@ -48,7 +86,10 @@ class Shortlist:
         self._current[candidate.worker_id] = entry, (_EVERYWHERE, *places)
         size_class = _size_class(candidate.blocks_total)
         for place in (_EVERYWHERE, *places):
-            insort(self._places.setdefault(place, {}).setdefault(size_class, []), entry)
+            classes = self._places.setdefault(place, {})
+            if (ranking := classes.get(size_class)) is None:
+                ranking = classes[size_class] = _Ranking()
+            ranking.add(entry)
         if candidate.group:
             self._groups.setdefault(candidate.group, set()).add(candidate.worker_id)
 
@@ -60,9 +101,9 @@ class Shortlist:
         size_class = _size_class(entry[2].blocks_total)
         for place in places:
             classes = self._places[place]
-            entries = classes[size_class]
-            del entries[bisect_left(entries, entry)]
-            if not entries:
+            ranking = classes[size_class]
+            ranking.remove(entry)
+            if not ranking:
                 del classes[size_class]
                 if not classes:
                     del self._places[place]
@@ -81,8 +122,8 @@ class Shortlist:
             if worker_id in current
         }
         for place in (_EVERYWHERE, *places):
-            for entries in self._places.get(place, {}).values():
-                for _, _, candidate in entries[: self._per_class]:
+            for ranking in self._places.get(place, {}).values():
+                for _, _, candidate in ranking.best(self._per_class):
                     picked.setdefault(candidate.worker_id, candidate)
         if self._groups:
             groups = {candidate.group for candidate in picked.values() if candidate.group}

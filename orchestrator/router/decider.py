@@ -207,9 +207,7 @@ class Decider:
             return
         for name, blocks in islice(hits.longest(), MAX_HOLDERS):
             view = self._fleet.workers.get(name)
-            if view is None or view.load is None or not view.info.lends:
-                continue
-            if view.usable_as is not None and not view.quiet:
+            if view is not None and view.load is not None and view.info.lends and not view.quiet and view.usable_as:
                 yield view, view.load, blocks * self._fleet.block_size
 
     def _host_tokens(self, view: WorkerView, keys: Sequence[int], tokens: int) -> int:

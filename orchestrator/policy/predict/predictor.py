@@ -58,6 +58,8 @@ class Predictor:
         self._now, self._decisions = 0.0, 0
         self.speed = EngineSpeed()
         self._pool = LineFit(prior_s_per_token)
+        # The prefill time of one prompt: fixed seconds, and seconds per uncached token. A decision asks for it often.
+        self.prefill_line = self._pool.prior
         self._prefill: dict[str, LineFit] = {}
         self._local: dict[str, LineFit] = {}
         self._transfer = LineFit(0.0, prior_itl_s)  # the decode engine's first token takes a step of its own
@@ -79,6 +81,7 @@ class Predictor:
         self.speed = speed
         self._prior_itl_s = speed.step_s + speed.step_s_per_sequence
         self._pool.set_prior(speed.prefill_s_per_token, speed.prefill_s)
+        self.prefill_line = self._line(self._pool)
         self._transfer.set_prior(0.0, self._prior_itl_s)
 
     # ---- decisions -------------------------------------------------------------------------------------------
@@ -87,10 +90,12 @@ class Predictor:
         """Predict for one more decision. `now`: seconds of a clock that never goes back, until the next one."""
         self._now = now
         self._decisions += 1
+        self.prefill_line = self._line(self._pool)
 
     def placed_remotely(self, tokens: int) -> None:
         """Take note that the decision was for a remote prefill of so many tokens."""
         self._put_on_trial(self._pool)
+        self.prefill_line = self._line(self._pool)
         self._put_on_trial(self._transfer)
         self._put_on_trial(self._wait.get(tokens.bit_length()), len(self._wait))
 
@@ -108,6 +113,7 @@ class Predictor:
     def observe_prefill(self, worker_id: str, tokens: int, seconds: float) -> None:
         """Take the time in which a prefill worker computed this many uncached tokens."""
         self._observe(self._pool, tokens, seconds)
+        self.prefill_line = self._line(self._pool)
         self._observe(self._fit(self._prefill, worker_id), tokens, seconds, len(self._prefill))
 
     def observe_local(self, worker_id: str, tokens: int, seconds: float) -> None:
@@ -177,11 +183,6 @@ class Predictor:
         """Seconds in which a mean prefill worker computes a prompt of this many uncached tokens."""
         fixed_s, s_per_token = self.prefill_line
         return fixed_s + s_per_token * tokens
-
-    @property
-    def prefill_line(self) -> tuple[float, float]:
-        """The prefill time of one prompt: fixed seconds, and seconds per uncached token."""
-        return self._line(self._pool)
 
     def mean_itl_s(self, worker_ids: Iterable[str]) -> float:
         """The mean ITL of those of these workers that have been measured; the prior if none has."""
@@ -267,8 +268,10 @@ class Predictor:
         pool, prior_itl_s, fit_of, itl_of = self.prefill_line, self._prior_itl_s, self._local.get, self._itl.get
         long_ago, fits_before, itls_before = self._stale_before
         delay_s_per_token = pool[1] / self.ahead_tokens
-        (step_s, each_s), usual = self.tpot_line, self._sequences.value
-        burst = usual + Z_95 * math.sqrt(usual) if by_sequences else math.inf
+        step_s, each_s, burst = 0.0, 0.0, math.inf
+        if by_sequences:
+            (step_s, each_s), usual = self.tpot_line, self._sequences.value
+            burst = usual + Z_95 * math.sqrt(usual)
         for candidate in candidates:
             worker_id = candidate.worker_id
             tokens = prompt_tokens - candidate.cached_tokens

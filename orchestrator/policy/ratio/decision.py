@@ -123,8 +123,8 @@ def desired_ratio(
         quick = _stay_s(part) < INTERVAL_S
         if since_s < (QUICK_S if quick and went else COOL_DOWN_S):
             continue
-        most = max_step * unit_size if max_step else _max_move_to_prefill(split)
-        more = min(most, _agreed_move(part, split, config, slo))
+        at_once = max_step * unit_size if max_step else _max_move_to_prefill(split)
+        more = _agreed_move(part, split, at_once, config, slo)
         if more < 0 or (more > 0 and (least_s > 0 or quick) and not _caches_filling(part)):
             found = _decision(part, current, split, more, slo)
             gain = found.headroom_after / max(1e-9, found.headroom_before) - 1
@@ -181,24 +181,27 @@ def _decision(
     )
 
 
-def _agreed_move(window: Sequence[LoadSample], current: Split, config: RatioConfig, slo: SLOConfig) -> int:
+def _agreed_move(
+    window: Sequence[LoadSample], current: Split, at_once: int, config: RatioConfig, slo: SLOConfig
+) -> int:
     """How many more workers should prefill (negative: fewer); 0 if the window and its halves disagree."""
     if not window:
         return 0
-    overloaded = _decode_overloaded(window, current)
-    more = _best_prefill(window, current, config, slo, overloaded) - current.prefill
-    middle = len(window) // 2
-    for half in (window[:middle], window[middle:]):
-        if more and half and (_best_prefill(half, current, config, slo, overloaded) - current.prefill) * more <= 0:
-            return 0
-    return more
+    overloaded, middle = _decode_overloaded(window, current), len(window) // 2
+
+    def move(part: Sequence[LoadSample]) -> int:
+        return _best_prefill(part, current, at_once, config, slo, overloaded) - current.prefill
+
+    more = move(window)
+    halves = (half for half in (window[:middle], window[middle:]) if more and half)
+    return 0 if any(move(half) * more <= 0 for half in halves) else more
 
 
 def _best_prefill(
-    window: Sequence[LoadSample], current: Split, config: RatioConfig, slo: SLOConfig, overloaded: bool
+    window: Sequence[LoadSample], current: Split, at_once: int, config: RatioConfig, slo: SLOConfig, overloaded: bool
 ) -> int:
     """The number of prefill workers of the split with most headroom; the current number if more headroom is not needed
-    or the gain is below `GAIN`.
+    or the gain is below `GAIN`. Only `at_once` more are asked about: half the way to a better split may bear less.
 
     With `overloaded` the current split is left even for one with less headroom, because the sequences that decode now
     do not fit on its decode workers; but not for one without prefill workers.
@@ -213,7 +216,7 @@ def _best_prefill(
     # The sequences that decode now must fit on the remaining decode workers. If all workers together are too few for
     # them, workers only go to decode.
     holding = math.ceil(window[-1].sequences / window[-1].max_sequences)
-    most = total - max(config.min_decode, holding)
+    most = min(current.prefill + at_once, total - max(config.min_decode, holding))
     if most < config.min_prefill:
         most = current.prefill
     if now * BUSY > PREFILL_LATER or _decode_growing(window):

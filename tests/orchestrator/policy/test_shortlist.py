@@ -47,6 +47,22 @@ def test_removed_workers_are_not_offered_and_updates_do_not_pile_up():
     assert shortlist.pick({}) == [] and len(shortlist) == 0
 
 
+def test_the_best_are_offered_while_one_after_the_other_fills_up_and_empties_again():
+    rng = random.Random(3)
+    score = KVBlocks().static_score
+    shortlist = Shortlist(score)
+    fleet = {}
+    for n in range(500):
+        fleet[f"w{n}"] = candidate(rng, n, 4096)
+        shortlist.update(fleet[f"w{n}"])
+    for blocks_free in [0] * 600 + [4000] * 600 + [0] * 600:
+        best = sorted(fleet.values(), key=lambda c: -score(c))
+        assert {score(c) for c in best[:4]} == {score(c) for c in shortlist.pick({})}
+        changed = best[0] if not blocks_free else best[-1]
+        fleet[changed.worker_id] = msgspec.structs.replace(changed, blocks_free=blocks_free)
+        shortlist.update(fleet[changed.worker_id])
+
+
 def test_the_best_of_each_place_is_offered_too():
     rng = random.Random(2)
     shortlist = Shortlist(KVBlocks().static_score, per_class=2)

@@ -108,6 +108,16 @@ def test_split_stays_at_0_prefill_when_fewer_caches_miss():
         assert (desired_ratio([seen] * 3, none, CONFIG, SLO) is not None) == moves
 
 
+@pytest.mark.parametrize(("left", "s_per_token"), [(1500, 0.00015), (3000, 0.00008)])
+def test_no_worker_goes_half_the_way_to_a_better_split_where_that_bears_less(left, s_per_token):
+    """With caches 4 of 16 prefill workers can be worse than none and than many."""
+    none, kept = DesiredRatio(0, 16, set_at=-1000.0), sample(documents(200), PROMPT, left, 200_000)
+    seen = [msgspec.structs.replace(kept, prefill_s_per_token=s_per_token)] * 3
+    assert desired_ratio(seen, none, CONFIG, SLO) is None
+    at_once = desired_ratio(seen, none, CONFIG, SLO, max_step=16)
+    assert at_once.after.prefill > 4 and at_once.headroom_after > at_once.headroom_before
+
+
 def test_caches_are_unknown_without_prompts_or_memory():
     known = sample(documents(400), PROMPT, PROMPT)
     current = DesiredRatio(4, 4)
