@@ -4,9 +4,9 @@ import msgspec
 import pytest
 
 from orchestrator.config.settings import KVConfig
-from orchestrator.simulator.kv import KVPool
+from orchestrator.simulator.engine.kv import KVPool
+from orchestrator.simulator.engine.profile import PROFILES, Profile, load_profile
 from orchestrator.simulator.loads import synthetic
-from orchestrator.simulator.profile import PROFILES, Profile, load_profile
 from orchestrator.simulator.report import report
 from orchestrator.simulator.settings import SHIPPED, Settings, stack
 from orchestrator.simulator.simulation import Simulation

@@ -1,4 +1,4 @@
-"""One simulated worker's KV memory: blocks in use, the prefix cache in the free blocks, and its host tier.
+"""One engine's KV memory: blocks in use, the prefix cache in the free blocks, and its host tier.
 
 As in vLLM, sequences share the blocks of a prefix by reference counts. Unused blocks stay cached until they are
 evicted, the least recently used first. The host tier has a copy of what was used last. A prefix key names a *unit* of
