@@ -70,8 +70,7 @@ class Worker(Engine):
     def kv_lost(self, stay: Stay, now: float) -> None:
         """The source of a "remote" stay has died."""
         self.lose(stay)
-        if stay.started:
-            self._kick(now)
+        self._kick(now)
 
     def release(self, stay: Stay, now: float) -> None:
         self.free(stay)
@@ -103,10 +102,13 @@ class Worker(Engine):
     # ---- steps -----------------------------------------------------------------------------------------------
 
     def prompt_limit(self, beside_s: float) -> int | None:
-        if not (self.tpot_s and self.batch.sequences and any(stay.phase == "prefill" for stay in self.prefilling)):
+        if not (self.tpot_s and self.batch.sequences):
+            return None
+        prompts = [*self.prefilling, *self.waiting[:1]]
+        if not any(stay.phase == "prefill" for stay in prompts):
             return None
         profile = self.profile
-        s_per_token = profile.prefill_s_per_token + profile.attention_s * next(iter(self.prefilling)).computed
+        s_per_token = profile.prefill_s_per_token + profile.attention_s * prompts[0].computed
         return prompt_tokens_beside(self.tpot_s, beside_s + profile.prompt_s, s_per_token)
 
     def _next_step(self, now: float, behind: int) -> int:

@@ -33,7 +33,7 @@ class Engine:
         self.prefilling: dict[Stay, None] = {}
         self.arrived: list[Stay] = []  # "remote" stays whose KV has arrived, not yet decoding
         self.receiving: dict[Stay, None] = {}  # "remote" stays that have blocks and wait for their KV
-        self.held = 0  # "prefill" stays that are computed, and whose KV has not been sent
+        self.held = 0  # stays with blocks that have left, or are computed "prefill" ones
         self.blocked = False  # a waiting stay has no room
         self.batch = DecodeBatch(profile.block_size)
         self.run = StepRun()  # the latest run of steps
@@ -47,20 +47,39 @@ class Engine:
     def receive(self, stay: Stay) -> None:
         """All KV of a "remote" stay has arrived: it decodes from the next step that can be scheduled with it."""
         del self.receiving[stay]
+        self.kv.write(stay.keys)
         self.arrived.append(stay)
 
     def lose(self, stay: Stay) -> None:
-        """No KV of a "remote" stay will come: compute the prompt here, in its blocks if it has them already."""
-        stay.phase = "local"
-        stay.compute = stay.context
-        self.pending_tokens += stay.compute
+        """No KV of a "remote" stay will come: compute the prompt here. As in vLLM, its blocks are free until then."""
         if stay in self.receiving:
             del self.receiving[stay]
-            self.running.join(stay)
-            self.prefilling[stay] = None
+            self._release(stay)
+        else:
+            self.waiting.remove(stay)
+        stay.phase, stay.started = "local", False
+        self.add(stay)
+
+    def leave(self, stay: Stay) -> bool:
+        """Take a stay out of scheduling, be it in the middle of a step. Returns whether it has blocks: these stay
+        reserved until `free`."""
+        if stay in self.waiting:
+            self.waiting.remove(stay)
+            self.pending_tokens -= stay.compute
+            return False
+        if stay in self.running:
+            self._stop(stay)
+        elif stay in self.receiving:
+            del self.receiving[stay]
+        elif stay in self.arrived:
+            self.arrived.remove(stay)
+        else:
+            return True  # its prompt is computed
+        self.held += 1
+        return True
 
     def free(self, stay: Stay) -> None:
-        """Free the blocks of a "prefill" stay whose KV has been sent, or is no longer needed."""
+        """Free the blocks of a stay that has left, or whose prompt is computed and need not be sent any more."""
         self.held -= 1
         self._release(stay)
 
@@ -81,6 +100,11 @@ class Engine:
         self.blocked = False
         return lost
 
+    def generated(self, stay: Stay) -> int:
+        """Its output tokens so far, once no run of several steps is on its way."""
+        decodes = stay in self.running and stay not in self.prefilling
+        return stay.emitted + (self.batch.steps - stay.first_step if decodes else 0)
+
     def uncomputed_blocks(self) -> int:
         """Blocks that vLLM would not have allocated yet: it allocates per chunk, this model per prompt."""
         if not self.prefilling:
@@ -91,6 +115,7 @@ class Engine:
 
     def prompt_limit(self, beside_s: float) -> int | None:
         """The most prompt tokens of the next step, which takes `beside_s` without any; None: as many as fit."""
+        return None
 
     def next_step(self, now: float) -> StepRun | None:
         """Admit the stays that have room. Returns the steps that begin now, None if there is nothing to compute."""
@@ -98,47 +123,68 @@ class Engine:
         if not (batch.sequences or self.prefilling):
             for stay in (*self.waiting, *self.arrived):
                 stay.from_step = 0  # no step is scheduled before it
-        room = max(0, profile.max_num_seqs - len(self.running))
-        loads, arrived = self.running.loads, []
-        for stay in self.arrived[:room]:
-            if stay.from_step > self.steps_ended or not self.running.fits(stay):
-                continue
-            # As in vLLM, the last prompt token is computed again, which samples the first output token.
-            self.running.join(stay)
-            self.arrived.remove(stay)
-            arrived.append(stay)
-            stay.context -= 1
-            if stay.context % profile.block_size == 0:
-                self.kv.used -= 1  # the batch counts that block again when the step enters it
-            batch.join(stay)
-        if self.waiting:
-            self._admit(now)
-        budget = profile.max_num_batched_tokens - batch.sequences
-        preempted = False
-        while batch.sequences and batch.next_blocks() > self.kv.free and self._preempt():
-            preempted = True
+        loads, preemptions = self.running.loads, self.preemptions
+        joined = self._join_arrived() if self.arrived else []
+        while (needed := batch.next_blocks()) > self.kv.free:
+            self._preempt()
+        if (preempted := self.preemptions > preemptions) and not self.running:
+            return self.next_step(now)
         decoding = batch.sequences
-        loading_s = (self.running.loads - loads) * profile.adapter_load_s
         step_s = profile.step_s + decoding * profile.decode_s_per_seq + batch.context_tokens * profile.kv_s_per_token
-        step_s += loading_s
-        if self.prefilling:
+        if self.prefilling or self.waiting:
             limit = self.prompt_limit(step_s)
-            self.chunks, prompts_s = chunks(self.prefilling, budget if limit is None else min(budget, limit), profile)
+            budget = profile.max_num_batched_tokens - decoding
+            budget = budget if limit is None else min(budget, limit)
+            if needed:
+                self.kv.grow(needed)  # running stays come first
+            left = budget
+            for stay in self.prefilling:
+                if self.kv.unwritten and left > 0:
+                    self._write(stay, left)
+                left -= stay.compute
+            if self.waiting and not preempted:
+                self._admit(now, left, limit is not None)
+            self.chunks, prompts_s = chunks(self.prefilling, budget, profile)
+            if not self.chunks:
+                self.kv.used -= needed  # `finish` counts them
             step_s += prompts_s
-            if decoding:
-                self.kv.grow(batch.next_blocks())
+        loading_s = (self.running.loads - loads) * profile.adapter_load_s
+        step_s += loading_s
+        if self.chunks:
             self.run.start(now, step_s, 0.0, 1)
         elif decoding:
             # A preempted stay may fit again in the next step, if it shares a prefix with running ones.
-            steps = 1 if preempted or loading_s else batch.run_length(self.kv.free)
+            steps = 1 if preempted or loading_s or self.prefilling else batch.run_length(self.kv.free)
             if profile.steps_ahead:
                 steps = min(steps, steps_until_ready((*self.waiting, *self.arrived), self.steps_ended))
             self.run.start(now, step_s, decoding * profile.kv_s_per_token, steps)
         else:
             return None
-        for stay in arrived:
-            self.events.on_first(self, stay, now + step_s)
+        for stay in joined:
+            if stay in self.running:  # else it was preempted at once
+                self.events.on_first(self, stay, now + step_s)
         return self.run
+
+    def _join_arrived(self) -> list[Stay]:
+        """Returns those that get a token in the next step."""
+        joined, room = [], max(0, self.profile.max_num_seqs - len(self.running))
+        for stay in self.arrived[:room]:
+            if stay.from_step > self.steps_ended or not self.running.fits(stay):
+                continue
+            self.running.join(stay)
+            self.arrived.remove(stay)
+            if stay.tail > 1:
+                stay.compute, stay.computed = stay.tail, stay.context - stay.tail
+                self.pending_tokens += stay.compute
+                self.prefilling[stay] = None
+                continue
+            # As in vLLM, the last prompt token is computed again, which samples the first output token.
+            joined.append(stay)
+            stay.context -= 1
+            if stay.context % self.profile.block_size == 0:
+                self.kv.used -= 1  # the batch counts that block again when the step enters it
+            self.batch.join(stay)
+        return joined
 
     def finish(self, steps: int, now: float) -> int:
         """The latest run has ended after so many steps. Returns the prompt tokens that it computed."""
@@ -153,6 +199,8 @@ class Engine:
         prompts, self.chunks = self.chunks, []
         computed = 0
         for stay, tokens in prompts:
+            if stay not in self.prefilling:  # it has left
+                continue
             computed += tokens
             self.pending_tokens -= tokens
             stay.compute -= tokens
@@ -183,13 +231,11 @@ class Engine:
         self._release(stay)
         self.events.on_done(self, stay, now)
 
-    def _admit(self, now: float) -> None:
-        profile = self.profile
-        unit_tokens = self.unit_tokens
-        # vLLM admits a prompt only into a step that has token budget left for a part of it.
-        budget = profile.max_num_batched_tokens - self.batch.sequences - sum(s.compute for s in self.prefilling)
+    def _admit(self, now: float, budget: int, limited: bool) -> None:
+        """As vLLM, only into a step that has token budget left; "remote" stays also into one with limited prompts."""
+        profile, block_size = self.profile, self.profile.block_size
         at = unfit = 0
-        while at < len(self.waiting) and budget > 0:
+        while at < len(self.waiting) and (budget > 0 or (limited and self.waiting[at].phase == "remote")):
             stay = self.waiting[at]
             if stay.from_step > self.steps_ended:
                 at += 1
@@ -199,11 +245,11 @@ class Engine:
                 continue
             if len(self.running) >= profile.max_num_seqs and stay.phase != "remote":
                 break
-            hits = self.kv.acquire(stay.keys, self._blocks(stay.context))
+            hits = self.kv.acquire(stay.keys, self.blocks_for(stay.context))
             if hits < 0:
                 break
             del self.waiting[at]
-            cached = min(hits * unit_tokens, stay.context - 1)
+            cached = min(hits * self.unit_tokens, (stay.context - 1) // block_size * block_size)
             stay.hit_tokens = cached
             stay.started = True
             stay.started_at = now
@@ -213,28 +259,21 @@ class Engine:
                 self.pending_tokens += stay.context - cached - stay.compute
                 stay.computed = cached
                 stay.compute = stay.context - cached
+                if stay.keys:
+                    self._write(stay, budget)
                 budget -= stay.compute
                 self.running.join(stay)
                 self.prefilling[stay] = None
             self.events.on_start(self, stay, now)
         self.blocked = len(self.waiting) > unfit
 
-    def _preempt(self) -> bool:
-        """Preempt the running stay that is last in order, to be computed again (vLLM's recompute preemption).
-
-        Returns False if no other stay is running.
-        """
-        if len(self.running) <= 1:
-            return False
+    def _preempt(self) -> None:
+        """Preempt the running stay that is last in order, to be computed again (vLLM's recompute preemption)."""
         stay = max(self.running, key=_ORDER)
-        del self.running[stay]
-        if stay in self.prefilling:
-            del self.prefilling[stay]
-            self.pending_tokens -= stay.compute
-        else:
-            self.batch.leave(stay)
+        decoded = stay not in self.prefilling
+        self._stop(stay)
         self._release(stay)
-        stay.epoch += 1
+        stay.context += decoded  # its latest token, whose KV the step would have computed
         if stay.phase == "remote":
             stay.phase = "local"
         stay.compute = stay.context
@@ -243,10 +282,26 @@ class Engine:
         insort(self.waiting, stay, key=_ORDER)
         self.blocked = True
         self.preemptions += 1
-        return True
 
-    def _blocks(self, tokens: int) -> int:
+    def _stop(self, stay: Stay) -> None:
+        """Run it no further."""
+        del self.running[stay]
+        stay.epoch += 1
+        if stay in self.prefilling:
+            del self.prefilling[stay]
+            self.pending_tokens -= stay.compute
+            return
+        self.batch.leave(stay)
+        if self.chunks and stay.context % self.profile.block_size == 0:
+            self.kv.used -= 1  # its next block, which the step beside prompts has allocated
+
+    def _write(self, stay: Stay, budget: int) -> None:
+        """The step computes so many prompt tokens of a stay at most. Who comes next in the same step finds them."""
+        unit, done = self.unit_tokens, stay.computed
+        self.kv.write(stay.keys[done // unit : (done + min(stay.compute, budget)) // unit])
+
+    def blocks_for(self, tokens: int) -> int:
         return -(-tokens // self.profile.block_size)
 
     def _release(self, stay: Stay) -> None:
-        self.kv.release(stay.keys, self._blocks(stay.context))
+        self.kv.release(stay.keys, self.blocks_for(stay.context))

@@ -22,6 +22,7 @@ class Stay:
     order: float  # the waiting stay with the least is admitted first, the running one with the most preempted
     expected_hit_tokens: int = 0  # cached tokens, as the router believes
     adapter: int = 0  # the number of its LoRA adapter; 0: none
+    tail: int = 1  # tokens to compute after those whose KV is received: the last at least, which samples the next
     compute: int = 0  # prompt tokens left to compute
     computed: int = 0  # prompt tokens computed or cached
     hit_tokens: int = 0  # cached tokens, when its blocks were allocated
