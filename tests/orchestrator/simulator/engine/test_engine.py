@@ -68,9 +68,9 @@ def test_a_step_that_preempts_admits_nobody() -> None:
     engine = engine_of(blocks=11)
     early, late = stay_of(engine, 50), stay_of(engine, 50, 1.0)
     step(engine)
-    small = stay_of(engine, 10, 2.0)
+    small = stay_of(engine, 10, 0.5)
     step(engine)
-    assert engine.preemptions == 1 and engine.waiting == [late, small] and list(engine.running) == [early]
+    assert engine.preemptions == 1 and engine.waiting == [small, late] and list(engine.running) == [early]
 
 
 def test_one_alone_that_finds_no_block_waits_for_those_of_others() -> None:
