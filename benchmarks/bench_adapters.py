@@ -16,8 +16,8 @@ from typing import Any
 
 import msgspec
 
+from orchestrator.simulator.engine.profile import PROFILES, load_profile
 from orchestrator.simulator.loads import adapters
-from orchestrator.simulator.profile import PROFILES, load_profile
 from orchestrator.simulator.report import Report, goodput, report
 from orchestrator.simulator.settings import BLIND, Settings, changed, stack
 from orchestrator.simulator.simulation import Simulation

@@ -15,9 +15,9 @@ from collections.abc import Callable
 import msgspec
 
 from orchestrator.config.settings import SLOConfig
+from orchestrator.simulator.engine.profile import PROFILES, load_profile
 from orchestrator.simulator.loads import LOADS, synthetic
 from orchestrator.simulator.plan import WARM_UP
-from orchestrator.simulator.profile import PROFILES, load_profile
 from orchestrator.simulator.report import Report, goodput, report
 from orchestrator.simulator.settings import Settings, stack
 from orchestrator.simulator.simulation import Simulation

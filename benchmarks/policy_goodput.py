@@ -19,10 +19,10 @@ from typing import Any
 import msgspec
 
 from orchestrator.config.settings import SLOConfig
+from orchestrator.simulator.engine.profile import PROFILES, load_profile
 from orchestrator.simulator.job import Job
 from orchestrator.simulator.loads import LOADS, PHASES, synthetic
 from orchestrator.simulator.plan import AUTO, FIELD_POLICIES, FIXED, WARM_UP
-from orchestrator.simulator.profile import PROFILES, load_profile
 from orchestrator.simulator.report import SHARES, Report, goodputs, report
 from orchestrator.simulator.settings import Settings, stack
 from orchestrator.simulator.simulation import Simulation

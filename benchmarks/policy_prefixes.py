@@ -19,10 +19,10 @@ import msgspec
 from policy_goodput import CASES, Case, load_of
 
 from orchestrator.config.settings import KVConfig, SLOConfig
+from orchestrator.simulator.engine.kv import KVPool
+from orchestrator.simulator.engine.profile import PROFILES, load_profile
 from orchestrator.simulator.job import Job
-from orchestrator.simulator.kv import KVPool
 from orchestrator.simulator.plan import AUTO, FIXED, WARM_UP
-from orchestrator.simulator.profile import PROFILES, load_profile
 from orchestrator.simulator.report import Report, goodput, report
 from orchestrator.simulator.settings import SHIPPED, Settings, stack
 from orchestrator.simulator.simulation import Simulation

@@ -10,8 +10,8 @@ from multiprocessing import Pool
 from typing import Any
 
 from orchestrator.policy import policies
+from orchestrator.simulator.engine.profile import PROFILES, load_profile
 from orchestrator.simulator.loads import synthetic
-from orchestrator.simulator.profile import PROFILES, load_profile
 from orchestrator.simulator.report import Report, goodput, report
 from orchestrator.simulator.settings import Settings, stack
 from orchestrator.simulator.simulation import Simulation

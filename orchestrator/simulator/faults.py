@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 from orchestrator.config.settings import ConfigError
-from orchestrator.simulator.job import Stay
+from orchestrator.simulator.engine.stay import Stay
 from orchestrator.simulator.simulation import Simulation
 from orchestrator.simulator.view import PoolView
 from orchestrator.simulator.worker import Worker

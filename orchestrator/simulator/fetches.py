@@ -20,7 +20,8 @@ from orchestrator.policy.predict.fetch import (
     load_s_per_token,
     wait_limit_s,
 )
-from orchestrator.simulator.job import Job, Stay
+from orchestrator.simulator.engine.stay import Stay
+from orchestrator.simulator.job import Job
 from orchestrator.simulator.racks import Racks
 from orchestrator.simulator.router import Router
 from orchestrator.simulator.settings import Settings

@@ -1,17 +1,13 @@
-"""A simulated request (a job), each of its attempts on a worker (a stay), and what a worker tells of them."""
+"""A simulated request: a job. Each of its attempts on a worker is a stay (`engine/stay.py`)."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
 from dataclasses import InitVar, dataclass, field
-from typing import Any, Literal, Protocol
 
 from orchestrator.policy.decode_choice import EXPECTED_OUTPUT_TOKENS, RequestInfo
 from orchestrator.policy.prefix_keys import key_of_beginning
+from orchestrator.simulator.engine.stay import Phase, Stay
 from orchestrator.simulator.trace import Arrival
-
-# What a stay does. "prefill": the prompt only. "local": prefill and decode. "remote": decode with received KV.
-Phase = Literal["prefill", "local", "remote"]
 
 
 @dataclass(slots=True, eq=False)
@@ -69,51 +65,8 @@ class Job:
             adapter=self.adapter,
         )
 
-
-@dataclass(slots=True, eq=False)
-class Stay:
-    """One attempt of a job on one worker: its memory, its progress, and the other stay of its KV transfer (`peer`)."""
-
-    job: Job
-    phase: Phase
-    context: int  # tokens whose KV it holds, or will hold after its prefill
-    remaining: int  # output tokens to generate here
-    keys: Sequence[int]  # one per whole prefix unit of the prompt
-    order: float  # the waiting stay with the least is admitted first, the running one with the most preempted
-    expected_hit_tokens: int = 0  # cached tokens, as the router believes
-    compute: int = 0  # prompt tokens left to compute
-    computed: int = 0  # prompt tokens computed or cached
-    hit_tokens: int = 0  # cached tokens, when its blocks were allocated
-    first_step: int = 0  # the worker's step counter when decoding began
-    from_step: int = 0  # the first of the worker's steps that can be scheduled with it
-    epoch: int = 0  # one more with each preemption, so that older entries in the batch's heap are ignored
-    emitted: int = 0  # output tokens of earlier stays
-    peer: Stay | None = None
-    started: bool = False  # its blocks are allocated
-    started_at: float = 0.0
-    computed_at: float | None = None
-    worker: str = ""  # name of the worker that it was submitted to
-
-
-def steps_until_ready(stays: Iterable[Stay], steps_ended: int) -> int:
-    """Steps until the next of these can be scheduled; a very large number if none waits for that."""
-    behind = [stay.from_step for stay in stays if stay.from_step > steps_ended]
-    return min(behind, default=1 << 60) - steps_ended
-
-
-class Events(Protocol):
-    """What a worker, the first argument of each method, calls in the simulation."""
-
-    def on_start(self, worker: Any, stay: Stay, now: float) -> None:
-        """The blocks of a stay are allocated."""
-
-    def on_prefilled(self, worker: Any, stay: Stay, now: float) -> None:
-        """The prompt of a "prefill" stay is computed."""
-
-    def on_first(self, worker: Any, stay: Stay, at: float) -> None:
-        """A stay gets its first token at time `at`, which may be later than now."""
-
-    def on_done(self, worker: Any, stay: Stay, now: float) -> None: ...
-
-    def on_boundary(self, worker: Any, tokens: int, seconds: float, now: float) -> None:
-        """A step of `seconds` that computed this many prompt tokens has ended."""
+    def stay(self, phase: Phase, order: float, expected_hit_tokens: int = 0) -> Stay:
+        """An attempt on a worker."""
+        arrival, tokens = self.arrival, 0 if phase == "prefill" else self.output_tokens
+        keys, adapter = arrival.keys, arrival.adapter
+        return Stay(self, phase, self.prompt_tokens, tokens, keys, order, expected_hit_tokens, adapter)

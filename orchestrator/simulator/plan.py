@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 import msgspec
 
 from orchestrator.config.settings import Config, SLOConfig
-from orchestrator.simulator.profile import Profile
+from orchestrator.simulator.engine.profile import Profile
 from orchestrator.simulator.report import SHARES, Goodput, Report, goodputs, report
 from orchestrator.simulator.settings import CONDITIONAL, Settings, stack
 from orchestrator.simulator.simulation import Simulation

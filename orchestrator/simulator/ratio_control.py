@@ -57,7 +57,7 @@ class RatioControl:
                 self._plain[worker.name] = (worker.plain_s, worker.plain_steps)
         everyone = (*workers, *router.prefill.workers())
         link_bytes_per_s = router.link_bytes_per_s.at(now)
-        generated_tokens = sum(worker.generated_tokens(now) for worker in everyone)
+        generated_tokens = sum(worker.generated_by(now) for worker in everyone)
         return Observation(
             at=now,
             offered=msgspec.structs.replace(router.offered, generated_tokens=generated_tokens),

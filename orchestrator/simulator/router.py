@@ -20,7 +20,8 @@ from orchestrator.policy.predict.predictor import Predictor
 from orchestrator.policy.prefix_index import PrefixIndex
 from orchestrator.policy.ratio.load import haste
 from orchestrator.policy.ratio.reuse import ReuseCounter
-from orchestrator.simulator.job import Job, Phase, Stay
+from orchestrator.simulator.engine.stay import Phase, Stay
+from orchestrator.simulator.job import Job
 from orchestrator.simulator.racks import Racks
 from orchestrator.simulator.settings import Settings
 from orchestrator.simulator.view import PoolView, limits_of_claims, prefills
@@ -167,15 +168,13 @@ class Router:
         order = self._clock.now
         if self.stack.dispatch == "queue":
             order = job.arrival.at + self.policies.engine_delay_s(job.info())
-        receiver = Stay(job, "remote", job.prompt_tokens, job.output_tokens, job.arrival.keys, order)
+        receiver = job.stay("remote", order)
         receiver.peer, stay.peer = stay, receiver
         self.decode.worker(name).submit(receiver, self._clock.now)
 
     def _submit(self, job: Job, name: str, phase: Phase, compute: int, order: float) -> None:
-        expected_hit = job.prompt_tokens - compute
-        stay = Stay(job, phase, job.prompt_tokens, job.output_tokens, job.arrival.keys, order, expected_hit)
         self.decode.placed(name, job.prompt_tokens, compute, job.adapter)
-        self._begin(stay, self.decode.worker(name))
+        self._begin(job.stay(phase, order, job.prompt_tokens - compute), self.decode.worker(name))
 
     def _begin(self, stay: Stay, worker: Worker) -> None:
         """Submit a stay that computes its prompt, or have the worker fetch what it can of that first."""
@@ -315,9 +314,7 @@ class Router:
         self.claimed += 1
         job.placed_at = self._clock.now
         self.prefill.expect(worker.name, job.adapter)
-        hit = job.hits.get(worker.name, 0)
-        stay = Stay(job, "prefill", job.prompt_tokens, 0, job.arrival.keys, self._clock.now, hit)
-        self._begin(stay, worker)
+        self._begin(job.stay("prefill", self._clock.now, job.hits.get(worker.name, 0)), worker)
 
     # ---- reports of workers ----------------------------------------------------------------------------------
 

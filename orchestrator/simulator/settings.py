@@ -12,7 +12,7 @@ import msgspec
 
 from orchestrator.config.settings import Config, ConfigError, SLOConfig
 from orchestrator.policy.choices.named import POLICY_NAMES
-from orchestrator.simulator.profile import Profile
+from orchestrator.simulator.engine.profile import Profile
 
 
 class Stack(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

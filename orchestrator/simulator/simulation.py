@@ -12,8 +12,9 @@ from typing import Any
 
 from orchestrator.config.settings import ConfigError
 from orchestrator.policy.policies import RECALL_S
+from orchestrator.simulator.engine.stay import Stay
 from orchestrator.simulator.fetches import Fetches
-from orchestrator.simulator.job import Job, Stay
+from orchestrator.simulator.job import Job
 from orchestrator.simulator.racks import Racks
 from orchestrator.simulator.ratio_control import RatioControl
 from orchestrator.simulator.router import Router

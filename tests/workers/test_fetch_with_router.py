@@ -217,7 +217,7 @@ async def test_a_lost_prefix_is_computed(workers: Workers) -> None:
     prefill, decode = await workers.start(Role.PREFILL), await workers.start(Role.DECODE)
     client = await joined(workers, 1)
     await holding(client, prefill, decode)
-    decode.engine._scheduler.cache._keys.clear()  # and nobody is told
+    decode.engine._scheduler.kv.clear()  # and nobody is told
     await client.ask(turn(0), 4)
     await until(lambda: set(counts(client, prefill)[0]) & {"missed", "late"}, "the miss is counted")
     assert counts(client, prefill)[1] == 0

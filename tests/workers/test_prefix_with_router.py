@@ -45,9 +45,10 @@ def believes_all(client: RouterClient, *workers: LocalWorker) -> bool:
     """Exactly what they hold."""
     index = client.connection.prefixes.index
     for worker in workers:
-        keys, bit = worker.engine._scheduler.cache._keys, index.bits.get(worker.id)
+        kv, bit = worker.engine._scheduler.kv, index.bits.get(worker.id)
+        keys = {key for key in (*kv._refs, *kv._cached) if kv.holds(key)}
         believed = {key for key, holders in index._holders.items() if bit is not None and holders >> bit & 1}
-        if believed != set(keys):
+        if believed != keys:
             return False
     return True
 

@@ -96,7 +96,7 @@ async def test_a_prompt_that_it_prefilled_is_cached_when_it_decodes_it_after_all
     frontend.submit_to(moved.id, again)
     await until(lambda: again.tokens, "it streams")
     (request,) = moved.engine._scheduler.requests.values()
-    assert len(PROMPT) - request.cached_tokens < moved.info.identity.block_size
+    assert len(PROMPT) - request.stay.hit_tokens < moved.info.identity.block_size
     frontend.abort(moved.id, again)
     await workers.assert_no_leaks()
 

@@ -1,7 +1,8 @@
 """The simulated engine: it behaves like vLLM's engine from outside, with modelled time and without a model.
 
-Steps take as long as `Simulated` says, `scheduler` accounts for the blocks, `transfers` models KV transfers between
-real processes, and tokens are a pure function of the prompt. Its identity says "sim" instead of "vllm".
+Steps take as long as `Simulated` says, `scheduler` has the requests and the model of an engine, `transfers` models KV
+transfers between real processes, and tokens are a pure function of the prompt. Its identity says "sim" instead of
+"vllm".
 """
 
 from __future__ import annotations
@@ -12,11 +13,13 @@ import time
 import uuid
 from typing import Any
 
+import msgspec
+
 from orchestrator.config.settings import KVConfig
 from orchestrator.config.simulated import CRASH_TOKEN, Simulated
 from orchestrator.policy.prefix_keys import prefix_keys, salt_of
 from orchestrator.process.tasks import cancelled, first_of
-from orchestrator.types import EngineIdentity, EngineSpeed, KVEndpoint
+from orchestrator.types import EngineIdentity, KVEndpoint
 from orchestrator.wire.messages import PROTOCOL_VERSION, MessageError
 from workers.engine import (
     EngineDead,
@@ -27,7 +30,6 @@ from workers.engine import (
     Group,
     InvalidEngineRequest,
     Phase,
-    PrefixDelta,
 )
 from workers.load.board import Board
 from workers.sim.codec import (
@@ -41,7 +43,7 @@ from workers.sim.codec import (
 )
 from workers.sim.lockstep import Lockstep
 from workers.sim.request import SimRequest, TokenStream
-from workers.sim.scheduler import Sampled, Scheduled, SimScheduler, prompt_tokens
+from workers.sim.scheduler import Sampled, SimScheduler
 from workers.sim.transfers import SimTransfers
 
 log = logging.getLogger("pd.sim")
@@ -105,7 +107,7 @@ class SimEngine:
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
             kv_bytes_per_token=config.kv_bytes_per_token,
-            speed=self._speed(),
+            speed=self._scheduler.profile.speed,
             lends=config.prefix_caching,
             lockstep=group.size > 1,
             adapter_slots=config.max_loras,
@@ -114,7 +116,7 @@ class SimEngine:
     async def submit(self, request: EngineRequest) -> None:
         self._check_alive()
         simulated = self._admit(request)
-        self._scheduler.add(simulated)
+        self._scheduler.submit(simulated)
         self._wake.set()
 
     async def abort(self, keys: list[str]) -> None:
@@ -153,7 +155,7 @@ class SimEngine:
             keys = self._prefix_keys(self._codec.decode_request(frames))[: tokens // self._config.block_size]
         except MessageError as error:
             raise RuntimeError(str(error)) from error
-        cached = len(keys) * self._config.block_size == tokens and self._scheduler.cache.hit_blocks(keys) == len(keys)
+        cached = len(keys) * self._config.block_size == tokens and self._scheduler.kv.hit_units(keys) == len(keys)
         self._transfers.lend(key, tokens if cached else 0)
 
     async def call(self, method: str, args: list[Any], kwargs: dict[str, Any]) -> Any:
@@ -163,11 +165,11 @@ class SimEngine:
             await self._lockstep.agree(pausing)
             self._paused = pausing
             if kwargs.get("clear_cache"):
-                self._scheduler.cache.clear()
+                self._scheduler.clear_cache()
             self._wake.set()
             return None
         if method == "reset_prefix_cache":
-            self._scheduler.cache.clear()
+            self._scheduler.clear_cache()
             return True
         if method in ("reset_mm_cache", "reset_encoder_cache"):
             return True  # nothing is cached there
@@ -251,74 +253,65 @@ class SimEngine:
             if self._lockstep.ended:
                 raise EngineDead("another rank of its group has ended")
             began = time.monotonic()
-            batch, receiving = self._scheduler.schedule(self._paused)
+            step, receiving = self._scheduler.schedule(began, self._paused)
             for request in receiving:
                 self._transfers.receive(request)
-            self._started(batch, began)
-            if not batch and not self._lockstep.running:
+            if step is None and not self._lockstep.running:
                 if receiving:
-                    self._steps.put_nowait(EngineStep([], self._load(), began, self._prefix()))
+                    self._steps.put_nowait(EngineStep([], self._load(), began, self._scheduler.prefix_changes()))
                 await self._wake.wait()
                 due = time.monotonic()
                 continue
-            duration = await self._lockstep.meet(self._duration(batch), bool(batch))
+            tokens = self._scheduler.step_tokens if step is not None else 0
+            if step is not None:
+                self._started(began)
+            step_s = step.first_s if step is not None else self._scheduler.profile.step_s
+            duration = await self._lockstep.meet(step_s, step is not None)
             # Sleep until the step is due, not for its duration: coarse timers then do not slow the model.
             due = max(due, began - MAX_CATCH_UP_S) + duration
             await asyncio.sleep(max(0.0, due - time.monotonic()))
             if self._board is not None:
-                self._board.note(sum(item.tokens for item in batch), duration, self._lockstep.waves)
+                self._board.note(tokens, duration, self._lockstep.waves)
             self._step_ms = duration * 1e3
-            self._crash_on_token(batch)
-            if batch or receiving:
-                self._finish(batch, began)
+            if step is not None or receiving:
+                self._finish(began, step is not None)
 
-    def _crash_on_token(self, batch: list[Scheduled]) -> None:
-        """Raises EngineDead if a prompt in the batch has the token `crash_token`."""
-        token = self._config.crash_token
-        for item in batch:
-            if token is not None and not item.request.generated and token in item.request.prompt:
-                raise EngineDead(f"prompt of {item.request.key} has the token {token} ({CRASH_TOKEN})")
-
-    def _duration(self, batch: list[Scheduled]) -> float:
-        config = self._config
-        prefill_tokens = prompt_tokens(batch)
-        decodes = sum(item.tokens for item in batch) - prefill_tokens
-        modelled_us = decodes * config.decode_us_per_seq + prefill_tokens * config.prefill_us_per_token
-        loading_s = self._scheduler.adapters.load_s(item.request.adapter for item in batch)
-        return (config.step_base_ms / 1e3 + modelled_us / 1e6) / config.speed + loading_s
-
-    def _speed(self) -> EngineSpeed:
-        """The speed that a measurement of `_duration` would find."""
-        config = self._config
-        step_s = config.step_base_ms / 1e3 / config.speed
-        per_token, per_sequence = config.prefill_us_per_token / 1e6, config.decode_us_per_seq / 1e6
-        return EngineSpeed(step_s, per_token / config.speed, step_s, per_sequence / config.speed)
-
-    def _started(self, batch: list[Scheduled], began: float) -> None:
-        for request in (item.request for item in batch):
+    def _started(self, began: float) -> None:
+        for request in (stay.job for stay in self._scheduler.running):
             if not request.scheduled_at:
                 request.scheduled_at = began
                 if request.phase is Phase.PREFILL:
                     self._transfers.start(request)
 
-    def _finish(self, batch: list[Scheduled], began: float) -> None:
-        now = time.monotonic()
-        sampled = self._scheduler.complete(batch, now - began)
-        outputs = [self._output(s) for s in sampled]
-        self._transfers.computed([item.request for item in batch], began, now)
-        self._steps.put_nowait(EngineStep(outputs, self._load(), now, self._prefix(), self._scheduler.tokens_left()))
+    def _finish(self, began: float, computed: bool) -> None:
+        now, scheduler = time.monotonic(), self._scheduler
+        outputs: list[WireOutput] = []
+        if computed:
+            self._crash_on_token()
+            prompts = [stay.job for stay, _ in scheduler.chunks]
+            outputs = [self._output(s) for s in scheduler.complete(now - began, now)]
+            self._transfers.computed(prompts, began, now)
+        step = EngineStep(outputs, self._load(), now, scheduler.prefix_changes(), scheduler.tokens_left())
+        self._steps.put_nowait(step)
+
+    def _crash_on_token(self) -> None:
+        """Raises EngineDead if a prompt in the batch has the token `crash_token`."""
+        token = self._config.crash_token
+        for request in (stay.job for stay in self._scheduler.running) if token is not None else ():
+            if not request.sampled and token in request.prompt:
+                raise EngineDead(f"prompt of {request.key} has the token {token} ({CRASH_TOKEN})")
 
     def _output(self, sampled: Sampled) -> WireOutput:
         request = sampled.request
         output = WireOutput(request.key, [sampled.token], finish_reason=sampled.finish, stop_reason=sampled.stop_token)
         if sampled.first:
-            tokens, external = len(request.prompt), request.external_tokens
+            tokens, received = len(request.prompt), request.stay.phase == "remote"
+            external, cached = (tokens, 0) if received else (0, request.stay.hit_tokens)
             output.events = [
                 WireEvent(EventType.QUEUED, request.queued_at),
                 WireEvent(EventType.SCHEDULED, request.scheduled_at),
             ]
             # Clients see prefix-cache hits only: received KV is not one.
-            cached = request.cached_tokens
             cacheable = len(request.prefix) * self._config.block_size
             output.prefill_stats = WirePrefillStats(
                 num_prompt_tokens=tokens,
@@ -330,12 +323,6 @@ class SimEngine:
             )
         return output
 
-    def _prefix(self) -> PrefixDelta | None:
-        changes = self._scheduler.cache.changes
-        return changes.take() if changes else None
-
     def _load(self) -> EngineLoad:
-        scheduler = self._scheduler
-        waiting, kv = scheduler.waiting_count, self._transfers.counters()
-        load = EngineLoad(scheduler.blocks_free, len(scheduler.running), waiting, self._step_ms, kv)
-        return scheduler.adapters.use.shown(load)
+        kv = self._transfers.counters()
+        return msgspec.structs.replace(self._scheduler.load(), step_ms=self._step_ms, kv=kv)

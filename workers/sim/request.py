@@ -1,14 +1,14 @@
-"""A request in the simulated engine, the table of its states, and what answers it: tokens instead of a model's."""
+"""A request in the simulated engine, and what answers it: tokens instead of a model's."""
 
 from __future__ import annotations
 
-import enum
 import zlib
 from array import array
+from dataclasses import dataclass, field
 
-import msgspec
-
-from orchestrator.types import KVSource
+from orchestrator.simulator.engine.stay import Phase as StayPhase
+from orchestrator.simulator.engine.stay import Stay
+from orchestrator.types import FinishReason, KVSource
 from workers.engine import Phase
 
 _EOS_AFTER_MIN, _EOS_AFTER_SPREAD = 64, 192
@@ -33,27 +33,9 @@ class TokenStream:
         return token if token != self._eos else abs(token - 1)
 
 
-class SimState(enum.Enum):
-    """The state of a request. The scheduler forgets the request once its blocks are free."""
-
-    WAITING = "waiting"  # for admission; may hold received blocks
-    AWAITING_KV = "awaiting_kv"  # blocks are reserved, the prompt's KV has not arrived
-    RUNNING = "running"
-    PUSHING = "pushing"  # prefill has ended, blocks held until the receiver has them
-    LEAVING = "leaving"  # aborted or failed while a transfer could still touch its blocks
-
-
-LEGAL: dict[SimState, frozenset[SimState]] = {
-    SimState.WAITING: frozenset({SimState.AWAITING_KV, SimState.RUNNING, SimState.LEAVING}),
-    SimState.AWAITING_KV: frozenset({SimState.WAITING, SimState.LEAVING}),
-    SimState.RUNNING: frozenset({SimState.WAITING, SimState.PUSHING, SimState.LEAVING}),
-    SimState.PUSHING: frozenset({SimState.LEAVING}),
-    SimState.LEAVING: frozenset(),
-}
-
-
-class SimRequest(msgspec.Struct, eq=False):
-    """One attempt in the simulated engine. `computed` counts tokens whose KV is in its blocks."""
+@dataclass(slots=True, eq=False)
+class SimRequest:
+    """One attempt in the simulated engine, which knows its `stay`."""
 
     key: str
     phase: Phase
@@ -64,27 +46,38 @@ class SimRequest(msgspec.Struct, eq=False):
     eos_token_id: int | None
     stop_token_ids: frozenset[int]
     stream: TokenStream
-    kv_source: KVSource | None = None
-    state: SimState = SimState.WAITING
-    computed: int = 0
-    generated: int = 0
-    blocks: int = 0
-    preemptions: int = 0
-    external_tokens: int = 0  # prompt tokens whose KV was received
-    cached_tokens: int = 0  # prompt tokens found in the prefix cache
-    prefix: list[int] = []  # keys of the prompt's blocks; none if it shares nothing
+    kv_source: KVSource | None = None  # None again once its KV has come, or will not
+    prefix: list[int] = field(default_factory=list)  # keys of the prompt's blocks; none if it shares nothing
     queued_at: float = 0.0
-    scheduled_at: float = 0.0  # 0 until first scheduled
     order: float = 0.0  # in the waiting queue: the smallest is next
     adapter: int = 0  # the number of its LoRA adapter; 0: none
-    pushed_blocks: int = 0  # blocks of the prompt given to `transfers`; 0 again after a preemption
+    scheduled_at: float = 0.0  # 0 until first scheduled
+    sampled: int = 0  # tokens so far
+    pushed: tuple[int, int] = (0, 0)  # blocks of the prompt given to `transfers`, and preemptions before that
+    left: bool = False  # aborted or failed: blocks are kept while a transfer could touch them
+    last: tuple[int, FinishReason, int | None] = field(init=False)  # its last token, why, and the stop token
+    stay: Stay = field(init=False)
 
-    @property
-    def context(self) -> int:
-        """Tokens whose KV the next token needs."""
-        return len(self.prompt) + self.resume_tokens + self.generated
+    def enter(self, most: int) -> Stay:
+        """Its stay in an engine that generates so many tokens at most."""
+        phase: StayPhase = "local" if self.kv_source is None else "remote"
+        if self.phase is Phase.PREFILL:
+            phase, most = "prefill", 1
+        tokens, context = self._ends(min(self.max_tokens, most)), len(self.prompt) + self.resume_tokens
+        tail = max(1, self.resume_tokens)
+        self.stay = Stay(self, phase, context, tokens, self.prefix, self.order, 0, self.adapter, tail)
+        return self.stay
 
-    def enter(self, state: SimState) -> None:
-        if state not in LEGAL[self.state]:
-            raise RuntimeError(f"simulated request {self.key}: {self.state.value} cannot become {state.value}")
-        self.state = state
+    def _ends(self, most: int) -> int:
+        """How many of `most` tokens it generates. Sets `last`."""
+        stream, begins = self.stream, self.resume_tokens
+        end, token, why = begins + most - 1, None, FinishReason.LENGTH
+        if self.eos_token_id is not None and (eos_at := max(stream.eos_at, self.min_tokens, begins)) <= end:
+            end, token, why = eos_at, self.eos_token_id, FinishReason.STOP
+        self.last = (stream.token(end) if token is None else token, why, None)
+        if self.stop_token_ids:
+            for position in range(max(begins, self.min_tokens), end + (why is FinishReason.LENGTH)):
+                if (token := stream.token(position)) in self.stop_token_ids:
+                    self.last = (token, FinishReason.STOP, token)
+                    return position + 1 - begins
+        return end + 1 - begins

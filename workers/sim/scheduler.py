@@ -1,30 +1,25 @@
-"""The simulated engine's scheduler: continuous batching over real block accounting. Pure: no clock, no I/O.
+"""The simulated engine's requests in the model of an engine that the fleet simulator has, too. Pure: no clock, no I/O.
 
-It follows vLLM's V1 scheduler where load balancing notices it: running requests first, chunked prefill within a token
-budget, preemption by recomputation, blocks held while KV is awaited or still being pushed. It does not know how KV is
-transferred.
+`orchestrator.simulator.engine` schedules, and owns blocks and prefix cache. It does not know how KV is transferred, nor
+which tokens an answer has.
 """
 
 from __future__ import annotations
-
-from bisect import insort
-from collections import deque
-from operator import attrgetter
 
 import msgspec
 
 from orchestrator.config.simulated import Simulated
 from orchestrator.policy.choices.steps import StepTimes
+from orchestrator.simulator.engine.batch import StepRun
+from orchestrator.simulator.engine.engine import Engine
+from orchestrator.simulator.engine.profile import Profile
+from orchestrator.simulator.engine.stay import Stay
 from orchestrator.types import FinishReason
-from workers.engine import InvalidEngineRequest, Phase
+from workers.engine import EngineLoad, InvalidEngineRequest, PrefixDelta
 from workers.load.board import Board
-from workers.sim.caches import SimAdapters, SimPrefixCache
-from workers.sim.request import SimRequest, SimState
+from workers.sim.request import SimRequest
 
-
-class Scheduled(msgspec.Struct, frozen=True):
-    request: SimRequest
-    tokens: int
+LOAD_S = 0.1  # to load an adapter, at `sim.speed` 1
 
 
 class Sampled(msgspec.Struct, frozen=True):
@@ -37,263 +32,160 @@ class Sampled(msgspec.Struct, frozen=True):
     stop_token: int | None = None
 
 
-class SimScheduler:
-    """Owns the blocks. Every block is either free or counted in exactly one request of `requests`."""
+def profile_of(config: Simulated) -> Profile:
+    speed = config.speed
+    return Profile(
+        name="sim",
+        origin="the section `sim`",
+        step_s=config.step_base_ms / 1e3 / speed,
+        prefill_s_per_token=config.prefill_us_per_token / 1e6 / speed,
+        decode_s_per_seq=config.decode_us_per_seq / 1e6 / speed,
+        blocks=config.blocks,
+        block_size=config.block_size,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_model_len=config.max_model_len,
+        adapter_slots=config.max_loras,
+        adapter_load_s=LOAD_S / speed,
+        kv_bytes_per_token=config.kv_bytes_per_token,
+        link_bytes_per_s=config.link_gb_per_s * 1e9 * speed,
+    )
+
+
+class SimScheduler(Engine):
+    """`submit` requests, then `schedule` and `complete` steps."""
 
     def __init__(self, config: Simulated, board: Board | None = None, tpot_s: float = 0.0) -> None:
         """`board`: of the group whose ranks step together. `tpot_s`: the objective of those that decode beside prompts
         for other engines; 0: none."""
-        self.config, self.board, self._times = config, board, StepTimes(tpot_s)
-        self.blocks_free = config.blocks
-        self.cache = SimPrefixCache(config.blocks)
-        self.adapters = SimAdapters(config)
-        self.requests: dict[str, SimRequest] = {}
-        self.waiting: deque[SimRequest] = deque()
-        self.running: list[SimRequest] = []
-        self.awaiting: set[SimRequest] = set()
+        super().__init__(profile_of(config), config.block_size, self)
+        self.board, self._times = board, StepTimes(tpot_s)
+        self.requests: dict[str, SimRequest] = {}  # until their blocks are free
+        self._started: list[SimRequest] = []
+        self._cleared = False
 
-    @property
-    def waiting_count(self) -> int:
-        """Requests that wait to run, including those that wait for remote KV."""
-        return len(self.waiting) + len(self.awaiting)
-
-    def tokens_left(self) -> dict[str, int]:
-        """Prompt tokens still to be computed, by key, of requests that run and have no token yet."""
-        return {request.key: request.context - request.computed for request in self.running if not request.generated}
-
-    def blocks_for(self, tokens: int) -> int:
-        return -(-tokens // self.config.block_size)
-
-    def add(self, request: SimRequest) -> None:
+    def submit(self, request: SimRequest) -> None:
         """Raises InvalidEngineRequest for a request that could never run here."""
-        context, limit = request.context, self.config.max_model_len
+        context, limit = len(request.prompt) + request.resume_tokens, self.profile.max_model_len
+        needed = self.blocks_for(context + 1)
         if request.key in self.requests:
             raise InvalidEngineRequest(f"key {request.key} is in use")
         if not request.prompt:
             raise InvalidEngineRequest("the prompt has no tokens; the simulated engine takes token prompts only")
         if context >= limit:
             raise InvalidEngineRequest(f"the prompt has {context} tokens, the longest sequence is {limit}")
-        if self.blocks_for(context + 1) > self.config.blocks:
-            needed = self.blocks_for(context + 1)
-            raise InvalidEngineRequest(f"the prompt needs {needed} KV blocks, the engine has {self.config.blocks}")
-        if request.phase is Phase.PREFILL:
-            request.max_tokens = 1
-        request.max_tokens = min(request.max_tokens, limit - context)
+        if needed > self.kv.total:
+            raise InvalidEngineRequest(f"the prompt needs {needed} KV blocks, the engine has {self.kv.total}")
         self.requests[request.key] = request
-        if request.adapter:
-            self.adapters.use.began(request.key, request.adapter)
-        insort(self.waiting, request, key=attrgetter("order"))
+        self.add(request.enter(limit - context))
 
-    def schedule(self, paused: bool = False) -> tuple[list[Scheduled], list[SimRequest]]:
-        """The next batch, and the requests that now hold blocks to receive KV into. None if `paused`."""
-        most = self.config.max_num_batched_tokens
-        budget = 0 if paused else most
-        chunk = self._paced() if self.board is None else self.board.budget(*self._work([]), most)
-        self._prompt_budget = budget if chunk is None else chunk
-        batch: list[Scheduled] = []
-        receiving: list[SimRequest] = []
-        preempted = False
-        index = 0
-        while index < len(self.running) and budget > 0:
-            request = self.running[index]
-            if not (tokens := self._tokens(request, budget)):
-                index += 1
-                continue
-            while not self._reserve(request, request.computed + tokens):
-                # The only running request would preempt itself again and again while waiting ones hold its blocks.
-                if len(self.running) == 1 and self._reclaim(request):
-                    continue
-                victim = self.running.pop()
-                self._preempt(victim)
-                preempted = True
-                if victim is request:
-                    break
-            else:
-                batch.append(self._scheduled(request, tokens))
-                budget -= tokens
-                index += 1
-        if not preempted:
-            without_slot: list[SimRequest] = []
-            self._admit(batch, budget, receiving, without_slot)
-            self.waiting.extendleft(reversed(without_slot))
+    # ---- steps -------------------------------------------------------------------------------------------------
+
+    def schedule(self, now: float, paused: bool = False) -> tuple[StepRun | None, list[SimRequest]]:
+        """The next step, None if there is nothing to compute, and the requests that have blocks now to receive KV into.
+        None if `paused`."""
+        step = None if paused else self.next_step(now)
+        started, self._started = self._started, []
         if self.board is not None:
-            self.board.plan(*self._work(batch), full=len(self.running) >= self.config.max_num_seqs)
-        return batch, receiving
+            ending = sum(stay.compute == tokens for stay, tokens in self.chunks)
+            decodes, prompts = self.batch.sequences + len(self.arrived) + ending, self.pending_tokens - self._prompts
+            self.board.plan(decodes, prompts, full=len(self.running) >= self.profile.max_num_seqs)
+        return step, [request for request in started if request.kv_source is not None]
 
-    def _admit(
-        self, batch: list[Scheduled], budget: int, receiving: list[SimRequest], without_slot: list[SimRequest]
-    ) -> None:
-        """Takes those whose LoRA adapter has no slot out of `waiting`: others overtake them."""
-        while self.waiting and budget > 0:
-            request = self.waiting[0]
-            if not self.adapters.fits(request.adapter, (running.adapter for running in self.running)):
-                without_slot.append(self.waiting.popleft())
-                continue
-            if request.kv_source is not None:
-                # Reserve all blocks of the prompt before asking for its KV, as a push needs a place to land.
-                if not self._reserve(request, len(request.prompt)):
-                    return
-                self.waiting.popleft()
-                request.enter(SimState.AWAITING_KV)
-                self.awaiting.add(request)
-                receiving.append(request)
-                continue
-            if len(self.running) >= self.config.max_num_seqs:
-                return
-            self._take_cached(request)
-            if not (tokens := self._tokens(request, budget)):
-                return
-            if not self._reserve(request, request.computed + tokens):
-                # Waiting requests that received KV hold blocks: without this, two of them could wait for each other.
-                if self.running or not self._reclaim(request):
-                    return
-                continue
-            self.waiting.popleft()
-            request.enter(SimState.RUNNING)
-            self.running.append(request)
-            batch.append(self._scheduled(request, tokens))
-            budget -= tokens
+    def prompt_limit(self, beside_s: float) -> int | None:
+        if self.board is not None:
+            return self.board.budget(self.batch.sequences, self.pending_tokens, self.profile.max_num_batched_tokens)
+        prefills = any(stay.phase == "prefill" for stay in (*self.prefilling, *self.waiting[:1]))
+        return self._times.prompt_tokens() if prefills and self.batch.sequences else None
 
-    def _paced(self) -> int | None:
-        """Prompt tokens to compute in the next step beside those that decode; None: as many as fit."""
-        prefills = any(request.phase is Phase.PREFILL for request in (*self.running, *self.waiting))
-        decodes = any(request.context - request.computed <= 1 for request in self.running)
-        return self._times.prompt_tokens() if prefills and decodes else None
+    @property
+    def step_tokens(self) -> int:
+        """Of the step that has begun."""
+        return self.batch.sequences + self._prompts
 
-    def _work(self, batch: list[Scheduled]) -> tuple[int, int]:
-        """Tokens to decode in a step, and those of prompts to compute, once this batch is computed."""
-        done = {item.request.key: item.tokens for item in batch}
-        there = [request for request in (*self.running, *self.waiting) if request.kv_source is None]
-        left = [request.context - request.computed - done.get(request.key, 0) for request in there]
-        return sum(tokens <= 1 for tokens in left), sum(tokens for tokens in left if tokens > 1)
+    @property
+    def _prompts(self) -> int:
+        return sum(tokens for _, tokens in self.chunks)
 
-    def _tokens(self, request: SimRequest, budget: int) -> int:
-        """The tokens of a request in the next batch."""
-        left = request.context - request.computed
-        return min(left, budget) if left == 1 else min(left, budget, self._prompt_budget)
+    def complete(self, seconds: float, now: float) -> list[Sampled]:
+        """The step has ended, after so many seconds. Requests that left meanwhile get no token."""
+        ran = list(self.running)
+        self._times.ended(self._prompts, self.batch.sequences, seconds)
+        self.finish(1, now)
+        return [self._sample(stay) for stay in ran if self.generated(stay) > stay.job.sampled]
 
-    def _scheduled(self, request: SimRequest, tokens: int) -> Scheduled:
-        self._prompt_budget -= tokens if request.context - request.computed > 1 else 0
-        return Scheduled(request, tokens)
+    def _sample(self, stay: Stay) -> Sampled:
+        request: SimRequest = stay.job
+        request.sampled += 1
+        position = request.resume_tokens + request.sampled - 1
+        ended = stay not in self.running
+        token, finish, stop_token = request.last if ended else (request.stream.token(position), None, None)
+        return Sampled(request, token, request.sampled == 1, finish, stop_token)
 
-    def complete(self, batch: list[Scheduled], seconds: float = 0.0) -> list[Sampled]:
-        """Account for a batch that ran for so long. Requests that left `running` meanwhile get no token."""
-        sampled, prompts = [], prompt_tokens(batch)
-        self._times.ended(prompts, sum(item.tokens for item in batch) - prompts, seconds)
-        for item in batch:
-            request = item.request
-            if request.state is not SimState.RUNNING:
-                continue
-            request.computed += item.tokens
-            self._store(request, request.computed - item.tokens)
-            if request.computed == request.context:
-                sampled.append(self._sample(request))
-        if any(s.finish is not None for s in sampled):
-            self.running = [r for r in self.running if r.state is SimState.RUNNING]
-        return sampled
+    # ---- ends --------------------------------------------------------------------------------------------------
 
-    def _sample(self, request: SimRequest) -> Sampled:
-        position = request.resume_tokens + request.generated
-        token, finish, stop_token = request.stream.token(position), None, None
-        request.generated += 1
-        if position >= request.min_tokens:
-            if request.eos_token_id is not None and position >= request.stream.eos_at:
-                token, finish = request.eos_token_id, FinishReason.STOP
-            elif token in request.stop_token_ids:
-                finish, stop_token = FinishReason.STOP, token
-        if finish is None and request.generated >= request.max_tokens:
-            finish = FinishReason.LENGTH
-        first = request.generated == 1
-        if finish is not None and request.phase is Phase.PREFILL:
-            request.enter(SimState.PUSHING)
-            self.adapters.use.ended(request.key)
-        elif finish is not None:
-            self.free(request)
-        return Sampled(request, token, first, finish, stop_token)
-
-    def kv_arrived(self, request: SimRequest) -> None:
-        """The whole prompt's KV has arrived: only its last token is computed again, to sample the next."""
-        request.computed = request.external_tokens = len(request.prompt)
-        self._store(request, 0)
-        if request.computed == request.context:
-            request.computed -= 1
-        self._requeue(request)
-
-    def _take_cached(self, request: SimRequest) -> None:
-        """Count the prompt's cached tokens, at each attempt to admit it until it holds blocks. Its last token is always
-        computed, to sample the next."""
-        if request.blocks == 0:
-            usable = (request.context - 1) // self.config.block_size
-            request.cached_tokens = self.cache.hit_blocks(request.prefix[:usable]) * self.config.block_size
-            request.computed, request.external_tokens = request.cached_tokens, 0
-
-    def _store(self, request: SimRequest, before: int) -> None:
-        block_size = self.config.block_size
-        if new := request.prefix[before // block_size : request.computed // block_size]:
-            self.cache.store(new)
-
-    def kv_failed(self, request: SimRequest) -> None:
-        """No KV will arrive: the prompt is computed here."""
-        self._release_blocks(request)
-        self._requeue(request)
-
-    def _requeue(self, request: SimRequest) -> None:
-        self.awaiting.discard(request)
+    def kv_came(self, request: SimRequest, ok: bool) -> None:
+        """The whole prompt's KV has arrived, or none will: then the prompt is computed here."""
         request.kv_source = None
-        request.enter(SimState.WAITING)
-        self.waiting.appendleft(request)
+        (self.receive if ok else self.lose)(request.stay)
 
-    def leave(self, request: SimRequest) -> None:
-        """Take a request out of scheduling. Its blocks stay reserved until `free`."""
-        self._unschedule(request)
-        self.adapters.use.ended(request.key)
-        if request.state is not SimState.LEAVING:
-            request.enter(SimState.LEAVING)
+    def withdraw(self, request: SimRequest) -> bool:
+        """Take a request out of scheduling. Returns whether it has blocks: they stay reserved until `forget`."""
+        request.left = True
+        if not (held := self.leave(request.stay)):
+            del self.requests[request.key]
+        return held
 
-    def free(self, request: SimRequest) -> None:
-        """Forget a request, and return its blocks. Idempotent."""
-        if self.requests.pop(request.key, None) is not None:
-            self._unschedule(request)
-            self.adapters.use.ended(request.key)
-            self._release_blocks(request)
-            request.state = SimState.LEAVING
+    def forget(self, request: SimRequest) -> None:
+        """Its blocks are free. Idempotent."""
+        request.left = True
+        if self.requests.pop(request.key, None) is not None and self.leave(request.stay):
+            self.free(request.stay)
 
-    def _unschedule(self, request: SimRequest) -> None:
-        if request.state is SimState.WAITING and request in self.waiting:
-            self.waiting.remove(request)
-        elif request.state is SimState.RUNNING and request in self.running:
-            self.running.remove(request)
-        self.awaiting.discard(request)
+    # ---- what it tells -----------------------------------------------------------------------------------------
 
-    def _preempt(self, request: SimRequest) -> None:
-        self._release_blocks(request)
-        request.computed = request.pushed_blocks = 0
-        request.preemptions += 1
-        request.enter(SimState.WAITING)
-        self.waiting.appendleft(request)
+    def load(self) -> EngineLoad:
+        """Without what the transfers know."""
+        others = [*self.waiting, *self.receiving, *self.arrived]
+        return EngineLoad(
+            self.kv.free + self.uncomputed_blocks(),
+            len(self.running),
+            len(others),
+            0.0,
+            adapters=self.running.requests(others),
+            adapter_load_s=self.profile.adapter_load_s if self.running.loads else 0.0,
+        )
 
-    def _reclaim(self, wanting: SimRequest) -> bool:
-        """Drop the received KV of the last waiting request that holds any. Returns whether there was one."""
-        for request in reversed(self.waiting):
-            if request is not wanting and request.blocks:
-                self._release_blocks(request)
-                request.computed = request.external_tokens = 0
-                return True
-        return False
+    def tokens_left(self) -> dict[str, int]:
+        """Prompt tokens still to be computed, by key, of requests that run."""
+        return {stay.job.key: stay.compute for stay in self.prefilling}
 
-    def _reserve(self, request: SimRequest, tokens: int) -> bool:
-        missing = self.blocks_for(tokens) - request.blocks
-        if missing > self.blocks_free:
-            return False
-        if missing > 0:
-            request.blocks += missing
-            self.blocks_free -= missing
-        return True
+    def clear_cache(self) -> None:
+        self.kv.forget()
+        self.kv.dirty.clear()
+        self._cleared = True
 
-    def _release_blocks(self, request: SimRequest) -> None:
-        self.blocks_free += request.blocks
-        request.blocks = 0
+    def prefix_changes(self) -> PrefixDelta | None:
+        """Since it was last called."""
+        kv, cleared = self.kv, self._cleared
+        if not (kv.dirty or cleared):
+            return None
+        stored = [key for key in kv.dirty if kv.holds(key)]
+        removed = [key for key in kv.dirty if not kv.holds(key)]
+        kv.dirty.clear()
+        self._cleared = False
+        return PrefixDelta(stored, removed, cleared)
 
+    # ---- called by the model -----------------------------------------------------------------------------------
 
-def prompt_tokens(batch: list[Scheduled]) -> int:
-    return sum(item.tokens for item in batch if item.tokens != 1 or not item.request.generated)
+    def on_start(self, _: Engine, stay: Stay, now: float) -> None:
+        self._started.append(stay.job)
+
+    def on_prefilled(self, _: Engine, stay: Stay, now: float) -> None:
+        """Its blocks are held until the KV has been pushed."""
+
+    def on_first(self, _: Engine, stay: Stay, at: float) -> None:
+        """`complete` tells."""
+
+    def on_done(self, _: Engine, stay: Stay, now: float) -> None:
+        del self.requests[stay.job.key]

@@ -21,7 +21,7 @@ from orchestrator.policy.predict.estimates import LINK_AGE_S, RecentMaximum
 from orchestrator.types import KVCounters, KVEndpoint, KVSource
 from workers.engine import Phase, link_rate
 from workers.sim.connections import SimConnections
-from workers.sim.request import SimRequest, SimState
+from workers.sim.request import SimRequest
 from workers.sim.scheduler import SimScheduler
 
 log = logging.getLogger("pd.sim")
@@ -105,19 +105,20 @@ class SimTransfers:
         writes_from = began if self._kv.transfer in ("auto", "layer") else now
         self._carry_out(self._outbound.stepped(now))
         for request in requests:
-            if request.phase is Phase.PREFILL and request.state in (SimState.RUNNING, SimState.PUSHING):
+            if request.phase is Phase.PREFILL and not request.left:
                 self._ship(request, writes_from, now)
 
     def _ship(self, request: SimRequest, writes_from: float, now: float) -> None:
         total = self._scheduler.blocks_for(len(request.prompt))
-        closed = request.state is SimState.PUSHING
+        closed, stay = request.sampled > 0, request.stay
         if self._kv.transfer == "whole" and not closed:
             return
-        full = total if closed else min(request.computed // self._scheduler.config.block_size, total)
-        start, request.pushed_blocks = request.pushed_blocks, full
+        full = total if closed else min(stay.computed // self._scheduler.profile.block_size, total)
+        start = request.pushed[0] if request.pushed[1] == stay.epoch else 0
+        request.pushed = full, stay.epoch
         chunks = [do.Chunk(start, (tuple(range(start, full)),))] if full > start else []
         if chunks or closed:
-            follows = self._outbound.computed(request.key, chunks, request.preemptions, closed, now)
+            follows = self._outbound.computed(request.key, chunks, stay.epoch, closed, now)
             self._carry_out(follows, writes_from)
         if closed:
             self._carry_out(self._outbound.finish(request.key, now))
@@ -125,20 +126,15 @@ class SimTransfers:
     def end(self, request: SimRequest, why: str) -> None:
         """Abort a request: free its blocks at once, or as soon as no transfer can touch them."""
         now, source = time.monotonic(), request.kv_source
-        if request.state is SimState.LEAVING:
+        if request.left:
             return
-        if request.state is SimState.AWAITING_KV:
-            self._scheduler.leave(request)
+        if request.stay in self._scheduler.receiving:
+            self._scheduler.withdraw(request)
             self._carry_out(self._inbound.withdraw(request.key, why, now))
         elif request.phase is Phase.PREFILL:
-            held = request.blocks > 0
-            if held:
-                self._scheduler.leave(request)
-            else:
-                self._scheduler.free(request)
-            self._carry_out(self._outbound.abort(request.key, held, why, now))
+            self._carry_out(self._outbound.abort(request.key, self._scheduler.withdraw(request), why, now))
         else:
-            self._scheduler.free(request)
+            self._scheduler.forget(request)
             if source is not None:
                 order = wire.Unregister(source.key, request.key, self._here)
                 self._carry_out(self._inbound.release_unused(order, _endpoint(source), now))
@@ -215,19 +211,19 @@ class SimTransfers:
                     self._received_or_not(action)
                 case do.Release(stream=stream):
                     if request := self._scheduler.requests.get(stream):
-                        self._scheduler.free(request)
+                        self._scheduler.forget(request)
                     self._wake()
         if self._tick_timer is None and (self._inbound.busy or self._outbound.busy):
             self._tick_timer = asyncio.get_running_loop().call_later(self._tick_s, self._tick_soon)
 
     def _post(self, post: do.Post, writes_from: float | None) -> None:
-        config, now = self._scheduler.config, time.monotonic()
-        size = config.block_size
+        profile, now = self._scheduler.profile, time.monotonic()
+        size = profile.block_size
         ranges = [(chunk.start * size, (chunk.start + len(chunk.blocks[0])) * size) for chunk in post.chunks]
         tokens = sum(min(end, post.order.prompt_tokens) - start for start, end in ranges)
-        size_bytes = tokens * config.kv_bytes_per_token
+        size_bytes = tokens * profile.kv_bytes_per_token
         self._bytes_sent += size_bytes
-        seconds = size_bytes / (config.link_gb_per_s * 1e9) / config.speed
+        seconds = size_bytes / profile.link_bytes_per_s
         self._link_bytes_per_s.observe(link_rate(size_bytes, seconds), now)
         self._link_free_at = max(self._link_free_at, writes_from or now) + seconds
         handle = next(self._handles)
@@ -251,14 +247,13 @@ class SimTransfers:
 
     def _received_or_not(self, finish: do.Finish) -> None:
         request = self._scheduler.requests[finish.request]
-        if request.state is SimState.LEAVING:
-            self._scheduler.free(request)
-        elif finish.ok:
-            self._scheduler.kv_arrived(request)
+        if request.left:
+            self._scheduler.forget(request)
         else:
-            log.warning("%s is prefilled here: %s", request.key, finish.why)
-            self._failures += 1
-            self._scheduler.kv_failed(request)
+            if not finish.ok:
+                log.warning("%s is prefilled here: %s", request.key, finish.why)
+                self._failures += 1
+            self._scheduler.kv_came(request, finish.ok)
         self._wake()
 
     def _tick_soon(self) -> None:

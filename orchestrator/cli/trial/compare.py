@@ -21,7 +21,7 @@ from orchestrator.cli.trial.bench import API_KEY
 from orchestrator.cli.trial.simulate import objectives, parse_configuration, parse_fleet, parse_load, parse_profile
 from orchestrator.config.access import OPERATOR_KEY
 from orchestrator.config.settings import ConfigError
-from orchestrator.simulator.profile import PROFILES, load_profile
+from orchestrator.simulator.engine.profile import PROFILES, load_profile
 from orchestrator.simulator.real.calibrate import fit_profile, measure_profile
 from orchestrator.simulator.real.client import MeasureError, Target, Timing
 from orchestrator.simulator.real.drive import Prompts, open_loop

@@ -11,7 +11,7 @@ from orchestrator.cli.handle import find_fleet
 from orchestrator.cli.look.frontend import UNANSWERED, fetch, of_one_model, operator_key
 from orchestrator.config.access import OPERATOR_KEY
 from orchestrator.config.settings import ConfigError
-from orchestrator.simulator.profile import PROFILES, Profile, load_profile
+from orchestrator.simulator.engine.profile import PROFILES, Profile, load_profile
 from orchestrator.simulator.trace import Arrival, Load
 
 _TIMEOUT_S = 10.0

@@ -20,9 +20,9 @@ from orchestrator.cli.handle import ModelOption, console, number
 from orchestrator.config.models import load_model
 from orchestrator.config.settings import Config, ConfigError, SLOConfig, overridden, parse_config
 from orchestrator.simulator import faults
+from orchestrator.simulator.engine.profile import PROFILES, Profile, load_profile
 from orchestrator.simulator.loads import LOADS, synthetic
 from orchestrator.simulator.plot import line_chart
-from orchestrator.simulator.profile import PROFILES, Profile, load_profile
 from orchestrator.simulator.report import SHARES, Goodput, Report, goodputs, report
 from orchestrator.simulator.settings import Settings, stack
 from orchestrator.simulator.simulation import Simulation

@@ -16,7 +16,7 @@ from itertools import accumulate
 
 import msgspec
 
-from orchestrator.simulator.profile import Profile
+from orchestrator.simulator.engine.profile import Profile
 from orchestrator.simulator.real.client import MeasureError, Target
 from orchestrator.simulator.real.drive import Prompts
 

@@ -12,8 +12,8 @@ from orchestrator.policy.decode_choice import Candidate, RequestInfo
 from orchestrator.policy.placement import Local, PrefillView
 from orchestrator.policy.policies import Policies
 from orchestrator.policy.predict.predictor import Predictor
+from orchestrator.simulator.engine.profile import PROFILES, load_profile
 from orchestrator.simulator.job import Job
-from orchestrator.simulator.profile import PROFILES, load_profile
 from orchestrator.simulator.settings import SHIPPED, Settings, changed, stack
 from orchestrator.simulator.simulation import Simulation
 from orchestrator.simulator.trace import Arrival, Load

@@ -3,10 +3,11 @@ from collections.abc import Iterator
 import msgspec
 import pytest
 
-from orchestrator.simulator.adapters import RunningStays
-from orchestrator.simulator.job import Job, Stay
+from orchestrator.simulator.engine.adapters import RunningStays
+from orchestrator.simulator.engine.profile import PROFILES, load_profile
+from orchestrator.simulator.engine.stay import Stay
+from orchestrator.simulator.job import Job
 from orchestrator.simulator.loads import ADAPTERS, adapters
-from orchestrator.simulator.profile import PROFILES, load_profile
 from orchestrator.simulator.report import Report, report
 from orchestrator.simulator.settings import BLIND, Settings, changed, stack
 from orchestrator.simulator.simulation import Simulation
@@ -17,7 +18,7 @@ SLOTS = msgspec.structs.replace(H100, adapter_slots=4, adapter_load_s=0.1)
 
 
 def stay(adapter: int) -> Stay:
-    return Stay(Job(adapter, Arrival(0.0, 100, 10, adapter=adapter), 0), "local", 100, 10, (), 0.0)
+    return Job(adapter, Arrival(0.0, 100, 10, adapter=adapter), 0).stay("local", 0.0)
 
 
 def run(load: Load, name: str, slots: int = 4, split: tuple[int, int] = (8, 8)) -> tuple[Report, int]:
@@ -54,7 +55,7 @@ def most_at_once(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
 
     def counted(self: RunningStays, stay: Stay) -> None:
         join(self, stay)
-        seen[0] = max(seen[0], len({one.job.arrival.adapter for one in self}))
+        seen[0] = max(seen[0], len({one.adapter for one in self}))
 
     monkeypatch.setattr(RunningStays, "join", counted)
     yield seen

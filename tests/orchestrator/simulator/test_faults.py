@@ -7,8 +7,8 @@ import pytest
 
 from orchestrator.config.settings import ConfigError
 from orchestrator.simulator import faults
+from orchestrator.simulator.engine.profile import Profile
 from orchestrator.simulator.loads import synthetic
-from orchestrator.simulator.profile import Profile
 from orchestrator.simulator.settings import SHIPPED, Settings, changed, stack, stack_names
 from orchestrator.simulator.simulation import Simulation
 from orchestrator.simulator.trace import Arrival, Load

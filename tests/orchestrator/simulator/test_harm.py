@@ -4,8 +4,8 @@ import msgspec
 import pytest
 
 from orchestrator.config.settings import SLOConfig
+from orchestrator.simulator.engine.profile import PROFILES, load_profile
 from orchestrator.simulator.loads import synthetic
-from orchestrator.simulator.profile import PROFILES, load_profile
 from orchestrator.simulator.report import Report, report
 from orchestrator.simulator.settings import SHIPPED, Settings, Stack, changed, stack
 from orchestrator.simulator.simulation import Simulation

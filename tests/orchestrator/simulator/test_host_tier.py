@@ -4,9 +4,9 @@ import msgspec
 import pytest
 
 from orchestrator.config.settings import KVConfig
-from orchestrator.simulator.kv import KVPool
+from orchestrator.simulator.engine.kv import KVPool
+from orchestrator.simulator.engine.profile import PROFILES, Profile, load_profile
 from orchestrator.simulator.loads import synthetic
-from orchestrator.simulator.profile import PROFILES, Profile, load_profile
 from orchestrator.simulator.report import report
 from orchestrator.simulator.settings import SHIPPED, Settings, stack
 from orchestrator.simulator.simulation import Simulation
@@ -21,12 +21,29 @@ def test_what_the_device_evicts_the_host_tier_has_until_newer_blocks_need_the_ro
     for first in (0, 4):
         keys = tuple(range(first, first + 4))
         assert pool.acquire(keys, 4) == 0
+        assert pool.hit_units(keys) == pool.held_units(keys) == 0, "nothing is computed yet"
+        pool.write(keys)
         pool.release(keys, 4)
     assert pool.hit_units((0, 1, 2, 3)) == 0 and pool.held_units((0, 1, 2, 3)) == 2, "a prefix loses its end first"
     assert pool.hit_units((4, 5)) == pool.held_units((4, 5)) == 2
     assert {2, 3} <= pool.dirty and not pool.hosts(3) and pool.hosts(0) and not pool.holds(0)
-    pool.clear()
+    assert pool.acquire((8,), 2) == 0
+    pool.release((8,), 2)
+    assert not pool.holds(8) and pool.used == 0, "what was never computed is not cached"
+    pool.forget()
     assert pool.held_units((4, 5)) == pool.held_units((0,)) == 0
+
+
+def test_what_is_in_use_when_the_cache_is_emptied_is_not_cached_later() -> None:
+    pool = KVPool(4)
+    assert pool.acquire((1, 2), 2) == 0
+    pool.write((1, 2))
+    assert pool.acquire((1, 2, 3), 4) == 2 and pool.used == 4, "they share the blocks of two"
+    pool.forget()
+    assert pool.hit_units((1, 2)) == 0
+    pool.release((1, 2, 3), 4)
+    pool.release((1, 2), 2)
+    assert pool.hit_units((1, 2)) == 0 and pool.used == 0
 
 
 def simulated(profile: Profile, fetch: str, tier_blocks: int) -> Simulation:

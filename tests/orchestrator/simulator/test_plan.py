@@ -1,6 +1,7 @@
 """The ways that are tried, the best of them, and the least number of workers."""
 
 from orchestrator.config.settings import SLOConfig
+from orchestrator.simulator.engine.profile import PROFILES, load_profile
 from orchestrator.simulator.plan import (
     FIXED,
     FleetOption,
@@ -12,7 +13,6 @@ from orchestrator.simulator.plan import (
     outcome,
     splits,
 )
-from orchestrator.simulator.profile import PROFILES, load_profile
 from orchestrator.simulator.settings import SHIPPED
 from orchestrator.simulator.trace import Arrival, Load
 

@@ -3,8 +3,8 @@
 import pytest
 
 from orchestrator.policy import policies
+from orchestrator.simulator.engine.profile import PROFILES, load_profile
 from orchestrator.simulator.loads import synthetic
-from orchestrator.simulator.profile import PROFILES, load_profile
 from orchestrator.simulator.report import Report, report
 from orchestrator.simulator.settings import SHIPPED, Settings, changed, stack
 from orchestrator.simulator.simulation import Simulation

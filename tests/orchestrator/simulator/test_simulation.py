@@ -11,9 +11,9 @@ from orchestrator.config.settings import ConfigError, SLOConfig
 from orchestrator.policy.placement import claim_timeout_s
 from orchestrator.policy.ratio import decision
 from orchestrator.simulator import faults, ratio_control
-from orchestrator.simulator.job import Stay
+from orchestrator.simulator.engine.profile import PROFILES, Profile, load_profile
+from orchestrator.simulator.engine.stay import Stay
 from orchestrator.simulator.loads import synthetic
-from orchestrator.simulator.profile import PROFILES, Profile, load_profile
 from orchestrator.simulator.report import goodput, report
 from orchestrator.simulator.settings import SHIPPED, Settings, changed, stack, stack_names
 from orchestrator.simulator.simulation import Simulation
@@ -167,12 +167,12 @@ def test_generated_tokens_are_those_of_all_answers():
 
     def look(ended: int) -> None:
         if ended == 100 and not seen:
-            seen.append(sum(worker.generated_tokens(sim.now) for worker in sim.workers.values()))
+            seen.append(sum(worker.generated_by(sim.now) for worker in sim.workers.values()))
 
     sim.run(look)
     ended_first = sum(job.arrival.output_tokens for job in sorted(sim.jobs, key=lambda job: job.done_at)[:100])
     assert ended_first < seen[0] < sum(job.arrival.output_tokens for job in sim.jobs)
-    assert sum(worker.generated_tokens(sim.now) for worker in sim.workers.values()) == sum(
+    assert sum(worker.generated_by(sim.now) for worker in sim.workers.values()) == sum(
         job.arrival.output_tokens for job in sim.jobs
     )
 
@@ -230,8 +230,8 @@ def test_answers_of_the_former_role_get_their_tokens_within_the_objective(monkey
     beside, wake = [], Worker.wake
 
     def watch(worker: Worker, now: float) -> None:
-        if worker.batch.sequences and worker._chunks and worker.name in sim.router.prefill:
-            beside.append(now - worker._run.started_at)
+        if worker.batch.sequences and worker.chunks and worker.name in sim.router.prefill:
+            beside.append(now - worker.run.started_at)
         wake(worker, now)
 
     monkeypatch.setattr(Worker, "wake", watch)

@@ -5,7 +5,7 @@ import random
 import pytest
 
 from orchestrator.policy.predict import estimates
-from orchestrator.simulator.profile import PROFILES, load_profile
+from orchestrator.simulator.engine.profile import PROFILES, load_profile
 from orchestrator.simulator.settings import SHIPPED, Settings, changed, stack
 from orchestrator.simulator.simulation import Simulation
 from orchestrator.simulator.trace import Arrival, Load

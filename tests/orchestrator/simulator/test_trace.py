@@ -4,8 +4,8 @@ import msgspec
 import pytest
 
 from orchestrator.config.settings import ConfigError
+from orchestrator.simulator.engine.profile import load_profile
 from orchestrator.simulator.loads import synthetic
-from orchestrator.simulator.profile import load_profile
 from orchestrator.simulator.settings import stack
 from orchestrator.simulator.trace import Arrival, Load, at_rate, first, read_trace, repeated, scaled
 

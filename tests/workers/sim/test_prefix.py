@@ -5,33 +5,9 @@ from support_sim import SimFixture, collect, request_of
 from orchestrator.config.simulated import Simulated
 from orchestrator.policy.prefix_keys import prefix_keys, salt_of
 from workers.engine import EngineRequest, Phase
-from workers.sim.caches import SimPrefixCache
 from workers.sim.codec import SimCodec, WireRequest, WireSampling
 
 PROMPT = list(range(100, 180))  # five blocks
-
-
-def test_least_recently_used_blocks_are_evicted() -> None:
-    cache = SimPrefixCache(blocks=4)
-    cache.store([1, 2])
-    cache.store([3, 4])
-    assert cache.hit_blocks([1, 2, 9]) == 2
-    cache.store([5])
-    assert cache.hit_blocks([3]) == 0 and cache.hit_blocks([4]) == 1 and cache.hit_blocks([1]) == 1
-    delta = cache.changes.take()
-    assert set(delta.stored) == {1, 2, 4, 5} and delta.removed == [3]
-    cache.store([5])
-    assert not cache.changes  # nothing new
-    cache.clear()
-    assert len(cache) == 0 and cache.changes.take().cleared
-
-
-def test_a_prefix_is_shortened_from_its_end() -> None:
-    cache = SimPrefixCache(blocks=4)
-    cache.store([1, 2, 3])
-    assert cache.hit_blocks([1, 2, 3]) == 3
-    cache.store([4, 5])
-    assert cache.hit_blocks([1, 2, 3]) == 2
 
 
 async def test_a_repeated_prompt_is_computed_once(sims: SimFixture) -> None:

@@ -6,11 +6,11 @@ from hypothesis import strategies as st
 
 from orchestrator.config.simulated import Simulated
 from orchestrator.policy.choices.steps import prompt_tokens_beside
+from orchestrator.policy.prefix_keys import prefix_keys
 from orchestrator.types import FinishReason, KVEndpoint, KVSource
-from workers.engine import EngineLoad, InvalidEngineRequest, Phase
-from workers.sim.caches import LOAD_S
-from workers.sim.request import SimRequest, SimState, TokenStream
-from workers.sim.scheduler import SimScheduler
+from workers.engine import InvalidEngineRequest, Phase
+from workers.sim.request import SimRequest, TokenStream
+from workers.sim.scheduler import LOAD_S, SimScheduler
 
 SOURCE = KVSource(KVEndpoint("peer", "h", 1), "k")
 
@@ -34,25 +34,44 @@ def request_of(
 
 
 def check(scheduler: SimScheduler) -> None:
-    held = sum(request.blocks for request in scheduler.requests.values())
-    assert held + scheduler.blocks_free == scheduler.config.blocks
-    assert scheduler.blocks_free >= 0
-    assert all(r.state is SimState.RUNNING for r in scheduler.running)
-    assert all(r.state is SimState.WAITING for r in scheduler.waiting)
-    assert len(scheduler.running) <= scheduler.config.max_num_seqs
-    for request in scheduler.requests.values():
-        assert request.blocks * scheduler.config.block_size >= request.computed
+    """What each request holds, prefixes that several have once, and what a step that runs has allocated already."""
+    kv, batch = scheduler.kv, scheduler.batch
+    holding = [request.stay for request in scheduler.requests.values() if request.stay not in scheduler.waiting]
+    blocks = 0
+    for stay in holding:
+        decodes = stay in scheduler.running and stay not in scheduler.prefilling
+        tokens = stay.context + (batch.steps - stay.first_step if decodes else 0)
+        blocks += scheduler.blocks_for(tokens) - len(stay.keys)
+    keys = {key for stay in holding for key in stay.keys}
+    assert kv.used == blocks + len(keys) + (batch.next_blocks() if scheduler.chunks else 0)
+    assert 0 <= kv.used <= kv.total and kv.unwritten <= keys
+    assert len(scheduler.running) <= scheduler.profile.max_num_seqs
 
 
-def step(scheduler: SimScheduler, tokens: dict[str, list[int]]) -> bool:
+def begin(scheduler: SimScheduler) -> tuple[list[tuple[str, int]], list[str]]:
+    """Tokens of each request in the next step, and those that now have blocks to receive KV into."""
+    step, receiving = scheduler.schedule(0.0)
+    chunks = dict(scheduler.chunks)
+    tokens = {stay.job.key: chunks.get(stay, 0 if stay in scheduler.prefilling else 1) for stay in scheduler.running}
+    assert (step is not None) == any(tokens.values())
+    return [item for item in tokens.items() if item[1]], [request.key for request in receiving]
+
+
+def run(scheduler: SimScheduler, tokens: dict[str, list[int]] | None = None, seconds: float = 0.0) -> bool:
     """One engine step. False when there is nothing to do."""
-    batch, receiving = scheduler.schedule()
-    assert sum(item.tokens for item in batch) <= scheduler.config.max_num_batched_tokens
+    batch, receiving = begin(scheduler)
+    assert sum(count for _, count in batch) <= scheduler.profile.max_num_batched_tokens
     check(scheduler)
-    for sampled in scheduler.complete(batch):
-        tokens.setdefault(sampled.request.key, []).append(sampled.token)
-    check(scheduler)
+    if batch:
+        end(scheduler, tokens, seconds)
     return bool(batch or receiving)
+
+
+def end(scheduler: SimScheduler, tokens: dict[str, list[int]] | None = None, seconds: float = 0.0) -> None:
+    for sampled in scheduler.complete(seconds, 0.0):
+        if tokens is not None:
+            tokens.setdefault(sampled.request.key, []).append(sampled.token)
+    check(scheduler)
 
 
 class LevelBoard:
@@ -73,42 +92,41 @@ def test_a_levelled_step_cuts_prompts_and_nothing_else() -> None:
     board = LevelBoard(grant=1000)
     scheduler = SimScheduler(Simulated(max_num_seqs=4, max_num_batched_tokens=1000), board)  # type: ignore[arg-type]
     for key in ("a", "b"):
-        scheduler.add(request_of(key, 20))
-    scheduler.complete(scheduler.schedule()[0])
+        scheduler.submit(request_of(key, 20))
+    run(scheduler)
     board.grant = 30
-    scheduler.add(request_of("long", 100))
-    scheduler.add(request_of("short", 25))
-    scheduler.add(request_of("remote", 50, remote=True))
-    batch, _ = scheduler.schedule()
-    assert [(item.request.key, item.tokens) for item in batch] == [("a", 1), ("b", 1), ("long", 30)]
+    scheduler.submit(request_of("long", 100))
+    scheduler.submit(request_of("remote", 50, remote=True))
+    scheduler.submit(request_of("short", 25))
+    assert begin(scheduler) == ([("a", 1), ("b", 1), ("long", 30)], ["remote"])
     assert board.told == (2, 125, 1000) and board.planned == (2, 95, False)
-    scheduler.complete(batch)
+    end(scheduler)
     board.grant = 80
-    batch, receiving = scheduler.schedule()
-    assert [(item.request.key, item.tokens) for item in batch] == [("a", 1), ("b", 1), ("long", 70), ("short", 10)]
-    assert [request.key for request in receiving] == ["remote"]
+    assert begin(scheduler) == ([("a", 1), ("b", 1), ("long", 70), ("short", 10)], [])
     assert board.planned == (3, 15, True), "the long one will decode"
-    scheduler.complete(batch)
+    end(scheduler)
     board.planned = (0, 0, False)
-    assert scheduler.schedule(paused=True) == ([], [])
+    assert scheduler.schedule(0.0, paused=True) == (None, [])
     assert board.planned == (3, 15, True), "a rank that is paused tells what it has, at each step"
 
 
 def test_a_prompt_for_another_engine_leaves_room_for_those_that_decode_beside_it() -> None:
     """Only beside them, and only such a prompt: what a decode worker prefills itself is computed as vLLM does."""
     scheduler = SimScheduler(Simulated(max_num_seqs=4, max_num_batched_tokens=1000), tpot_s=0.1)
-    scheduler.add(request_of("stream", 500))
-    scheduler.complete(scheduler.schedule()[0], 500 * 1e-3)
-    scheduler.complete(scheduler.schedule()[0], 0.01)
-    scheduler.add(request_of("local", 900))
-    assert sum(item.tokens for item in scheduler.schedule()[0]) == 901
-    scheduler.free(scheduler.requests["local"])
-    scheduler.add(request_of("prefill", 900, phase=Phase.PREFILL))
-    batch, _ = scheduler.schedule()
-    chunk = prompt_tokens_beside(0.1, 0.01, 1e-3)
-    assert [(item.request.key, item.tokens) for item in batch] == [("stream", 1), ("prefill", chunk)]
-    scheduler.free(scheduler.requests["stream"])
-    assert [item.tokens for item in scheduler.schedule()[0]] == [900], "nothing decodes any more"
+    stream, local = request_of("stream", 500), request_of("local", 900, max_tokens=1)
+    prefill = request_of("prefill", 900, phase=Phase.PREFILL)
+    scheduler.submit(stream)
+    run(scheduler, seconds=500 * 1e-3)
+    run(scheduler, seconds=0.01)
+    scheduler.submit(local)
+    assert begin(scheduler)[0] == [("stream", 1), ("local", 900)]
+    scheduler.forget(local)
+    end(scheduler, seconds=0.91)
+    scheduler.submit(prefill)
+    assert begin(scheduler)[0] == [("stream", 1), ("prefill", prompt_tokens_beside(0.1, 0.01, 1e-3))]
+    end(scheduler)
+    scheduler.forget(stream)
+    assert begin(scheduler)[0] == [("prefill", prefill.stay.compute)], "nothing decodes any more"
 
 
 _action = st.one_of(
@@ -132,7 +150,7 @@ def test_blocks_are_conserved_and_everything_ends(actions: list[tuple[object, ..
     aborted = set()
 
     def awaiting() -> list[SimRequest]:
-        return sorted(scheduler.awaiting, key=lambda r: r.key)
+        return [stay.job for stay in scheduler.receiving]
 
     for action in actions:
         kind, *values = action
@@ -143,49 +161,42 @@ def test_blocks_are_conserved_and_everything_ends(actions: list[tuple[object, ..
                 request = request_of(key, length, wanted, remote=remote, resume=resume)  # type: ignore[arg-type]
             else:
                 request = request_of(key, values[0], phase=Phase.PREFILL)  # type: ignore[arg-type]
-            scheduler.add(request)
+            request.prefix = prefix_keys(request.prompt, 8)
+            scheduler.submit(request)
             added[key] = request
         elif kind == "step":
             for _ in range(values[0]):  # type: ignore[call-overload]
-                step(scheduler, tokens)
+                run(scheduler, tokens)
         elif kind in ("arrive", "fail") and awaiting():
             request = awaiting()[values[0] % len(awaiting())]  # type: ignore[operator]
-            (scheduler.kv_arrived if kind == "arrive" else scheduler.kv_failed)(request)
+            scheduler.kv_came(request, kind == "arrive")
         elif kind == "abort" and scheduler.requests:
+            step, _ = scheduler.schedule(0.0)  # an abort comes in the middle of a step, too
             request = list(scheduler.requests.values())[values[0] % len(scheduler.requests)]  # type: ignore[operator]
             aborted.add(request.key)
-            scheduler.leave(request)
-            check(scheduler)
-            scheduler.free(request)
+            held = scheduler.withdraw(request)
+            assert held == (request.key in scheduler.requests)
+            scheduler.forget(request)
+            if step is not None:
+                end(scheduler, tokens)
         check(scheduler)
 
     for _ in range(3000):  # whatever waits for KV gets it, whoever is being pushed is fetched
         for request in awaiting():
-            scheduler.kv_arrived(request)
-        for request in [r for r in scheduler.requests.values() if r.state is SimState.PUSHING]:
-            scheduler.free(request)
-        if not step(scheduler, tokens) and not scheduler.requests:
+            scheduler.kv_came(request, True)
+        for request in list(scheduler.requests.values()):
+            if request.phase is Phase.PREFILL and request.sampled:
+                scheduler.forget(request)
+        if not run(scheduler, tokens) and not scheduler.requests:
             break
-    assert not scheduler.requests and scheduler.blocks_free == 20
+    assert not scheduler.requests and scheduler.kv.used == 0 and scheduler.pending_tokens == 0
+    assert scheduler.batch.empty and not scheduler.kv.unwritten
     for key, request in added.items():
         if key in aborted:
             continue
         start = request.resume_tokens
-        assert tokens[key] == [request.stream.token(start + i) for i in range(request.max_tokens)]
-
-
-def test_decodes_share_a_step_with_a_prefill_in_chunks() -> None:
-    scheduler = SimScheduler(Simulated(max_num_batched_tokens=32))
-    tokens: dict[str, list[int]] = {}
-    scheduler.add(request_of("a", 16, max_tokens=10))
-    step(scheduler, tokens)
-    scheduler.add(request_of("b", 80))
-    steps = 0
-    while "b" not in tokens:
-        step(scheduler, tokens)
-        steps += 1
-    assert steps == 3  # 31 tokens beside one decode: 31 + 31 + 18
-    assert len(tokens["a"]) == 4
+        most = 1 if request.phase is Phase.PREFILL else min(request.max_tokens, 160 - start - len(request.prompt))
+        assert tokens[key] == [request.stream.token(start + i) for i in range(most)]
 
 
 def test_a_stop_token_ends_it_only_after_min_tokens() -> None:
@@ -195,12 +206,14 @@ def test_a_stop_token_ends_it_only_after_min_tokens() -> None:
     request = request_of("a", 16, max_tokens=200)
     request.stop_token_ids, request.min_tokens = frozenset({first}), appears[1]
     scheduler = SimScheduler(Simulated())
-    scheduler.add(request)
+    scheduler.submit(request)
     finish = None
     while finish is None:
-        for sampled in scheduler.complete(scheduler.schedule()[0]):
+        begin(scheduler)
+        for sampled in scheduler.complete(0.0, 0.0):
             finish = sampled.finish
-    assert request.generated == appears[1] + 1 and finish is FinishReason.STOP
+    assert request.sampled == appears[1] + 1 and finish is FinishReason.STOP
+    assert (sampled.token, sampled.stop_token) == (first, first)
 
 
 def test_impossible_request_is_refused() -> None:
@@ -211,10 +224,10 @@ def test_impossible_request_is_refused() -> None:
         (request_of("a", 0), "no tokens"),
     ]:
         with pytest.raises(InvalidEngineRequest, match=why):
-            scheduler.add(request)
-    scheduler.add(request_of("a", 10))
+            scheduler.submit(request)
+    scheduler.submit(request_of("a", 10))
     with pytest.raises(InvalidEngineRequest, match="in use"):
-        scheduler.add(request_of("a", 10))
+        scheduler.submit(request_of("a", 10))
 
 
 def test_tokens_depend_on_the_whole_prompt() -> None:
@@ -223,21 +236,12 @@ def test_tokens_depend_on_the_whole_prompt() -> None:
     assert all(TokenStream([7, 7, 7], eos_token_id=7).token(i) == 6 for i in range(10))
 
 
-def test_a_step_has_at_most_so_many_adapters_and_others_go_first():
-    scheduler, loads, order = SimScheduler(Simulated(max_loras=2)), list[float](), list[str]()
-    for number, adapter in enumerate([1, 2, 3, 1, 0, 3]):
-        request = request_of(f"{number}", 20, max_tokens=3)
+def test_its_load_has_the_adapters_of_its_requests_and_what_loading_one_takes() -> None:
+    scheduler = SimScheduler(Simulated(max_loras=1, speed=2))
+    for adapter in (1, 2):
+        request = request_of(f"of {adapter}", 20, max_tokens=1)
         request.adapter = adapter
-        scheduler.add(request)
-    while scheduler.requests:
-        batch, _ = scheduler.schedule()
-        assert len({item.request.adapter for item in batch} - {0}) <= 2
-        order += [item.request.key for item in batch if item.request.key not in order]
-        loads.append(scheduler.adapters.load_s(item.request.adapter for item in batch) / LOAD_S)
-        scheduler.complete(batch)
-        check(scheduler)
-    assert order == ["0", "1", "3", "4", "2", "5"]
-    assert [number for number in loads if number] == [2.0, 1.0]
-    shown = scheduler.adapters.use.shown(EngineLoad(0, 0, 0, 0.0))
-    assert len(shown.adapters) == 2 and shown.adapters[3] == 0
-    assert shown.adapter_load_s == pytest.approx(LOAD_S)
+        scheduler.submit(request)
+    assert scheduler.load().adapters == {1: 1, 2: 1} and scheduler.load().adapter_load_s == 0
+    assert [begin(scheduler)[0], end(scheduler)] == [[("of 1", 20)], None], "the other one has no slot"
+    assert scheduler.load().adapters == {1: 0, 2: 1} and scheduler.load().adapter_load_s == LOAD_S / 2

@@ -10,7 +10,7 @@ from support_openai import Server
 
 from orchestrator.cli.trial.compare import comparison, profile_command
 from orchestrator.config.settings import ConfigError
-from orchestrator.simulator.profile import PROFILES, load_profile
+from orchestrator.simulator.engine.profile import PROFILES, load_profile
 from orchestrator.simulator.real import calibrate
 from orchestrator.simulator.real.calibrate import Measured, fit_profile
 from orchestrator.simulator.real.client import MeasureError, Target, Timing

@@ -1,11 +1,11 @@
-"""A simulated worker's LoRA adapters: a step runs at most as many as there are slots, and waits for those it loads."""
+"""An engine's LoRA adapters: a step runs at most as many as there are slots, and waits for those it loads."""
 
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from collections.abc import Iterable
 
-from orchestrator.simulator.job import Stay
+from orchestrator.simulator.engine.stay import Stay
 
 
 class RunningStays(dict[Stay, None]):
@@ -20,13 +20,13 @@ class RunningStays(dict[Stay, None]):
 
     def fits(self, stay: Stay) -> bool:
         """Whether its adapter has a slot, or could have one: others wait, and let stays behind them go first."""
-        adapter = stay.job.arrival.adapter if self.slots else 0
+        adapter = stay.adapter if self.slots else 0
         return not adapter or adapter in self._busy or len(self._busy) < self.slots
 
     def join(self, stay: Stay) -> None:
         """Add a stay. Its adapter is loaded unless it is there."""
         self[stay] = None
-        adapter = stay.job.arrival.adapter if self.slots else 0
+        adapter = stay.adapter if self.slots else 0
         if not adapter:
             return
         self._busy[adapter] += 1
@@ -41,7 +41,7 @@ class RunningStays(dict[Stay, None]):
 
     def __delitem__(self, stay: Stay) -> None:
         super().__delitem__(stay)
-        adapter = stay.job.arrival.adapter if self.slots else 0
+        adapter = stay.adapter if self.slots else 0
         if adapter:
             self._device.move_to_end(adapter)
             self._busy[adapter] -= 1
@@ -59,6 +59,6 @@ class RunningStays(dict[Stay, None]):
             return {}
         found = dict.fromkeys((known for known in self._device if known not in self._busy), 0) | self._busy
         for stay in waiting:
-            if adapter := stay.job.arrival.adapter:
+            if adapter := stay.adapter:
                 found[adapter] = found.pop(adapter, 0) + 1
         return found

@@ -1,4 +1,4 @@
-"""The sequences that decode together on a simulated worker, and runs of steps in closed form.
+"""The sequences that decode together on an engine, and runs of steps in closed form.
 
 Every sequence gets one token per step, so a step changes only the step count. The tokens of a single sequence are
 computed when it leaves the batch or ends.
@@ -10,8 +10,8 @@ import heapq
 from collections.abc import Iterable
 from math import sqrt
 
-from orchestrator.simulator.job import Stay
-from orchestrator.simulator.profile import Profile
+from orchestrator.simulator.engine.profile import Profile
+from orchestrator.simulator.engine.stay import Stay
 
 
 class StepRun:

@@ -14,7 +14,7 @@ from msgspec import Meta
 from orchestrator.config.settings import ConfigError
 from orchestrator.types import EngineSpeed
 
-PROFILES = Path(__file__).parent / "profiles"  # the profiles in the package
+PROFILES = Path(__file__).parents[1] / "profiles"  # the profiles in the package
 
 Count = Annotated[int, Meta(ge=1)]
 Seconds = Annotated[float, Meta(ge=0)]

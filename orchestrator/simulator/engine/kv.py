@@ -1,8 +1,8 @@
-"""One simulated worker's KV memory: blocks in use, the prefix cache in the free blocks, and its host tier.
+"""One engine's KV memory: blocks in use, the prefix cache in the free blocks, and its host tier.
 
-As in vLLM, sequences share the blocks of a prefix by reference counts. Unused blocks stay cached until they are
-evicted, the least recently used first. The host tier has a copy of what was used last. A prefix key names a *unit* of
-one or more whole blocks (512 tokens in Mooncake's trace).
+As in vLLM, sequences share the blocks of a prefix by reference counts, from the step on that computes them. Unused
+blocks stay cached until they are evicted, the least recently used first. The host tier has a copy of what was used
+last. A prefix key names a *unit* of one or more whole blocks (512 tokens in Mooncake's trace).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Sequence
 class KVPool:
     """`used` counts blocks that sequences use. Cached blocks count as free, since any allocation may evict them."""
 
-    __slots__ = ("_cached", "_host", "_refs", "dirty", "host_units", "total", "unit_blocks", "used")
+    __slots__ = ("_cached", "_host", "_refs", "dirty", "host_units", "total", "unit_blocks", "unwritten", "used")
 
     def __init__(self, total: int, unit_blocks: int = 1, host_blocks: int = 0) -> None:
         self.total = total
@@ -22,6 +22,7 @@ class KVPool:
         self.unit_blocks = unit_blocks
         self.used = 0
         self._refs: dict[int, int] = {}
+        self.unwritten: set[int] = set()  # of those in use: allocated, and not computed or received yet
         self._cached: dict[int, None] = {}  # oldest first
         self.dirty: set[int] = set()  # keys stored or removed since the last report
 
@@ -31,7 +32,7 @@ class KVPool:
 
     def holds(self, key: int) -> bool:
         """Whether the device has it."""
-        return key in self._refs or key in self._cached
+        return key in self._cached or (key in self._refs and key not in self.unwritten)
 
     def hosts(self, key: int) -> bool:
         return key in self._host
@@ -45,16 +46,17 @@ class KVPool:
 
     def hit_units(self, keys: Sequence[int]) -> int:
         """How many leading units of a prompt the device has."""
-        refs, cached = self._refs, self._cached
+        refs, cached, unwritten = self._refs, self._cached, self.unwritten
         for depth, key in enumerate(keys):
-            if key not in refs and key not in cached:
+            if (key not in refs or key in unwritten) and key not in cached:
                 return depth
         return len(keys)
 
     def acquire(self, keys: Sequence[int], blocks: int) -> int:
         """Allocate `blocks` blocks for a prompt, those of its units `keys` included.
 
-        Returns the number of leading units that were in memory, or -1 if there is no room.
+        Returns the number of leading units that were in memory, or -1 if there is no room. `write` says when the others
+        are.
         """
         if not keys:
             if blocks > self.total - self.used:
@@ -77,10 +79,16 @@ class KVPool:
                 if key in cached:
                     del cached[key]
                 else:
-                    self.dirty.add(key)
+                    self.unwritten.add(key)
         self.used += need
         self._evict()
         return hits
+
+    def write(self, keys: Sequence[int]) -> None:
+        """These units, which sequences use, are computed in this step, or have been received."""
+        if self.unwritten and (new := self.unwritten.intersection(keys)):
+            self.unwritten -= new
+            self.dirty |= new
 
     def grow(self, blocks: int) -> None:
         """Allocate more blocks for sequences that have some. The caller has checked `free`."""
@@ -90,7 +98,7 @@ class KVPool:
 
     def release(self, keys: Sequence[int], blocks: int) -> None:
         """Free the blocks that `acquire` and `grow` allocated: `blocks` in all, those of `keys` included."""
-        refs, cached, unit = self._refs, self._cached, self.unit_blocks
+        refs, cached, unwritten, unit = self._refs, self._cached, self.unwritten, self.unit_blocks
         freed = blocks - len(keys) * unit
         # The last unit of a prefix becomes the oldest in the cache, so that eviction shortens a prefix from its end.
         for key in reversed(keys):
@@ -99,10 +107,14 @@ class KVPool:
                 refs[key] = left
             else:
                 del refs[key]
-                cached[key] = None
                 freed += unit
+                if key in unwritten:
+                    unwritten.remove(key)
+                else:
+                    cached[key] = None
         self.used -= freed
-        self._copy(keys)
+        if self.host_units:
+            self._copy([key for key in keys if self.holds(key)])
 
     def store(self, keys: Sequence[int]) -> None:
         """Cache leading units of a prompt that came from another worker, in blocks that no sequence uses."""
@@ -113,20 +125,26 @@ class KVPool:
                     self.dirty.add(key)
                 cached.pop(key, None)
                 cached[key] = None
-        self._copy(keys)
+        self.write(keys)
+        if self.host_units:
+            self._copy(keys)
         self._evict()
 
-    def clear(self) -> None:
+    def forget(self) -> None:
+        """Nothing is cached any more, nor will be what is in use now."""
         self.dirty.update(self._refs, self._cached, self._host)
-        self._refs.clear()
+        self.unwritten.update(self._refs)
         self._cached.clear()
         self._host.clear()
+
+    def clear(self) -> None:
+        self.forget()
+        self.unwritten.clear()
+        self._refs.clear()
         self.used = 0
 
     def _copy(self, keys: Sequence[int]) -> None:
         """Into the host tier, or make them its newest."""
-        if not self.host_units:
-            return
         host = self._host
         for key in reversed(keys):
             host.pop(key, None)

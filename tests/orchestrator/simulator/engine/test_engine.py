@@ -1,0 +1,84 @@
+"""The model of an engine, step by step."""
+
+from types import SimpleNamespace
+
+import msgspec
+
+from orchestrator.simulator.engine.engine import Engine
+from orchestrator.simulator.engine.profile import Profile
+from orchestrator.simulator.engine.stay import Stay
+
+PROFILE = Profile(
+    name="test", origin="made up", step_s=0.01, prefill_s_per_token=0.001, blocks=100, block_size=10, max_num_seqs=8,
+    max_num_batched_tokens=100, kv_bytes_per_token=1, link_bytes_per_s=1.0,
+)  # fmt: skip
+
+
+def engine_of(blocks: int = 100) -> Engine:
+    ignore = lambda *_: None  # noqa: E731
+    events = SimpleNamespace(on_start=ignore, on_prefilled=ignore, on_first=ignore, on_done=ignore)
+    return Engine(msgspec.structs.replace(PROFILE, blocks=blocks), 10, events)
+
+
+def stay_of(engine: Engine, tokens: int, order: float = 0.0, phase: str = "local", key: int = 0) -> Stay:
+    """`key`: of the first block; 0: it shares nothing."""
+    keys = range(key, key + tokens // 10) if key else ()
+    stay = Stay(None, phase, tokens, 50, keys, order)  # type: ignore[arg-type]
+    engine.add(stay)
+    return stay
+
+
+def step(engine: Engine) -> list[int]:
+    """The prompt tokens of each prompt in a step of its own."""
+    run = engine.next_step(0.0)
+    assert run is not None and engine.kv.used <= engine.kv.total
+    tokens = [tokens for _, tokens in engine.chunks]
+    engine.finish(1, 0.0)
+    assert engine.kv.used <= engine.kv.total
+    return tokens
+
+
+def test_a_prefix_is_found_from_the_step_on_that_computes_it() -> None:
+    engine = engine_of()
+    first, same = stay_of(engine, 250, key=1), stay_of(engine, 250, 1.0, key=1)
+    assert [step(engine), step(engine)] == [[100], [100]] and not same.started
+    assert step(engine) == [50, 10], "as of vLLM's, the last block is computed to sample a token"
+    assert (first.hit_tokens, same.hit_tokens) == (0, 240)
+    late = stay_of(engine, 250, 2.0, key=1)
+    engine.next_step(0.0)
+    assert engine.leave(late) and engine.kv.hit_units(late.keys) == 25
+
+
+def test_what_leaves_before_it_is_computed_is_not_cached() -> None:
+    engine = engine_of()
+    stay = stay_of(engine, 250, key=1)
+    step(engine)
+    assert engine.next_step(0.0) is not None and engine.leave(stay)
+    engine.finish(1, 0.0)
+    engine.free(stay)
+    assert engine.kv.hit_units(stay.keys) == 20 and engine.kv.used == 0 and engine.pending_tokens == 0
+    receiver = stay_of(engine, 100, phase="remote", key=100)
+    assert engine.next_step(0.0) is None and engine.kv.used == 10
+    engine.lose(receiver)
+    assert engine.kv.used == 0 and engine.kv.hit_units(receiver.keys) == 0
+    assert step(engine) == [100] and receiver.phase == "local"
+
+
+def test_a_step_that_preempts_admits_nobody() -> None:
+    engine = engine_of(blocks=11)
+    early, late = stay_of(engine, 50), stay_of(engine, 50, 1.0)
+    step(engine)
+    small = stay_of(engine, 10, 0.5)
+    step(engine)
+    assert engine.preemptions == 1 and engine.waiting == [small, late] and list(engine.running) == [early]
+
+
+def test_one_alone_that_finds_no_block_waits_for_those_of_others() -> None:
+    engine = engine_of(blocks=12)
+    stay, receiver = stay_of(engine, 60), stay_of(engine, 60, 1.0, phase="remote")
+    step(engine)
+    assert engine.kv.free == 0
+    assert engine.next_step(0.0) is None and engine.waiting == [stay] and engine.preemptions == 1
+    assert engine.leave(receiver)
+    engine.free(receiver)
+    assert step(engine) == [61]
