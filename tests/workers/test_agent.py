@@ -205,7 +205,8 @@ async def test_requests_of_dead_frontend_end_before_worker_timeout(
         await gone.close()
 
 
-async def test_departed_frontend_leaves_load_reports(workers: Workers) -> None:
+async def test_departed_frontend_leaves_load_reports(workers: Workers, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serving_module, "IDLE_FRONTENDS_CHECK_S", 0.2)
     worker = await workers.start(Role.DECODE)
     stays, leaves = await workers.frontend(worker), await workers.frontend(worker)
     requests = [(frontend, frontend.new(PROMPT)) for frontend in (stays, leaves)]
