@@ -173,7 +173,7 @@ class _SpeedTest:
             mm_features=None,
             sampling_params=sampling,
             pooling_params=None,
-            arrival_time=time.time(),
+            arrival_time=time.monotonic(),  # as `codec.messages` has it
             lora_request=None,
             cache_salt=None,
             data_parallel_rank=None,

@@ -273,6 +273,6 @@ def _unread(transport: asyncio.Transport) -> int:
 
 def _asked(transport: asyncio.Transport, what: int) -> int:
     count = array.array("i", [0])
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError, ValueError):  # its descriptor is -1 once it is closed
         fcntl.ioctl(transport.get_extra_info("socket").fileno(), what, count)
     return count[0]

@@ -34,10 +34,11 @@ class RequestCodec:
             raise InvalidEngineRequest(f"{request.key}: undecodable engine request: {error}") from error
         core.request_id = request.key
         core.external_req_id = None
-        # vLLM orders waiting requests by these two. The frontend has combined them into `behind_s`, which is added to
-        # this host's clock, since the frontend's may differ.
+        # vLLM orders waiting requests by these two. The frontend has combined them into `behind_s`, which is added to a
+        # clock of this host, since the frontend's may differ, that nobody sets: where one is set back, what comes later
+        # goes before all that waits.
         core.priority = 0
-        core.arrival_time = time.time() + request.behind_s
+        core.arrival_time = time.monotonic() + request.behind_s
         if request.resume_tokens:
             _continue(core, request.resume_tokens)
         self._check_prompt(core)

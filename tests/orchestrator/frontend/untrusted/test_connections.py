@@ -375,3 +375,19 @@ async def test_connection_whose_next_request_has_come_is_not_idle() -> None:
         connection.timeout_keep_alive_handler()
         assert (await reader.readuntil(b"\r\n\r\n0")).startswith(b"HTTP/1.1 200")
         writer.close()
+
+
+async def test_connection_that_has_closed_is_looked_at_without_an_error() -> None:
+    """Its timers may come due, and whoever looks for idle connections may have listed it, before it is forgotten."""
+    async with served(app) as (server, listener):
+        reader, writer = await asyncio.open_connection(*listener.getsockname())
+        await send(writer, ASKED_TO_STAY)
+        await reader.readuntil(b"\r\n\r\n0")
+        (connection,) = server.server_state.connections
+        assert isinstance(connection, BoundedHttp)
+        connection.transport.close()
+        assert await reader.read() == b""
+        assert connection.transport.get_extra_info("socket").fileno() == -1
+        connection.timeout_keep_alive_handler()
+        assert connection.idle_s(connection._free_since) == 0
+        writer.close()

@@ -1,5 +1,6 @@
 """A frontend's request as the engine gets it, without an engine."""
 
+import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -32,6 +33,22 @@ def test_a_trace_goes_on_after_the_tokens_that_are_out() -> None:
     assert given(5, 6, **trace).trace_decode_token_ids == [7, 8]
     assert given(5, 6, 7, 8, **trace).trace_decode_token_ids is None
     assert given(5, 6).trace_decode_token_ids is None
+
+
+def test_requests_keep_their_order_where_the_clock_is_set_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By vLLM's own comparison, between requests as they wait in the engine."""
+    from workers.vllm_engine.codec import messages
+
+    codec = messages.RequestCodec(max_model_len=100, vocabulary=500)
+
+    def waiting(key: str, behind_s: float) -> Request:
+        request = EngineRequest(key, Phase.DECODE, frames([1, 2, 3]), behind_s=behind_s)
+        return Request.from_engine_core_request(codec.decode(request), None)
+
+    first = waiting("first", 0.0)
+    before = time.time()
+    monkeypatch.setattr(time, "time", lambda: before - 3600.0)
+    assert waiting("earlier", -60.0) < first < waiting("second", 0.0) < waiting("later", 60.0)
 
 
 def test_limits_shrink_by_the_tokens_that_are_out() -> None:
