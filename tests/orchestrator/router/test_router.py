@@ -510,7 +510,7 @@ async def test_what_happens_to_a_worker_looks_at_its_requests_alone(event, monke
     assert 0 < len(theirs) < len(requests)
     monkeypatch.setattr(bench.router._requests, "all", lambda: pytest.fail("it looks at all"))
     if event == "engine_crashed":
-        bench.router._recovery.engine_crashed(worker, EngineCrashed("it died"))
+        bench.router._dispatch.engine_crashed(worker, EngineCrashed("it died"))
     else:
         getattr(bench.router, event)(worker)
     await bench.settle()
