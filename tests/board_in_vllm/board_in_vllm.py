@@ -27,8 +27,7 @@ def install() -> None:
             os.environ[_HERE] = f"{engine.dp_rank},{os.environ[_HERE].split(',', 1)[1]}"
         steps, began = steps_of(engine), time.monotonic()
         executed = bool(take_step(engine))
-        if executed:
-            steps.ended((time.monotonic() - began) * 1e3)
+        steps.ended(executed, (time.monotonic() - began) * 1e3)
         return executed
 
     DPEngineCoreProc._process_engine_step = process_engine_step

@@ -86,6 +86,10 @@ def most_cores(fleet: RunningFleet) -> float:
     return max(after[pid] - before[pid] for pid in after) / (time.monotonic() - began)
 
 
+def dummies(fleet: RunningFleet) -> float:
+    return fleet.metric("pd_group_dummy_steps_total")
+
+
 @pytest.mark.parametrize(("prefill", "decode"), [(2, 1), (2, 2)])
 def test_greedy_tokens_are_those_of_one_engine(model: str, truth: list[list[int]], prefill: int, decode: int) -> None:
     sets = (*ENGINE, model, *grouped("prefill", prefill), *grouped("decode", decode))
@@ -119,11 +123,20 @@ class TestDecodeGroup:
         assert fleet.metric("pd_placements_total", decision="remote") > len(PROMPTS) // 2
         fleet.assert_no_leaks()
 
-    def test_idle_group_costs_nothing(self, fleet: RunningFleet) -> None:
+    def test_one_busy_rank_keeps_the_others_in_step_and_an_idle_group_costs_nothing(self, fleet: RunningFleet) -> None:
         """A wave has ended when the last request has: no rank takes dummy steps."""
         fleet.assert_no_leaks()
+        before = dummies(fleet)
+        (answer,) = asyncio.run(fleet.ask_all(PROMPTS[:1], 1, LONG))
+        assert len(answer.tokens) == LONG, answer.error
+        fleet.until(lambda: dummies(fleet) > before + LONG // 2, "the other rank took dummy steps meanwhile")
+        fleet.assert_no_leaks()
 
-        fleet.until(lambda: most_cores(fleet) < 2 * IDLE_CORES, "engines that have no requests use no core")
+        def rests() -> bool:
+            stood = dummies(fleet)
+            return most_cores(fleet) < 2 * IDLE_CORES and dummies(fleet) == stood
+
+        fleet.until(rests, "engines that have no requests use no core, and take no steps")
 
     @pytest.mark.parametrize("mode", MODES)
     async def test_paused_group_takes_no_steps_and_answers_as_before(

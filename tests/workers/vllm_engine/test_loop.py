@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from board_in_vllm.board_in_vllm import install
 from support_vllm import scheduler_of
 
 from orchestrator.policy.choices.steps import prompt_tokens_beside
@@ -174,6 +175,24 @@ def test_steps_and_dummy_batches_are_counted(boards: list[Board]) -> None:
     assert counted is not None and engine.dummies == 1
     assert (counted.steps, counted.mean_tokens, counted.most_tokens) == (3, 1 + 22.5 + 4, 1 + 30 + 8)
     assert (counted.dummies, counted.waves) == (1, 4)
+
+
+def test_steps_of_vllms_own_server_are_counted_too(boards: list[Board], monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `benchmarks/bench_ranks.py` measures them."""
+    from vllm.v1.engine.core import DPEngineCoreProc
+
+    def take_step(engine: Any) -> bool:
+        return bool(engine.scheduler.schedule(False).total_num_scheduled_tokens)
+
+    monkeypatch.setattr(DPEngineCoreProc, "_process_engine_step", take_step)
+    install()
+    engine: Any = FakeEngine()
+    engine.dp_rank = 0
+    assert DPEngineCoreProc._process_engine_step(engine)
+    boards[1].note(15, 0.5, 4)
+    counted = boards[0].counters()
+    assert counted is not None
+    assert (counted.steps, counted.mean_tokens, counted.most_tokens) == (2, 1 + 22.5, 1 + 30)
 
 
 @pytest.fixture
