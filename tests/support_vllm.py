@@ -83,25 +83,29 @@ def tiny_model(
     return folder
 
 
-def scheduler_of(folder: Path, blocks: int) -> Any:
-    """vLLM's own, as engines of ours have it, without a connector, with so many blocks of 16 tokens."""
+def scheduler_of(folder: Path, blocks: int, window: int | None = None, **arguments: Any) -> Any:
+    """vLLM's own, as engines of ours have it, with so many blocks of 16 tokens. `window`: of a second layer.
+    `arguments`: of the engine, as `kv_transfer_config`; by default it has no connector."""
     import torch
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.core.sched.scheduler import Scheduler
-    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
     from vllm.v1.structured_output import StructuredOutputManager
 
-    limits = {
+    limits = arguments | {
         "skip_tokenizer_init": True,
         "max_model_len": 512,
         "long_prefill_token_threshold": 32,
         "kv_cache_memory_bytes": 1 << 24,
     }
-    arguments = AsyncEngineArgs(str(tiny_model(folder)), scheduling_policy="priority", block_size=16, **limits)
-    config = arguments.create_engine_config()
+    made = AsyncEngineArgs(str(tiny_model(folder)), scheduling_policy="priority", block_size=16, **limits)
+    config = made.create_engine_config()
     config.cache_config.num_gpu_blocks = blocks
-    spec = FullAttentionSpec(block_size=16, num_kv_heads=1, head_size=32, dtype=torch.float32)
-    caches = KVCacheConfig(blocks, [], [KVCacheGroupSpec(["layer"], spec)])
+    layout = {"block_size": 16, "num_kv_heads": 1, "head_size": 32, "dtype": torch.float32}
+    groups = [KVCacheGroupSpec(["layer"], FullAttentionSpec(**layout))]
+    if window is not None:
+        groups.append(KVCacheGroupSpec(["windowed"], SlidingWindowSpec(**layout, sliding_window=window)))
+    caches = KVCacheConfig(blocks, [], groups)
     return Scheduler(config, caches, StructuredOutputManager(config), 16)
 
 

@@ -23,6 +23,10 @@ What a step would have computed is cached only if it does. vLLM names blocks in 
 and where requests have priorities it may preempt one that it has just put into the same step. That one then resumes
 with the blocks that nobody has computed, as do others with that prefix.
 
+A request whose KV did not come gives its blocks back at once, and waits with those that have none. vLLM lets it give
+them back when its turn comes, and goes on waiting with those that have blocks. Where it gets none, as it may need more
+to compute its prompt than to receive it (of a sliding window), those behind it keep theirs, and no step runs any more.
+
 The connector hears of preemptions before the step that gives their blocks away touches the device. vLLM's second model
 runner tells it after zeroing and copying of blocks are queued, so that a WRITE which ends in between would count.
 """
@@ -94,6 +98,30 @@ def cache_only_what_is_computed() -> None:
         preempt(scheduler, request, *args, **options)
 
     Scheduler._preempt_request = preempt_request
+
+
+def free_what_did_not_come() -> None:
+    """While the engine is paused such a request stays with those that have blocks, which alone go on."""
+    from vllm.v1.core.sched.interface import PauseState
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    update = Scheduler._update_from_kv_xfer_finished
+
+    def update_from_transfers(scheduler: Any, output: Any) -> None:
+        update(scheduler, output)
+        ended = scheduler.failed_recving_kv_req_ids & scheduler.finished_recving_kv_req_ids
+        for key in ended:
+            scheduler._handle_blocked_waiting_request(scheduler.requests[key])
+        if scheduler._pause_state is PauseState.UNPAUSED:
+            holding = scheduler.kv_holding_waiting
+            freed = [request for request in holding if not scheduler._holds_kv_blocks(request)]
+            holding.remove_requests(freed)
+            scheduler.deferred_waiting.difference_update(freed)
+            scheduler._inflight_prefills.difference_update(freed)  # no room is kept for them any more
+            for request in reversed(freed):
+                scheduler.waiting.prepend_request(request)
+
+    Scheduler._update_from_kv_xfer_finished = update_from_transfers
 
 
 def patch_cpu_engines() -> None:

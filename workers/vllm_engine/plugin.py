@@ -35,6 +35,7 @@ from workers.vllm_engine.loop import name_socket, steps_of, waker_of
 from workers.vllm_engine.patches import (
     cache_only_what_is_computed,
     compile_as_told,
+    free_what_did_not_come,
     patch_cpu_engines,
     spare_groups_of_one,
     tell_preemptions_first,
@@ -116,6 +117,7 @@ def register() -> None:
         spare_groups_of_one()
         tell_preemptions_first()
         cache_only_what_is_computed()
+        free_what_did_not_come()
         give_back_withheld()
         patch_cpu_engines()
     EngineCore.pd_load = _pd_load

@@ -127,6 +127,68 @@ def test_what_a_preempted_request_would_have_computed_in_this_step_is_not_cached
     assert 0 < computed == found
 
 
+def test_requests_whose_kv_did_not_come_are_computed_though_together_they_filled_the_engine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By vLLM's own scheduler: to compute the first it needs blocks that the second has. For a third, which is more
+    urgent and waits for KV too, there is room: none is kept for those behind it."""
+    from vllm.config import KVTransferConfig
+    from vllm.sampling_params import SamplingParams
+    from vllm.utils.hashing import sha256
+    from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+    from vllm.v1.request import Request
+
+    from workers.vllm_engine import patches
+
+    name = "_update_from_kv_xfer_finished"
+    monkeypatch.setattr(Scheduler, name, getattr(Scheduler, name))  # given back afterwards
+    patches.free_what_did_not_come()
+    connector = KVTransferConfig(
+        kv_connector="PushConnector",
+        kv_connector_module_path="connectors.push.connector",
+        kv_role="kv_both",
+        kv_load_failure_policy="recompute",
+    )
+    scheduler = scheduler_of(tmp_path / "tiny", blocks=33, window=40, kv_transfer_config=connector)
+    init_none_hash(sha256)
+    hasher = get_request_block_hasher(16, sha256)
+
+    def ask(first: int, arrived_at: float) -> None:
+        source = {"endpoint": {"engine_id": "P", "host": "host", "port": 1}, "key": "x"}
+        params = {"do_remote_prefill": True, "do_remote_decode": False, "kv_source": source}
+        sampling = SamplingParams(max_tokens=1, extra_args={"kv_transfer_params": params})
+        prompt = list(range(first, first + 192))
+        request = Request(f"from {first}", prompt, sampling, None, arrival_time=arrived_at, block_hasher=hasher)
+        scheduler.add_request(request)
+
+    def ended(step: Any, failed: set[str]) -> None:
+        """The step has been executed; each request gets a token once its prompt is computed."""
+        ids = list(step.num_scheduled_tokens)
+        tokens = [[7] if scheduler.requests[key].num_computed_tokens == 192 else [] for key in ids]
+        transfers = KVConnectorOutput(finished_recving=failed or None, failed_recving=failed)
+        index = {key: at for at, key in enumerate(ids)}
+        scheduler.update_from_output(
+            step,
+            ModelRunnerOutput(ids, index, sampled_token_ids=tokens, kv_connector_output=transfers),
+        )
+
+    for first in (0, 200):
+        ask(first, arrived_at=1.0)
+    step = scheduler.schedule()
+    assert not step.num_scheduled_tokens and len(scheduler.kv_holding_waiting) == 2, "both wait for their KV"
+    ask(400, arrived_at=0.0)
+    ended(step, {"from 0", "from 200"})
+    step = scheduler.schedule()
+    assert [request.request_id for request in scheduler.kv_holding_waiting] == ["from 400"]
+    ended(step, {"from 400"})
+    for _ in range(60):
+        ended(scheduler.schedule(), set())
+    assert not scheduler.requests, "all have been computed here"
+    assert scheduler.kv_cache_manager.block_pool.get_num_free_blocks() == 32
+
+
 _GROUP_OF_ONE = """
 import os, sys, torch
 import torch.distributed as dist
