@@ -47,7 +47,6 @@ class Engine:
     def receive(self, stay: Stay) -> None:
         """All KV of a "remote" stay has arrived: it decodes from the next step that can be scheduled with it."""
         del self.receiving[stay]
-        self.kv.write(stay.keys)
         self.arrived.append(stay)
 
     def lose(self, stay: Stay) -> None:
@@ -169,7 +168,10 @@ class Engine:
         """Returns those that get a token in the next step."""
         joined, room = [], max(0, self.profile.max_num_seqs - len(self.running))
         for stay in self.arrived[:room]:
-            if stay.from_step > self.steps_ended or not self.running.fits(stay):
+            if stay.from_step > self.steps_ended:
+                continue
+            self.kv.write(stay.keys)  # vLLM caches what came when a step could have the request
+            if not self.running.fits(stay):
                 continue
             self.running.join(stay)
             self.arrived.remove(stay)

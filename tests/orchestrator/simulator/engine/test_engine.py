@@ -64,6 +64,20 @@ def test_what_leaves_before_it_is_computed_is_not_cached() -> None:
     assert step(engine) == [100] and receiver.phase == "local"
 
 
+def test_kv_that_came_is_cached_from_the_step_on_that_is_scheduled_with_it() -> None:
+    engine = engine_of()
+    running = [stay_of(engine, 10) for _ in range(PROFILE.max_num_seqs)]
+    step(engine)
+    receiver = stay_of(engine, 100, 1.0, phase="remote", key=100)
+    step(engine)
+    engine.receive(receiver)
+    step(engine)
+    assert receiver not in engine.running and engine.kv.hit_units(receiver.keys) == 0, "no sequence is free"
+    assert engine.leave(running[0])
+    engine.next_step(0.0)
+    assert receiver in engine.running and engine.kv.hit_units(receiver.keys) == 10
+
+
 def test_a_step_that_preempts_admits_nobody() -> None:
     engine = engine_of(blocks=11)
     early, late = stay_of(engine, 50), stay_of(engine, 50, 1.0)
