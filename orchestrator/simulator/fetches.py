@@ -1,9 +1,10 @@
-"""Prefixes that workers fetch from other workers' caches, or load from their own host tier, before they compute a
-prompt, of either role.
+"""Prefixes that workers fetch from other workers' caches before they compute a prompt, of either role, and what their
+host tiers load.
 
 `policy/predict/fetch.py` decides, when a job is claimed or placed locally. A fetch takes its time of both workers'
 links, after what these carry already, and is given up after a bound, as in a real worker. What only the host tier of
-the holder has is loaded first; one worker's loads follow one another.
+the holder has is loaded first. An engine loads from its own when it admits a prompt, as vLLM does, so that a prompt
+that waits does not lose what was loaded for it. One worker's loads follow one another.
 """
 
 from __future__ import annotations
@@ -52,8 +53,7 @@ class Fetches:
         self.outcomes = Counter[str]()
 
     def begin(self, stay: Stay, worker: Worker) -> bool:
-        """Fetch or load what `worker` lacks of this prompt, and submit the stay then. False: it is to be submitted
-        now."""
+        """Fetch what `worker` lacks of this prompt, and submit the stay then. False: it is to be submitted now."""
         sim, router, profile = self._sim, self._sim.router, self._sim.settings.profile
         here = stay.job.hits.get(worker.name, 0)
         rate = router.link_bytes_per_s.at(sim.now) or PRIOR_BYTES_PER_S
@@ -61,13 +61,15 @@ class Fetches:
         holders = self._holders(stay, worker, here) if self._fetches else []
         holder = choose_holder(holders, here, s_per_token, profile.kv_bytes_per_token / rate)
         if holder is None:
-            return self._load(stay, worker)
+            return False
         source, units = sim.workers[holder.worker_id], holder.tokens // self._unit_tokens
         lacking = holder.tokens - min(holder.tokens, worker.kv.hit_units(stay.keys) * self._unit_tokens)
         came, ends = 0, sim.now + FIXED_S + source.profile.step_s
         if source.kv.held_units(stay.keys[:units]) == units:
             on_device = source.kv.hit_units(stay.keys[:units])
-            loaded_at = self._loaded_at(source, units - on_device) if on_device < units else sim.now
+            loaded_at = (
+                self._loaded_at(source, (units - on_device) * self._unit_tokens) if on_device < units else sim.now
+            )
             begins = max(loaded_at, source.link_free_at, worker.link_free_at)
             occupied_s = lacking * profile.kv_bytes_per_token / sim.link_bytes_per_s
             source.link_free_at = worker.link_free_at = begins + occupied_s
@@ -88,20 +90,19 @@ class Fetches:
         worker.pending_tokens += (tokens := stay.context - here)
         self._sim.at(until, self._end, stay, (worker, keys, tokens))
 
-    def _load(self, stay: Stay, worker: Worker) -> bool:
-        """What only the host tier of `worker` has."""
-        on_device, held = worker.kv.hit_units(stay.keys), worker.kv.held_units(stay.keys)
-        if held <= on_device:
-            return False
-        self.loaded_tokens += (held - on_device) * self._unit_tokens
-        here = stay.job.hits.get(worker.name, 0)
-        self._wait(stay, worker, here, stay.keys[:held], self._loaded_at(worker, held - on_device))
-        return True
+    def load(self, stay: Stay, worker: Worker, tokens: int) -> None:
+        """Of the host tier of `worker`, which has given the stay its blocks."""
+        self.loaded_tokens += tokens
+        self._sim.at(self._loaded_at(worker, tokens), self._loaded, stay, worker)
 
-    def _loaded_at(self, worker: Worker, units: int) -> float:
-        """When so many units will have been loaded from the worker's host tier, in an engine's step of their own."""
+    def _loaded(self, stay: Stay, worker: Worker) -> None:
+        if stay in worker.receiving:  # else it has died
+            worker.kv_arrived(stay, self._sim.now)
+
+    def _loaded_at(self, worker: Worker, tokens: int) -> float:
+        """When so many tokens will have been loaded from the worker's host tier, in an engine's step of their own."""
         profile = self._sim.settings.profile
-        load_s = units * self._unit_tokens * profile.kv_bytes_per_token / profile.host_bytes_per_s
+        load_s = tokens * profile.kv_bytes_per_token / profile.host_bytes_per_s
         worker.loads_end_at = max(self._sim.now + profile.step_s, worker.loads_end_at) + load_s
         return worker.loads_end_at
 

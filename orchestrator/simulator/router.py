@@ -47,7 +47,7 @@ class Router:
         end: Callable[[Job, str], None],
         fetch: Callable[[Stay, Worker], bool],
     ) -> None:
-        """`fetch(stay, worker)`: whether the worker fetches or loads a prefix first; it submits the stay after that."""
+        """`fetch(stay, worker)`: whether the worker fetches a prefix first; it submits the stay after that."""
         profile, self.stack = settings.profile, settings.stack
         self._unit_tokens = unit_tokens
         self._clock, self._racks, self._end, self._fetch = clock, racks, end, fetch

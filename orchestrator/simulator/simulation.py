@@ -263,6 +263,9 @@ class Simulation:
         self.left -= 1
         self.router.ended(job, worker)
 
+    def on_load(self, worker: Worker, stay: Stay, tokens: int, now: float) -> None:
+        self.fetches.load(stay, worker, tokens)
+
     def on_boundary(self, worker: Worker, tokens: int, seconds: float, now: float) -> None:
         """A step that computed prompt tokens has ended."""
         if worker.name in self.router.prefill:

@@ -21,6 +21,9 @@ class WorkerEvents(Events, Protocol):
     def on_boundary(self, worker: Any, tokens: int, seconds: float, now: float) -> None:
         """A step of `seconds` that computed this many prompt tokens has ended."""
 
+    def on_load(self, worker: Any, stay: Stay, tokens: int, now: float) -> None:
+        """A stay that has its blocks waits for so many tokens of the worker's host tier."""
+
 
 class Worker(Engine):
     """Computes the stays that are submitted to it. It calls `schedule(time, worker, version)` to be woken at a time,
@@ -100,6 +103,9 @@ class Worker(Engine):
         return self.generated_tokens + self.batch.sequences * steps
 
     # ---- steps -----------------------------------------------------------------------------------------------
+
+    def load_prefix(self, stay: Stay, tokens: int, now: float) -> None:
+        self._sim.on_load(self, stay, tokens, now)
 
     def prompt_limit(self, beside_s: float) -> int | None:
         if not (self.tpot_s and self.batch.sequences):

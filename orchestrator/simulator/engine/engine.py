@@ -31,8 +31,8 @@ class Engine:
         self.waiting: list[Stay] = []  # by `order`
         self.running = RunningStays(profile.adapter_slots)
         self.prefilling: dict[Stay, None] = {}
-        self.arrived: list[Stay] = []  # "remote" stays whose KV has arrived, not yet decoding
-        self.receiving: dict[Stay, None] = {}  # "remote" stays that have blocks and wait for their KV
+        self.arrived: list[Stay] = []  # those whose KV has arrived, not yet running
+        self.receiving: dict[Stay, None] = {}  # stays that have blocks and wait for KV: "remote", or from the host tier
         self.held = 0  # stays with blocks that have left, or are computed "prefill" ones
         self.blocked = False  # a waiting stay has no room
         self.batch = DecodeBatch(profile.block_size)
@@ -45,9 +45,8 @@ class Engine:
         insort(self.waiting, stay, key=_ORDER)
 
     def receive(self, stay: Stay) -> None:
-        """All KV of a "remote" stay has arrived: it decodes from the next step that can be scheduled with it."""
+        """All KV that a stay waits for has arrived: it runs from the next step that can be scheduled with it."""
         del self.receiving[stay]
-        self.kv.write(stay.keys)
         self.arrived.append(stay)
 
     def lose(self, stay: Stay) -> None:
@@ -69,10 +68,10 @@ class Engine:
             return False
         if stay in self.running:
             self._stop(stay)
-        elif stay in self.receiving:
-            del self.receiving[stay]
-        elif stay in self.arrived:
-            self.arrived.remove(stay)
+        elif stay in self.receiving or stay in self.arrived:
+            self.receiving.pop(stay, None)
+            self.arrived = [other for other in self.arrived if other is not stay]
+            self.pending_tokens -= stay.compute
         else:
             return True  # its prompt is computed
         self.held += 1
@@ -116,6 +115,10 @@ class Engine:
     def prompt_limit(self, beside_s: float) -> int | None:
         """The most prompt tokens of the next step, which takes `beside_s` without any; None: as many as fit."""
         return None
+
+    def load_prefix(self, stay: Stay, tokens: int, now: float) -> None:
+        """Begin to load so many tokens of a stay from the host tier; call `receive` once they have come."""
+        raise NotImplementedError
 
     def next_step(self, now: float) -> StepRun | None:
         """Admit the stays that have room. Returns the steps that begin now, None if there is nothing to compute."""
@@ -169,13 +172,17 @@ class Engine:
         """Returns those that get a token in the next step."""
         joined, room = [], max(0, self.profile.max_num_seqs - len(self.running))
         for stay in self.arrived[:room]:
-            if stay.from_step > self.steps_ended or not self.running.fits(stay):
+            if stay.from_step > self.steps_ended:
+                continue
+            came = len(stay.keys) if stay.phase == "remote" else (stay.context - stay.tail) // self.unit_tokens
+            self.kv.write(stay.keys[:came])  # as vLLM, when a step could have the request
+            if not self.running.fits(stay):
                 continue
             self.running.join(stay)
             self.arrived.remove(stay)
-            if stay.tail > 1:
+            if stay.tail > 1 or stay.phase != "remote":
+                self.pending_tokens += stay.tail - stay.compute
                 stay.compute, stay.computed = stay.tail, stay.context - stay.tail
-                self.pending_tokens += stay.compute
                 self.prefilling[stay] = None
                 continue
             # As in vLLM, the last prompt token is computed again, which samples the first output token.
@@ -249,12 +256,21 @@ class Engine:
             if hits < 0:
                 break
             del self.waiting[at]
-            cached = min(hits * self.unit_tokens, (stay.context - 1) // block_size * block_size)
+            loads = self.kv.host_units and stay.phase != "remote"  # what comes from another engine has all of it
+            held = self.kv.held_units(stay.keys) if loads else hits
+            cached, loadable = (
+                min(units * self.unit_tokens, (stay.context - 1) // block_size * block_size) for units in (hits, held)
+            )
             stay.hit_tokens = cached
             stay.started = True
             stay.started_at = now
             if stay.phase == "remote":
                 self.receiving[stay] = None
+            elif loadable > cached:
+                self.pending_tokens += stay.context - loadable - stay.compute
+                stay.compute = stay.tail = stay.context - loadable
+                self.receiving[stay] = None
+                self.load_prefix(stay, loadable - cached, now)
             else:
                 self.pending_tokens += stay.context - cached - stay.compute
                 stay.computed = cached

@@ -3,6 +3,7 @@
 from types import SimpleNamespace
 
 import msgspec
+import pytest
 
 from orchestrator.simulator.engine.engine import Engine
 from orchestrator.simulator.engine.profile import Profile
@@ -14,10 +15,17 @@ PROFILE = Profile(
 )  # fmt: skip
 
 
-def engine_of(blocks: int = 100) -> Engine:
+class LoadingEngine(Engine):
+    """Its loads from the host tier end when the test says so."""
+
+    def load_prefix(self, stay: Stay, tokens: int, now: float) -> None:
+        self.loading = (stay, tokens)
+
+
+def engine_of(blocks: int = 100, host_blocks: int = 0) -> LoadingEngine:
     ignore = lambda *_: None  # noqa: E731
     events = SimpleNamespace(on_start=ignore, on_prefilled=ignore, on_first=ignore, on_done=ignore)
-    return Engine(msgspec.structs.replace(PROFILE, blocks=blocks), 10, events)
+    return LoadingEngine(msgspec.structs.replace(PROFILE, blocks=blocks), 10, events, host_blocks)
 
 
 def stay_of(engine: Engine, tokens: int, order: float = 0.0, phase: str = "local", key: int = 0) -> Stay:
@@ -62,6 +70,52 @@ def test_what_leaves_before_it_is_computed_is_not_cached() -> None:
     engine.lose(receiver)
     assert engine.kv.used == 0 and engine.kv.hit_units(receiver.keys) == 0
     assert step(engine) == [100] and receiver.phase == "local"
+
+
+def test_kv_that_came_is_cached_from_the_step_on_that_is_scheduled_with_it() -> None:
+    engine = engine_of()
+    running = [stay_of(engine, 10) for _ in range(PROFILE.max_num_seqs)]
+    step(engine)
+    receiver = stay_of(engine, 100, 1.0, phase="remote", key=100)
+    step(engine)
+    engine.receive(receiver)
+    step(engine)
+    assert receiver not in engine.running and engine.kv.hit_units(receiver.keys) == 0, "no sequence is free"
+    assert engine.leave(running[0])
+    engine.next_step(0.0)
+    assert receiver in engine.running and engine.kv.hit_units(receiver.keys) == 10
+
+
+@pytest.mark.parametrize("phase", ["local", "prefill"])
+@pytest.mark.parametrize("tokens", [81, 95, 100])
+def test_a_prompt_loads_from_the_host_tier_into_blocks_of_its_own_when_it_is_admitted(phase: str, tokens: int) -> None:
+    engine = engine_of(blocks=12, host_blocks=40)
+    earlier = stay_of(engine, 80, key=1, phase="prefill")
+    step(engine)
+    engine.free(earlier)
+    busy, stay = stay_of(engine, 100, phase="prefill"), stay_of(engine, tokens, 1.0, phase, key=1)
+    step(engine)
+    assert engine.kv.hit_units(stay.keys) == 2 and not stay.started, "evicted while it waits"
+    engine.free(busy)
+    assert engine.next_step(0.0) is None and engine.loading == (stay, 60)
+    assert engine.kv.used == -(-tokens // 10) and engine.kv.hit_units(stay.keys) == 2
+    stay_of(engine, 120, 2.0)
+    assert engine.next_step(0.0) is None, "its blocks are not for others meanwhile"
+    engine.receive(stay)
+    assert step(engine) == [tokens - 80] and engine.pending_tokens == 120
+    assert engine.kv.hit_units(stay.keys) == len(stay.keys)
+
+
+def test_a_prompt_that_leaves_while_it_loads_takes_nothing_along() -> None:
+    engine = engine_of(blocks=12, host_blocks=40)
+    for n, key in enumerate((1, 0)):
+        other = stay_of(engine, 100, n, "prefill", key)
+        step(engine)
+        engine.free(other)
+    stay = stay_of(engine, 100, key=1)
+    assert engine.next_step(0.0) is None and engine.leave(stay)
+    engine.free(stay)
+    assert engine.kv.used == engine.pending_tokens == engine.held == 0 and engine.kv.hit_units(stay.keys) == 2
 
 
 def test_a_step_that_preempts_admits_nobody() -> None:
