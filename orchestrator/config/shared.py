@@ -74,8 +74,11 @@ def changed(running: Mapping[str, Any], config: Config | None, tree: dict[str, A
     for key, value in leaves(tree):
         if key.startswith(_KEPT) and (key, value) not in _FOUND:
             is_now = value_at(started, key)
-            if is_now is not UNKNOWN and is_now != value_at(msgspec.to_builtins(new), key):
-                raise Refused(f"{key}: a rollout cannot change it ({is_now!r} now); leave it, or start a second fleet")
+            if config is None and is_now is UNKNOWN:  # it is not of the part that hosts share
+                continue
+            if is_now != value_at(msgspec.to_builtins(new), key):
+                now = "unset" if is_now is UNKNOWN else repr(is_now)
+                raise Refused(f"{key}: a rollout cannot change it ({now} now); leave it, or start a second fleet")
     name, name_now = new.served_model_name or new.model, running["served_model_name"]
     if name != name_now:
         raise Refused(f"served_model_name: clients know the model as {name_now!r}, not {name!r}; set it to that name")

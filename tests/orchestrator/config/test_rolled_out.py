@@ -57,6 +57,8 @@ def test_rollout_shows_changes_without_secrets():
         ({"engine": "sim"}, r"engine: a rollout cannot change it \('vllm' now\)"),
         ({"frontend": {"port": 9000}}, "frontend.port: a rollout cannot change it"),
         ({"frontend": {"server_args": {"tool_call_parser": "mistral"}}}, "frontend.server_args.tool_call_parser: a"),
+        ({"frontend": {"server_args": {"middleware": ["a.b"]}}}, r"middleware: a rollout cannot change it \(unset now"),
+        ({"workers": {"labels": {"zone": "b"}}}, r"workers.labels.zone: a rollout cannot change it \(unset now"),
         ({"redis": {"url": "redis://other:1"}}, "redis.url: a rollout cannot change it"),
         ({"launcher": {"kind": "ray"}, "redis": {"url": "redis://h:1"}}, "launcher.kind: a rollout cannot change it"),
         ({"security": {"mesh": "none"}}, "security.mesh: a rollout cannot change it"),
