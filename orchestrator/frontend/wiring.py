@@ -242,7 +242,8 @@ class FleetConnection:
             self.fleet.desired = await self.registry.restored(self.fleet.desired, await self.registry.desired())
         except RedisAway as error:
             log.debug("heartbeat missed: %s", error)
-            tell_alive()
+            if self._url:  # before that it loads, which has a deadline
+                tell_alive()
         self._beaten.set()
 
     async def rollout(self) -> RolloutStatus | None:

@@ -168,19 +168,23 @@ class RankChoice(DecodeChoice):
 
     def _beside_others(self, request: RequestInfo, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
         """Those of groups in which the request makes no step longer, since a rank with room for it has fewer sequences
-        than another, and those that have a part of it cached. All where no group is so, or a worker steps alone."""
+        than another, and those that have a part of it cached. All where no group is so, where another group has shorter
+        steps even with the request, or where a worker steps alone."""
         groups: dict[str, list[Candidate]] = {}
         for candidate in candidates:
             groups.setdefault(candidate.group, []).append(candidate)
         if self._ranks != "adp" or len(groups) < 2 or "" in groups:
             return candidates
         tokens = request.prompt_tokens + min(request.max_new_tokens, EXPECTED_OUTPUT_TOKENS)
-        open_groups = set()
+        with_it: list[int] = []  # sequences of each group's fullest rank
+        no_longer: dict[str, int] = {}
         for name, ranks in groups.items():
             most, blocks = max(map(_active, ranks)), blocks_for(tokens, ranks[0].block_size)
-            if any(_active(rank) < most and blocks <= rank.blocks_free for rank in ranks):
-                open_groups.add(name)
-        return [it for it in candidates if it.group in open_groups or it.cached_tokens] if open_groups else candidates
+            if any(_active(it) < min(most, it.max_num_seqs) and blocks <= it.blocks_free for it in ranks):
+                no_longer[name] = most
+            with_it.append(no_longer.get(name, most + 1))
+        chosen = {name for name, most in no_longer.items() if most <= min(with_it)}
+        return [it for it in candidates if it.group in chosen or it.cached_tokens] if chosen else candidates
 
     @property
     def static_score(self) -> Callable[[Candidate], float] | None:

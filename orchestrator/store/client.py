@@ -34,16 +34,21 @@ _ELSEWHERE = (*_REPLICA_ERRORS, MovedError, redis.exceptions.ClusterDownError)
 _MAX_MOVES = 3  # of one command, from node to node of a cluster
 _FUNCTION_COMMANDS = ("FCALL", "FUNCTION LOAD")
 # After a failure calls fail at once for about this long: a Redis that is away costs one time-out, not one per request.
-# The longer it is away, the longer: a server that has just started cannot take thousands of TLS handshakes at once.
-_AWAY_FIRST_S, _AWAY_MOST_S = 0.25, 2.0
+# The longer it is away, the longer: a server that has just started cannot take thousands of TLS handshakes at once. At
+# most less than a heartbeat: of two, after which operators take the fleet for complete, one finds the server.
+_AWAY_FIRST_S, _AWAY_MOST_S = 0.25, 0.5
 _DEADLINE_STEP_S = 0.01
 _STALL_S = 0.1  # a time-out that comes later than this says that our loop stood still
 _SUBSCRIPTION_IDLE_S = 2.0
-_LISTEN_FIRST_S, _LISTEN_MOST_S = 0.1, 2.0  # before a subscription connects again
+_LISTEN_FIRST_S, _LISTEN_MOST_S = 0.1, 1.0  # before a subscription connects again
 
 
 class RedisAway(ConnectionError):
     """Redis cannot be used now: it is unreachable, too slow, or refuses. One line with the URL and the fix."""
+
+
+class NotCarriedOut(RedisAway):
+    """The server has refused the command, or was not asked: nothing was done."""
 
 
 class Redis(redis.asyncio.Redis):
@@ -104,7 +109,7 @@ class Redis(redis.asyncio.Redis):
         """One command. Raises RedisAway, and ResponseError where the server refuses it."""
         loop = asyncio.get_running_loop()
         if loop.time() < self._away_until:
-            raise self._away_error(self._why)
+            raise NotCarriedOut(self._unusable(self._why))
         # Packed here, so that an argument Redis cannot take fails its caller alone.
         packed = hiredis.pack_command((*args[0].split(), *args[1:]))
         for turn in range(_MAX_MOVES + 1):
@@ -125,7 +130,7 @@ class Redis(redis.asyncio.Redis):
         why = f"it refused {command}: {error}"
         if command in _FUNCTION_COMMANDS and ("unknown command" in str(error) or isinstance(error, NoPermissionError)):
             why += f" (the queue needs Redis {_OLDEST} or newer, or Valkey, and a user with +fcall and +function|load)"
-        return self._away_error(why)
+        return NotCarriedOut(self._unusable(why))
 
     def _flush(self) -> None:
         """Send all commands that have been collected."""
@@ -229,7 +234,7 @@ class Redis(redis.asyncio.Redis):
                 self.servers.failed()
         for caller in callers:
             if not caller.done():
-                caller.set_exception(self._away_error(why))
+                caller.set_exception(RedisAway(self._unusable(why)))
         if pipe is not None:
             pipe.callers.clear()
             await pipe.connection.disconnect(nowait=True)
@@ -239,10 +244,8 @@ class Redis(redis.asyncio.Redis):
         for connection in list(self._subscriptions):
             await connection.disconnect(nowait=True)
 
-    def _away_error(self, why: str) -> RedisAway:
-        return RedisAway(
-            f"Redis at {masked(self.url)} cannot be used: {why.rstrip('.')}. Start or repair it, or set redis.url"
-        )
+    def _unusable(self, why: str) -> str:
+        return f"Redis at {masked(self.url)} cannot be used: {why.rstrip('.')}. Start or repair it, or set redis.url"
 
     async def listen(self, channel: str) -> AsyncGenerator[bytes | None, None]:
         """Messages of a channel. Never ends and never raises, whatever happens to Redis.

@@ -12,7 +12,7 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
-from orchestrator.store.client import Redis, RedisAway
+from orchestrator.store.client import NotCarriedOut, Redis, RedisAway
 from orchestrator.store.keys import KEPT_S, REGISTRY, Keys
 
 T = TypeVar("T", bound=msgspec.Struct)
@@ -21,13 +21,16 @@ _PATIENCE_S, _ASK_AGAIN_S = 10.0, 0.5  # much less than Redis keeps an answer
 
 async def answered(redis: Redis, prefix: str, verb: str, *args: Any) -> Any:
     """What the registry's function says to a change that an operator orders. If the answer is lost it is asked for
-    again: by its token Redis carries the change out once. Raises RedisAway, which says that nobody knows whether it was
-    done, when Redis stays away."""
-    token, deadline = secrets.token_hex(8), time.monotonic() + _PATIENCE_S
+    again: by its token Redis carries the change out once. Raises NotCarriedOut, and RedisAway, which says that nobody
+    knows whether it was done, when Redis stays away."""
+    token, deadline, lost = secrets.token_hex(8), time.monotonic() + _PATIENCE_S, False
     while True:
         try:
             return await redis.call(REGISTRY, "once", prefix, token, verb, *args)
         except RedisAway as error:
+            lost = lost or not isinstance(error, NotCarriedOut)
+            if not lost:
+                raise
             if time.monotonic() > deadline:
                 why = "whether the order was carried out is not known: look with `orchestrator status` once it is back"
                 raise RedisAway(f"{error}; {why}") from None

@@ -216,9 +216,8 @@ def _best_prefill(
     # The sequences that decode now must fit on the remaining decode workers. If all workers together are too few for
     # them, workers only go to decode.
     holding = math.ceil(window[-1].sequences / window[-1].max_sequences)
-    most = min(current.prefill + at_once, total - max(config.min_decode, holding))
-    if most < config.min_prefill:
-        most = current.prefill
+    most = total - max(config.min_decode, holding)
+    most = min(current.prefill + at_once, most) if most >= config.min_prefill else current.prefill
     if now * BUSY > PREFILL_LATER or _decode_growing(window):
         most = min(most, current.prefill)
     unit = current.unit_size

@@ -205,6 +205,18 @@ async def test_an_order_that_nobody_answers_any_more_is_told_as_unknown(
     assert await ratio_of(fleet) == (1, 3)
 
 
+async def test_an_order_that_redis_refuses_is_told_so_at_once(redis: Redis, fleet: Callable[..., Steering]) -> None:
+    await redis.config_set("maxmemory", 1)
+    try:
+        with pytest.raises(RedisAway, match="it refused FCALL") as told:
+            async with asyncio.timeout(documents._PATIENCE_S / 2):
+                await fleet().scale(decode=3)
+    finally:
+        await redis.config_set("maxmemory", 0)
+    assert "not known" not in str(told.value)
+    assert (await fleet().scale(decode=3)).decode == 3
+
+
 @pytest.mark.parametrize("way", ["scale", "drain", "change_role"])
 async def test_the_last_prefill_worker_stays_where_long_prompts_would_be_refused_without_it(
     fleet: Callable[..., Steering], way: str

@@ -83,14 +83,26 @@ def test_the_group_is_that_of_the_decode_choice() -> None:
 
 
 def test_a_request_goes_to_a_group_whose_steps_get_no_longer_by_it() -> None:
-    one, many = [rank("g", 3, 400), rank("g.1", 2, 400)], [rank("h", 0, 900, "h"), rank("h.1", 0, 900, "h")]
+    one, many = [rank("g", 3, 400), rank("g.1", 2, 400)], [rank("h", 3, 900, "h"), rank("h.1", 3, 900, "h")]
     assert chosen("adp", *one, *many) == "g.1"
     assert chosen("least_tokens", *one, *many) in ("h", "h.1")
     even = [rank("g", 3, 400), rank("g.1", 3, 400)]
     full = [rank("g", 3, 400), rank("g.1", 2, 9)]  # room for the prompt, not for its answer
-    cached = [rank("h", 0, 900, "h", cached_tokens=96), many[1]]
+    cached = [rank("h", 3, 900, "h", cached_tokens=96), many[1]]
     for ranks in ([*even, *many], [*full, *many], [*one, *cached], [*one, rank("h", 0, 900, "")]):
         assert chosen("adp", *ranks).startswith("h")
+
+
+@pytest.mark.parametrize("others", [0, 1])
+def test_a_group_with_few_sequences_is_chosen_though_its_step_gets_longer(others: int) -> None:
+    few = [rank("h", others, 900, "h"), rank("h.1", others, 900, "h")]
+    assert chosen("adp", rank("g", 30, 500), rank("g.1", 29, 500), *few).startswith("h")
+
+
+def test_a_group_whose_ranks_are_full_is_not_chosen_though_one_has_fewer_sequences() -> None:
+    full = [rank("g", 74, 500, max_num_seqs=64), rank("g.1", 73, 500, max_num_seqs=64)]
+    level = [rank("h", 74, 900, "h"), rank("h.1", 74, 900, "h")]
+    assert chosen("adp", *full, *level).startswith("h")
 
 
 @pytest.mark.parametrize("ranks", ["adp", "least_tokens", "round_robin"])

@@ -91,6 +91,8 @@ def test_split_follows_load_in_bounded_steps_down_to_0_prefill():
     none = decide(STORIES, STORIES)
     assert none.after.prefill == 0 and none.headroom_after > none.headroom_before
     assert decide(STORIES, STORIES, max_step=8, config=RatioConfig(min_prefill=2)).after.prefill == 2
+    far_below = DesiredRatio(0, 8, set_at=-1000.0)  # the minimum is more than one move away
+    assert decide(CODE, CODE, CODE, current=far_below, config=RatioConfig(min_prefill=4)).after.prefill == 2
 
 
 def test_prefill_workers_come_back():
