@@ -16,6 +16,9 @@ skips that if nothing is compiled, and the first step fails.
 Where nothing is to be compiled (`enforce_eager`), nothing is. vLLM compiles its sampling and log-probabilities even so,
 which takes a forked engine two seconds at its start.
 
+What a model's class can do is found out in the process that asks. vLLM starts one that imports all of vLLM, lest a
+device be initialised here: at a first start each agent and frontend did, for some 10 s of CPU time. A CPU needs none.
+
 An engine process ends without collecting garbage. vLLM collects three times, with all objects that were frozen before
 the process was forked: it copies the memory that it shares, for a second, and then ends.
 
@@ -42,6 +45,7 @@ import torch
 from torch._C._distributed_c10d import FakeProcessGroup
 from torch.distributed import distributed_c10d
 from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
+from vllm.model_executor.models import registry
 from vllm.platforms import current_platform
 
 _ALONE = "alone"  # the backend of a group of one rank
@@ -127,6 +131,7 @@ def free_what_did_not_come() -> None:
 def patch_cpu_engines() -> None:
     """Apply the fixes for CPU engines in this process. Does nothing on another platform."""
     if current_platform.is_cpu():
+        registry._run_in_subprocess = lambda ask: ask()
         _spare_generators()
         _make_stage_buffers()
         _sleep_between_messages()

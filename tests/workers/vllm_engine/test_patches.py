@@ -1,6 +1,7 @@
 """Fixes of vLLM's defects, without an engine."""
 
 import gc
+import os
 import subprocess
 import sys
 import types
@@ -35,6 +36,24 @@ def test_what_is_not_compiled_gives_the_same_log_probabilities_and_greedy_tokens
     with torch.compiler.set_stance("default"):  # given back afterwards
         compile_as_told(eager)
         assert all(torch.equal(one, other) for one, other in zip(was_compiled, sampled(), strict=True))
+
+
+_INSPECTION = """
+import subprocess
+from vllm.model_executor.models import registry
+from workers.vllm_engine.patches import patch_cpu_engines
+patch_cpu_engines()
+subprocess.run = None  # as vLLM would call it
+print(registry.ModelRegistry.models["LlamaForCausalLM"].inspect_model_cls().supports_pp)
+"""
+
+
+def test_no_process_is_started_to_find_out_what_a_model_can_do(tmp_path: Path) -> None:
+    env = os.environ | {"VLLM_CACHE_ROOT": str(tmp_path)}
+    command = [sys.executable, "-c", _INSPECTION]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, env=env)
+    assert done.stdout.split()[-1:] == ["True"], done.stderr
+    assert list((tmp_path / "modelinfos").iterdir()), "the next process finds it"
 
 
 def test_an_engine_ends_without_a_collection(monkeypatch: pytest.MonkeyPatch) -> None:
