@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Collection, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -73,7 +73,7 @@ class Process:
 
     def seen(self) -> None: ...
 
-    def missed(self, looked_s: float, timeout_s: float) -> None: ...
+    def missed(self, looked_s: float, timeout_s: float, there: Collection[str] = ()) -> None: ...
 
 
 class Launcher(WorkerPool):

@@ -62,7 +62,7 @@ class WireRequest(msgspec.Struct, array_like=True, omit_defaults=True):
     mm_features: list[Any] | None = None
     sampling_params: WireSampling | None = None
     pooling_params: Any = None
-    arrival_time: float = 0.0  # unix seconds
+    arrival_time: float = 0.0  # unix seconds; an engine puts its own clock's in place of it
     lora_request: Any = None  # a list: name, number, path ...
     cache_salt: str | None = None
     data_parallel_rank: int | None = None

@@ -105,7 +105,7 @@ def cache_only_what_is_computed() -> None:
 
 
 def free_what_did_not_come() -> None:
-    """While the engine is paused such a request stays with those that have blocks, which alone go on."""
+    """In an engine that is paused for new requests alone it stays with those that have blocks, which go on."""
     from vllm.v1.core.sched.interface import PauseState
     from vllm.v1.core.sched.scheduler import Scheduler
 
@@ -116,7 +116,7 @@ def free_what_did_not_come() -> None:
         ended = scheduler.failed_recving_kv_req_ids & scheduler.finished_recving_kv_req_ids
         for key in ended:
             scheduler._handle_blocked_waiting_request(scheduler.requests[key])
-        if scheduler._pause_state is PauseState.UNPAUSED:
+        if scheduler._pause_state is not PauseState.PAUSED_NEW:
             holding = scheduler.kv_holding_waiting
             freed = [request for request in holding if not scheduler._holds_kv_blocks(request)]
             holding.remove_requests(freed)

@@ -146,8 +146,9 @@ def test_what_a_preempted_request_would_have_computed_in_this_step_is_not_cached
     assert 0 < computed == found
 
 
+@pytest.mark.parametrize("state", ["UNPAUSED", "PAUSED_ALL"])
 def test_requests_whose_kv_did_not_come_are_computed_though_together_they_filled_the_engine(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, state: str
 ) -> None:
     """By vLLM's own scheduler: to compute the first it needs blocks that the second has. For a third, which is more
     urgent and waits for KV too, there is room: none is kept for those behind it."""
@@ -155,6 +156,7 @@ def test_requests_whose_kv_did_not_come_are_computed_though_together_they_filled
     from vllm.sampling_params import SamplingParams
     from vllm.utils.hashing import sha256
     from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+    from vllm.v1.core.sched.interface import PauseState
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
     from vllm.v1.request import Request
@@ -198,7 +200,9 @@ def test_requests_whose_kv_did_not_come_are_computed_though_together_they_filled
     step = scheduler.schedule()
     assert not step.num_scheduled_tokens and len(scheduler.kv_holding_waiting) == 2, "both wait for their KV"
     ask(400, arrived_at=0.0)
+    scheduler.set_pause_state(PauseState[state])
     ended(step, {"from 0", "from 200"})
+    scheduler.set_pause_state(PauseState.UNPAUSED)
     step = scheduler.schedule()
     assert [request.request_id for request in scheduler.kv_holding_waiting] == ["from 400"]
     ended(step, {"from 400"})
