@@ -63,6 +63,9 @@ async def test_frontend_that_cannot_reach_redis_tells_its_launcher_that_it_lives
     connection = FleetConnection("f", parse_config({"model": "demo", "namespace": "t"}), Away(), SimRouterCodec())
     running = asyncio.create_task(connection.run())
     async with asyncio.timeout(DEADLINE_S):
+        await connection._beaten.wait()
+        assert not told.is_set(), "while it loads, which has a deadline"
+        connection._url = "http://127.0.0.1:1"
         for _ in range(2):  # at each heartbeat
             await told.wait()
             told.clear()
