@@ -360,34 +360,35 @@ async def test_draining_frontend_closes_no_connection_without_having_said_so(
             each.close()
 
 
-async def test_connection_whose_next_request_has_come_is_not_idle() -> None:
-    """The process did not run while it came, and looks for idle connections before it reads."""
+@contextlib.asynccontextmanager
+async def kept_alive() -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter, BoundedHttp]]:
+    """The client's end of a connection that has had one answer, and the server's."""
     async with served(app) as (server, listener):
         reader, writer = await asyncio.open_connection(*listener.getsockname())
         await send(writer, ASKED_TO_STAY)
         await reader.readuntil(b"\r\n\r\n0")
         (connection,) = server.server_state.connections
         assert isinstance(connection, BoundedHttp)
+        yield reader, writer, connection
+        writer.close()
+
+
+async def test_connection_whose_next_request_has_come_is_not_idle() -> None:
+    """The process did not run while it came, and looks for idle connections before it reads."""
+    async with kept_alive() as (reader, writer, connection):
         later = asyncio.get_running_loop().time() + 100
         assert connection.idle_s(later) > 90
         os.write(writer.get_extra_info("socket").fileno(), ASKED_TO_STAY)  # nothing is read until this test waits
         assert connection.idle_s(later) == 0
         connection.timeout_keep_alive_handler()
         assert (await reader.readuntil(b"\r\n\r\n0")).startswith(b"HTTP/1.1 200")
-        writer.close()
 
 
 async def test_connection_that_has_closed_is_looked_at_without_an_error() -> None:
     """Its timers may come due, and whoever looks for idle connections may have listed it, before it is forgotten."""
-    async with served(app) as (server, listener):
-        reader, writer = await asyncio.open_connection(*listener.getsockname())
-        await send(writer, ASKED_TO_STAY)
-        await reader.readuntil(b"\r\n\r\n0")
-        (connection,) = server.server_state.connections
-        assert isinstance(connection, BoundedHttp)
+    async with kept_alive() as (reader, writer, connection):
         connection.transport.close()
         assert await reader.read() == b""
         assert connection.transport.get_extra_info("socket").fileno() == -1
         connection.timeout_keep_alive_handler()
         assert connection.idle_s(connection._free_since) == 0
-        writer.close()
