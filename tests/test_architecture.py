@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import re
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from support_fleet import RunningFleet, running_fleet
-from support_trace import Call, tracing
+from support_trace import Call, Trace, tracing
 
 ROOT = Path(__file__).parents[1]
 # Longer than anything that a fleet does periodically, so that only what is the request's is taken for it.
 IDLE_S = 8.0
-STARTING, WARM, IDLE, ASKED, AFTER = range(5)  # phases of the trace
+# In which a frontend has noted in Redis what it retried: longer than `HEARTBEAT_S` of `frontend/wiring.py`.
+NOTED_S = 2.0
+STARTING, IDLE, AFTER, FIRST_TRY = range(4)  # phases of the trace; each try of a request has one of its own
 # One call that lasts as long as the process: its loop receives every message.
 LOOPS = {"orchestrator/frontend/wiring.py", "orchestrator/router/overdue.py"}
 
@@ -50,12 +56,14 @@ def test_the_document_is_three_screens():
     assert len(lines) <= 150 and max(map(len, lines)) <= 120
 
 
-def differences(text: str, calls: set[Call]) -> list[str]:
-    """What the walk leaves out, and what it names though no request passes it. A function that also runs while the
-    fleet starts or idles, or for one of the two requests only, is not taken for the request's."""
-    in_phase = {phase: {(call.file, call.function) for call in calls if call.phase == phase} for phase in range(AFTER)}
-    asked = in_phase[ASKED]
-    own = (asked & in_phase[WARM]) - in_phase[STARTING] - in_phase[IDLE]
+def differences(text: str, calls: set[Call], warm: int, last: int) -> list[str]:
+    """What the walk leaves out, and what it names though no request passes it. `warm` and `last` are the phases of two
+    requests. A function that also runs while the fleet starts or idles, or for one of the two only, is not taken for
+    the request's."""
+    starting, idle, first, asked = (
+        {(call.file, call.function) for call in calls if call.phase == phase} for phase in (STARTING, IDLE, warm, last)
+    )
+    own = (asked & first) - starting - idle
     named = named_files(text)
     left_out = [f"left out: {file} ({function})" for file, function in own if file not in named]
     never = named - {file for file, _ in asked} - LOOPS
@@ -64,19 +72,75 @@ def differences(text: str, calls: set[Call]) -> list[str]:
 
 def test_missing_and_unused_files_are_reported():
     router, queue = "orchestrator/router/router.py", "orchestrator/store/queue.py"
-    calls = {Call(phase, router, "submit:1") for phase in (WARM, ASKED)}
-    calls |= {Call(phase, queue, "depth:9") for phase in (STARTING, WARM, IDLE, ASKED)}
-    assert differences("1. `router/router.py`", calls) == []
-    assert differences("1. `store/queue.py`", calls) == [f"left out: {router} (submit:1)"]
+    tries = (FIRST_TRY, FIRST_TRY + 1)
+    calls = {Call(phase, router, "submit:1") for phase in tries}
+    calls |= {Call(phase, queue, "depth:9") for phase in (STARTING, IDLE, *tries)}
+    assert differences("1. `router/router.py`", calls, *tries) == []
+    assert differences("1. `store/queue.py`", calls, *tries) == [f"left out: {router} (submit:1)"]
     text = "1. `router/router.py`, `router/gone.py`"
-    assert differences(text, calls) == ["no request passes it: orchestrator/router/gone.py"]
+    assert differences(text, calls, *tries) == ["no request passes it: orchestrator/router/gone.py"]
 
 
-async def ask(fleet: RunningFleet, name: str) -> None:
-    """A streamed request whose prompt is cached nowhere and long enough to be prefilled remotely. On a busy machine a
-    traced worker may be silent for so long that the request goes elsewhere; then it is asked again."""
+class Scripted:
+    """A fleet whose requests are retried or not, and the trace of what it runs: with a heartbeat it notes retries."""
+
+    def __init__(self, retried: list[bool]) -> None:
+        self.calls: set[Call] = set()
+        self._retried, self._phase, self._lines = retried, STARTING, list[dict[str, Any]]()
+        self._noting: asyncio.Task[None] | None = None
+
+    def enter(self, phase: int) -> None:
+        self._phase = phase
+
+    def client(self) -> Scripted:
+        return self
+
+    async def __aenter__(self) -> Scripted:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        pass
+
+    async def ask(self, *_: object, **__: object) -> SimpleNamespace:
+        retried = self._retried.pop(0)
+        self.calls.add(Call(self._phase, "orchestrator/router/dispatch.py", "retry:1" if retried else "place:1"))
+        self._lines.append({"outcome": "finished", "decision": "remote", "attempts": 1 + retried})
+        if retried:
+            self._noting = asyncio.create_task(self._note())
+        return SimpleNamespace(ok=True)
+
+    async def _note(self) -> None:
+        from orchestrator.frontend.wiring import HEARTBEAT_S
+
+        await asyncio.sleep(HEARTBEAT_S)
+        self.calls.add(Call(self._phase, "orchestrator/store/operator/events.py", "note:1"))
+
+    def request_lines(self) -> list[dict[str, Any]]:
+        return self._lines
+
+    def until(self, found: Any, *_: object) -> Any:
+        return found()
+
+    def assert_no_leaks(self) -> None:
+        pass
+
+
+@pytest.mark.slow
+async def test_what_a_discarded_try_leaves_to_the_heartbeat_is_no_part_of_the_walk():
+    scripted, tries = Scripted([True, False, True, False]), itertools.count(FIRST_TRY)
+    fleet: Any = scripted
+    warm, last = [await ask(fleet, fleet, name, tries) for name in ("warm", "asked")]
+    assert {call.function for call in scripted.calls} == {"retry:1", "place:1", "note:1"}
+    assert differences("1. `router/dispatch.py`", scripted.calls, warm, last) == []
+
+
+async def ask(trace: Trace, fleet: RunningFleet, name: str, tries: Iterator[int]) -> int:
+    """A streamed request whose prompt is cached nowhere and long enough to be prefilled remotely. Returns its phase. On
+    a busy machine a traced worker may be silent for so long that the request goes elsewhere; then it is asked again,
+    once its retry has been noted."""
     lines: list[dict[str, object]] = []
     for number in range(5):
+        trace.enter(phase := next(tries))
         before = len(fleet.request_lines())
         prompt = f"{name} {number}. " + "word " * 600
         async with fleet.client() as client:
@@ -85,7 +149,8 @@ async def ask(fleet: RunningFleet, name: str) -> None:
         lines += fleet.until(lambda before=before: fleet.request_lines()[before:], "its pd.request line")[:1]
         fleet.assert_no_leaks()
         if (lines[-1]["outcome"], lines[-1]["decision"], lines[-1]["attempts"]) == ("finished", "remote", 1):
-            return
+            return phase
+        await asyncio.sleep(NOTED_S)
     pytest.fail(f"no request was prefilled remotely at once: {lines}")
 
 
@@ -96,12 +161,11 @@ def test_the_walk_names_every_file_that_a_remote_request_passes_and_no_other(tmp
     # Float32: decode samples the token that prefill has sent, so that one attempt is all there is.
     settings = ("workers.engine_args.dtype=float32",)
     with tracing(tmp_path) as trace, running_fleet("demo-1p1d-cpu.yaml", *settings, forked=False) as fleet:
-        trace.enter(WARM)
-        asyncio.run(ask(fleet, "warm"))
+        tries = itertools.count(FIRST_TRY)
+        warm = asyncio.run(ask(trace, fleet, "warm", tries))
         trace.enter(IDLE)
         time.sleep(IDLE_S)
         fleet.assert_no_leaks()  # what it asks for after each request is not the request's either
-        trace.enter(ASKED)
-        asyncio.run(ask(fleet, "asked"))
+        last = asyncio.run(ask(trace, fleet, "asked", tries))
         trace.enter(AFTER)
-    assert differences(walk(), trace.calls()) == []
+    assert differences(walk(), trace.calls(), warm, last) == []
