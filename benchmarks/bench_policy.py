@@ -142,7 +142,13 @@ def bench_decision(results: dict[str, Any]) -> None:
         config = parse_config({"model": "m", "routing": routing})
         queue = cast(QueueView, SimpleNamespace(depth=QueueDepth(10, 50_000, 5)))
         decider = Decider(
-            "f", config, fleet, queue, prefixes, choose, Learning(Predictor(), choose, config.slo, Metrics(), Recent())
+            "f",
+            config,
+            fleet,
+            queue,
+            prefixes.index,
+            choose,
+            Learning(Predictor(), choose, config.slo, Metrics(), Recent()),
         )
         decisions: dict[str, Callable[[ActiveRequest, str], Any]] = {
             "": lambda request, asker, decider=decider: decider.decide(request),

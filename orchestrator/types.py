@@ -305,7 +305,7 @@ class Offered(msgspec.Struct, frozen=True):
 
     @classmethod
     def one(cls, prefill_tokens: int, local_tokens: int, output_tokens: float, haste: float = 1.0) -> Offered:
-        """A single request. `haste`: as `policy.ratio.load` has it."""
+        """A single request. `haste`: as `policy.policies` has it."""
         least_tokens = min(prefill_tokens, local_tokens)
         return cls(
             requests=1,

@@ -150,7 +150,7 @@ class Bench:
         self.prefixes = PrefixView(self.transport.send)
         self.codec = FakeCodec()
         self.router = Router(
-            self.config, self.fleet, self.transport, self.queue, self.prefixes, self.codec, choose, Metrics()
+            self.config, self.fleet, self.transport, self.queue, self.prefixes.index, self.codec, choose, Metrics()
         )
         for name, role in (("d0", Role.DECODE), ("d1", Role.DECODE), ("p0", Role.PREFILL)):
             self.add_worker(name, role)

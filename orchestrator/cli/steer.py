@@ -22,6 +22,7 @@ from orchestrator.cli.handle import (
 from orchestrator.cli.look.views import fields_view, queue_view
 from orchestrator.config.settings import Refused
 from orchestrator.store.operator.log_levels import ALL, LogLevels
+from orchestrator.store.operator.queued_jobs import peek, show
 from orchestrator.store.steering import NOBODY, Steering
 from orchestrator.types import Role
 
@@ -113,7 +114,7 @@ def queue(
         return
 
     async def read(fleet: OpenFleet) -> tuple[list[dict[str, Any]], dict[str, int]]:
-        return await fleet.queue.peek(limit), msgspec.to_builtins(await fleet.queue.depth())
+        return await peek(fleet.queue, limit), msgspec.to_builtins(await fleet.queue.depth())
 
     waiting, depth = ask(find_fleet(namespace, redis), read)
     say({**depth, "waiting": waiting}, queue_view(waiting, depth), as_json)
@@ -127,7 +128,7 @@ def queue_show(
     as_json: JsonOption = False,
 ) -> None:
     """Show one job, waiting or claimed."""
-    job = ask(find_fleet(namespace, redis), lambda fleet: fleet.queue.show(request_id))
+    job = ask(find_fleet(namespace, redis), lambda fleet: show(fleet.queue, request_id))
     if job is None:
         raise Refused(f"request {request_id!r} is not in the queue: it was never queued, or is done")
     say(job, fields_view(job), as_json)

@@ -19,15 +19,15 @@ PauseMode = Literal["abort", "wait", "keep"]
 
 
 class Pause:
-    """`note` takes the states that workers report; new requests wait for `wait_ended`."""
+    """`note` takes the states that workers report; new requests wait for `ended`."""
 
     def __init__(self) -> None:
         self.state = PauseState()  # the newest reported one
         self.on_abort: Callable[[], None] = lambda: None  # called when a pause begins that ends running requests
         self.on_outdated: Callable[[str], None] = lambda _: None  # called with a worker that does not know `state`
         self.ended_at = 0.0  # monotonic; frozen requests could not continue before
-        self._ended = asyncio.Event()
-        self._ended.set()
+        self.ended = asyncio.Event()  # the fleet is not paused
+        self.ended.set()
 
     def note(self, worker_id: str, state: PauseState) -> None:
         before = self.state
@@ -38,10 +38,10 @@ class Pause:
             return
         self.state = state
         if state.mode:
-            self._ended.clear()
+            self.ended.clear()
         else:
             self.ended_at = time.monotonic()
-            self._ended.set()
+            self.ended.set()
         if state.mode == "abort" != before.mode:
             self.on_abort()
 
@@ -53,7 +53,3 @@ class Pause:
     def frozen(self) -> bool:
         """Whether running requests are stopped, to go on later."""
         return self.state.mode == "keep"
-
-    async def wait_ended(self) -> None:
-        """Wait until the fleet is not paused."""
-        await self._ended.wait()

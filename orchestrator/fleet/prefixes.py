@@ -1,4 +1,4 @@
-"""This frontend's view of the workers' prefix caches: takes events and snapshots, returns the hits of a prompt.
+"""This frontend's view of the workers' prefix caches: takes their events and snapshots into an index of keys.
 
 A load report has the number of the last batch of events that its worker published before it, on the same socket. A
 batch that has not arrived by then was lost, or sent before this frontend listened. After such a gap the frontend asks
@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
-from orchestrator.policy.prefix_index import Hits, PrefixIndex
+from orchestrator.policy.prefix_index import PrefixIndex
 from orchestrator.process.telemetry.metrics import Metrics
 from orchestrator.types import PrefixEvents, WorkerLoad
 from orchestrator.wire.messages import PrefixResync, PrefixSnapshot
@@ -41,14 +41,6 @@ class PrefixView:
         self._send, self._metrics = send, metrics or Metrics()
         self._awaited: dict[str, _Awaited] = {}
         self._asked: dict[str, float] = {}  # when; of them, those that were asked and have not answered
-
-    def look_up(self, keys: Sequence[int]) -> Hits:
-        return self.index.look_up(keys)
-
-    @property
-    def empty(self) -> bool:
-        """Whether no prompt can have a hit."""
-        return not len(self.index)
 
     def take_load(self, load: WorkerLoad, now: float) -> None:
         if load.worker_id in self._awaited:

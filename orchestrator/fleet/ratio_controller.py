@@ -15,6 +15,7 @@ from orchestrator.config.engine_args import unit_size
 from orchestrator.config.settings import Config
 from orchestrator.fleet.view import Fleet
 from orchestrator.fleet.worker_view import WorkerView
+from orchestrator.policy.own_prompts import ReuseCounter
 from orchestrator.policy.predict.predictor import Predictor
 from orchestrator.policy.ratio.decision import desired_ratio
 from orchestrator.policy.ratio.load import (
@@ -25,7 +26,6 @@ from orchestrator.policy.ratio.load import (
     Observation,
     offered_since,
 )
-from orchestrator.policy.ratio.reuse import ReuseCounter
 from orchestrator.process.telemetry.metrics import Metrics
 from orchestrator.store.client import RedisAway
 from orchestrator.store.operator.events import EventLog

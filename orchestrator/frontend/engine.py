@@ -145,7 +145,7 @@ class FleetCore:
             raise FleetRefused(error) from None
 
     async def add_request_async(self, request: EngineCoreRequest) -> None:
-        await self._fleet.pause.wait_ended()
+        await self._fleet.pause.ended.wait()
         try:
             await self._router.submit(request)
         except Overloaded as error:

@@ -99,7 +99,9 @@ class FleetConnection:
         self.steering = Steering(self.registry, jobs, config.workers.heartbeat_s)
         self.rest = Rest(self.registry, self._serves, lambda: self.fleet.desired, config.cold_start_s)
         self.fleet.rest = self.rest
-        self.router = Router(config, self.fleet, self.transport, self.queue, self.prefixes, codec, choose, metrics)
+        self.router = Router(
+            config, self.fleet, self.transport, self.queue, self.prefixes.index, codec, choose, metrics
+        )
         self.membership = Membership(
             self.registry,
             self.fleet,

@@ -248,6 +248,16 @@ def _with_load(candidate: Candidate, load: RecalledLoad) -> Candidate:
     )
 
 
+def haste(own_ttft_s: float | None, slo: SLOConfig) -> float:
+    """The fleet's TTFT objective over a request's own, at most 1.
+
+    A prompt that may wait for k times as long goes behind the others in the queue, and is in time where one of 1/k of
+    its length would be. So it counts as short in the spread of prefill times, by which queues are judged; its work is
+    the same. One with a tighter objective than the fleet's counts no more than others: clients name theirs.
+    """
+    return 1.0 if own_ttft_s is None else min(1.0, slo.ttft_s / own_ttft_s)
+
+
 def delay_s(
     compute_s: float,
     weight: float,

@@ -15,8 +15,8 @@ from typing import Any
 
 import msgspec
 
-from orchestrator.fleet.prefixes import PrefixView
 from orchestrator.policy.placement import Reject
+from orchestrator.policy.prefix_index import PrefixIndex
 from orchestrator.process.telemetry.metrics import Metrics
 from orchestrator.process.telemetry.requests import Recent, RequestLine
 from orchestrator.router.codec import Batch, Codec
@@ -46,7 +46,7 @@ class ActiveRequests:
         early_first_token: bool,
         learning: Learning,
         recent: Recent,
-        prefixes: PrefixView,
+        prefixes: PrefixIndex,
         metrics: Metrics,
     ) -> None:
         """`early_first_token`: `routing.first_token` is `prefill`."""
@@ -100,7 +100,7 @@ class ActiveRequests:
         active.move(state)
         del self.by_id[active.id]
         active.leave_workers()
-        self._prefixes.index.expected.settled(active.id)
+        self._prefixes.expected.settled(active.id)
         try:
             self._count(active, state, time.monotonic())
         except Exception:  # its client gets its end all the same

@@ -14,7 +14,6 @@ from itertools import islice
 import msgspec
 
 from orchestrator.config.settings import Config
-from orchestrator.fleet.prefixes import PrefixView
 from orchestrator.fleet.queue_view import QueueView
 from orchestrator.fleet.view import Fleet
 from orchestrator.fleet.worker_view import WorkerView
@@ -28,7 +27,7 @@ from orchestrator.policy.predict.fetch import (
     choose_holder,
     load_s_per_token,
 )
-from orchestrator.policy.prefix_index import Hits
+from orchestrator.policy.prefix_index import Hits, PrefixIndex
 from orchestrator.router.learning import Learning
 from orchestrator.router.request import ActiveRequest, Placed
 from orchestrator.types import PrefillJob, Role, WorkerLoad
@@ -47,7 +46,7 @@ class Decider:
         config: Config,
         fleet: Fleet,
         queue: QueueView,
-        prefixes: PrefixView,
+        prefixes: PrefixIndex,
         choose: DecodeChoice,
         learning: Learning,
     ) -> None:
@@ -212,7 +211,7 @@ class Decider:
 
     def _host_tokens(self, view: WorkerView, keys: Sequence[int], tokens: int) -> int:
         """Of the prompt's first `tokens` that a worker holds, those that only its host tier has."""
-        on_device = self._prefixes.index.blocks_on_device(view.info.id, keys, tokens // self._fleet.block_size)
+        on_device = self._prefixes.blocks_on_device(view.info.id, keys, tokens // self._fleet.block_size)
         return tokens - on_device * self._fleet.block_size
 
     def _priced(self, adapter: int, candidates: list[Candidate]) -> list[Candidate]:

@@ -16,11 +16,11 @@ from typing import Any
 
 from orchestrator.config.settings import RoutingConfig
 from orchestrator.config.values import strict_label
-from orchestrator.fleet.prefixes import PrefixView
 from orchestrator.fleet.queue_view import QueueView
 from orchestrator.fleet.view import Fleet
 from orchestrator.policy.placement import RETRY_AFTER_S, Reject
 from orchestrator.policy.predict.fetch import Holder
+from orchestrator.policy.prefix_index import PrefixIndex
 from orchestrator.process.telemetry.metrics import Metrics
 from orchestrator.router.active_requests import ActiveRequests
 from orchestrator.router.decider import Decider
@@ -47,7 +47,7 @@ class Dispatch:
         fleet: Fleet,
         transport: FrontendTransport,
         queue: QueueView,
-        prefixes: PrefixView,
+        prefixes: PrefixIndex,
         requests: ActiveRequests,
         metrics: Metrics,
     ) -> None:
@@ -58,7 +58,7 @@ class Dispatch:
 
     async def place(self, active: ActiveRequest, wait_for_room: bool = False) -> Reject | None:
         """Returns why it could not be placed; None once it is not PLACING any more, for whatever reason."""
-        self._prefixes.index.expected.settled(active.id)  # an attempt before this one computes nothing any more
+        self._prefixes.expected.settled(active.id)  # an attempt before this one computes nothing any more
         while active.state is State.PLACING:
             placed = self._decider.decide(active)
             if isinstance(placed, Placed):
@@ -86,7 +86,7 @@ class Dispatch:
                 active.placed = placed = placed.with_cached(holder.tokens, active.parsed.info.prompt_tokens)
             sent = self.send(active, placed.worker_id, State.LOCAL, holder)
             if sent:
-                self._prefixes.index.expected.sent(active.id, placed.worker_id, active.parsed.prefix_keys)
+                self._prefixes.expected.sent(active.id, placed.worker_id, active.parsed.prefix_keys)
             self._metrics.prefix_hit_tokens.labels("local").inc(placed.cached_tokens if sent else 0)
             return sent
         active.move(State.QUEUED)  # before the enqueue returns: a worker's claim may be here first

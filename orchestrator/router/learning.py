@@ -10,9 +10,9 @@ from orchestrator.config.settings import SLOConfig
 from orchestrator.config.values import Link
 from orchestrator.fleet.worker_view import WorkerView
 from orchestrator.policy.decode_choice import DecodeChoice
+from orchestrator.policy.own_prompts import ReuseCounter
+from orchestrator.policy.policies import haste
 from orchestrator.policy.predict.predictor import Predictor
-from orchestrator.policy.ratio.load import haste
-from orchestrator.policy.ratio.reuse import ReuseCounter
 from orchestrator.process.telemetry.metrics import Metrics
 from orchestrator.process.telemetry.requests import Recent
 from orchestrator.router.request import ActiveRequest, State

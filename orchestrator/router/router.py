@@ -13,12 +13,12 @@ from collections.abc import Iterable
 from typing import Any
 
 from orchestrator.config.settings import Config
-from orchestrator.fleet.prefixes import PrefixView
 from orchestrator.fleet.queue_view import QueueView
 from orchestrator.fleet.view import Fleet
 from orchestrator.policy.decode_choice import DecodeChoice
 from orchestrator.policy.policies import RECALL_S
 from orchestrator.policy.predict.predictor import Predictor
+from orchestrator.policy.prefix_index import PrefixIndex
 from orchestrator.process.telemetry.metrics import Metrics
 from orchestrator.process.telemetry.requests import Recent
 from orchestrator.process.ticks import ticks
@@ -59,7 +59,7 @@ class Router:
         fleet: Fleet,
         transport: FrontendTransport,
         queue: QueueView,
-        prefixes: PrefixView,
+        prefixes: PrefixIndex,
         codec: Codec,
         choose: DecodeChoice,
         metrics: Metrics,
@@ -88,7 +88,7 @@ class Router:
 
     async def submit(self, request: Any) -> None:
         """Take an engine request; its outputs appear in `batches`. Raises Overloaded and what `Codec.read` raises."""
-        parsed = self._codec.read(request, 0 if self._prefixes.empty else self._fleet.block_size)
+        parsed = self._codec.read(request, self._fleet.block_size if len(self._prefixes) else 0)
         active = ActiveRequest(parsed, accepted_at=time.monotonic())
         self._requests.add(active)
         try:
@@ -277,7 +277,7 @@ class Router:
             self.recent.ttft.add(now - active.accepted_at)
         self.recent.output_tokens += len(output.new_token_ids)
         if first:
-            self._prefixes.index.expected.settled(active.id)
+            self._prefixes.expected.settled(active.id)
             link = self._fleet.places.link(active.prefill_worker, active.decode_worker)
             self.learning.first_token(active, link, now)
             if (prefill := active.prefill) is not None and prefill.ended_at is not None:

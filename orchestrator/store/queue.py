@@ -16,9 +16,8 @@ from typing import Any, Literal
 import msgspec
 
 from orchestrator.process.tasks import cancelled
-from orchestrator.store.claim_reply import ClaimReply, raw_bytes, read_reply
 from orchestrator.store.client import Redis, RedisAway
-from orchestrator.store.fields import whole
+from orchestrator.store.fields import text, whole
 from orchestrator.store.keys import QUEUE, Keys
 from orchestrator.types import JobState, PrefillJob, QueueDepth, WindowJob
 
@@ -35,7 +34,7 @@ SWEEP_ROUNDS = 80
 LEASE_S = 10.0  # for so long a claim holds unless it is renewed
 MAX_JOBS = 10_000  # that may wait
 MAX_DELIVERIES = 3  # a job fails when this many workers that had claimed it died
-MAX_PEEK = 1000
+_LONG_STR_HEAD = {0xD9: 2, 0xDA: 3, 0xDB: 5}  # msgpack's str 8, 16 and 32, and the bytes before their content
 
 
 class JobTooLarge(ValueError):
@@ -52,6 +51,34 @@ class Claim(msgspec.Struct, frozen=True):
     job: PrefillJob
     queued_s: float  # from enqueue to claim, the server's clock
     lease_until: float
+
+
+class ClaimedRow(msgspec.Struct, array_like=True):
+    """A row of `take` in claim.lua. Raw: a Lua string, which need not be text."""
+
+    request_id: msgspec.Raw
+    reply_to: msgspec.Raw
+    cached: msgspec.Raw
+    body_bytes: int
+    attempt: int
+    tokens: int
+    uncached_tokens: int
+    deliveries: int
+    arrived_at: float
+
+
+class ClaimReply(msgspec.Struct, array_like=True):
+    """What both claiming verbs answer before the bodies. Times are unix seconds, the server's clock."""
+
+    now: float
+    lease_until: float
+    claims: list[ClaimedRow]
+    window: list[WindowJob]
+    waits: bool  # the next job wakes the claimer
+    share_tokens: int  # of what waits, where other workers are idle; -1 where none is
+
+
+_decode_reply = msgspec.msgpack.Decoder(ClaimReply).decode
 
 
 class SweepResult(msgspec.Struct, frozen=True):
@@ -96,7 +123,7 @@ class PrefillQueue:
         """
         if len(job.body) > MAX_BODY_BYTES:
             raise JobTooLarge(f"{job.request_id}: a body of {len(job.body)} bytes, the largest has {MAX_BODY_BYTES}")
-        outcome = await self._call(
+        outcome = await self.call(
             "enqueue",
             job.request_id,
             job.attempt,
@@ -128,9 +155,9 @@ class PrefillQueue:
         if max_tokens <= 0 or max_jobs <= 0:
             return [], []
         room = min(max_jobs, MAX_CLAIM_JOBS)
-        packed = await self._call("claim", *self._claimer(worker_id), max_tokens, room, window, int(idle), wait_s)
+        packed = await self.call("claim", *self._claimer(worker_id), max_tokens, room, window, int(idle), wait_s)
         try:
-            reply, bodies = read_reply(packed)
+            reply, bodies = _read_reply(packed)
         except UnicodeDecodeError:  # no id of ours in the window: claimed in order, which drops it
             return await self.claim(worker_id, max_tokens, max_jobs, 0, True, wait_s)
         self.waits = reply.waits
@@ -142,8 +169,8 @@ class PrefillQueue:
 
         `idle`: if other workers have claimed all of them, claim the head of the queue instead of choosing again.
         """
-        packed = await self._call("claim_chosen", *self._claimer(worker_id), int(idle), *request_ids)
-        return await self._read_claims(worker_id, *read_reply(packed))
+        packed = await self.call("claim_chosen", *self._claimer(worker_id), int(idle), *request_ids)
+        return await self._read_claims(worker_id, *_read_reply(packed))
 
     def _claimer(self, worker_id: str) -> tuple[object, ...]:
         return worker_id, self._lease_s, JOB_TTL_S, self._lease_s, self._waiter_id, " ".join(self.away)
@@ -153,7 +180,7 @@ class PrefillQueue:
         end = 0
         for row in reply.claims:
             begin, end = end, end + row.body_bytes
-            request_id = raw_bytes(row.request_id)
+            request_id = _raw_bytes(row.request_id)
             try:
                 job = PrefillJob(
                     request_id=request_id.decode(),
@@ -161,14 +188,14 @@ class PrefillQueue:
                     tokens=row.tokens,
                     uncached_tokens=row.uncached_tokens,
                     arrived_at=row.arrived_at,
-                    reply_to=raw_bytes(row.reply_to).decode(),
+                    reply_to=_raw_bytes(row.reply_to).decode(),
                     body=bodies[begin:end],
                     deliveries=row.deliveries,
-                    cached=read_cached(raw_bytes(row.cached).decode()),
+                    cached=read_cached(_raw_bytes(row.cached).decode()),
                 )
             except UnicodeDecodeError as error:
                 log.warning("dropped a corrupt prefill job %r: %s", request_id[:80], error)
-                await self._call("ack", worker_id, request_id, row.attempt)
+                await self.call("ack", worker_id, request_id, row.attempt)
                 continue
             claims.append(Claim(job, max(reply.now - job.arrived_at, 0.0), reply.lease_until))
         return claims
@@ -177,27 +204,27 @@ class PrefillQueue:
         """Extend leases by `lease_s` from now. Returns the ids that this worker does not hold any more."""
         if not request_ids:
             return []
-        lost = await self._call("renew", worker_id, self._lease_s, JOB_TTL_S, *request_ids)
+        lost = await self.call("renew", worker_id, self._lease_s, JOB_TTL_S, *request_ids)
         return [request_id.decode() for request_id in lost]
 
     async def ack(self, worker_id: str, request_id: str, attempt: int) -> bool:
         """The job is done: forget it. False when this worker did not hold this attempt."""
-        return bool(await self._call("ack", worker_id, request_id, attempt))
+        return bool(await self.call("ack", worker_id, request_id, attempt))
 
     async def release(self, worker_id: str, request_id: str, attempt: int) -> bool:
         """Give a job back to its old place in the queue. False when this worker did not hold this attempt."""
-        return bool(await self._call("release", worker_id, request_id, attempt, JOB_TTL_S))
+        return bool(await self.call("release", worker_id, request_id, attempt, JOB_TTL_S))
 
     async def expire_leases(self, worker_id: str) -> int:
         """End the leases of a dead worker now, unless it is registered again. The next sweep returns its claims.
 
         Returns how many leases were ended.
         """
-        return int(await self._call("expire_leases", worker_id))
+        return int(await self.call("expire_leases", worker_id))
 
     async def cancel(self, request_id: str, attempt: int) -> Literal["waiting", "claimed", "absent"]:
         """Remove this attempt, or an older one, claimed or not. Returns its state before."""
-        outcome: Literal["waiting", "claimed", "absent"] = (await self._call("cancel", request_id, attempt)).decode()
+        outcome: Literal["waiting", "claimed", "absent"] = (await self.call("cancel", request_id, attempt)).decode()
         return outcome
 
     async def sweep(self) -> SweepResult:
@@ -208,35 +235,35 @@ class PrefillQueue:
         """
         result = SweepResult([], [], [])
         for _ in range(SWEEP_ROUNDS):
-            returned, failed, orphaned = await self._call(
+            returned, failed, orphaned = await self.call(
                 "sweep", SWEEP_LEASES, SWEEP_WAITING, self._max_deliveries, JOB_TTL_S, self._lease_s
             )
-            result.returned.extend(map(_text, returned))
-            result.failed.extend((_text(request_id), attempt, _text(to)) for request_id, attempt, to in failed)
-            result.orphaned.extend(map(_text, orphaned))
+            result.returned.extend(map(text, returned))
+            result.failed.extend((text(request_id), attempt, text(to)) for request_id, attempt, to in failed)
+            result.orphaned.extend(map(text, orphaned))
             if not (returned or failed or orphaned):
                 break
         return result
 
     async def depth(self) -> QueueDepth:
         """O(1)."""
-        requests, tokens, claimed = await self._call("depth")
+        requests, tokens, claimed = await self.call("depth")
         return QueueDepth(requests, tokens, claimed)
 
     async def poll(self) -> QueueDepth:
         """The depth of the queue. Raises RedisAway also if Redis answers but refuses writes, since waiting jobs cannot
         be claimed then. O(1)."""
-        requests, tokens, claimed = await self._call("poll")
+        requests, tokens, claimed = await self.call("poll")
         return QueueDepth(requests, tokens, claimed)
 
     async def states(self, request_ids: Sequence[str]) -> dict[str, JobState]:
         """The state of each of these jobs. O(1) for each."""
-        found = await self._call("states", *request_ids)
+        found = await self.call("states", *request_ids)
         return {name: JobState(state.decode()) for name, state in zip(request_ids, found, strict=True)}
 
     async def claims_of(self, worker_id: str) -> list[str]:
         """The requests whose jobs this worker has claimed. O(n) in their number."""
-        return [_text(request_id) for request_id in await self._call("claims_of", worker_id)]
+        return [text(request_id) for request_id in await self.call("claims_of", worker_id)]
 
     async def server_run(self) -> str:
         """The run id of the server. If it changes, jobs may be lost. Empty if the server does not tell it."""
@@ -245,35 +272,6 @@ class PrefillQueue:
         except RedisAway as error:
             log.debug("the server does not tell its run: %s", error)  # INFO may be forbidden by an ACL
             return ""
-
-    async def peek(self, limit: int) -> list[dict[str, Any]]:
-        """The head of the queue, to display: id, tokens, uncached, age_s, score, attempt, reply_to."""
-        rows = await self._call("peek", min(limit, MAX_PEEK)) if limit > 0 else []
-        return [
-            {
-                "id": _text(request_id),
-                "tokens": tokens,
-                "uncached": uncached,
-                "age_s": round(float(age_s), 3),
-                "score": float(place),
-                "attempt": attempt,
-                "reply_to": _text(reply_to),
-            }
-            for request_id, tokens, uncached, age_s, place, attempt, reply_to in rows
-        ]
-
-    async def show(self, request_id: str) -> dict[str, Any] | None:
-        """One job, waiting or claimed, to display: its fields as text or numbers, `age_s`, `body_bytes`."""
-        reply = await self._call("show", request_id)
-        if reply is None:
-            return None
-        now, body_bytes, fields = reply
-        shown: dict[str, Any] = {"id": request_id}
-        for name, value in zip(fields[::2], fields[1::2], strict=True):
-            shown[_text(name)] = _number(_text(value))
-        if isinstance(shown.get("arrived_at"), (int, float)):
-            shown["age_s"] = round(float(now) - shown["arrived_at"], 3)
-        return {**shown, "body_bytes": body_bytes}
 
     async def wait_for_work(self, timeout_s: float, doing: Literal["idle", "busy", "left"] = "idle") -> None:
         """Wait until a job is enqueued, at most `timeout_s`. Returns at once if jobs wait already.
@@ -287,7 +285,7 @@ class PrefillQueue:
             self._listener = asyncio.create_task(self._listen(), name="queue-listener")
         try:
             told = self.waits or self._woken.is_set()
-            if not told and await self._call("wait", self._waiter_id, timeout_s, doing):
+            if not told and await self.call("wait", self._waiter_id, timeout_s, doing):
                 return
         except RedisAway as error:
             log.debug("waiting for work without Redis: %s", error)
@@ -317,7 +315,8 @@ class PrefillQueue:
             async for _ in wake_ups:
                 self._woken.set()
 
-    async def _call(self, verb: str, *args: Any) -> Any:
+    async def call(self, verb: str, *args: Any) -> Any:
+        """A verb of `lua/queue/`."""
         return await self._redis.call(QUEUE, verb, self.keys.prefix, *args)
 
 
@@ -326,20 +325,19 @@ def cached_text(cached: dict[str, int]) -> str:
     return " ".join(f"{name}={tokens}" for name, tokens in sorted(cached.items(), key=lambda item: -item[1]))
 
 
-def read_cached(text: str) -> dict[str, int]:
+def read_cached(told: str) -> dict[str, int]:
     """The inverse of the function above. Parts of another form are left out."""
-    pairs = (part.rpartition("=") for part in text.split())
+    pairs = (part.rpartition("=") for part in told.split())
     return {name: count for name, _, tokens in pairs if name and (count := whole(tokens))}
 
 
-def _text(value: bytes) -> str:
-    return value.decode(errors="replace")
+def _read_reply(packed: bytes) -> tuple[ClaimReply, bytes]:
+    """A line with a length, that much msgpack, and bodies. Raises UnicodeDecodeError."""
+    length, _, rest = packed.partition(b"\n")
+    return _decode_reply(rest[: int(length)]), rest[int(length) :]
 
 
-def _number(text: str) -> str | int | float:
-    for kind in (int, float):
-        try:
-            return kind(text)
-        except ValueError:
-            continue
-    return text
+def _raw_bytes(raw: msgspec.Raw) -> bytes:
+    """The bytes of a msgpack str: what follows its head of 1 byte, or of 2, 3 or 5 where it is longer than 31 bytes."""
+    packed = bytes(raw)
+    return packed[_LONG_STR_HEAD.get(packed[0], 1) :]

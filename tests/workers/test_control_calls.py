@@ -207,7 +207,7 @@ async def test_a_pause_clears_prefix_caches_and_frontends_know(workers: Workers)
     await client.ask(prompt, 5)
 
     def known_blocks() -> int:
-        hits = other.connection.prefixes.look_up(keys)
+        hits = other.connection.prefixes.index.look_up(keys)
         return hits.blocks(prefill.id) + hits.blocks(decode.id)
 
     await until(known_blocks, "the other frontend knows what is cached")

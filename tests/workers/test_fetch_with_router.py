@@ -50,7 +50,7 @@ async def forget(client: RouterClient, worker: LocalWorker) -> None:
 
 
 def held(client: RouterClient, worker_id: str) -> int:
-    return client.connection.prefixes.look_up(prefix_keys(PROMPT, 16)).blocks(worker_id)
+    return client.connection.prefixes.index.look_up(prefix_keys(PROMPT, 16)).blocks(worker_id)
 
 
 async def holding(client: RouterClient, prefill: LocalWorker, decode: LocalWorker | WorkerProcess) -> None:

@@ -8,8 +8,8 @@ from support_router import RouterClient
 from support_wait import until
 from support_workers import LocalWorker, Workers, expected, running_workers
 
-from orchestrator.fleet.prefixes import PrefixView
 from orchestrator.launch.host.redis_server import EmbeddedRedis
+from orchestrator.policy.prefix_index import PrefixIndex
 from orchestrator.types import Role
 from workers.sim.request import SimRequest
 
@@ -40,7 +40,8 @@ async def test_first_token_arrives_once_during_transfer(workers: Workers) -> Non
 
 def know_no_caches(monkeypatch: pytest.MonkeyPatch) -> None:
     """Prompts asked again are prefilled remotely again."""
-    monkeypatch.setattr(PrefixView, "look_up", lambda view, keys: view.index.look_up([]))
+    look_up = PrefixIndex.look_up
+    monkeypatch.setattr(PrefixIndex, "look_up", lambda index, keys: look_up(index, []))
 
 
 @pytest.mark.parametrize("first_token", ["prefill", "decode"])

@@ -38,7 +38,7 @@ def placed(reason: str) -> float:
 
 
 def held(client: RouterClient, worker: LocalWorker, prompt: list[int] = PROMPT) -> int:
-    return client.connection.prefixes.look_up(prefix_keys(prompt, 16)).blocks(worker.id)
+    return client.connection.prefixes.index.look_up(prefix_keys(prompt, 16)).blocks(worker.id)
 
 
 def believes_all(client: RouterClient, *workers: LocalWorker) -> bool:

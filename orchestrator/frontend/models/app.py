@@ -26,11 +26,11 @@ from orchestrator.config.simulated import HONOURED, simulated
 from orchestrator.frontend import tracing
 from orchestrator.frontend.codec.detokenizer import use_backend
 from orchestrator.frontend.dashboard.routes import operator_routes, page_routes, stream_routes
+from orchestrator.frontend.edge import refuse_what_trips
 from orchestrator.frontend.engine import FleetCore, FleetLLM
 from orchestrator.frontend.models.adapters import fleet_models
 from orchestrator.frontend.pages import fleet_routes
 from orchestrator.frontend.plain import route, streaming
-from orchestrator.frontend.untrusted.bodies import refuse_what_trips
 from orchestrator.frontend.untrusted.media import fetch_public_only
 from orchestrator.frontend.wiring import FleetConnection
 from orchestrator.types import Role

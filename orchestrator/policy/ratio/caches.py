@@ -1,19 +1,73 @@
-"""The cost of prompts at another split, whose prefill and decode workers have caches of another total size."""
+"""The cost of prompts at another split, whose prefill and decode workers have caches of another total size.
+
+A cache finds a block that is used again before it is evicted. How long it keeps an unused block follows from its size:
+in T seconds it takes in the blocks that prompts bring and that were not used in the last T seconds. (X. Hu et al.,
+"Kinetic modeling of data eviction in cache", USENIX ATC 2016; there T is the average eviction time.) So one histogram
+of ages at reuse gives the hits for every cache size, and nothing is simulated.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import msgspec
 
+from orchestrator.policy.own_prompts import AGES_S, Reuse
 from orchestrator.policy.ratio.attainment import Split, Traffic
 from orchestrator.policy.ratio.load import LoadSample
-from orchestrator.policy.ratio.reuse import Curve, curve, uncached
 
 STEPS = 16  # of a bisection
 # While prompts have at most this share more uncached tokens than caches without duplicates would leave, the memory is
 # taken to hold no duplicates.
 TOLERANCE = 0.05
+
+
+class Curve(msgspec.Struct, frozen=True):
+    """Uncached tokens of the mean prompt, by how long caches keep an unused block: 0 s, then each of `AGES_S`.
+
+    `uncached2` has the means of their squares. `loose` are the tokens of the mean prompt that fill no block, which
+    caches never keep.
+    """
+
+    uncached: tuple[float, ...]
+    uncached2: tuple[float, ...]
+    loose: float
+
+
+def curve(counts: Iterable[Reuse]) -> Curve | None:
+    """The curve of all counts together; None if no prompt arrived."""
+    total = sum(counts, Reuse())
+    count = total.prompts
+    if not count:
+        return None
+    left, left2 = total.tokens, total.tokens2
+    uncached, uncached2 = [left / count], [left2 / count]
+    for saved, saved2 in zip(total.saved, total.saved2, strict=True):
+        left, left2 = left - saved, left2 - saved2
+        uncached.append(left / count)
+        uncached2.append(left2 / count)
+    return Curve(tuple(uncached), tuple(uncached2), (total.tokens - total.keyed) / count)
+
+
+def uncached(of: Curve, cache_tokens: float, prompts_per_s: float) -> tuple[float, float, float]:
+    """For caches of `cache_tokens` in all: mean uncached tokens of a prompt, their mean square, and the seconds for
+    which the caches keep an unused block.
+
+    The caches fill by the blocks that were not used within that time; the walk ends at the age at which they are full.
+    """
+    filled, before_s = 0.0, 0.0
+    for n, age_s in enumerate(AGES_S):
+        u0, u1 = of.uncached[n], of.uncached[n + 1]
+        more = prompts_per_s * (age_s - before_s) * ((u0 + u1) / 2 - of.loose)
+        if filled + more >= cache_tokens:
+            share = (cache_tokens - filled) / more if more > 0 else 1.0
+            return (
+                u0 + share * (u1 - u0),
+                of.uncached2[n] + share * (of.uncached2[n + 1] - of.uncached2[n]),
+                before_s + share * (age_s - before_s),
+            )
+        filled, before_s = filled + more, age_s
+    return of.uncached[-1], of.uncached2[-1], AGES_S[-1]
 
 
 class Caches(msgspec.Struct, frozen=True):

@@ -6,11 +6,10 @@ from collections.abc import Sequence
 
 import msgspec
 
-from orchestrator.config.settings import SLOConfig
+from orchestrator.policy.own_prompts import Reuse
 from orchestrator.policy.predict.estimates import FIT_MEMORY, MIN_FIT_SAMPLES, LineFit, Smoothed
 from orchestrator.policy.predict.predictor import Predictor
 from orchestrator.policy.ratio.attainment import Traffic
-from orchestrator.policy.ratio.reuse import Reuse
 from orchestrator.types import Offered
 
 # A decode worker is full when this share of its KV memory is in use, because its sequences still grow.
@@ -121,16 +120,6 @@ class LoadSampler:
             return self._fixed_s, self._beyond_s.value / self._sequences.value
         line = self._step_s
         return (line.intercept, line.slope) if line.samples >= MIN_FIT_SAMPLES else (itl_s, 0.0)
-
-
-def haste(own_ttft_s: float | None, slo: SLOConfig) -> float:
-    """The fleet's TTFT objective over a request's own, at most 1.
-
-    A prompt that may wait for k times as long goes behind the others in the queue, and is in time where one of 1/k of
-    its length would be. So it counts as short in the spread of prefill times, by which queues are judged; its work is
-    the same. One with a tighter objective than the fleet's counts no more than others: clients name theirs.
-    """
-    return 1.0 if own_ttft_s is None else min(1.0, slo.ttft_s / own_ttft_s)
 
 
 def offered_since(before: dict[str, Offered], now: dict[str, Offered]) -> Offered:

@@ -46,7 +46,7 @@ def view(asked):
 
 
 def believed(view, name="w"):
-    return {key for key in range(100) if view.look_up([key]).blocks(name)}
+    return {key for key in range(100) if view.index.look_up([key]).blocks(name)}
 
 
 def synced(view, worker):
@@ -70,7 +70,7 @@ def test_late_frontend_gets_snapshot(view, asked):
 
 def test_a_worker_that_has_no_cache_is_never_asked(view, asked):
     view.take_load(WorkerLoad("w", 1, 100, 100, 0, 0, 0, 1.0), 0.0)
-    assert asked == [] and view.empty
+    assert asked == [] and not len(view.index)
 
 
 def test_a_lost_batch_is_noticed_by_the_next_one(view, asked):

@@ -14,9 +14,9 @@ from orchestrator.config.settings import parse_config
 from orchestrator.fleet import ratio_controller as controller
 from orchestrator.fleet.ratio_controller import RatioController, observe
 from orchestrator.fleet.view import Fleet
+from orchestrator.policy.own_prompts import ReuseCounter
 from orchestrator.policy.predict.predictor import Predictor
 from orchestrator.policy.ratio import decision
-from orchestrator.policy.ratio.reuse import ReuseCounter
 from orchestrator.store.operator.events import EventLog
 from orchestrator.store.planned import Seen
 from orchestrator.store.registry import Frontend, Registry

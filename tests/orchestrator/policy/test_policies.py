@@ -3,13 +3,13 @@
 import msgspec
 import pytest
 
-from orchestrator.config.settings import parse_config
+from orchestrator.config.settings import SLOConfig, parse_config
 from orchestrator.policy.choices.named import decode_choice
 from orchestrator.policy.decode_choice import Candidate, RequestInfo
 from orchestrator.policy.placement import Local, PrefillView, Reject, Remote
-from orchestrator.policy.policies import LATE_OBJECTIVES, MAX_STEPS, Policies, Waiting, delay_s
+from orchestrator.policy.policies import LATE_OBJECTIVES, MAX_STEPS, Policies, Waiting, delay_s, haste
 from orchestrator.policy.predict.predictor import Predictor
-from orchestrator.types import QueueDepth
+from orchestrator.types import Offered, QueueDepth
 
 TTFT_S, S_PER_TOKEN = 2.0, 0.001
 
@@ -139,3 +139,9 @@ def test_a_request_is_admitted_by_its_own_objective(own_s, refused):
     ours = policies(slo={"ttft_s": TTFT_S, "admission": "reject"})
     decided = ours.decide(request(5000, ttft_slo_s=own_s), [IDLE_DECODE], queue_of(9000), now=0.0)
     assert isinstance(decided.decision, Reject) is refused
+
+
+def test_haste_is_the_share_of_its_objective_that_others_have():
+    slo = SLOConfig(ttft_s=0.5)
+    assert [haste(own_s, slo) for own_s in (None, 0.5, 5.0, 0.001)] == [1.0, 1.0, 0.1, 1.0]
+    assert Offered.one(100, 100, 10, 0.1) == msgspec.structs.replace(Offered.one(100, 100, 10), prefill_tokens2=100.0)

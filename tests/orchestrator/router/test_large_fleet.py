@@ -5,10 +5,10 @@ from support_bench import FakeCodec, FakeQueue, FakeRequest
 from support_info import worker_info
 
 from orchestrator.config.settings import parse_config
-from orchestrator.fleet.prefixes import PrefixView
 from orchestrator.fleet.view import Fleet
 from orchestrator.policy.choices.named import decode_choice
 from orchestrator.policy.predict.predictor import Predictor
+from orchestrator.policy.prefix_index import PrefixIndex
 from orchestrator.policy.shortlist import SHORTLIST_FROM
 from orchestrator.process.telemetry.metrics import Metrics
 from orchestrator.process.telemetry.requests import Recent
@@ -50,9 +50,9 @@ def looked_at(workers: int, generations: int) -> list[int]:
         fleet.workers[name].connected = True
         kv = KVCounters(link_bytes_per_s=1e9 + number)
         fleet.take_load(WorkerLoad(name, 1, 100, 90 - number % 10, 1, 0, 0, 1.0, kv=kv), now=0.0)
-    prefixes, config = PrefixView(lambda worker_id, message: True), parse_config({"model": "m"})
+    prefixes, config = PrefixIndex(), parse_config({"model": "m"})
     for name in ("d1", "d3", "p0", "p2"):
-        prefixes.index.stored(name, KEYS[:40])
+        prefixes.stored(name, KEYS[:40])
     learning = Learning(Predictor(), choose, config.slo, Metrics(), Recent())
     decider = Decider("f", config, fleet, FakeQueue(QueueDepth(10, 50_000, 5)), prefixes, choose, learning)
     active = ActiveRequest(FakeCodec().read(FakeRequest("r", keys=KEYS), 16), 0.0)

@@ -9,6 +9,7 @@ from support_steering import claim_ids, set_desired
 
 from orchestrator.store.client import RedisAway, connect
 from orchestrator.store.keys import QUEUE, REGISTRY
+from orchestrator.store.operator.queued_jobs import peek, show
 from orchestrator.store.queue import PrefillQueue
 from orchestrator.store.registry import Frontend, Registry
 from orchestrator.types import Role
@@ -49,7 +50,7 @@ async def test_queue_and_registry_work_under_acl(fleet):
     assert await queue.renew("w", ["a"]) == [] and await queue.ack("w", "a", 1) and await queue.release("w", "b", 1)
     assert await queue.cancel("c", 1) == "waiting"
     await queue.sweep()
-    assert (await queue.depth()).requests == 1 and await queue.peek(5) and await queue.show("b")
+    assert (await queue.depth()).requests == 1 and await peek(queue, 5) and await show(queue, "b")
     await registry.leave_frontend("f1")
 
 

@@ -18,6 +18,7 @@ from support_redis import (
 
 from orchestrator.policy.claims import choose_claims
 from orchestrator.store.client import RedisAway
+from orchestrator.store.operator.queued_jobs import peek, show
 from orchestrator.store.queue import MAX_DELIVERIES, PrefillQueue, QueueFull, SweepResult
 from orchestrator.types import JobState, PrefillJob, QueueDepth, WindowJob
 
@@ -61,8 +62,8 @@ async def test_a_delay_moves_a_job_back_or_forward(make):
 async def test_the_score_is_arrival_plus_the_delay(make):
     queue = make()
     await queue.enqueue(job("a", delay_s=40.5))
-    [head] = await queue.peek(1)
-    assert head["score"] == pytest.approx((await queue.show("a"))["arrived_at"] + 40.5, abs=1e-5)
+    [head] = await peek(queue, 1)
+    assert head["score"] == pytest.approx((await show(queue, "a"))["arrived_at"] + 40.5, abs=1e-5)
 
 
 async def test_the_bound_counts_requests(make):
@@ -180,7 +181,7 @@ async def test_window_has_cached_tokens_here_and_elsewhere(make, claimers, redis
     await queue.enqueue(cached_job("b", 1000, drains=800, decodes=700, gone=600))
     await queue.enqueue(cached_job("c", 50, w=500))
     assert await redis.hget(queue.keys.job("a"), "cached") == b"w2=300 w3=200 w=100", "as redis-cli shows it"
-    assert (await queue.show("a"))["cached"] == "w2=300 w3=200 w=100"
+    assert (await show(queue, "a"))["cached"] == "w2=300 w3=200 w=100"
     _, window = await queue.claim("w", 10, 1, 32, idle=True)
     assert [(job.request_id, job.tokens, job.cached_here, job.cached_elsewhere) for job in window] == [
         ("a", 1000, 100, 300),
@@ -188,7 +189,7 @@ async def test_window_has_cached_tokens_here_and_elsewhere(make, claimers, redis
         ("c", 50, 50, 0),
     ]
     assert all(0 <= job.waited_s < 15 for job in window)
-    assert [job.score for job in window] == [row["score"] for row in await queue.peek(3)]
+    assert [job.score for job in window] == [row["score"] for row in await peek(queue, 3)]
     assert await queue.depth() == QueueDepth(3, 2050, 0), "looking takes nothing"
 
 
@@ -280,7 +281,7 @@ async def test_lua_claims_equal_policy(make, claimers, redis, seed, affine):
         await redis.hset(queue.keys.job(name), "arrived_at", time.time() - waited_s)
         elsewhere = cached.get("w2", 0) + loaded.get("w2", 0)
         seen[name] = WindowJob(name, 0.0, tokens, waited_s, cached.get("w", 0), elsewhere, loaded.get("w", 0))
-    while head := [msgspec.structs.replace(seen[row["id"]], score=row["score"]) for row in await queue.peek(8)]:
+    while head := [msgspec.structs.replace(seen[row["id"]], score=row["score"]) for row in await peek(queue, 8)]:
         left, idle, claimed = random_.choice((1, 60, 400, 2000)), random_.random() < 0.5, []
         expected = choose_claims(head, left, idle, s_per_token)
         while left > 0:
@@ -294,7 +295,7 @@ async def test_lua_claims_equal_policy(make, claimers, redis, seed, affine):
             idle = False
         assert claimed[: len(expected)] == expected, "and what is behind the window, as long as there is room"
         if not claimed:  # the head belongs to another worker, or fits nowhere yet, until it has waited for longer
-            for row in await queue.peek(30):
+            for row in await peek(queue, 30):
                 older = msgspec.structs.replace(seen[row["id"]], waited_s=seen[row["id"]].waited_s + 1200)
                 seen[older.request_id] = older
                 await redis.hset(queue.keys.job(older.request_id), "arrived_at", time.time() - older.waited_s)
@@ -350,12 +351,12 @@ async def test_returned_job_keeps_its_score(make, redis):
     queue = make()
     for request_id, delay_s in (("long", 900.0), ("short", 10.0)):
         await queue.enqueue(job(request_id, delay_s=delay_s))
-    before = [(row["id"], row["score"]) for row in await queue.peek(2)]
+    before = [(row["id"], row["score"]) for row in await peek(queue, 2)]
     await claim_head(queue, "w", ALL, 2)
     assert await queue.release("w", "long", 1)
     await expire_lease(redis, queue, "short")
     assert (await queue.sweep()).returned == ["short"]
-    assert [(row["id"], row["score"]) for row in await queue.peek(2)] == before
+    assert [(row["id"], row["score"]) for row in await peek(queue, 2)] == before
     assert before[0][0] == "short"
 
 
@@ -374,7 +375,7 @@ async def test_an_expired_lease_returns_the_job_until_it_fails(make, redis):
     assert (first.job.deliveries, second.job.deliveries) == (1, 2)
     await expire_lease(redis, queue, "a")
     assert await queue.sweep() == SweepResult([], [("a", 7, "f1")], [])
-    assert await queue.show("a") is None
+    assert await show(queue, "a") is None
     assert (await dropped(redis, queue))["failed"] == 1
 
 
@@ -474,7 +475,7 @@ async def test_a_corrupt_job_is_dropped_on_claim(make, redis, caplog, damage):
     await DAMAGE[damage](redis, queue.keys.job("b"))
     assert await ids(queue) == ["a", "c"]
     assert await queue.depth() == QueueDepth(0, 0, 2)
-    assert await queue.show("b") is None
+    assert await show(queue, "b") is None
     by_the_client = damage == "reply_to is not text"  # Lua does not know text from bytes
     assert sum((await dropped(redis, queue)).values()) == (0 if by_the_client else 1)
     assert ("dropped a corrupt prefill job b'b'" in caplog.text) == by_the_client
@@ -523,19 +524,19 @@ async def test_peek_and_show(make):
     queue = make()
     await queue.enqueue(job("a", 100, attempt=2, body=b"x" * 5000))
     await queue.enqueue(job("b", 50))
-    head = await queue.peek(10)
+    head = await peek(queue, 10)
     assert [(row["id"], row["tokens"], row["uncached"], row["attempt"]) for row in head] == [
         ("a", 100, 100, 2),
         ("b", 50, 50, 1),
     ]
     assert all(row["age_s"] >= 0 for row in head)
-    assert [row["id"] for row in await queue.peek(1)] == ["a"]
-    assert await queue.peek(0) == []
+    assert [row["id"] for row in await peek(queue, 1)] == ["a"]
+    assert await peek(queue, 0) == []
     await claim_head(queue, "w", ALL, 1)
-    shown = await queue.show("a")
+    shown = await show(queue, "a")
     assert shown["state"] == "claimed" and shown["claimed_by"] == "w" and shown["body_bytes"] == 5000
     assert "body" not in shown
-    assert await queue.show("nope") is None
+    assert await show(queue, "nope") is None
 
 
 async def test_a_person_with_redis_cli_can_read_it(make, redis):

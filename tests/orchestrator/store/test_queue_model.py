@@ -24,6 +24,7 @@ from support_redis import (
 )
 
 from orchestrator.store.client import connect
+from orchestrator.store.operator.queued_jobs import peek
 from orchestrator.store.queue import PrefillQueue, QueueFull
 from orchestrator.types import QueueDepth
 
@@ -180,7 +181,7 @@ class QueueMachine(RuleBasedStateMachine):
         waiting = self.waiting()
         tokens = sum(self.jobs[request_id].tokens for request_id in waiting)
         assert self.do(self.queue.depth()) == QueueDepth(len(waiting), tokens, len(self.jobs) - len(waiting))
-        assert [row["id"] for row in self.do(self.queue.peek(100))] == waiting
+        assert [row["id"] for row in self.do(peek(self.queue, 100))] == waiting
 
     def teardown(self):
         for request_id in list(self.jobs):

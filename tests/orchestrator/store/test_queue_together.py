@@ -22,6 +22,7 @@ from support_wait import DEADLINE_S, until
 from orchestrator.policy.claims import choose_claims
 from orchestrator.store.client import RedisAway, connect
 from orchestrator.store.keys import Keys
+from orchestrator.store.operator.queued_jobs import peek, show
 from orchestrator.store.queue import MAX_DELIVERIES, PrefillQueue
 from orchestrator.types import QueueDepth
 
@@ -408,8 +409,8 @@ async def test_a_killed_and_restarted_server(mortal):
         "cancel": lambda: queue.cancel("a", 1),
         "sweep": queue.sweep,
         "depth": queue.depth,
-        "peek": lambda: queue.peek(5),
-        "show": lambda: queue.show("a"),
+        "peek": lambda: peek(queue, 5),
+        "show": lambda: show(queue, "a"),
     }
     for name, call in calls.items():
         with pytest.raises(RedisAway):

@@ -4,11 +4,11 @@ import msgspec
 import pytest
 
 from orchestrator.config.settings import RatioConfig, SLOConfig
+from orchestrator.policy.own_prompts import Reuse, ReuseCounter
 from orchestrator.policy.ratio.attainment import Traffic
-from orchestrator.policy.ratio.caches import Caches, caches_of
+from orchestrator.policy.ratio.caches import Caches, caches_of, curve
 from orchestrator.policy.ratio.decision import desired_ratio
 from orchestrator.policy.ratio.load import LoadSample, traffic
-from orchestrator.policy.ratio.reuse import Reuse, ReuseCounter, curve
 from orchestrator.types import DesiredRatio, Offered
 
 RATE, PROMPT, KEY_TOKENS = 40.0, 6000, 500

@@ -3,9 +3,8 @@
 import msgspec
 import pytest
 
-from orchestrator.config.settings import SLOConfig
 from orchestrator.policy.predict.predictor import Predictor
-from orchestrator.policy.ratio.load import LoadSampler, Observation, haste, offered_since, residence_s, traffic
+from orchestrator.policy.ratio.load import LoadSampler, Observation, offered_since, residence_s, traffic
 from orchestrator.types import EngineSpeed, Offered
 
 FIRST = Observation(
@@ -45,12 +44,6 @@ def test_answers_that_prefill_workers_still_decode_have_not_ended():
     arriving = traffic(window)
     assert arriving.output_tokens == pytest.approx(100)
     assert residence_s(window, arriving) == pytest.approx(60 / arriving.requests_per_s)
-
-
-def test_haste_is_the_share_of_its_objective_that_others_have():
-    slo = SLOConfig(ttft_s=0.5)
-    assert [haste(own_s, slo) for own_s in (None, 0.5, 5.0, 0.001)] == [1.0, 1.0, 0.1, 1.0]
-    assert Offered.one(100, 100, 10, 0.1) == msgspec.structs.replace(Offered.one(100, 100, 10), prefill_tokens2=100.0)
 
 
 def test_prefill_times_never_spread_less_than_equal_ones():

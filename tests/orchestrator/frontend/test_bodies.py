@@ -10,7 +10,7 @@ pytest.importorskip("fastapi")
 from fastapi import FastAPI
 from pydantic import BaseModel, model_validator
 
-from orchestrator.frontend.untrusted.bodies import refuse_what_trips
+from orchestrator.frontend.edge import refuse_what_trips
 
 
 class Asked(BaseModel):

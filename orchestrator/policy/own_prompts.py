@@ -1,14 +1,13 @@
-"""The uncached tokens of prompts for a cache of any size, learned from the times after which prefixes are used again.
+"""What a router knows of prefixes by its own prompts: which ones are being computed, and how soon they are used again.
 
-A cache finds a block that is used again before it is evicted. How long it keeps an unused block follows from its size:
-in T seconds it takes in the blocks that prompts bring and that were not used in the last T seconds. (X. Hu et al.,
-"Kinetic modeling of data eviction in cache", USENIX ATC 2016; there T is the average eviction time.) So one histogram
-of ages at reuse gives the hits for every cache size, and nothing is simulated.
+A worker reports a block as stored when it is computed. Until then the next turn of a conversation, or another prompt of
+a burst that shares its beginning, would be sent elsewhere and computed twice. The longer prompts wait, the more of them
+would be, so that a fleet which has fallen behind would stay behind.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import islice
 
 import msgspec
@@ -103,49 +102,51 @@ class ReuseCounter:
         return taken
 
 
-class Curve(msgspec.Struct, frozen=True):
-    """Uncached tokens of the mean prompt, by how long caches keep an unused block: 0 s, then each of `AGES_S`.
+class ExpectedPrefixes:
+    """The prompts that one router has sent. Keys are those of `PrefixIndex`."""
 
-    `uncached2` has the means of their squares. `loose` are the tokens of the mean prompt that fill no block, which
-    caches never keep.
-    """
+    def __init__(self, step: int) -> None:
+        """One key in `step` is remembered, which bounds the work for a long prompt."""
+        self._step = step
+        # By key: the worker of the latest prompt, and the number of prompts.
+        self._coming: dict[int, tuple[str, int]] = {}
+        self._keys_of: dict[str, Sequence[int]] = {}
 
-    uncached: tuple[float, ...]
-    uncached2: tuple[float, ...]
-    loose: float
+    def __len__(self) -> int:
+        return len(self._keys_of)
 
+    def sent(self, request_id: str, worker_id: str, keys: Sequence[int]) -> None:
+        """A prompt with these keys was sent to a worker, which will compute it."""
+        self.settled(request_id)
+        sampled = keys[self._step - 1 :: self._step]
+        if not sampled:
+            return
+        self._keys_of[request_id] = sampled
+        coming = self._coming
+        for key in sampled:
+            known = coming.get(key)
+            coming[key] = worker_id, known[1] + 1 if known is not None else 1
 
-def curve(counts: Iterable[Reuse]) -> Curve | None:
-    """The curve of all counts together; None if no prompt arrived."""
-    total = sum(counts, Reuse())
-    count = total.prompts
-    if not count:
-        return None
-    left, left2 = total.tokens, total.tokens2
-    uncached, uncached2 = [left / count], [left2 / count]
-    for saved, saved2 in zip(total.saved, total.saved2, strict=True):
-        left, left2 = left - saved, left2 - saved2
-        uncached.append(left / count)
-        uncached2.append(left2 / count)
-    return Curve(tuple(uncached), tuple(uncached2), (total.tokens - total.keyed) / count)
+    def settled(self, request_id: str) -> None:
+        """The prompt is computed, or will not be. Ignores unknown requests."""
+        for key in self._keys_of.pop(request_id, ()):
+            worker_id, prompts = self._coming[key]
+            if prompts > 1:
+                self._coming[key] = worker_id, prompts - 1
+            else:
+                del self._coming[key]
 
-
-def uncached(of: Curve, cache_tokens: float, prompts_per_s: float) -> tuple[float, float, float]:
-    """For caches of `cache_tokens` in all: mean uncached tokens of a prompt, their mean square, and the seconds for
-    which the caches keep an unused block.
-
-    The caches fill by the blocks that were not used within that time; the walk ends at the age at which they are full.
-    """
-    filled, before_s = 0.0, 0.0
-    for n, age_s in enumerate(AGES_S):
-        u0, u1 = of.uncached[n], of.uncached[n + 1]
-        more = prompts_per_s * (age_s - before_s) * ((u0 + u1) / 2 - of.loose)
-        if filled + more >= cache_tokens:
-            share = (cache_tokens - filled) / more if more > 0 else 1.0
-            return (
-                u0 + share * (u1 - u0),
-                of.uncached2[n] + share * (of.uncached2[n + 1] - of.uncached2[n]),
-                before_s + share * (age_s - before_s),
-            )
-        filled, before_s = filled + more, age_s
-    return of.uncached[-1], of.uncached2[-1], AGES_S[-1]
+    def deepest(self, keys: Sequence[int]) -> tuple[str, int] | None:
+        """The worker that will hold most leading blocks of a prompt, and their number."""
+        if not self._coming:
+            return None
+        step, coming = self._step, self._coming
+        # All keys before a known one are known, because a prompt is remembered from its first block on.
+        low, high = 0, len(keys) // step
+        while low < high:
+            middle = (low + high + 1) // 2
+            if keys[middle * step - 1] in coming:
+                low = middle
+            else:
+                high = middle - 1
+        return (coming[keys[low * step - 1]][0], low * step) if low else None

@@ -5,7 +5,8 @@ import random
 
 import pytest
 
-from orchestrator.policy.ratio.reuse import AGES_S, MAX_KEYS, NONE, SAMPLED_TOKENS, Reuse, ReuseCounter, curve, uncached
+from orchestrator.policy.own_prompts import AGES_S, MAX_KEYS, NONE, SAMPLED_TOKENS, Reuse, ReuseCounter
+from orchestrator.policy.ratio.caches import curve, uncached
 
 KEY_TOKENS = 512
 
