@@ -31,10 +31,8 @@ from orchestrator.fleet.queue_view import QueueView
 from orchestrator.fleet.view import Fleet
 from orchestrator.policy.choices.named import decode_choice
 from orchestrator.policy.decode_choice import RequestInfo
-from orchestrator.policy.predict.predictor import Predictor
 from orchestrator.policy.prefix_keys import prefix_keys
 from orchestrator.process.telemetry.metrics import Metrics
-from orchestrator.process.telemetry.requests import Recent
 from orchestrator.router.decider import Decider
 from orchestrator.router.learning import Learning
 from orchestrator.router.request import ActiveRequest, ParsedRequest
@@ -141,15 +139,7 @@ def bench_decision(results: dict[str, Any]) -> None:
                 prefixes.index.stored(holder, keys[: rng.randrange(1, 750)])
         config = parse_config({"model": "m", "routing": routing})
         queue = cast(QueueView, SimpleNamespace(depth=QueueDepth(10, 50_000, 5)))
-        decider = Decider(
-            "f",
-            config,
-            fleet,
-            queue,
-            prefixes.index,
-            choose,
-            Learning(Predictor(), choose, config.slo, Metrics(), Recent()),
-        )
+        decider = Decider("f", config, fleet, queue, prefixes.index, choose, Learning(choose, config.slo, Metrics()))
         decisions: dict[str, Callable[[ActiveRequest, str], Any]] = {
             "": lambda request, asker, decider=decider: decider.decide(request),
             "bind_": lambda request, asker, decider=decider: decider.bind(request, "0"),

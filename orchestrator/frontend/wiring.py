@@ -123,7 +123,7 @@ class FleetConnection:
             reuse=self.router.learning.reuse,
             metrics=metrics,
         )
-        self.siblings = Siblings(frontend_id, redis, config.namespace, self.router.recent)
+        self.siblings = Siblings(frontend_id, redis, config.namespace, self.router.learning.recent)
         self.history = History(config.name_served, self.siblings, self.fleet, self.queue, metrics)
         self.in_flight: Callable[[], int] = lambda: len(self.router.requests)  # of the whole process
         self._beaten = asyncio.Event()
@@ -223,18 +223,19 @@ class FleetConnection:
 
     async def _send_heartbeat(self) -> None:
         # Registered from the start, even without a url: jobs of an unknown frontend are dropped as orphans.
+        learning = self.router.learning
         try:
             me = Frontend(
                 id=self.frontend_id,
                 url=self._url,
                 process=own_identity(),
-                offered=replace(self.router.learning.offered, generated_tokens=self.router.recent.output_tokens),
+                offered=replace(learning.offered, generated_tokens=learning.recent.output_tokens),
                 mesh_key=self._keys.public if self._keys else "",
                 generation=self._generation,
                 by_hand=self._by_hand,
                 cpu=self._cpu_used(),
                 in_flight=self.in_flight(),
-                idle_s=self.rest.idle_s(len(self.router.requests), self.router.learning.offered.requests),
+                idle_s=self.rest.idle_s(len(self.router.requests), learning.offered.requests),
                 adapters=self.adapters.serves,
                 reaches=sum(view.connected for view in self.fleet.workers.values()),
             )

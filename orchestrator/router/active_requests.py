@@ -18,7 +18,7 @@ import msgspec
 from orchestrator.policy.placement import Reject
 from orchestrator.policy.prefix_index import PrefixIndex
 from orchestrator.process.telemetry.metrics import Metrics
-from orchestrator.process.telemetry.requests import Recent, RequestLine
+from orchestrator.process.telemetry.requests import RequestLine
 from orchestrator.router.codec import Batch, Codec
 from orchestrator.router.learning import Learning
 from orchestrator.router.request import ActiveRequest, Answer, Failure, State
@@ -45,13 +45,12 @@ class ActiveRequests:
         codec: Codec,
         early_first_token: bool,
         learning: Learning,
-        recent: Recent,
         prefixes: PrefixIndex,
         metrics: Metrics,
     ) -> None:
         """`early_first_token`: `routing.first_token` is `prefill`."""
         self._codec, self._early_first_token, self._metrics = codec, early_first_token, metrics
-        self._learning, self._recent, self._prefixes = learning, recent, prefixes
+        self._learning, self._prefixes = learning, prefixes
         self.by_id: dict[str, ActiveRequest] = {}
         self._by_worker: dict[str, dict[str, ActiveRequest]] = {}
         self.batches: asyncio.Queue[Batch] = asyncio.Queue()
@@ -113,7 +112,7 @@ class ActiveRequests:
         self._learning.ended(active, state, now)
         self._metrics.requests.labels(state.value).inc()
         line = describe(active, now)
-        self._recent.ended(line, now)
+        self._learning.recent.ended(line, now)
         if ended_log.isEnabledFor(logging.INFO):
             ended_log.info("%s", msgspec.json.encode(line).decode())
         if active.parsed.on_request_ended is not None:
@@ -138,7 +137,7 @@ class ActiveRequests:
         answer = active.answer
         answer.early_token, answer.first_token_at = token, now
         answer.tokens.append(token)
-        self._metrics.first_tokens_early.inc()
+        self._learning.came_early(active, now)
         batch.outputs = [self._codec.as_first(output)]
         return batch
 

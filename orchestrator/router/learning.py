@@ -1,5 +1,5 @@
-"""Feeds the predictor and the metrics with the measured times of each stage of a request, when the stage ends, and
-counts who met their objectives.
+"""What is measured of requests: feeds the predictor, the metrics and the dashboard's figures with the times of each
+stage, when the stage ends, and counts who met their objectives.
 
 Reads requests and decides nothing. Times are seconds of the router's monotonic clock.
 """
@@ -20,11 +20,9 @@ from orchestrator.types import Offered
 
 
 class Learning:
-    def __init__(
-        self, predictor: Predictor, choose: DecodeChoice, slo: SLOConfig, metrics: Metrics, recent: Recent
-    ) -> None:
-        self.predictor, self._choose, self._slo = predictor, choose, slo
-        self._metrics, self._recent = metrics, recent
+    def __init__(self, choose: DecodeChoice, slo: SLOConfig, metrics: Metrics) -> None:
+        self.predictor, self.recent = Predictor(), Recent()
+        self._choose, self._slo, self._metrics = choose, slo, metrics
         self.offered, self.reuse = Offered(), ReuseCounter()
         # By decode worker, the prefill workers from which KV has come. Not a set of pairs: a large fleet has 10,000s.
         self._connected: dict[str, set[str]] = {}
@@ -69,13 +67,14 @@ class Learning:
         self._metrics.objectives.labels(slo_class, "ttft", str(not late_first).lower()).inc()
         if late_tokens is not None:
             self._metrics.objectives.labels(slo_class, "tpot", str(not late_tokens).lower()).inc()
-        self._recent.judged[slo_class] += 1
-        self._recent.met[slo_class] += not (late_first or late_tokens)
+        self.recent.judged[slo_class] += 1
+        self.recent.met[slo_class] += not (late_first or late_tokens)
 
     def claimed(self, request: ActiveRequest) -> None:
         assert request.prefill is not None
         placed, queued_s = request.placed, request.prefill.queued_s
         self._metrics.queue_wait_s.observe(queued_s)
+        self.recent.queue_wait.add(queued_s)
         if placed is not None:
             self.predictor.observe_wait(placed.uncached_tokens, placed.backlog_s, queued_s)
 
@@ -83,28 +82,44 @@ class Learning:
         """Record a prefill by the worker's own rate: a request's time includes the other prompts of its batch."""
         assert request.prefill is not None
         self._metrics.prefill_s.observe(request.prefill.compute_s)
+        self._metrics.prefix_hit_tokens.labels("prefill").inc(request.prefill.cached_tokens)
         tokens_per_s = worker.load.prefill_tokens_per_s if worker is not None and worker.load is not None else 0.0
         computed = request.parsed.info.prompt_tokens - request.cached_tokens
         if worker is not None and computed > 0 and tokens_per_s > 0:
             self.predictor.observe_prefill(worker.info.id, computed, computed / tokens_per_s)
 
+    def came_early(self, request: ActiveRequest, now: float) -> None:
+        """The client gets the prefill engine's token. The outputs of the decode engine will not have it."""
+        self._metrics.first_tokens_early.inc()
+        self.recent.ttft.add(now - request.accepted_at)
+        self.recent.output_tokens += 1
+
+    def streamed(self, tokens: int, gap_s: float) -> None:
+        """The client gets so many tokens, so long after those before."""
+        self.recent.itl.add(gap_s)
+        self.recent.output_tokens += tokens
+
     def first_token(self, request: ActiveRequest, link: Link, now: float) -> None:
         """Record the decode engine's first token. Call it before the request moves to DECODING. `link`: over which the
         KV of a remote prefill came."""
-        decode, prompt_tokens = request.decode, request.parsed.info.prompt_tokens
+        decode, prompt_tokens, prefill = request.decode, request.parsed.info.prompt_tokens, request.prefill
+        if prefill is not None and prefill.ended_at is not None:
+            self._metrics.kv_exposed_s.observe(now - prefill.ended_at)
+        if prefill is not None and decode is not None:
+            self.recent.transferred[f"{prefill.worker_id} {decode.worker_id}"] += prompt_tokens
         if decode is None or request.attempt > 1:
             return  # a retry's times are not those of a healthy request
         if request.state is State.LOCAL:
             tokens = max(1, prompt_tokens - request.cached_tokens) + decode.ahead_tokens
             tokens += request.placed.adapter_tokens if request.placed is not None else 0
             self.predictor.observe_local(decode.worker_id, tokens, now - decode.at)
-        elif request.prefill is not None and request.prefill.ended_at is not None:
+        elif prefill is not None and prefill.ended_at is not None:
             connected = self._connected.setdefault(decode.worker_id, set())
-            if request.prefill.worker_id in connected:
-                exposed_s = max(0.0, now - request.prefill.ended_at)
+            if prefill.worker_id in connected:
+                exposed_s = max(0.0, now - prefill.ended_at)
                 self.predictor.observe_transfer(prompt_tokens, exposed_s)
                 self.predictor.links.observe(link, decode.lacking_tokens, exposed_s)
-            connected.add(request.prefill.worker_id)  # the first waits for the connection, and none after it does
+            connected.add(prefill.worker_id)  # the first waits for the connection, and none after it does
 
     def forget(self, worker_id: str) -> None:
         """The worker is gone: what was measured of it says nothing about another."""

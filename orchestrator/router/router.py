@@ -17,10 +17,8 @@ from orchestrator.fleet.queue_view import QueueView
 from orchestrator.fleet.view import Fleet
 from orchestrator.policy.decode_choice import DecodeChoice
 from orchestrator.policy.policies import RECALL_S
-from orchestrator.policy.predict.predictor import Predictor
 from orchestrator.policy.prefix_index import PrefixIndex
 from orchestrator.process.telemetry.metrics import Metrics
-from orchestrator.process.telemetry.requests import Recent
 from orchestrator.process.ticks import ticks
 from orchestrator.router.active_requests import ActiveRequests, OutputAction
 from orchestrator.router.codec import Batch, Codec
@@ -64,12 +62,12 @@ class Router:
         choose: DecodeChoice,
         metrics: Metrics,
     ) -> None:
-        self._metrics, self.recent, self._recall_at = metrics, Recent(), 0.0
+        self._metrics, self._recall_at = metrics, 0.0
         self._routing, self._fleet, self._codec, self._prefixes = config.routing, fleet, codec, prefixes
-        self.learning = Learning(Predictor(), choose, config.slo, metrics, self.recent)
+        self.learning = Learning(choose, config.slo, metrics)
         self._decider = Decider(transport.frontend_id, config, fleet, queue, prefixes, choose, self.learning)
         early = config.routing.first_token == "prefill"
-        self._requests = ActiveRequests(codec, early, self.learning, self.recent, prefixes, metrics)
+        self._requests = ActiveRequests(codec, early, self.learning, prefixes, metrics)
         self._dispatch = Dispatch(
             config.routing, self._decider, fleet, transport, queue, prefixes, self._requests, metrics
         )
@@ -176,7 +174,6 @@ class Router:
             return
         claim_s = max(0.0, now - active.moved_at - claimed.queued_s)
         active.give_to(Prefilling(worker_id, claimed.kv_source, claimed.queued_s, claim_s), active.decode)
-        self.recent.queue_wait.add(claimed.queued_s)
         self.learning.claimed(active)
         if claimed.cached_tokens is not None:
             self._dispatch.fetch(active, worker_id, self._decider.holder(active, worker_id, claimed.cached_tokens))
@@ -190,12 +187,10 @@ class Router:
     def _on_prefilled(self, active: ActiveRequest, said: Prefilled, payload: list[bytes], now: float) -> None:
         assert active.prefill is not None
         active.prefill = active.prefill.completed(said, now)
-        self._metrics.prefix_hit_tokens.labels("prefill").inc(said.cached_tokens)
         self.learning.prefilled(active, self._fleet.workers.get(active.prefill.worker_id))
         if active.answer.held:
             self._release_held(active, now)
         elif (batch := self._requests.from_prefill(active, said, payload, now)) is not None:
-            self.recent.early_token(now - active.accepted_at)
             self.batches.put_nowait(batch)
 
     def _on_prefill_failed(self, active: ActiveRequest) -> None:
@@ -257,8 +252,7 @@ class Router:
         if active.state is not State.DECODING:
             return self._begin(active, output, now)
         if output.new_token_ids:
-            self.recent.itl.add(now - active.answer.last_output_at)
-            self.recent.output_tokens += len(output.new_token_ids)
+            self.learning.streamed(len(output.new_token_ids), now - active.answer.last_output_at)
         self._requests.record_output(active.answer, output, now)
         if output.finish_reason is not None:
             self._end(active, State.FINISHED)
@@ -274,17 +268,12 @@ class Router:
             self._dispatch.diverged(active)
             return False
         if not had_first and active.answer.first_token_at is not None:
-            self.recent.ttft.add(now - active.accepted_at)
-        self.recent.output_tokens += len(output.new_token_ids)
+            self.learning.recent.ttft.add(now - active.accepted_at)
+        self.learning.recent.output_tokens += len(output.new_token_ids)
         if first:
             self._prefixes.expected.settled(active.id)
             link = self._fleet.places.link(active.prefill_worker, active.decode_worker)
             self.learning.first_token(active, link, now)
-            if (prefill := active.prefill) is not None and prefill.ended_at is not None:
-                self._metrics.kv_exposed_s.observe(now - prefill.ended_at)
-            if prefill is not None and active.decode_worker is not None:
-                flow = f"{prefill.worker_id} {active.decode_worker}"
-                self.recent.transferred[flow] += active.parsed.info.prompt_tokens
         if began:
             active.move(State.DECODING)
             self._dispatch.clear_suspect(active)

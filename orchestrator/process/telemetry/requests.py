@@ -149,11 +149,6 @@ class Recent:
         self._slow: deque[tuple[int, list[tuple[float, int, RequestLine]]]] = deque(maxlen=MINUTES)
         self._count = 0
 
-    def early_token(self, ttft_s: float) -> None:
-        """The client gets the prefill engine's token. The outputs of the decode engine will not have it."""
-        self.ttft.add(ttft_s)
-        self.output_tokens += 1
-
     def ended(self, line: RequestLine, now: float) -> None:
         self._ended.append(line)
         self._count += 1

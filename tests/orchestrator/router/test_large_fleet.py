@@ -7,11 +7,9 @@ from support_info import worker_info
 from orchestrator.config.settings import parse_config
 from orchestrator.fleet.view import Fleet
 from orchestrator.policy.choices.named import decode_choice
-from orchestrator.policy.predict.predictor import Predictor
 from orchestrator.policy.prefix_index import PrefixIndex
 from orchestrator.policy.shortlist import SHORTLIST_FROM
 from orchestrator.process.telemetry.metrics import Metrics
-from orchestrator.process.telemetry.requests import Recent
 from orchestrator.router.decider import Decider
 from orchestrator.router.learning import Learning
 from orchestrator.router.request import ActiveRequest
@@ -53,7 +51,7 @@ def looked_at(workers: int, generations: int) -> list[int]:
     prefixes, config = PrefixIndex(), parse_config({"model": "m"})
     for name in ("d1", "d3", "p0", "p2"):
         prefixes.stored(name, KEYS[:40])
-    learning = Learning(Predictor(), choose, config.slo, Metrics(), Recent())
+    learning = Learning(choose, config.slo, Metrics())
     decider = Decider("f", config, fleet, FakeQueue(QueueDepth(10, 50_000, 5)), prefixes, choose, learning)
     active = ActiveRequest(FakeCodec().read(FakeRequest("r", keys=KEYS), 16), 0.0)
     again = ActiveRequest(FakeCodec().read(FakeRequest("again", keys=KEYS), 16), 0.0)

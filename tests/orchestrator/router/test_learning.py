@@ -52,8 +52,8 @@ async def test_objectives_are_counted_by_class_and_by_whether_they_were_met():
     for name, objective, met in (("fast", "ttft", "true"), ("fast", "tpot", "true"), ("strict", "ttft", "false")):
         assert counted("pd_objectives", slo_class=name, objective=objective, met=met) == 1, (name, objective)
     assert counted("pd_objectives", slo_class="strict", objective="ttft", met="true") == 0
-    assert bench.router.recent.judged == {"fast": 1, "strict": 1}
-    assert +bench.router.recent.met == {"fast": 1}
+    assert bench.router.learning.recent.judged == {"fast": 1, "strict": 1}
+    assert +bench.router.learning.recent.met == {"fast": 1}
 
 
 async def test_what_is_refused_unread_has_missed_its_objectives():
@@ -65,7 +65,7 @@ async def test_what_is_refused_unread_has_missed_its_objectives():
     for name in ("chat", "chat", "made-up"):  # nobody has checked yet whether there is such a class
         with pytest.raises(Overloaded):
             bench.router.check_admission(name)
-    assert bench.router.recent.judged == {"chat": 2, "": 1} and not +bench.router.recent.met
+    assert bench.router.learning.recent.judged == {"chat": 2, "": 1} and not +bench.router.learning.recent.met
     assert counted("pd_objectives", slo_class="chat", objective="ttft", met="false") == before + 2
     assert counted("pd_requests", outcome="rejected") == ended + 3
     assert counted("pd_objectives", slo_class="made-up", objective="ttft", met="false") == 0
