@@ -15,7 +15,6 @@ from orchestrator.cli.doctor.fleet import kv_checks, port_checks, redis_checks
 from orchestrator.cli.doctor.host import Check, host_checks
 from orchestrator.cli.handle import (
     OUT,
-    FleetHandle,
     JsonOption,
     NamespaceOption,
     RedisOption,
@@ -71,10 +70,7 @@ def kv(
     as_json: JsonOption = False,
 ) -> None:
     """Check whether worker A can send KV to worker B, and how fast."""
-    handle: FleetHandle = find_fleet(namespace, redis)
-    checks = _Shown(as_json)
-    asyncio.run(checks.each(kv_checks(handle, source, target)))
-    checks.end()
+    _Shown(as_json).of_fleet(kv_checks(find_fleet(namespace, redis), source, target))
 
 
 @doctor_app.command("ports")
@@ -85,9 +81,7 @@ def ports(
     as_json: JsonOption = False,
 ) -> None:
     """Check whether this host reaches each port of the fleet's processes on another host."""
-    checks = _Shown(as_json)
-    asyncio.run(checks.each(port_checks(find_fleet(namespace, redis), host)))
-    checks.end()
+    _Shown(as_json).of_fleet(port_checks(find_fleet(namespace, redis), host))
 
 
 class _Shown:
@@ -96,6 +90,11 @@ class _Shown:
     def __init__(self, as_json: bool) -> None:
         self._as_json = as_json
         self._checks: list[Check] = []
+
+    def of_fleet(self, checks: AsyncIterator[Check]) -> None:
+        """All there are. Raises typer.Exit with 1 where one failed."""
+        asyncio.run(self.each(checks))
+        self.end()
 
     def all(self, checks: Iterable[Check]) -> None:
         for check in checks:

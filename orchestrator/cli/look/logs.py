@@ -83,7 +83,7 @@ def events(
     as_json: JsonOption = False,
 ) -> None:
     """Show workers that joined, left or were lost, changes of role and ratio, and retries."""
-    show = _print_event_json if as_json else _print_event
+    show = print_json if as_json else _print_event
     asyncio.run(_events(find_fleet(namespace, redis), lines, follow, show))
 
 
@@ -132,10 +132,6 @@ def _print_event(event: Event) -> None:
     OUT.print(
         Text.assemble((at, "dim"), "  ", (f"{event.type:<8}", colour), f" {describe_event(event)}"), soft_wrap=True
     )
-
-
-def _print_event_json(event: Event) -> None:
-    print_json(msgspec.to_builtins(event))
 
 
 def _of(process: str | None) -> Callable[[str], bool]:

@@ -6,7 +6,7 @@ import enum
 import time
 import types
 import typing
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from typing import Annotated, Any, Literal, Union
 
 import msgspec
@@ -21,11 +21,11 @@ _BAR_CELLS = 6
 _AGES = ((86_400, "d"), (3600, "h"), (60, "min"), (1, "s"))
 
 
-def plain_table(columns: Sequence[str], rows: Iterable[Iterable[str | Text]]) -> Table:
-    """A plain table, whose cells wrap where the terminal is narrow."""
-    made = Table(box=None, pad_edge=False, header_style="bold")
+def plain_table(columns: Sequence[str], rows: Iterable[Iterable[str | Text]], right: Container[str] = ()) -> Table:
+    """A plain table, whose cells wrap where the terminal is narrow. Columns of numbers are `right`."""
+    made = Table(box=None, pad_edge=False, header_style="bold", show_header=any(columns))
     for name in columns:
-        made.add_column(name, overflow="fold")
+        made.add_column(name, overflow="fold", justify="right" if name in right else "left")
     for row in rows:
         made.add_row(*row)
     return made
@@ -121,27 +121,17 @@ def restart_line(url: str) -> str:
 
 def queue_view(rows: list[dict[str, Any]], depth: dict[str, int]) -> RenderableType:
     """The head of the prefill queue, next first."""
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for name in ("request", "tokens", "uncached", "waiting", "attempt", "frontend"):
-        table.add_column(name, justify="left" if name in ("request", "frontend") else "right")
-    for row in rows:
-        table.add_row(
-            row["id"],
-            str(row["tokens"]),
-            str(row["uncached"]),
-            f"{row['age_s']:.2f} s",
-            str(row["attempt"]),
-            row["reply_to"],
-        )
-    return Group(Text(_queue_line(depth)), *([table] if rows else []))
+    names = ("request", "tokens", "uncached", "waiting", "attempt", "frontend")
+    cells = (
+        (it["id"], str(it["tokens"]), str(it["uncached"]), f"{it['age_s']:.2f} s", str(it["attempt"]), it["reply_to"])
+        for it in rows
+    )
+    return Group(Text(_queue_line(depth)), *([plain_table(names, cells, right=names[1:-1])] if rows else []))
 
 
 def fields_view(fields: dict[str, Any]) -> RenderableType:
     """The fields of one job, a line each."""
-    table = Table(box=None, show_header=False, pad_edge=False)
-    for name, value in fields.items():
-        table.add_row(name, str(value))
-    return table
+    return plain_table(("", ""), ((name, str(value)) for name, value in fields.items()))
 
 
 # How often people need a key: most fleets set some of the first ones. Keys that are named nowhere are of the second

@@ -244,9 +244,6 @@ class RunFolder:
         """The identity (see orchestrator.process.parent) of the process that holds the folder, or held it."""
         return (self._read(_LOCK) or "").strip() or None
 
-    def launcher_pid(self) -> int | None:
-        return local_pid(self.launcher() or "")
-
     def redis_url(self) -> str | None:
         return self._read(_REDIS)
 

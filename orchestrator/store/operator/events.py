@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 
 from orchestrator.store.client import Redis
+from orchestrator.store.fields import fields_of
 from orchestrator.store.keys import REGISTRY, Keys
 
 BEGINNING = "-"
@@ -42,6 +43,5 @@ class EventLog:
 
 
 def _event(event_id: str, flat: list[bytes]) -> Event:
-    texts = [part.decode(errors="replace") for part in flat]
-    fields = dict(zip(texts[::2], texts[1::2], strict=True))
+    fields = fields_of(flat)
     return Event(event_id, int(event_id.partition("-")[0]) / 1e3, fields.pop("type", ""), fields)

@@ -23,7 +23,7 @@ from support_tls import make_certificate
 
 from orchestrator.cli import up
 from orchestrator.launch.host.run_folder import RunFolder
-from orchestrator.process.parent import started_ticks
+from orchestrator.process.parent import local_pid, started_ticks
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
 
@@ -160,7 +160,7 @@ def background() -> Iterator[Background]:
     yield running
     if running.folder.is_held:
         with contextlib.suppress(ProcessLookupError):
-            os.kill(running.folder.launcher_pid() or 0, signal.SIGTERM)
+            os.kill(local_pid(running.folder.launcher() or "") or 0, signal.SIGTERM)
         running.folder.wait_until_free(30)
 
 
@@ -181,10 +181,10 @@ def forked(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("forked")
 def test_a_detached_fleet_runs_on_until_down_and_reports_as_json(background):
     started = orchestrator(*background.up(), "--json")
-    pids = [background.folder.launcher_pid(), *noted(background.namespace).values()]
+    pids = [local_pid(background.folder.launcher() or ""), *noted(background.namespace).values()]
     assert not gone(pids)
     told = json.loads(started.stdout)
-    assert (told["namespace"], told["pid"]) == (background.namespace, background.folder.launcher_pid())
+    assert (told["namespace"], told["pid"]) == (background.namespace, local_pid(background.folder.launcher() or ""))
     assert httpx.get(f"{told['url']}/health").status_code == 200 and Path(told["log"]).exists()
     ended = orchestrator("down", "--namespace", background.namespace, "--json")
     assert json.loads(ended.stdout) == {"namespace": background.namespace, "ended": "in order"}
@@ -207,7 +207,7 @@ def test_a_killed_launcher_takes_everything_with_it_and_the_next_one_cleans_up(b
     started = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert started.returncode == 0, started.stdout + started.stderr
     assert "\nReady  http://" in started.stdout and "orchestrator down" in started.stdout
-    launcher = background.folder.launcher_pid()
+    launcher = local_pid(background.folder.launcher() or "")
     pids = list(noted(background.namespace).values())
     assert launcher is not None and len(pids) == 3
     os.kill(launcher, signal.SIGKILL)
