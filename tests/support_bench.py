@@ -16,8 +16,7 @@ from orchestrator.frontend.edge import Objectives
 from orchestrator.policy.choices.named import decode_choice
 from orchestrator.policy.decode_choice import RequestInfo
 from orchestrator.process.telemetry.metrics import Metrics
-from orchestrator.router.codec import Batch
-from orchestrator.router.request import ParsedRequest
+from orchestrator.router.request import Batch, ParsedRequest
 from orchestrator.router.router import Router
 from orchestrator.types import FinishReason, KVEndpoint, KVSource, QueueDepth, Role
 from orchestrator.wire.messages import Claimed, MessageError, Outputs, Submit

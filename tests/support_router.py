@@ -10,8 +10,7 @@ from orchestrator.config.settings import Config
 from orchestrator.frontend.wiring import FleetConnection
 from orchestrator.policy.decode_choice import RequestInfo
 from orchestrator.policy.prefix_keys import reusable_keys
-from orchestrator.router.codec import Batch
-from orchestrator.router.request import Failure, ParsedRequest
+from orchestrator.router.request import Batch, Failure, ParsedRequest
 from orchestrator.store.client import Redis
 from orchestrator.types import FinishReason
 from workers.sim.codec import SimCodec, WireOutput, WirePrefillStats, WireRequest, WireSampling

@@ -189,7 +189,7 @@ def test_the_transfer_protocol_needs_no_engine():
 def test_policies_do_no_io():
     """No I/O and no clock: `now` is an argument."""
     io = ("asyncio", "time", "socket", "os", "redis*", "zmq*", "logging", "subprocess", "datetime")
-    decisions = [f"orchestrator.launch.decisions.{name}" for name in ("frontend_count", "reconcile", "replacement")]
+    decisions = [f"orchestrator.launch.decisions.{name}" for name in ("fleet_size", "reconcile", "replacement")]
     pure = [name for name in MODULES if room(name) == "orchestrator.policy"] + decisions
     assert [(m, o) for m in pure for o in MODULES[m] if any(fnmatch(o, pattern) for pattern in io)] == []
 

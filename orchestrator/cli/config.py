@@ -20,7 +20,7 @@ from orchestrator.config.settings import Config, ConfigError, Refused, leaves, r
 from orchestrator.config.values import masked
 from orchestrator.config.yaml_text import line_of
 from orchestrator.launch.host.machine import find_cores, find_gpus
-from orchestrator.process.plain_files import CONFIG_BYTES, read_plain_file
+from orchestrator.process.files import CONFIG_BYTES, read_plain_file
 
 app = typer.Typer()
 config_app = typer.Typer(help="Check, show and start configuration files.")

@@ -29,7 +29,7 @@ COMMANDS = {
     "up": ("up", "Start a fleet on this machine and run it until Ctrl-C."),
     "down": ("down", "End the fleet that runs here, and wait until it is gone."),
     "status": ("look.status", "Show workers, their KV blocks and the queue."),
-    "top": ("look.top", "Show the fleet live in the terminal; keys sort, filter, change roles and drain."),
+    "top": ("look.status", "Show the fleet live in the terminal; keys sort, filter, change roles and drain."),
     "doctor": ("doctor.command", "Check this host, Redis and the KV paths between workers."),
     "logs": ("look.logs", "Show the output of the fleet's processes on this machine."),
     "events": (

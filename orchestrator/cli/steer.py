@@ -22,7 +22,7 @@ from orchestrator.cli.handle import (
 from orchestrator.cli.look.views import fields_view, queue_view
 from orchestrator.config.settings import Refused
 from orchestrator.store.operator.log_levels import ALL, LogLevels
-from orchestrator.store.operator.queued_jobs import peek, show
+from orchestrator.store.operator.shown import peek, show
 from orchestrator.store.steering import NOBODY, Steering
 from orchestrator.types import Role
 

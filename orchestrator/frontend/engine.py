@@ -35,8 +35,7 @@ from orchestrator.frontend.codec.vllm_codec import join
 from orchestrator.frontend.plain import streaming
 from orchestrator.frontend.wiring import FleetConnection
 from orchestrator.process.ticks import left_s
-from orchestrator.router.codec import Batch
-from orchestrator.router.request import Failure, Overloaded, State
+from orchestrator.router.request import Batch, Failure, Overloaded, State
 from orchestrator.wire.control import METHODS, REFUSED
 
 STATS_INTERVAL_S = 0.5

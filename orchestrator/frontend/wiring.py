@@ -19,10 +19,10 @@ from orchestrator.config.settings import Config
 from orchestrator.fleet.adapters import AdapterView
 from orchestrator.fleet.control_calls import ControlCalls
 from orchestrator.fleet.membership import Membership
+from orchestrator.fleet.pause import Rest
 from orchestrator.fleet.prefixes import PrefixView
 from orchestrator.fleet.queue_view import QueueView
 from orchestrator.fleet.ratio_controller import RatioController
-from orchestrator.fleet.rest import Rest
 from orchestrator.fleet.view import Fleet
 from orchestrator.frontend.dashboard.history import History
 from orchestrator.frontend.dashboard.siblings import Siblings
@@ -33,7 +33,7 @@ from orchestrator.process.parent import own_identity, tell_alive
 from orchestrator.process.tasks import first_of
 from orchestrator.process.telemetry.metrics import Metrics, counts
 from orchestrator.process.ticks import left_s, ticks
-from orchestrator.router.codec import Codec
+from orchestrator.router.request import Codec
 from orchestrator.router.router import Router
 from orchestrator.store.client import Redis, RedisAway
 from orchestrator.store.configuration import RolloutStatus

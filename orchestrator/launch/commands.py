@@ -16,7 +16,7 @@ from orchestrator.launch.host.fork_servers import Forkable
 from orchestrator.launch.host.machine import Share
 from orchestrator.launch.host.process import ProcessSpec
 from orchestrator.launch.machines import Setup
-from orchestrator.process.own_files import make_folder
+from orchestrator.process.files import make_folder
 from orchestrator.process.telemetry import logs
 from orchestrator.types import Role
 

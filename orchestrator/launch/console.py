@@ -25,7 +25,7 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
-from orchestrator.process.own_files import make_folder, open_own
+from orchestrator.process.files import make_folder, open_own
 from orchestrator.process.parent import ALIVE
 from orchestrator.process.telemetry.logs import LogFormat, common_log_line, formatter, request_in
 from orchestrator.process.telemetry.requests import RequestLine

@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
-from orchestrator.process.own_files import read_text, write_text
+from orchestrator.process.files import read_text, write_text
 
 PARENT = "PD_PARENT"  # environment variable: the parent's pid, to notice a parent that died before this process checked
 # Environment variable: the file for the reason of the exit, like a container's termination message.

@@ -19,9 +19,8 @@ from orchestrator.policy.placement import Reject
 from orchestrator.policy.prefix_index import PrefixIndex
 from orchestrator.process.telemetry.metrics import Metrics
 from orchestrator.process.telemetry.requests import RequestLine
-from orchestrator.router.codec import Batch, Codec
 from orchestrator.router.learning import Learning
-from orchestrator.router.request import ActiveRequest, Answer, Failure, State
+from orchestrator.router.request import ActiveRequest, Answer, Batch, Codec, Failure, State
 from orchestrator.types import FinishReason
 from orchestrator.wire.messages import MessageError, Prefilled
 

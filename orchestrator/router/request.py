@@ -1,4 +1,5 @@
-"""A request in the router: its states, their legal transitions, and the results of each stage.
+"""A request in the router: its states, their legal transitions, the results of each stage; and the interface through
+which the router reads and makes the engine's own requests and outputs, whose types it ignores.
 
 No I/O and no decisions: `router` moves requests, this file has the table of transitions. The results of a stage are one
 struct, made by one module. Times are seconds of the router's monotonic clock, unless a comment says otherwise.
@@ -10,7 +11,7 @@ import enum
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
@@ -254,3 +255,40 @@ class ActiveRequest:
         self.give_to(None, None)
         self.placed = self.answer.early_token = None
         self.answer.held = []
+
+
+class Batch(msgspec.Struct):
+    """Outputs of one engine step that belong to current attempts, in the engine's own type."""
+
+    outputs: list[Any]
+    timestamp: float  # this process's monotonic clock, seconds
+
+
+class Codec(Protocol):
+    """What the router needs to know of the engine's request and output types."""
+
+    def read(self, request: Any, block_size: int) -> ParsedRequest:
+        """The client's request. `block_size` (tokens): with 0 no prefix keys are made. Raises errors that the server
+        answers with 4xx for a request that a fleet cannot serve."""
+        ...
+
+    def decode_outputs(self, frames: list[bytes], sent_at: float, now: float) -> Batch:
+        """Raises messages.MessageError. Timestamps are rebased from the sender's clock to `now`'s."""
+        ...
+
+    def as_first(self, output: Any) -> Any:
+        """The prefill engine's only output as the first one of an unfinished answer: token and log-probabilities."""
+        ...
+
+    def drop_first(self, output: Any) -> None:
+        """Remove the first token, and everything that the prefill engine's output had already, from decode's first
+        output."""
+        ...
+
+    def count_prompt(self, output: Any, cached_tokens: int, created_cache_tokens: int) -> None:
+        """Put the prefill engine's cached and newly cached token counts into decode's first output."""
+        ...
+
+    def failure(self, request_id: str, failure: Failure) -> Any:
+        """An output that ends the request as failed, with `failure` as its stop reason."""
+        ...

@@ -21,12 +21,11 @@ from orchestrator.policy.prefix_index import PrefixIndex
 from orchestrator.process.telemetry.metrics import Metrics
 from orchestrator.process.ticks import ticks
 from orchestrator.router.active_requests import ActiveRequests, OutputAction
-from orchestrator.router.codec import Batch, Codec
 from orchestrator.router.decider import Decider
 from orchestrator.router.dispatch import Dispatch
 from orchestrator.router.learning import Learning
 from orchestrator.router.overdue import Overdue
-from orchestrator.router.request import ActiveRequest, Failure, Overloaded, Prefilling, State
+from orchestrator.router.request import ActiveRequest, Batch, Codec, Failure, Overloaded, Prefilling, State
 from orchestrator.types import FinishReason
 from orchestrator.wire.messages import (
     Claimed,

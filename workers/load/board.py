@@ -25,7 +25,7 @@ from pathlib import Path
 from msgspec.structs import astuple
 
 from orchestrator.policy.choices.ranks import level, pace
-from orchestrator.process.own_files import check_own, make_folder, open_own, own_uid
+from orchestrator.process.files import check_own, make_folder, open_own, own_uid
 from orchestrator.types import StepCounters
 
 log = logging.getLogger("pd.worker")

@@ -136,7 +136,7 @@ async def fleet_status(handle: FleetHandle) -> dict[str, Any]:
         return of_one_model(handle.url, seen)
     if handle.redis_url is None:
         raise Refused(f"{handle.url}: no frontend of a fleet answers there; see `orchestrator status --redis URL`")
-    from orchestrator.store.operator.worker_status import WorkerStatus
+    from orchestrator.store.operator.shown import WorkerStatus
     from orchestrator.store.planned import rollout_status
 
     async with open_fleet(handle) as fleet:

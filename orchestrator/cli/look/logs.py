@@ -33,7 +33,7 @@ from orchestrator.cli.handle import (
 )
 from orchestrator.config.settings import Refused
 from orchestrator.launch.host.run_folder import RunFolder
-from orchestrator.process.own_files import open_own
+from orchestrator.process.files import open_own
 
 if TYPE_CHECKING:
     from orchestrator.store.operator.events import Event

@@ -30,7 +30,7 @@ from orchestrator.cli.handle import (
 from orchestrator.cli.look.frontend import get, with_frontend
 from orchestrator.config.settings import Refused
 from orchestrator.launch.host.run_folder import RunFolder, held_namespaces
-from orchestrator.process.own_files import Foreign, open_own
+from orchestrator.process.files import Foreign, open_own
 from orchestrator.process.telemetry.logs import request_in
 from orchestrator.process.telemetry.requests import RequestLine, Stage, stages
 

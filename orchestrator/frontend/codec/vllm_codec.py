@@ -28,8 +28,7 @@ from orchestrator.config.settings import SLOClass
 from orchestrator.frontend import edge
 from orchestrator.policy.decode_choice import RequestInfo
 from orchestrator.policy.prefix_keys import Medium, key_of_beginning, reusable_keys, salt_of
-from orchestrator.router.codec import Batch
-from orchestrator.router.request import Failure, ParsedRequest
+from orchestrator.router.request import Batch, Failure, ParsedRequest
 from orchestrator.wire.adapters import unique_name
 from orchestrator.wire.messages import MessageError
 from orchestrator.wire.sockets import MAX_REQUEST_BYTES

@@ -21,7 +21,7 @@ from orchestrator.frontend.dashboard.siblings import SLOWEST, Second, Siblings, 
 from orchestrator.process.telemetry.metrics import Metrics, counts
 from orchestrator.process.telemetry.requests import RequestLine, percentiles
 from orchestrator.process.ticks import ticks
-from orchestrator.store.operator.worker_status import WorkerStatus
+from orchestrator.store.operator.shown import WorkerStatus
 from orchestrator.types import Role, WorkerState
 
 INTERVAL_S = 1.0

@@ -1,11 +1,14 @@
-"""The total number of workers: more when too many requests miss the objectives, fewer when hardly any does.
+"""How many workers and frontends there should be, by what their requests met and their processes used.
 
-`resized` decides, and `FleetSize` keeps its samples. `policy.ratio` splits the total between the roles. `Idleness`
-tells when all end because nobody asks for the model (`idle_after_s`).
+`resized` says whether more workers are needed, or fewer do, and `FleetSize` keeps its samples; `policy.ratio` splits
+the total between the roles. `Idleness` tells when all end because nobody asks for the model (`idle_after_s`).
+`frontends_wanted` is for `frontend.replicas: auto`: a frontend is one event loop, and near a whole core of work its
+requests wait for each other. All have hysteresis: they grow soon, and shrink when much less had long been enough.
 """
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -143,3 +146,45 @@ class Idleness:
         if snapshot.read_at - self._awake_since < idle_after_s or not snapshot.frontends:
             return False
         return all(frontend.idle_s >= idle_after_s for frontend in snapshot.frontends.values())
+
+
+GROW_CPU, AIM_CPU, SHRINK_CPU = 0.75, 0.5, 0.35  # of a core, for each frontend
+GROW_REQUESTS, SHRINK_REQUESTS = 512, 192  # in flight, for each frontend
+GROW_AFTER_S, SHRINK_AFTER_S = 5.0, 60.0
+
+
+class FrontendSample(msgspec.Struct, frozen=True):
+    """What the frontends of one machine did together at one moment."""
+
+    at: float  # monotonic seconds
+    frontends: int
+    cpu: float  # cores
+    in_flight: int  # requests
+
+
+def frontends_wanted(samples: Sequence[FrontendSample], least: int, most: int, now: float) -> int | None:
+    """The new number of frontends, within the limits, or None for no change. All `samples`, oldest first, are of the
+    present number."""
+    if not samples:
+        return None
+    last = samples[-1]
+    count = last.frontends
+    if not least <= count <= most:
+        return min(max(count, least), most)
+    recent = [sample for sample in samples if sample.at > now - GROW_AFTER_S]
+    if count < most and samples[0].at <= now - GROW_AFTER_S and all(_is_overloaded(sample) for sample in recent):
+        needed = max(math.ceil(last.cpu / AIM_CPU), math.ceil(last.in_flight / GROW_REQUESTS))
+        return min(most, max(count + 1, needed))
+    long = [sample for sample in samples if sample.at > now - SHRINK_AFTER_S]
+    if count > least and samples[0].at <= now - SHRINK_AFTER_S and all(_is_underloaded(sample) for sample in long):
+        return count - 1
+    return None
+
+
+def _is_overloaded(sample: FrontendSample) -> bool:
+    return sample.cpu > GROW_CPU * sample.frontends or sample.in_flight > GROW_REQUESTS * sample.frontends
+
+
+def _is_underloaded(sample: FrontendSample) -> bool:
+    fewer = sample.frontends - 1
+    return sample.cpu < SHRINK_CPU * fewer and sample.in_flight < SHRINK_REQUESTS * fewer

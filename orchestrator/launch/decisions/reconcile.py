@@ -1,4 +1,5 @@
-"""Compares the desired ratio with the present workers and decides what to do. Pure: no clock, no I/O.
+"""Compares the desired ratio with the present workers, which a launcher takes from its reading of the registry and from
+what it runs itself, and decides what to do. Pure: no clock, no I/O.
 
 Running workers change their roles before any process is started or drained, also in place of one that loads: a change
 of role is done within a heartbeat, a new process costs loading the model.
@@ -6,13 +7,15 @@ of role is done within a heartbeat, a new process costs loading the model.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import islice, product
 from typing import Union
 
 import msgspec
 
-from orchestrator.store.planned import PlannedWorker
+from orchestrator.launch.registry_watch import Snapshot
+from orchestrator.store.fields import Launcher
+from orchestrator.store.planned import PlannedWorker, loading_by_hand, of_launchers, planned_worker
 from orchestrator.types import DesiredRatio, Role
 
 
@@ -178,3 +181,46 @@ def _age_order(worker_id: str) -> tuple[int, str]:
     """A sort key by which worker-10 is newer than worker-9."""
     number = worker_id.rpartition("-")[2]
     return (int(number) if number.isdigit() else -1, worker_id)
+
+
+class OwnWorker(msgspec.Struct, frozen=True):
+    """A worker of the launcher that plans. `role` is the one that its next start gets, `process` which process runs as
+    it now, or nothing; `placed` and `leaving` as of PlannedWorker."""
+
+    role: Role
+    process: str = ""
+    leaving: bool = False
+    placed: bool = True
+
+
+def members(snapshot: Snapshot, own: Mapping[str, OwnWorker], launcher_id: str) -> list[PlannedWorker]:
+    """All workers as `plan` takes them: those in the registry, and launchers' that are not in it."""
+    workers = []
+    others = workers_of_others(snapshot.launchers, launcher_id)
+    for worker_id, info in snapshot.units.items():
+        mine = own.get(worker_id)
+        owned = mine is not None and mine.process == info.process
+        if mine is not None and not owned:
+            continue  # left by its dead predecessor; the entry below stands for the worker
+        worker = planned_worker(info, snapshot.orders.get(worker_id), owned, managed=worker_id in others)
+        if mine is not None and mine.leaving:
+            worker = PlannedWorker(worker.id, worker.role, False, True, True)
+        workers.append(worker)
+    present = {worker.id for worker in workers}
+    for worker_id, mine in own.items():
+        if worker_id not in present:
+            workers.append(PlannedWorker(worker_id, mine.role, ready=False, leaving=mine.leaving, placed=mine.placed))
+    known = present | own.keys()
+    loading = [(name, role, True) for name, role in others.items()]
+    loading += [(name, role, False) for name, role in loading_by_hand(snapshot.launchers).items()]
+    return workers + [
+        PlannedWorker(name, role, ready=False, owned=False, managed=managed)
+        for name, role, managed in sorted(loading)
+        if name not in known
+    ]
+
+
+def workers_of_others(launchers: Mapping[str, Launcher], launcher_id: str) -> dict[str, Role]:
+    """The workers of the fleet's launchers but this one, and their roles."""
+    others = [held for launcher, held in of_launchers(launchers).items() if launcher != launcher_id]
+    return {name: role for held in others for name, role in held.workers.items()}

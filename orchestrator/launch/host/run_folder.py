@@ -20,7 +20,7 @@ from typing import IO, TypeVar
 import msgspec
 
 from orchestrator.config.settings import Config, ConfigError, check_name, parse_config
-from orchestrator.process.own_files import Foreign, check_own, make_folder, open_own, own_uid, read_text, write_text
+from orchestrator.process.files import Foreign, check_own, make_folder, open_own, own_uid, read_text, write_text
 from orchestrator.process.parent import local_pid, own_identity
 
 log = logging.getLogger("pd.launcher")

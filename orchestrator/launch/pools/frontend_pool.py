@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from orchestrator.config.settings import Config
-from orchestrator.launch.decisions.frontend_count import SHRINK_AFTER_S, FrontendSample, frontends_wanted
+from orchestrator.launch.decisions.fleet_size import SHRINK_AFTER_S, FrontendSample, frontends_wanted
 from orchestrator.launch.host.process import Process
 from orchestrator.launch.machines import FRONTEND, Machines, OnLine, Setup, frontend_named
 from orchestrator.launch.registry_watch import Snapshot

@@ -14,8 +14,17 @@ from functools import partial
 import msgspec
 
 from orchestrator.config.settings import Config, ConfigError
-from orchestrator.launch.decisions.members import OwnWorker, members, workers_of_others
-from orchestrator.launch.decisions.reconcile import Action, Drain, Flip, Start, decide, has_decoded
+from orchestrator.launch.decisions.reconcile import (
+    Action,
+    Drain,
+    Flip,
+    OwnWorker,
+    Start,
+    decide,
+    has_decoded,
+    members,
+    workers_of_others,
+)
 from orchestrator.launch.host.process import Process
 from orchestrator.launch.machines import Machines, Setup
 from orchestrator.launch.registry_watch import Snapshot

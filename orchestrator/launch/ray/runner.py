@@ -25,7 +25,7 @@ from orchestrator.launch.host.machine import Share
 from orchestrator.launch.host.process import CannotRun, LocalProcess, ProcessSpec, adopt_orphans
 from orchestrator.launch.host.run_folder import base_folder
 from orchestrator.launch.machines import Setup
-from orchestrator.process.own_files import make_folder, write_text
+from orchestrator.process.files import make_folder, write_text
 from orchestrator.types import Role
 
 _KEPT_LINES = 1000  # of output that no launcher has fetched

@@ -21,7 +21,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.metrics import MetricWrapperBase
 from prometheus_client.mmap_dict import MmapedDict
 
-from orchestrator.process.own_files import locked, make_folder
+from orchestrator.process.files import locked, make_folder
 from orchestrator.process.parent import started_ticks
 
 log = logging.getLogger("pd.frontend")

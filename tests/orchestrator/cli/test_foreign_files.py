@@ -14,7 +14,7 @@ from support_cli import SIM, refused
 
 from orchestrator.config.settings import ConfigError, parse_config
 from orchestrator.launch.host.run_folder import Ready, RunFolder, base_folder
-from orchestrator.process import own_files
+from orchestrator.process import files
 from orchestrator.process.parent import identity_of
 
 ANOTHER = 54_321
@@ -152,7 +152,7 @@ def test_the_list_of_a_killed_launcher_is_not_believed(laid: Laid, way):
 def test_all_is_refused_to_another_user(laid: Laid, monkeypatch: pytest.MonkeyPatch):
     """As the case of `chown`, where the tests do not run as root."""
     base = laid.folder.path.parent
-    monkeypatch.setattr(own_files, "own_uid", lambda: ANOTHER)
+    monkeypatch.setattr(files, "own_uid", lambda: ANOTHER)
     for command in (*ASKING, ["down"], ["up", SIM]):
         assert_refused(command, base)
     laid.assert_untouched()
@@ -173,5 +173,5 @@ def test_a_launcher_writes_into_no_folder_that_came_while_it_ran(laid: Laid, cap
 
 def test_the_folder_of_a_ray_node_is_no_fleet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    own_files.make_folder(base_folder() / "default@10.0.0.1")
+    files.make_folder(base_folder() / "default@10.0.0.1")
     assert "no fleet runs here" in refused("down")

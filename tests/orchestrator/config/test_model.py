@@ -11,7 +11,7 @@ import pytest
 from orchestrator.config import model as model_module
 from orchestrator.config.model import _gguf, find_model, resolve_model
 from orchestrator.config.settings import ConfigError
-from orchestrator.process import own_files
+from orchestrator.process import files
 
 ROOT = Path(__file__).parents[3]
 
@@ -80,10 +80,10 @@ def test_a_model_that_others_may_have_written_is_refused(made: Path, which: str)
 
 
 def test_another_users_model_is_refused_and_roots_is_not(made: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(own_files, "own_uid", lambda: 54_321)
-    monkeypatch.setattr(own_files, "_ROOT", os.geteuid())
+    monkeypatch.setattr(files, "own_uid", lambda: 54_321)
+    monkeypatch.setattr(files, "_ROOT", os.geteuid())
     assert resolve_model("demo") == str(made), "an image may have it"
-    monkeypatch.setattr(own_files, "_ROOT", 54_322)
+    monkeypatch.setattr(files, "_ROOT", 54_322)
     with pytest.raises(ConfigError, match="'demo': .*: belongs to .*, or set XDG_CACHE_HOME"):
         resolve_model("demo")
 

@@ -11,7 +11,7 @@ from support_redis import worker
 from support_wait import DEADLINE_S
 
 from orchestrator.fleet.view import Fleet
-from orchestrator.router.codec import Batch
+from orchestrator.router.request import Batch
 from orchestrator.types import WorkerLoad
 from orchestrator.wire.control import METHODS, REFUSED
 

@@ -9,7 +9,7 @@ from support_steering import claim_ids, set_desired
 
 from orchestrator.store.client import RedisAway, connect
 from orchestrator.store.keys import QUEUE, REGISTRY
-from orchestrator.store.operator.queued_jobs import peek, show
+from orchestrator.store.operator.shown import peek, show
 from orchestrator.store.queue import PrefillQueue
 from orchestrator.store.registry import Frontend, Registry
 from orchestrator.types import Role

@@ -18,7 +18,7 @@ from support_redis import (
 
 from orchestrator.policy.claims import choose_claims
 from orchestrator.store.client import RedisAway
-from orchestrator.store.operator.queued_jobs import peek, show
+from orchestrator.store.operator.shown import peek, show
 from orchestrator.store.queue import MAX_DELIVERIES, PrefillQueue, QueueFull, SweepResult
 from orchestrator.types import JobState, PrefillJob, QueueDepth, WindowJob
 

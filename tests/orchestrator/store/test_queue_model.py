@@ -24,7 +24,7 @@ from support_redis import (
 )
 
 from orchestrator.store.client import connect
-from orchestrator.store.operator.queued_jobs import peek
+from orchestrator.store.operator.shown import peek
 from orchestrator.store.queue import PrefillQueue, QueueFull
 from orchestrator.types import QueueDepth
 

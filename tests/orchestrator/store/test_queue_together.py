@@ -22,7 +22,7 @@ from support_wait import DEADLINE_S, until
 from orchestrator.policy.claims import choose_claims
 from orchestrator.store.client import RedisAway, connect
 from orchestrator.store.keys import Keys
-from orchestrator.store.operator.queued_jobs import peek, show
+from orchestrator.store.operator.shown import peek, show
 from orchestrator.store.queue import MAX_DELIVERIES, PrefillQueue
 from orchestrator.types import QueueDepth
 

@@ -16,7 +16,7 @@ from support_info import fleet_of, worker_info
 from support_siblings import alone, queue_of
 
 from orchestrator.cli.look.screen import Confirm, Top
-from orchestrator.cli.look.top import sample, top
+from orchestrator.cli.look.status import sample, top
 from orchestrator.config.settings import Refused
 from orchestrator.frontend.dashboard import history as history_module
 from orchestrator.frontend.dashboard.history import History

@@ -307,7 +307,7 @@ def test_outputs_that_wait_are_joined_by_answer() -> None:
     from vllm.v1.metrics.stats import PrefillStats
 
     from orchestrator.frontend.codec.vllm_codec import join
-    from orchestrator.router.codec import Batch
+    from orchestrator.router.request import Batch
 
     def made(name: str, tokens: list[int], **more: Any) -> Any:
         return EngineCoreOutput(name, tokens, **more)

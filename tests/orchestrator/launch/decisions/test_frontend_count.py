@@ -2,7 +2,7 @@
 
 import pytest
 
-from orchestrator.launch.decisions.frontend_count import FrontendSample, frontends_wanted
+from orchestrator.launch.decisions.fleet_size import FrontendSample, frontends_wanted
 
 
 def run(

@@ -2,7 +2,7 @@
 
 from support_redis import worker
 
-from orchestrator.launch.decisions.members import OwnWorker, members
+from orchestrator.launch.decisions.reconcile import OwnWorker, members
 from orchestrator.launch.registry_watch import Snapshot
 from orchestrator.store.fields import Launcher
 from orchestrator.types import DesiredRatio, Role

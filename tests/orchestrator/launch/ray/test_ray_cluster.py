@@ -17,7 +17,7 @@ from support_wait import DEADLINE_S, until
 from orchestrator.config.settings import Config, ConfigError, parse_config
 from orchestrator.launch.host.process import ProcessSpec
 from orchestrator.launch.machines import Setup
-from orchestrator.process.own_files import make_folder
+from orchestrator.process.files import make_folder
 from orchestrator.types import Role
 
 pytestmark = pytest.mark.slow  # imports Ray

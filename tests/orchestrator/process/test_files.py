@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.process import own_files
-from orchestrator.process.own_files import Foreign, check_own, make_folder, open_own, read_text, write_text
+from orchestrator.process import files
+from orchestrator.process.files import Foreign, check_own, make_folder, open_own, read_text, write_text
 from orchestrator.process.parent import EXIT_REASON_FILE, read_exit_reason, report_exit
 
 ANOTHER = 54_321
@@ -69,14 +69,14 @@ def test_files_of_an_injected_user_are_refused(tmp_path: Path, monkeypatch: pyte
     """As the case with root's `chown`, where the tests run as somebody else."""
     make_folder(tmp_path / "run")
     write_text(tmp_path / "run" / "f", "text")
-    monkeypatch.setattr(own_files, "own_uid", lambda: ANOTHER)
+    monkeypatch.setattr(files, "own_uid", lambda: ANOTHER)
     with pytest.raises(Foreign, match=f"run: belongs to .*, and this is user {ANOTHER}; remove it, or work as "):
         read_text(tmp_path / "run" / "f")
 
 
 def test_roots_files_are_as_good_where_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(own_files, "_ROOT", os.geteuid())
-    monkeypatch.setattr(own_files, "own_uid", lambda: ANOTHER)
+    monkeypatch.setattr(files, "_ROOT", os.geteuid())
+    monkeypatch.setattr(files, "own_uid", lambda: ANOTHER)
     check_own(tmp_path, or_roots=True)
     with pytest.raises(Foreign):
         check_own(tmp_path)

@@ -1,4 +1,5 @@
-"""Folders and files that nobody but this user may have written: they are made so, and used only if they are so.
+"""Files that are used only if they are what they should be: those that nobody but this user may have written, which are
+made so, and those that somebody names, which are plain ones of a bounded size.
 
 Another user of the machine may put a folder, a file or a link where ours would be, in /tmp for instance, to be sent our
 keys or to name the processes that we end. Not responsible for the folders above, which the operator chooses.
@@ -7,6 +8,7 @@ keys or to name the processes that we end. Not responsible for the folders above
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import pwd
@@ -127,3 +129,26 @@ def _named(uid: int) -> str:
         return pwd.getpwuid(uid).pw_name
     except KeyError:
         return f"user {uid}"
+
+
+CONFIG_BYTES = 262_144  # a YAML file; they have a few KB, and the parser takes seconds for this much
+KEYS_BYTES = 16_777_216  # a file of API keys
+
+
+def check_plain_file(path: str | Path) -> None:
+    """Raises OSError for a path that is not a regular file: to read a FIFO or a device may never end."""
+    mode = os.stat(path).st_mode
+    if stat.S_ISDIR(mode):
+        raise OSError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    if not stat.S_ISREG(mode):
+        raise OSError(errno.EINVAL, "Not a regular file", str(path))
+
+
+def read_plain_file(path: str | Path, most_bytes: int) -> str:
+    """Raises OSError, also for a file with more than `most_bytes`, and UnicodeDecodeError."""
+    check_plain_file(path)
+    with open(path, "rb") as file:
+        content = file.read(most_bytes + 1)
+    if len(content) > most_bytes:
+        raise OSError(errno.EFBIG, f"It has more than {most_bytes} bytes", str(path))
+    return content.decode("utf-8-sig")
