@@ -32,7 +32,7 @@ from orchestrator.config.access import (
     read_api_keys,
 )
 from orchestrator.config.settings import ConfigError
-from orchestrator.process.threads import in_thread
+from orchestrator.process.tasks import in_thread
 
 log = logging.getLogger("pd.frontend")
 

@@ -24,8 +24,8 @@ from orchestrator.fleet.view import Fleet
 from orchestrator.fleet.worker_view import WorkerView
 from orchestrator.frontend.dashboard.history import overview
 from orchestrator.frontend.wiring import FleetConnection
+from orchestrator.process.tasks import in_thread
 from orchestrator.process.telemetry.metrics import shown
-from orchestrator.process.threads import in_thread
 from orchestrator.types import Role, WorkerLoad
 
 # Numbers that load reports carry, in a `WorkerLoad` and its `StepCounters`: the name of each, its place, its meaning.

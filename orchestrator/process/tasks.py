@@ -1,11 +1,17 @@
-"""Tasks that are waited for together, and what becomes of those that are not needed any more."""
+"""What is waited for: tasks together, and what becomes of those that are not needed any more; and calls that block,
+made in threads of their own, of which one that does not answer holds up only who waits for it.
+
+Whoever waits for a call has a deadline, and says what becomes of an answer that is late.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Awaitable
-from typing import Any, TypeVar
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable
+from concurrent.futures import Future
+from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
 
@@ -30,3 +36,63 @@ async def first_of(
         yield tasks[0]
     finally:
         await cancelled(*tasks)
+
+
+async def in_thread(call: Callable[[], T], unwanted: Callable[[T], object] = lambda result: None) -> T:
+    """What the call returns or raises. One that nobody waits for any more goes on, and `unwanted` gets its result.
+
+    The threads of the loop's own pool are few, the whole process shares them, and its end waits for each.
+    """
+    loop = asyncio.get_running_loop()
+    answer: asyncio.Future[T] = loop.create_future()
+    said: Future[T] = Future()
+
+    def settle() -> None:
+        if (error := said.exception()) is None and answer.done():  # cancelled
+            unwanted(said.result())
+        elif error is None:
+            answer.set_result(said.result())
+        elif not answer.done():
+            answer.set_exception(error)
+
+    def run() -> None:
+        try:
+            said.set_result(call())
+        except BaseException as error:
+            said.set_exception(error)
+        try:
+            loop.call_soon_threadsafe(settle)
+        except RuntimeError:  # the loop has ended
+            if said.exception() is None:
+                unwanted(said.result())
+
+    threading.Thread(target=run, name="pd-call", daemon=True).start()
+    return await answer
+
+
+def in_background(call: Callable[[], Any]) -> None:
+    """Make a call whose answer nobody needs."""
+
+    def run() -> None:
+        with contextlib.suppress(Exception):  # the cluster has gone, or what the call is about
+            call()
+
+    threading.Thread(target=run, name="pd-call", daemon=True).start()
+
+
+class Asked(Generic[T]):
+    """A question that is asked again and again, and never twice at once. An answer that is late is dropped."""
+
+    def __init__(self, call: Callable[[], T], within_s: float) -> None:
+        self._call, self._within_s = call, within_s
+        self._asking: asyncio.Task[T] | None = None
+
+    async def answer(self) -> T:
+        """Raises TimeoutError, and what the call raises."""
+        if self._asking is None or self._asking.done():
+            self._asking = asyncio.create_task(in_thread(self._call))
+            self._asking.add_done_callback(lambda late: late.cancelled() or late.exception())
+        done, _ = await asyncio.wait({self._asking}, timeout=self._within_s)
+        if not done:
+            raise TimeoutError(f"no answer within {self._within_s:g} s")
+        return self._asking.result()

@@ -17,8 +17,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.serial_utils import MsgpackEncoder
 
 from orchestrator.policy.predict.estimates import LINK_AGE_S, RecentMaximum
-from orchestrator.process.tasks import cancelled, first_of
-from orchestrator.process.threads import in_thread
+from orchestrator.process.tasks import cancelled, first_of, in_thread
 from orchestrator.types import EngineSpeed, KVEndpoint
 from orchestrator.wire.control import ENGINE_METHODS
 from orchestrator.wire.curve import KeyPair

@@ -25,7 +25,7 @@ from orchestrator.launch.ray.connection import left_running, names_begin
 from orchestrator.launch.ray.places import Bundles, Places, first_line, shown
 from orchestrator.launch.ray.process import RayProcess, Runners
 from orchestrator.launch.ray.runner import RunFrontend, RunWorker
-from orchestrator.process.threads import Asked, in_thread
+from orchestrator.process.tasks import Asked, in_thread
 from orchestrator.types import Role
 
 log = logging.getLogger("pd.launcher")

@@ -23,7 +23,7 @@ from ray.util.placement_group import (
     remove_placement_group,
 )
 
-from orchestrator.process.threads import in_thread
+from orchestrator.process.tasks import in_thread
 
 log = logging.getLogger("pd.launcher")
 

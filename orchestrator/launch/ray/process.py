@@ -18,8 +18,7 @@ from orchestrator.launch.machines import OnLine
 from orchestrator.launch.ray.places import first_line
 from orchestrator.launch.ray.runner import Ended, NotStarted, Order, Runner, Started, decode_reply, encode
 from orchestrator.process.parent import ALIVE, ExitReason
-from orchestrator.process.tasks import first_of
-from orchestrator.process.threads import in_background, in_thread
+from orchestrator.process.tasks import first_of, in_background, in_thread
 
 NODE_LOST = -9  # the exit code of a process whose node or runner is gone: as if it had been killed
 _KEPT_LINES = 100

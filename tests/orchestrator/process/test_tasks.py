@@ -8,8 +8,7 @@ import threading
 import pytest
 from support_wait import DEADLINE_S
 
-from orchestrator.process.tasks import cancelled, first_of
-from orchestrator.process.threads import in_thread
+from orchestrator.process.tasks import cancelled, first_of, in_thread
 
 
 async def never() -> None:
