@@ -200,8 +200,10 @@ class Bench:
         return self.submits()[-1][0]
 
     async def settle(self):
+        """Until nothing of the router runs in the background."""
         async with asyncio.timeout(DEADLINE_S):
-            await self.router.settled()
+            while tasks := set(self.router._dispatch._tasks):
+                await asyncio.wait(tasks)
 
     def assert_no_leaks(self):
         assert not self.router.requests and not self.prefixes.index.expected

@@ -340,8 +340,3 @@ class Dispatch:
         task = asyncio.get_running_loop().create_task(coroutine)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-
-    async def settled(self) -> None:
-        """Wait until nothing runs in the background."""
-        while self._tasks:
-            await asyncio.wait(set(self._tasks))

@@ -140,10 +140,6 @@ class Router:
         if not self._fleet.pause.frozen:
             await self._overdue.check_queue(now)
 
-    async def settled(self) -> None:
-        """Wait until nothing runs in the background."""
-        await self._dispatch.settled()
-
     # ---- what workers say --------------------------------------------------------------------------------------
 
     def handle(self, worker_id: str, message: ToFrontend, payload: list[bytes], now: float) -> None:

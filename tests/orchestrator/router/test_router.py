@@ -938,7 +938,7 @@ async def test_a_queued_request_is_prefilled_locally_once_that_is_sooner():
     bench.router.check(time.monotonic() + 0.5)
     assert bench.router.requests["r"].state is State.QUEUED  # looked at once a second
     bench.router.check(time.monotonic() + 1.5)
-    await bench.router.settled()
+    await bench.settle()
     active = bench.router.requests["r"]
     assert active.state is State.LOCAL and active.retries == ["recalled"] and bench.queue.cancelled == [("r", 1)]
     bench.tokens(bench.bound_to(), "r", [1], attempt=2, finish=1)
@@ -952,7 +952,7 @@ async def test_recalled_requests_share_decode_workers():
         await bench.router.submit(FakeRequest(f"r{number}", 1000))
     bench.queue.depth = QueueDepth(5, 5000, 0)
     bench.router.check(time.monotonic())
-    await bench.router.settled()
+    await bench.settle()
     recalled = [active for active in bench.router.requests.values() if active.state is State.LOCAL]
     # Without the first that went to each, those behind would all have gone too.
     assert {active.decode_worker for active in recalled} == {"d0", "d1"} and 2 <= len(recalled) < 4
