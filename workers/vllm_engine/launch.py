@@ -17,6 +17,7 @@ import threading
 import typing
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, NoReturn
 
 import msgspec
@@ -46,6 +47,9 @@ _BIND = "VLLM_CPU_OMP_THREADS_BIND"  # the cores of each rank's threads; "nobind
 _THREADS = "OMP_NUM_THREADS"
 # Before vLLM makes its configuration of them: it would fail with a line about something else.
 _GROUP_ARGS = "data_parallel_"  # all but the size say where a rank is in its group, which the worker is told
+# UCX by default overwrites functions of the C library, and spins a third of a second meanwhile, to learn of memory that
+# RDMA devices know. Without such a device it may learn of less.
+_MEMORY_HOOKS, _RDMA = "UCX_MEM_MMAP_HOOK_MODE", Path("/sys/class/infiniband")
 _KV_SECRET = "PD_KV_SECRET_KEY"  # read by connectors/handshake.py in the engine's processes
 
 
@@ -179,6 +183,8 @@ def start_client(config: VllmConfig, setup: Setup, kv_secret: str = "") -> Engin
         environment[_BIND] = bind = "nobind" if cores else os.environ.get(_BIND, "nobind")
         if not cores and bind == "nobind":
             _limit_threads(environment, config.parallel_config.local_world_size)
+        if _MEMORY_HOOKS not in os.environ and not _RDMA.exists():
+            environment[_MEMORY_HOOKS] = "reloc"
         if issubclass(executor, UniProcExecutor) or (bind == "nobind" and issubclass(executor, MultiprocExecutor)):
             environment["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
     with _environment, _set_env(environment | engine_env(shares)), engine_process():
