@@ -34,11 +34,13 @@ from workers.vllm_engine.codec.adapters import Adapters
 from workers.vllm_engine.codec.messages import RequestCodec, correct, kv_counters, take_plugin_stats, why_refused
 from workers.vllm_engine.identity import identity_of
 from workers.vllm_engine.launch import Setup, build_config, start_client
-from workers.vllm_engine.patches import compiles
+from workers.vllm_engine.patches import compiles, load_for_engines
 from workers.vllm_engine.ranks import RankWatch, coordinators
 from workers.vllm_engine.speed import measure_speed, warm_up
 
 _STOP_TIMEOUT_S = 5.0
+
+load_for_engines()  # when this module is imported: engines are forked from this process, or from one of its own
 
 
 class VllmEngine:

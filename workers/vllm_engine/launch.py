@@ -17,6 +17,7 @@ import threading
 import typing
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, NoReturn
 
 import msgspec
@@ -46,6 +47,7 @@ _BIND = "VLLM_CPU_OMP_THREADS_BIND"  # the cores of each rank's threads; "nobind
 _THREADS = "OMP_NUM_THREADS"
 # Before vLLM makes its configuration of them: it would fail with a line about something else.
 _GROUP_ARGS = "data_parallel_"  # all but the size say where a rank is in its group, which the worker is told
+_HOOKS, _RDMA = "UCX_MEM_MMAP_HOOK_MODE", Path("/sys/class/infiniband")
 _KV_SECRET = "PD_KV_SECRET_KEY"  # read by connectors/handshake.py in the engine's processes
 
 
@@ -179,6 +181,7 @@ def start_client(config: VllmConfig, setup: Setup, kv_secret: str = "") -> Engin
         environment[_BIND] = bind = "nobind" if cores else os.environ.get(_BIND, "nobind")
         if not cores and bind == "nobind":
             _limit_threads(environment, config.parallel_config.local_world_size)
+        environment |= _memory_hooks()
         if issubclass(executor, UniProcExecutor) or (bind == "nobind" and issubclass(executor, MultiprocExecutor)):
             environment["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
     with _environment, _set_env(environment | engine_env(shares)), engine_process():
@@ -196,6 +199,13 @@ def _limit_threads(environment: dict[str, str], ranks: int) -> None:
         threads = max(1, int(limit) // ranks)
         environment[_THREADS] = str(threads)  # read by a process that is executed
         torch.set_num_threads(threads)  # inherited by a forked one; this process does not compute
+
+
+def _memory_hooks() -> dict[str, str]:
+    """UCX learns by them of memory that is given back, which RDMA devices know. By default it overwrites functions of
+    the C library, and spins for a third of a second meanwhile; the others are put in place at once, and may miss some.
+    """
+    return {} if _HOOKS in os.environ or _RDMA.exists() else {_HOOKS: "reloc"}
 
 
 @functools.cache

@@ -19,6 +19,9 @@ which takes a forked engine two seconds at its start.
 What a model's class can do is found out in the process that asks. vLLM starts one that imports all of vLLM, lest a
 device be initialised here: at a first start each agent and frontend did, for some 10 s of CPU time. A CPU needs none.
 
+What every engine needs is loaded before any is forked (`load_for_engines`), and what hardly one needs when it does: its
+tokenizer with the first grammar, and the code of quantized weights where weights are quantized.
+
 An engine process ends without collecting garbage. vLLM collects three times, with all objects that were frozen before
 the process was forked: it copies the memory that it shares, for a second, and then ends.
 
@@ -132,10 +135,34 @@ def patch_cpu_engines() -> None:
     """Apply the fixes for CPU engines in this process. Does nothing on another platform."""
     if current_platform.is_cpu():
         registry._run_in_subprocess = lambda ask: ask()
+        _load_when_needed()
         _spare_generators()
         _make_stage_buffers()
         _sleep_between_messages()
         _end_without_collecting()
+
+
+def load_for_engines() -> None:
+    """Load what each engine on a CPU would load, into the process that forks them. No thread runs afterwards."""
+    if current_platform.is_cpu():
+        from vllm.v1.worker import cpu_worker  # noqa: F401
+
+        # Looks through all that is loaded, half a second long. What is loaded later finds its result.
+        current_platform.register_triton_kernel_overrides()
+        type(current_platform).register_triton_kernel_overrides = classmethod(lambda platform: None)
+
+
+def _load_when_needed() -> None:
+    from vllm.model_executor.model_loader import base_loader
+    from vllm.tokenizers import cached_tokenizer_from_config
+    from vllm.v1 import structured_output
+
+    online = base_loader._get_online_quantization_config
+    structured_output.cached_tokenizer_from_config = lambda model_config: None
+    structured_output.StructuredOutputManager.tokenizer = property(
+        lambda manager: cached_tokenizer_from_config(manager.vllm_config.model_config), lambda manager, none: None
+    )
+    base_loader._get_online_quantization_config = lambda config: online(config) if config.quant_config else None
 
 
 def compiles(config: Any) -> bool:
@@ -144,8 +171,13 @@ def compiles(config: Any) -> bool:
     return not (current_platform.is_cpu() and config.model_config.enforce_eager)
 
 
-def compile_as_told(config: Any) -> None:
-    """Where nothing is compiled batches are sampled in up to twice the time, a hundredth to a tenth of a step."""
+def patch_as_configured(config: Any) -> None:
+    """The fixes that depend on an engine's configuration of vLLM.
+
+    Where nothing is compiled batches are sampled in up to twice the time, a hundredth to a tenth of a step.
+    """
+    if current_platform.is_cpu() and config.use_v2_model_runner:
+        tell_preemptions_first()
     if not compiles(config):
         torch.compiler.set_stance("force_eager")
 

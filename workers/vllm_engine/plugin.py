@@ -34,8 +34,8 @@ from workers.vllm_engine.codec.withheld import give_back_withheld
 from workers.vllm_engine.loop import name_socket, steps_of, waker_of
 from workers.vllm_engine.patches import (
     cache_only_what_is_computed,
-    compile_as_told,
     free_what_did_not_come,
+    patch_as_configured,
     patch_cpu_engines,
     spare_groups_of_one,
     tell_preemptions_first,
@@ -82,7 +82,7 @@ def run_engine_core(*args: Any, **kwargs: Any) -> None:
         os.environ[PARENT] = str(os.getpid())
         multiproc_executor.WorkerProc.worker_main = staticmethod(run_rank)
     register()
-    compile_as_told(kwargs["vllm_config"])
+    patch_as_configured(kwargs["vllm_config"])
     if folder := os.environ.get(SOCKETS):
         _set_rendezvous_folder(folder)
         name_socket(folder, kwargs["executor_class"], kwargs["vllm_config"])
@@ -99,7 +99,7 @@ def run_coordinator(*args: Any, **kwargs: Any) -> None:
 def run_rank(*args: Any, **kwargs: Any) -> None:
     """Target of the process of a rank."""
     die_with_parent()
-    compile_as_told(kwargs["vllm_config"])
+    patch_as_configured(kwargs["vllm_config"])
     if shares := _shares():
         _use_cores(shares[kwargs["local_rank"]])
     _vllm_rank(*args, **kwargs)
@@ -115,7 +115,8 @@ def register() -> None:
     if os.environ.get(PARENT) and not _patched:
         _patched = True
         spare_groups_of_one()
-        tell_preemptions_first()
+        if not current_platform.is_cpu():  # there few engines have that model runner, which takes long to load
+            tell_preemptions_first()
         cache_only_what_is_computed()
         free_what_did_not_come()
         give_back_withheld()

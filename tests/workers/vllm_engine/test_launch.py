@@ -1,5 +1,5 @@
 """How many threads an engine on CPU computes with, in a container that has CPU time for less than its cores; what
-becomes of an engine that starts for nobody; and which GPUs the ranks of a group take."""
+becomes of an engine that starts for nobody; how UCX watches memory; and which GPUs the ranks of a group take."""
 
 import asyncio
 import math
@@ -43,6 +43,19 @@ def test_number_of_threads_from_outside_holds(monkeypatch: pytest.MonkeyPatch) -
     environment: dict[str, str] = {}
     launch._limit_threads(environment, 1)
     assert environment == {}
+
+
+def test_memory_hooks_that_take_long_are_for_rdma(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from workers.vllm_engine import launch
+
+    monkeypatch.delenv("UCX_MEM_MMAP_HOOK_MODE", raising=False)
+    monkeypatch.setattr(launch, "_RDMA", tmp_path / "infiniband")
+    assert launch._memory_hooks() == {"UCX_MEM_MMAP_HOOK_MODE": "reloc"}
+    monkeypatch.setenv("UCX_MEM_MMAP_HOOK_MODE", "bistro")
+    assert launch._memory_hooks() == {}, "what is set from outside holds"
+    monkeypatch.delenv("UCX_MEM_MMAP_HOOK_MODE")
+    launch._RDMA.mkdir()
+    assert launch._memory_hooks() == {}
 
 
 def test_an_engine_that_is_ready_after_its_worker_stopped_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,10 +21,10 @@ def test_what_is_not_compiled_gives_the_same_log_probabilities_and_greedy_tokens
     import torch
     from vllm.v1.sample.sampler import Sampler
 
-    from workers.vllm_engine.patches import compile_as_told
+    from workers.vllm_engine.patches import patch_as_configured
 
     logits = torch.randn(5, 1000, generator=torch.Generator().manual_seed(3))
-    eager = types.SimpleNamespace(model_config=types.SimpleNamespace(enforce_eager=True))
+    eager = types.SimpleNamespace(model_config=types.SimpleNamespace(enforce_eager=True), use_v2_model_runner=False)
 
     def sampled() -> list[torch.Tensor]:
         sampler = Sampler()
@@ -34,7 +34,7 @@ def test_what_is_not_compiled_gives_the_same_log_probabilities_and_greedy_tokens
 
     was_compiled = sampled()
     with torch.compiler.set_stance("default"):  # given back afterwards
-        compile_as_told(eager)
+        patch_as_configured(eager)
         assert all(torch.equal(one, other) for one, other in zip(was_compiled, sampled(), strict=True))
 
 
@@ -54,6 +54,56 @@ def test_no_process_is_started_to_find_out_what_a_model_can_do(tmp_path: Path) -
     done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, env=env)
     assert done.stdout.split()[-1:] == ["True"], done.stderr
     assert list((tmp_path / "modelinfos").iterdir()), "the next process finds it"
+
+
+_LOADING = """
+import os, sys
+import workers.vllm_engine.engine
+from vllm.platforms import current_platform
+from vllm.triton_utils import dispatcher
+before = dict(dispatcher._registry)
+current_platform.register_triton_kernel_overrides()  # as each engine does
+once = bool(before) and before == dispatcher._registry
+print("vllm.v1.worker.cpu_worker" in sys.modules, once, os.listdir("/proc/self/task"))
+"""
+
+
+def test_what_engines_need_is_loaded_before_they_are_forked() -> None:
+    env = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, "-c", _LOADING], capture_output=True, text=True, timeout=DEADLINE_S, env=env)
+    *facts, threads = done.stdout.splitlines()[-1].split(maxsplit=2) if done.stdout else ("", "")
+    assert facts == ["True", "True"], done.stderr
+    assert threads.count(",") == 0, "no thread is left in a process that is to fork"
+
+
+def test_an_engine_reads_its_tokenizer_with_the_first_grammar(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm import tokenizers
+    from vllm.model_executor.model_loader import base_loader
+    from vllm.v1 import structured_output
+
+    from workers.vllm_engine import patches
+
+    read: list[object] = []
+    monkeypatch.setattr(tokenizers, "cached_tokenizer_from_config", lambda model: read.append(model) or "a tokenizer")
+    for module, name in (
+        (structured_output, "cached_tokenizer_from_config"),
+        (base_loader, "_get_online_quantization_config"),
+    ):
+        monkeypatch.setattr(module, name, getattr(module, name))  # given back afterwards
+    monkeypatch.setattr(structured_output.StructuredOutputManager, "tokenizer", None, raising=False)
+    patches._load_when_needed()
+    config = types.SimpleNamespace(
+        parallel_config=types.SimpleNamespace(distributed_executor_backend="uni"),
+        scheduler_config=types.SimpleNamespace(max_num_seqs=4),
+        model_config=types.SimpleNamespace(skip_tokenizer_init=False),
+        structured_outputs_config=types.SimpleNamespace(
+            reasoning_parser_plugin="", reasoning_parser="", enable_in_reasoning=False
+        ),
+    )
+    manager = structured_output.StructuredOutputManager(config)
+    assert read == []
+    assert manager.tokenizer == "a tokenizer"
+    assert read == [config.model_config]
 
 
 def test_an_engine_ends_without_a_collection(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -76,15 +126,11 @@ def test_second_model_runner_tells_of_preemptions_before_it_touches_the_blocks(m
     """vLLM's own `update_requests`, on a runner of which only this method is real."""
     from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
-    from orchestrator.process.parent import PARENT
-    from workers.vllm_engine import patches, plugin
+    from workers.vllm_engine import patches
 
     monkeypatch.setattr(GPUModelRunner, "update_requests", GPUModelRunner.update_requests)  # given back afterwards
-    monkeypatch.setattr(plugin, "_patched", False)
-    monkeypatch.setattr(plugin, "spare_groups_of_one", lambda: None)
-    monkeypatch.setattr(plugin, "patch_cpu_engines", lambda: None)
-    monkeypatch.setenv(PARENT, "1")
-    plugin.register()
+    monkeypatch.setattr(patches, "compiles", lambda config: True)
+    patches.patch_as_configured(types.SimpleNamespace(use_v2_model_runner=True))
 
     order: list[Any] = []
     connector = types.SimpleNamespace(handle_preemptions=order.append)
