@@ -74,6 +74,8 @@ class MessageEvent(threading.Event):
             self._came = False
             if super().wait(_PAUSE_S):
                 return True
-        found = self._ready.poll(None if timeout is None else timeout * 1e3)
-        self._came = any(descriptor != self._bell for descriptor, _ in found)
+        for descriptor, state in self._ready.poll(None if timeout is None else timeout * 1e3):
+            self._came = self._came or descriptor != self._bell
+            if state & select.POLLNVAL:  # it was closed
+                self._ready.unregister(descriptor)
         return self.is_set()

@@ -61,6 +61,15 @@ def test_what_stays_readable_is_waited_with_and_does_not_delay_other_work(
     assert event.wait(LONG_S)
 
 
+def test_what_was_closed_ends_no_further_wait() -> None:
+    with select.epoll() as polled:
+        event = MessageEvent([polled.fileno()])
+    assert not event.wait(LONG_S)
+    began = time.monotonic()
+    assert not event.wait(0.05)
+    assert time.monotonic() - began > 0.04
+
+
 def test_a_message_over_nixl_ends_the_wait_and_one_look_reads_it() -> None:
     nixl = pytest.importorskip("nixl._api")
     before = epolls()

@@ -208,7 +208,7 @@ async def test_a_remote_request_costs_few_steps_that_compute_nothing(
             for name, empty in counts.items():
                 found[name].append(empty.value - before[name])
         most = {name: statistics.median(steps) for name, steps in found.items()}
-        assert most["decode"] <= 4 and most["prefill"] <= 4, found
+        assert most["decode"] <= 4 and most["prefill"] <= 3, found
     finally:
         await decode.stop()
         await prefill.stop()
