@@ -197,9 +197,11 @@ async def load(model: str, cache_bytes: int, options: argparse.Namespace) -> Non
                     await fetching.prepare(name)
                     fetching.goes_on = name != "alone"
                     others = asyncio.create_task(fetching.again_and_again(name, every_s))
-                    _, exposed_s, step_s = await pair.run(random_prompt(tokens))
-                    seen[name] += [exposed_s + step_s] if number else []  # the first one connects them
-                    steps += [step_s] if name == "alone" else []  # beside others decode's next steps take longer too
+                    times = await pair.run(random_prompt(tokens))
+                    seen[name] += [times.exposed_s + times.decode_step_s] if number else []  # the first connects them
+                    steps += (
+                        [times.decode_step_s] if name == "alone" else []
+                    )  # beside others decode's next steps take longer too
                     fetching.goes_on = False
                     fetches += await others
             beside = f"{fetches / (options.runs + 1):.1f} fetches beside each"

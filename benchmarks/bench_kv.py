@@ -2,7 +2,8 @@
 
 Each variant and round has one prefill and one decode engine with the same settings, and one request at a time. No other
 engine runs beside them, since even an idle one costs them a few milliseconds. `exposed` is decode's first token minus
-the end of prefill compute, less one decode step. Prints a table, saves JSON and a PNG.
+the end of prefill compute, less one decode step: what passes before decode's first step begins, and by how much that
+takes longer than the next ones. Prints a table, saves JSON and a PNG.
 """
 
 from __future__ import annotations
@@ -128,7 +129,8 @@ def _line(row: Row) -> str:
     return (
         f"{row.model:<10} {row.variant:<22} {row.tokens:>6} tokens {row.bytes / 1e6:>8.1f} MB   "
         f"prefill {row.prefill_s * 1e3:>8.1f} ms (best {row.prefill_best_s * 1e3:>8.1f})   "
-        f"exposed {row.exposed_s * 1e3:>7.1f} ms (best {row.exposed_best_s * 1e3:>7.1f})   "
+        f"exposed {row.exposed_s * 1e3:>7.1f} ms (best {row.exposed_best_s * 1e3:>7.1f}), "
+        f"before decode's first step {(row.begun_s or 0.0) * 1e3:>7.1f} ms   "
         f"decode step {row.decode_step_s * 1e3:>6.1f} ms   raw WRITE {row.raw_write_s * 1e3:>7.1f} ms"
     )
 

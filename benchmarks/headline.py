@@ -81,7 +81,7 @@ def _exposed(kv: Mapping[str, Any], tokens: int) -> list[float]:
     rows = [row for row in kv["rows"] if (row["model"], row["tokens"]) == ("kv-heavy", tokens)]
     runs = {
         row["variant"]: [
-            {"turn": turn, "exposed": statistics.median(exposed for _, exposed, _ in found)}
+            {"turn": turn, "exposed": statistics.median(exposed for _, exposed, *_ in found)}
             for turn, found in row["turns"].items()
         ]
         for row in rows

@@ -13,6 +13,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from kv_tables import RunTimes
 from support_vllm import frames
 
 from orchestrator.config.settings import KVConfig
@@ -52,6 +53,7 @@ class Running:
     def __init__(self, engine: Any, info: Any) -> None:
         self.engine, self.info = engine, info
         self.times: defaultdict[str, list[float]] = defaultdict(list)  # the engine's monotonic seconds
+        self.begun: dict[str, float] = {}  # by request, when the step of its first token began
         self.tokens: defaultdict[str, list[int]] = defaultdict(list)
         self._last: defaultdict[str, asyncio.Future[Any]] = defaultdict(asyncio.get_running_loop().create_future)
         self._reader = asyncio.create_task(self._read())
@@ -59,7 +61,9 @@ class Running:
     async def _read(self) -> None:
         while True:
             step = await self.engine.next_step()
+            step_s = step.load.step_ms / 1e3 if step.load is not None else 0.0
             for output in step.outputs:
+                self.begun.setdefault(output.request_id, step.timestamp - step_s)
                 self.times[output.request_id] += [step.timestamp] * len(output.new_token_ids)
                 self.tokens[output.request_id] += output.new_token_ids
                 if output.finish_reason is not None:
@@ -112,16 +116,18 @@ class Pair:
         await self.prefill.submit(key, Phase.PREFILL, body)
         await self.prefill.end(key)
 
-    async def run(self, prompt: list[int]) -> tuple[float, float, float]:
-        """Run one request. Returns (prefill, exposed, decode step) in seconds, by the engines' monotonic clock, which
-        this host's processes share."""
+    async def run(self, prompt: list[int]) -> RunTimes:
+        """Run one request. The times are by the engines' monotonic clock, which this host's processes share."""
         key = uuid.uuid4().hex
         began = time.monotonic()
         await self.submit(key, frames(prompt, 6))
         await self.decode.end(key)
         prefilled, tokens = self.prefill.times.pop(key)[-1], self.decode.times.pop(key)
         step = statistics.median(after - before for before, after in zip(tokens, tokens[1:], strict=False))
-        return prefilled - began, tokens[0] - prefilled - step, step
+        self.prefill.begun.pop(key)
+        return RunTimes(
+            prefilled - began, tokens[0] - prefilled - step, step, begun_s=self.decode.begun.pop(key) - prefilled
+        )
 
     async def stop(self) -> None:
         await self.prefill.stop()

@@ -1,13 +1,21 @@
-"""How a rank tells its engine that KV has come or gone: see `_Waker` in `workers/vllm_engine/plugin.py`."""
+"""What ends waits: a rank tells its engine that KV has come or gone (`Waker` in `workers/vllm_engine/loop.py`), and
+UCX's connections tell the thread that owns NIXL of a message.
+
+UCX has the sockets of its connections in an epoll instance of its own, which can be read while one of them can. NIXL
+does not name it. Where messages come another way, as over RDMA, nothing here sees them: that thread also looks by time.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import select
 import socket
 import threading
+from collections.abc import Collection
 
 _SOCKET = "PD_WAKE_SOCKET"  # the engine's, where it is in another process
+_POLL_S, _PAUSE_S = 0.001, 0.0005  # the least time that a poll of descriptors takes, and between two looks at them
 
 
 class WakeEvent(threading.Event):
@@ -23,3 +31,51 @@ class WakeEvent(threading.Event):
         if self._socket is not None:
             with contextlib.suppress(OSError):  # it does not listen yet, has ended, or is being woken as it is
                 self._socket.sendto(b"\0", self._path)
+
+
+def epolls() -> set[int]:
+    """The epoll instances of this process, by their descriptors."""
+    found = set[int]()
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # it has just been closed
+            if os.readlink(f"/proc/self/fd/{name}") == "anon_inode:[eventpoll]":
+                found.add(int(name))
+    return found
+
+
+class MessageEvent(threading.Event):
+    """An event, of which a wait also ends when one of these descriptors can be read. One thread waits and clears.
+
+    Where reading what has come leaves a descriptor readable, waits are of `_PAUSE_S`, so nothing spins.
+    """
+
+    def __init__(self, descriptors: Collection[int]) -> None:
+        super().__init__()
+        self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._ready, self._came = select.poll(), False
+        for descriptor in (self._bell, *descriptors):
+            self._ready.register(descriptor, select.POLLIN)
+
+    def set(self) -> None:
+        if not self.is_set():  # else what waits, or waits next, is woken as it is
+            super().set()
+            os.eventfd_write(self._bell, 1)
+
+    def clear(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self._bell)
+        super().clear()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Whether it is set."""
+        if timeout is not None and timeout < _POLL_S:
+            return super().wait(timeout)
+        if self._came:
+            self._came = False
+            if super().wait(_PAUSE_S):
+                return True
+        for descriptor, state in self._ready.poll(None if timeout is None else timeout * 1e3):
+            self._came = self._came or descriptor != self._bell
+            if state & select.POLLNVAL:  # it was closed
+                self._ready.unregister(descriptor)
+        return self.is_set()

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import zmq
 from vllm.logger import init_logger
 
-from connectors import handshake, sockets
+from connectors import handshake, sockets, wake
 from connectors.agent import agent_settings
 from connectors.push import actions as do
 from connectors.push import wire, writer
@@ -45,9 +45,10 @@ class Connections(verify.Verifying):
     _TRANSFER_MODE: str = f"pd-push-{wire.VERSION}"
 
     def __init__(self, vllm_config: VllmConfig, engine_id: str, kv_cache_config: KVCacheConfig) -> None:
-        cores, listened = os.sched_getaffinity(0), sockets.listening()
+        cores, listened, polled = os.sched_getaffinity(0), sockets.listening(), wake.epolls()
         with agent_settings(vllm_config.kv_transfer_config.get_from_extra_config("backend_parameters", {})):
             super().__init__(vllm_config, engine_id, kv_cache_config)
+        self._push_writer_wake = wake.MessageEvent(wake.epolls() - polled)
         if self.device_type == "cpu":
             os.sched_setaffinity(0, cores)  # vLLM has just pinned the compute thread to the last core
         self.options = PushOptions.of(vllm_config)
@@ -193,8 +194,7 @@ class Connections(verify.Verifying):
 
     @property
     def _is_connecting(self) -> bool:
-        """Whether a connection is being made, or was made just now: UCX has its first messages until both ends have
-        looked a few times."""
+        """Whether a connection is being made, or was made just now: UCX has messages of its own then."""
         return bool(self._connecting) or time.monotonic() < self._connected_at + _FIRST_MESSAGES_S
 
     def _meet(self, peer: wire.Endpoint, here: wire.Endpoint | None, now: float) -> Iterable[Any]:

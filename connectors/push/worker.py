@@ -215,11 +215,11 @@ class PushWorker(Connections):
             return 0.0005
         if self._outbound.awaits_device or self._outbound.is_writing:
             return 0.001
-        if self._inbound.busy:  # a notice takes about two looks, and may come late by 1% of the shortest wait
+        if self._inbound.busy:  # a notice of which no socket tells comes late by 1% of the shortest wait at most
             return min(0.004, max(0.001, 0.005 * (time.monotonic() - self._inbound.registered_at)))
         if self._outbound.busy or self._writes or self._is_connecting:
             return 0.005  # while prefill computes: registrations come in
-        return 0.25  # an unannounced message waits up to this long; this costs 0.2 % of a core
+        return 0.25  # such a message waits up to this long; this costs 0.2 % of a core
 
     def _carry_out(self, action: Any) -> None:
         match action:

@@ -2,11 +2,11 @@
 
 from dataclasses import asdict
 
-from benchmarks.kv_tables import REFERENCE, Row, joined, markdown
+from benchmarks.kv_tables import REFERENCE, Row, RunTimes, joined, markdown
 
 
 def row(variant: str, turn: str, *exposed_ms: float) -> Row:
-    runs = [(0.1, exposed / 1e3, 0.01) for exposed in exposed_ms]
+    runs = [RunTimes(0.1, exposed / 1e3, 0.01) for exposed in exposed_ms]
     return Row.of("kv-heavy", variant, 512, 1 << 26, 0.03, {turn: runs})
 
 
@@ -15,6 +15,14 @@ def test_turns_of_later_calls_are_added():
     assert (found.runs, found.rounds, found.exposed_s, found.exposed_best_s) == (3, 2, 0.003, 0.001)
     assert list(found.turns) == ["first", "second"]
     assert joined([found]) == [found]
+
+
+def test_what_is_exposed_before_decodes_first_step_is_of_the_runs_that_know_it():
+    runs = [RunTimes(0.1, 0.003, 0.01), RunTimes(0.1, 0.003, 0.01, begun_s=0.001)]
+    (found,) = joined([Row.of("kv-heavy", "auto", 512, 1 << 26, 0.03, {"first": runs})])
+    assert found.begun_s == 0.001
+    assert "| 3.0 (3.0) | 1.0 |" in markdown({"device": "here", "rows": [asdict(found)]})
+    assert row("auto", "first", 1.0).begun_s is None
 
 
 def test_ours_is_beside_the_other_modes_and_vllms_connectors():

@@ -79,8 +79,14 @@ class Waker:
         self._empty_steps += 1
         if not self._by_all_ranks or _compiles_grammar(engine.scheduler):
             self._event.wait(min(_POLL_S, _FIRST_POLL_S + _POLL_S * self._empty_steps / _POLL_STEPS))
-        elif self._empty_steps > _settling_steps(engine) and engine.input_queue.empty():
+        elif self._has_settled(engine) and engine.input_queue.empty():
             self._event.wait(_WOKEN_S)
+
+    def _has_settled(self, engine: Any) -> bool:
+        """Whether another step would find nothing. The scheduler notes what a step has collected when it gets that
+        step's output: at once, or where batches are queued so many steps later. What follows, the next step does."""
+        queued = max(1, int(engine.batch_queue_size))
+        return self._empty_steps >= (2 + max(2, queued) if _has_news(engine.scheduler) else queued)
 
     def _listen(self) -> bool:
         if not (path := os.environ.get(_SOCKET, "")):
@@ -100,9 +106,15 @@ class Waker:
             self._event.set()
 
 
-def _settling_steps(engine: Any) -> int:
-    """If batches are queued, one step collects KV that has arrived, a later one notes it and the next schedules it."""
-    return 1 + max(2, int(engine.batch_queue_size))
+def _has_news(scheduler: Any) -> bool:
+    """Whether the next step may begin a request, for which blocks may just have become free, or tell the ranks
+    something. Some of it stays: a prompt for which there is no room, a prefix that is being lent."""
+    if scheduler.running or scheduler.finished_req_ids or scheduler.finished_recving_kv_req_ids:
+        return True
+    connector = scheduler.get_kv_connector()
+    if connector is not None and connector.has_pending_push_work():
+        return True
+    return any(request.status in _STARTS for request in scheduler.requests.values())
 
 
 def _compiles_grammar(scheduler: Any) -> bool:

@@ -3,6 +3,7 @@
 import asyncio
 import multiprocessing
 import queue
+import statistics
 import threading
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -28,7 +29,15 @@ class WaitingEngine:
         from vllm.v1.request import RequestStatus
 
         self.waiting = SimpleNamespace(status=RequestStatus.WAITING_FOR_REMOTE_KVS)
-        self.scheduler = SimpleNamespace(has_requests=lambda: True, requests={"waiting": self.waiting})
+        self.connector = SimpleNamespace(host_tier=None, has_pending_push_work=lambda: False)
+        self.scheduler = SimpleNamespace(
+            has_requests=lambda: True,
+            requests={"waiting": self.waiting},
+            running=[],
+            finished_req_ids=set(),
+            finished_recving_kv_req_ids=set(),
+            get_kv_connector=lambda: self.connector,
+        )
         self.steps, self.batch_queue_size = 0, 2
         self._step = step
         self._stop = False
@@ -81,6 +90,40 @@ async def test_an_input_wakes_it(engine: WaitingEngine) -> None:
     await until(lambda: engine.steps > before)
 
 
+@pytest.mark.parametrize("queued", [1, 2, 3])
+async def test_what_a_step_has_collected_is_noted_and_nothing_else_is_looked_for(
+    engine: WaitingEngine, queued: int
+) -> None:
+    engine.batch_queue_size = queued
+    before = engine.steps
+    engine.input_queue.put_nowait("a request")
+    await until(lambda: engine.steps > before)
+    await until(engine.is_quiet)
+    assert engine.steps - before == queued
+
+
+@pytest.mark.parametrize("news", ["running", "finished", "received", "connector", "preempted"])
+async def test_what_the_next_step_may_do_is_not_waited_with(engine: WaitingEngine, news: str) -> None:
+    from vllm.v1.request import RequestStatus
+
+    engine.batch_queue_size, scheduler = 1, engine.scheduler
+    match news:
+        case "running":
+            scheduler.running.append(engine.waiting)
+        case "finished":
+            scheduler.finished_req_ids.add("waiting")
+        case "received":
+            scheduler.finished_recving_kv_req_ids.add("waiting")
+        case "connector":
+            engine.connector.has_pending_push_work = lambda: True
+        case "preempted":
+            engine.waiting.status = RequestStatus.PREEMPTED
+    before = engine.steps
+    engine.input_queue.put_nowait("a request")
+    await until(lambda: engine.steps > before + 1)
+    await until(engine.is_quiet)  # also where it lasts
+
+
 async def test_a_grammar_is_looked_for_since_nobody_says_that_it_is_compiled(engine: WaitingEngine) -> None:
     from vllm.v1.request import RequestStatus
 
@@ -129,6 +172,46 @@ def test_a_rank_whose_engine_has_ended_goes_on(monkeypatch: pytest.MonkeyPatch, 
     event = WakeEvent()
     event.set()
     assert event.is_set()
+
+
+@pytest.mark.slow
+async def test_a_remote_request_costs_few_steps_that_compute_nothing(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Real engines: decode reserves blocks, collects what has come, and ends; prefill ends, and gives its blocks back.
+    Where a notice comes during a step, one more looks for it."""
+    from workers.vllm_engine import loop, plugin
+
+    process_step, counts = plugin._process_engine_step, {}
+    monkeypatch.setattr(loop, "_WOKEN_S", 60.0)
+    engines = {}
+    for name in ("prefill", "decode"):
+        empty = counts[name] = multiprocessing.get_context("fork").Value("q", 0)
+
+        def counted(engine: Any, empty: Any = empty) -> bool:
+            executed = process_step(engine)
+            empty.value += not executed
+            return executed
+
+        monkeypatch.setattr(plugin, "_process_engine_step", counted)
+        engines[name] = await Driver.start(model, name=name)
+    prefill, decode = engines["prefill"], engines["decode"]
+    try:
+        found: dict[str, list[int]] = {name: [] for name in counts}
+        for number in range(8):
+            before = {name: empty.value for name, empty in counts.items()}
+            body, key = frames(list(range(3 + number, 103 + number))), f"costs-{number}#1"
+            await decode.decode(key, body, prefill.source(key))
+            await prefill.prefill(key, body)
+            await decode.done(key)
+            await asyncio.sleep(QUIET_S)
+            for name, empty in counts.items():
+                found[name].append(empty.value - before[name])
+        most = {name: statistics.median(steps) for name, steps in found.items()}
+        assert most["decode"] <= 4 and most["prefill"] <= 3, found
+    finally:
+        await decode.stop()
+        await prefill.stop()
 
 
 @pytest.mark.slow

@@ -1,0 +1,112 @@
+"""The thread that owns NIXL waits until there is something to do, or a message to read."""
+
+import select
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from connectors.wake import MessageEvent, epolls
+
+pytestmark = pytest.mark.vllm
+
+LONG_S = 60.0  # far more than any of these waits takes
+
+
+@pytest.fixture
+def connection() -> Iterator[tuple[socket.socket, socket.socket, int]]:
+    """Two ends, of which the second is in an epoll instance, as UCX has its own."""
+    near, far = socket.socketpair()
+    with near, far, select.epoll() as polled:
+        polled.register(far, select.EPOLLIN)
+        yield near, far, polled.fileno()
+
+
+def test_a_message_ends_the_wait_and_sets_nothing(connection: tuple[socket.socket, socket.socket, int]) -> None:
+    near, far, polled = connection
+    event = MessageEvent([polled])
+    began = time.monotonic()
+    threading.Timer(0.01, near.send, [b"landed"]).start()
+    assert not event.wait(LONG_S)
+    assert time.monotonic() < began + LONG_S / 2
+    assert far.recv(16) == b"landed"
+
+
+def test_another_thread_ends_the_wait(connection: tuple[socket.socket, socket.socket, int]) -> None:
+    event = MessageEvent([connection[2]])
+    for _ in range(3):
+        began = time.monotonic()
+        threading.Timer(0.01, event.set).start()
+        assert event.wait(LONG_S)
+        event.clear()
+        assert time.monotonic() < began + LONG_S / 2
+    assert not event.wait(0.002)
+
+
+def test_what_stays_readable_is_waited_with_and_does_not_delay_other_work(
+    connection: tuple[socket.socket, socket.socket, int],
+) -> None:
+    near, _, polled = connection
+    near.send(b"never read")
+    event = MessageEvent([polled])
+    began, looks = time.monotonic(), 50
+    for _ in range(looks):
+        assert not event.wait(LONG_S)
+    assert time.monotonic() - began > (looks - 1) * 0.0004
+    event.set()
+    assert event.wait(LONG_S)
+
+
+def test_what_was_closed_ends_no_further_wait() -> None:
+    with select.epoll() as polled:
+        event = MessageEvent([polled.fileno()])
+    assert not event.wait(LONG_S)
+    began = time.monotonic()
+    assert not event.wait(0.05)
+    assert time.monotonic() - began > 0.04
+
+
+def test_a_message_over_nixl_ends_the_wait_and_one_look_reads_it() -> None:
+    nixl = pytest.importorskip("nixl._api")
+    before = epolls()
+    receiver = nixl.nixl_agent("receiver", nixl.nixl_agent_config(enable_prog_thread=False, num_threads=0))
+    event = MessageEvent(epolls() - before)
+    sender = subprocess.Popen([sys.executable, __file__], stdin=subprocess.PIPE, text=True)
+    assert sender.stdin is not None
+    try:
+        sender.stdin.write(receiver.get_agent_metadata().hex() + "\n")
+        looks, deadline = [0] * 5, time.monotonic() + LONG_S
+        for number in range(len(looks)):
+            sender.stdin.write(f"{number}\n")
+            sender.stdin.flush()
+            found: dict[str, list[bytes]] = {}
+            while not found and time.monotonic() < deadline:
+                event.wait(LONG_S if number else 0.01)  # UCX connects with messages of its own
+                looks[number] += 1
+                found = receiver.get_new_notifs()
+            assert found == {"sender": [str(number).encode()]}
+        assert 1 in looks[1:], looks
+    finally:
+        sender.stdin.close()
+        sender.wait(LONG_S)
+
+
+def send() -> None:
+    """Sends each line after the first to the agent of which the first one has the metadata."""
+    from nixl._api import nixl_agent, nixl_agent_config
+
+    agent = nixl_agent("sender", nixl_agent_config(enable_prog_thread=False, num_threads=0))
+    other = agent.add_remote_agent(bytes.fromhex(sys.stdin.readline()))
+    for line in sys.stdin:
+        agent.send_notif(other.decode() if isinstance(other, bytes) else other, line.strip().encode())
+        for _ in range(50):
+            agent.get_new_notifs()
+            time.sleep(0.002)
+
+
+if __name__ == "__main__":
+    send()
