@@ -169,17 +169,21 @@ class Engine:
         return self.run
 
     def _join_arrived(self) -> list[Stay]:
-        """Returns those that get a token in the next step."""
-        joined, room = [], max(0, self.profile.max_num_seqs - len(self.running))
-        for stay in self.arrived[:room]:
+        """Returns those that get a token in the next step. One whose adapter has no slot is passed by, as in vLLM."""
+        joined, arrived, self.arrived = [], self.arrived, []
+        for at, stay in enumerate(arrived):
+            if len(self.running) >= self.profile.max_num_seqs:
+                self.arrived += arrived[at:]
+                break
             if stay.from_step > self.steps_ended:
+                self.arrived.append(stay)
                 continue
             came = len(stay.keys) if stay.phase == "remote" else (stay.context - stay.tail) // self.unit_tokens
             self.kv.write(stay.keys[:came])  # as vLLM, when a step could have the request
             if not self.running.fits(stay):
+                self.arrived.append(stay)
                 continue
             self.running.join(stay)
-            self.arrived.remove(stay)
             if stay.tail > 1 or stay.phase != "remote":
                 self.pending_tokens += stay.tail - stay.compute
                 stay.compute, stay.computed = stay.tail, stay.context - stay.tail

@@ -22,16 +22,18 @@ class LoadingEngine(Engine):
         self.loading = (stay, tokens)
 
 
-def engine_of(blocks: int = 100, host_blocks: int = 0) -> LoadingEngine:
+def engine_of(host_blocks: int = 0, **profile: int) -> LoadingEngine:
     ignore = lambda *_: None  # noqa: E731
     events = SimpleNamespace(on_start=ignore, on_prefilled=ignore, on_first=ignore, on_done=ignore)
-    return LoadingEngine(msgspec.structs.replace(PROFILE, blocks=blocks), 10, events, host_blocks)
+    return LoadingEngine(msgspec.structs.replace(PROFILE, **profile), 10, events, host_blocks)
 
 
-def stay_of(engine: Engine, tokens: int, order: float = 0.0, phase: str = "local", key: int = 0) -> Stay:
+def stay_of(
+    engine: Engine, tokens: int, order: float = 0.0, phase: str = "local", key: int = 0, adapter: int = 0
+) -> Stay:
     """`key`: of the first block; 0: it shares nothing."""
     keys = range(key, key + tokens // 10) if key else ()
-    stay = Stay(None, phase, tokens, 50, keys, order)  # type: ignore[arg-type]
+    stay = Stay(None, phase, tokens, 50, keys, order, adapter=adapter)  # type: ignore[arg-type]
     engine.add(stay)
     return stay
 
@@ -136,3 +138,38 @@ def test_one_alone_that_finds_no_block_waits_for_those_of_others() -> None:
     assert engine.leave(receiver)
     engine.free(receiver)
     assert step(engine) == [61]
+
+
+def test_decodes_share_a_step_with_the_chunks_of_a_prompt() -> None:
+    engine = engine_of()
+    early = stay_of(engine, 10)
+    step(engine)
+    late = stay_of(engine, 250, 1.0)
+    assert [step(engine), step(engine), step(engine)] == [[99], [99], [52]], "beside one token of the other"
+    assert (engine.generated(early), engine.generated(late)) == (4, 1)
+    assert engine.next_step(0.0) is not None and engine.run.first_s == pytest.approx(PROFILE.step_s)
+
+
+@pytest.mark.parametrize("phase", ["local", "remote"])
+def test_those_of_other_adapters_overtake_those_that_wait_for_a_slot(phase: str) -> None:
+    engine = engine_of(adapter_slots=2, max_num_seqs=5)
+    first = stay_of(engine, 10, adapter=1)
+    step(engine)
+    if phase == "local":
+        second = stay_of(engine, 10, adapter=2)
+        step(engine)
+    behind = [stay_of(engine, 10, order, phase, adapter=adapter) for order, adapter in enumerate((3, 3, 3, 1, 1, 0))]
+    step(engine)
+    waiting = engine.waiting
+    if phase == "remote":
+        assert set(engine.receiving) == set(behind), "while they have no slot they take none"
+        second = stay_of(engine, 10, 9.0, adapter=2)
+        step(engine)
+        for stay in behind:
+            engine.receive(stay)
+        step(engine)
+        waiting = engine.arrived
+    assert waiting == behind[:3] and list(engine.running) == [first, second, *behind[3:]]
+    assert engine.leave(second)
+    step(engine)
+    assert list(engine.running)[-1] is behind[0] and len(engine.running) == 5
