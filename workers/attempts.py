@@ -33,6 +33,8 @@ class Attempt:
     leased: bool = False  # it has a lease in the queue
     trial_until: float = 0.0  # monotonic seconds; see `Submit.trial_s`
     suspect: bool = False
+    blocks: int = 0  # of KV, that it will need at least; of decodes
+    unsettled: bool = field(init=False, default=False)  # the engine's figures do not include it yet; kept by `Attempts`
     tokens_left: int = field(init=False, default=0)  # of its prompt, not computed yet; kept by `Attempts`
     chunk_ends: list[float] = field(init=False, default_factory=list)  # monotonic seconds; of all chunks but the last
 
@@ -47,6 +49,7 @@ class Attempts:
         self._pushing: OrderedDict[str, Attempt] = OrderedDict()
         self.lends = False  # the engine may be sending a prefix from its cache
         self._tokens_left: Counter[Phase] = Counter()  # sums over the attempts
+        self.unsettled_blocks = self.unsettled_count = 0  # of decodes that the engine's figures do not include yet
         self.room = asyncio.Event()  # set when attempts or tokens get fewer; cleared by the waiting task
 
     def __len__(self) -> int:
@@ -105,6 +108,10 @@ class Attempts:
         self._by_request[attempt.phase, attempt.request_id] = attempt
         if attempt.phase is Phase.PREFILL:
             self._prefills[attempt.key] = attempt
+        else:
+            attempt.unsettled = True
+            self.unsettled_count += 1
+            self.unsettled_blocks += attempt.blocks
         self._leave(attempt, attempt.tokens)
 
     def computing(self, tokens_left: dict[str, int], now: float) -> None:
@@ -128,11 +135,20 @@ class Attempts:
         if not self.holds(attempt):
             return
         self._leave(attempt, 0)
+        self.settle(attempt)
         del self._by_key[attempt.key]
         self._prefills.pop(attempt.key, None)
         if self._by_request.get((attempt.phase, attempt.request_id)) is attempt:
             del self._by_request[attempt.phase, attempt.request_id]
         self.room.set()
+
+    def settle(self, *settled: Attempt) -> None:
+        """The engine's figures include these, or they have ended. Idempotent."""
+        for attempt in settled:
+            if attempt.unsettled:
+                attempt.unsettled = False
+                self.unsettled_count -= 1
+                self.unsettled_blocks -= attempt.blocks
 
     def _leave(self, attempt: Attempt, tokens_left: int) -> None:
         self._tokens_left[attempt.phase] += tokens_left - attempt.tokens_left

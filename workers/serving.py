@@ -13,6 +13,7 @@ from collections import defaultdict
 from collections.abc import Callable, Coroutine
 from typing import Any
 
+from orchestrator.policy.decode_choice import blocks_for
 from orchestrator.process.tasks import cancelled
 from orchestrator.types import PauseState, WorkerInfo
 from orchestrator.wire.control import METHODS
@@ -60,7 +61,7 @@ class Serving:
     ) -> None:
         """`refusal`: why no submission is taken now, or None. `source(engine_id)`: called when that engine will push KV
         to this one."""
-        self._engine_id = info.kv.engine_id
+        self._engine_id, self._block_size = info.kv.engine_id, info.identity.block_size
         self._engine, self._frontends, self._attempts, self._prefills = engine, frontends, attempts, prefills
         self._load, self._prefix, self._refusal, self._source = load, prefix, refusal, source
         self._idle_checked_at = 0.0  # when frontends without requests here were last checked
@@ -104,11 +105,10 @@ class Serving:
     async def _submit(self, frontend_id: str, message: Submit, payload: list[bytes]) -> None:
         why = self._refusal()
         taken = Refusal(why, leaving=True) if why is not None else await self._take(frontend_id, message)
+        self._load.submitted(frontend_id, message.sequence)
         if isinstance(taken, Attempt):
             self._start(self._give(taken, message, payload))
-            return
-        self._load.submitted(frontend_id, message.sequence)
-        if taken is not None:
+        elif taken is not None:
             self._frontends.reject(frontend_id, message.request_id, message.attempt, taken)
 
     async def _take(self, frontend_id: str, message: Submit) -> Attempt | Refusal | None:
@@ -145,6 +145,7 @@ class Serving:
             since=now,
             trial_until=now + message.trial_s if message.trial_s else 0.0,
             suspect=message.suspect,
+            blocks=blocks_for(context_tokens, self._block_size),
         )
         self._attempts.add(attempt)
         self._load.added()
@@ -171,7 +172,7 @@ class Serving:
         except EngineDead as error:
             log.debug("%s was not submitted: %s", attempt.key, error)
         finally:
-            self._load.submitted(attempt.frontend_id, message.sequence)
+            self._load.given(attempt)
 
     async def _abort(self, frontend_id: str, message: Abort) -> None:
         for phase in Phase:

@@ -31,10 +31,11 @@ async def answered(redis: Redis, prefix: str, verb: str, *args: Any) -> Any:
             lost = lost or not isinstance(error, NotCarriedOut)
             if not lost:
                 raise
-            if time.monotonic() > deadline:
-                why = "whether the order was carried out is not known: look with `orchestrator status` once it is back"
-                raise RedisAway(f"{error}; {why}") from None
+            away = error
         await asyncio.sleep(_ASK_AGAIN_S)
+        if time.monotonic() > deadline:  # after a stop of this process Redis may have forgotten the token
+            why = "whether the order was carried out is not known: look with `orchestrator status` once it is back"
+            raise RedisAway(f"{away}; {why}")
 
 
 class Document(Generic[T]):

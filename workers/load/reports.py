@@ -16,7 +16,7 @@ from collections.abc import Callable
 from orchestrator.process.ticks import left_s, until_told
 from orchestrator.types import PauseState, PrefixEvents, WorkerLoad
 from orchestrator.wire.messages import PrefixSnapshot
-from workers.attempts import Attempts
+from workers.attempts import Attempt, Attempts
 from workers.engine import Engine, EngineDead, EngineLoad, PrefixChanges, PrefixDelta
 from workers.load.board import Board
 
@@ -82,18 +82,13 @@ class PrefillRate:
         self._since, self._tokens = None, 0
 
 
-class _SubmissionCounts:
-    """The highest submission number of one frontend that the engine was given (`fresh`), that it had when its present
-    step began (`settling`), and that its load includes (`seen`)."""
-
-    __slots__ = ("fresh", "seen", "settling")
-
-    def __init__(self) -> None:
-        self.fresh = self.settling = self.seen = 0
-
-
 class LoadReporter:
-    """Publishes the load after events that its methods report. `publish` never waits."""
+    """Publishes the load after events that its methods report. `publish` never waits.
+
+    A report includes every submission that has come. What the engine's figures do not show of them yet is added here:
+    of those that wait for an adapter or a fetched prefix, and of those that the engine was given since (`_given`) or
+    during (`_settling`) the step before its present one.
+    """
 
     def __init__(
         self,
@@ -115,7 +110,9 @@ class LoadReporter:
         self._fetches, self._fetched_tokens = Counter[str](), 0
         self.dirty = asyncio.Event()  # set by a change that no step may report
         self.steps = 0
-        self._seen: dict[str, _SubmissionCounts] = {}
+        self._seen: dict[str, int] = {}  # the highest submission number of each frontend
+        self._given: list[Attempt] = []
+        self._settling: list[Attempt] = []
         self._sequence = 0
         self._published_at = 0.0
         self._timer: asyncio.TimerHandle | None = None
@@ -127,9 +124,13 @@ class LoadReporter:
         self.dirty.set()
 
     def submitted(self, frontend_id: str, sequence: int) -> None:
-        """A submission was given to the engine or refused: later reports include it."""
-        numbers = self._seen.setdefault(frontend_id, _SubmissionCounts())
-        numbers.fresh = max(numbers.fresh, sequence)
+        """A submission was added to the attempts or refused: later reports include it."""
+        self._seen[frontend_id] = max(self._seen.get(frontend_id, 0), sequence)
+        self.dirty.set()
+
+    def given(self, attempt: Attempt) -> None:
+        """The engine was given it, or it has ended before."""
+        self._given.append(attempt)
         self.dirty.set()
 
     def paused(self, state: PauseState) -> None:
@@ -161,25 +162,26 @@ class LoadReporter:
     def stepped(self, load: EngineLoad | None) -> None:
         """A step ended. It may have begun before the latest submissions; the next one begins after them."""
         self.steps += 1
-        for numbers in self._seen.values():
-            numbers.seen, numbers.settling = numbers.settling, numbers.fresh
+        self._attempts.settle(*self._settling)
+        self._settling, self._given = self._given, []
         if load is not None:
             self.engine = load
             if load.step_ms / 1e3 <= self.stuck_after_s:  # else the engine hung in it
                 self.longest_step_s = max(self.longest_step_s, load.step_ms / 1e3)
         self.publish_soon()
 
-    def measured(self, load: EngineLoad) -> None:
-        """The engine was asked for its load, after all submissions so far."""
-        for numbers in self._seen.values():
-            numbers.seen = numbers.settling = numbers.fresh
+    def measured(self, load: EngineLoad, given: list[Attempt]) -> None:
+        """The engine was asked for its load, after it was `given` these."""
+        self._attempts.settle(*given)
+        self._settling = [attempt for attempt in self._settling if attempt.unsettled]
+        self._given = [attempt for attempt in self._given if attempt.unsettled]
         self.engine = load
         self.publish_soon()
 
     @property
-    def settled(self) -> bool:
-        """Whether the load includes all submissions."""
-        return all(numbers.seen == numbers.fresh for numbers in self._seen.values())
+    def unsettled(self) -> list[Attempt]:
+        """Those that the engine was given and its load may not include."""
+        return self._settling + self._given
 
     @property
     def stuck_after_s(self) -> float:
@@ -209,14 +211,15 @@ class LoadReporter:
         measured_at_step, measured_at = -1, time.monotonic()
         while True:
             steps = self.steps
-            if await until_told(self.dirty, left_s(IDLE_REPORT_S) if self.settled else UNREPORTED_S):
+            if await until_told(self.dirty, UNREPORTED_S if self.unsettled else left_s(IDLE_REPORT_S)):
                 await asyncio.sleep(UNREPORTED_S)  # one question for several changes
             if self.steps != steps:
                 continue  # steps are running, and report themselves
             aged = time.monotonic() - measured_at > ASK_IDLE_S
-            if self.held or not self.settled or measured_at_step != steps or aged:
+            if self.held or self.unsettled or measured_at_step != steps or aged:
                 measured_at_step, measured_at = steps, time.monotonic()
-                self.measured(await self._ask(engine))
+                given = self.unsettled
+                self.measured(await self._ask(engine), given)
                 measured()
             else:
                 self.publish_soon()
@@ -258,12 +261,12 @@ class LoadReporter:
                 worker_id=self._worker_id,
                 sequence=self._sequence,
                 blocks_total=self.blocks_total,
-                blocks_free=engine.blocks_free,
+                blocks_free=max(0, engine.blocks_free - self._attempts.unsettled_blocks),
                 running=engine.running,
-                waiting=engine.waiting,
+                waiting=engine.waiting + self._attempts.unsettled_count,
                 waiting_tokens=self._attempts.waiting_tokens,
                 step_ms=engine.step_ms,
-                seen={frontend_id: numbers.seen for frontend_id, numbers in self._seen.items()},
+                seen=dict(self._seen),
                 prefill_tokens_per_s=self.rate.tokens_per_s,
                 kv=engine.kv,
                 prefix_sequence=self.prefix_sequence,

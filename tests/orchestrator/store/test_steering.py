@@ -1,8 +1,10 @@
 """What an operator's orders mean for the fleet, and for workers that no launcher runs."""
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -203,6 +205,25 @@ async def test_an_order_that_nobody_answers_any_more_is_told_as_unknown(
     with pytest.raises(RedisAway, match="whether .* is not known: look with `orchestrator status`"):
         await Steering(Registry(away, namespace), PrefillQueue(redis, namespace), heartbeat_s=0).scale(decode=3)
     assert await ratio_of(fleet) == (1, 3)
+
+
+async def test_an_order_is_not_given_again_after_a_stop_of_its_process(
+    redis: Redis, fleet: Callable[..., Steering], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It stood still for longer than Redis keeps answers, and another operator has given another order since."""
+    namespace = fleet()._registry.keys.prefix.removeprefix("pd:{").removesuffix("}:")
+
+    async def stop(_: float) -> None:
+        later = time.monotonic() + 2 * documents._PATIENCE_S
+        await redis.delete(*await redis.keys(f"pd:{{{namespace}}}:answered:*"))
+        await fleet().scale(decode=2)
+        monkeypatch.setattr(documents, "time", SimpleNamespace(monotonic=lambda: later))
+
+    monkeypatch.setattr(documents, "asyncio", SimpleNamespace(sleep=stop))
+    losing: Any = LosesAnswers(redis, 1)
+    with pytest.raises(RedisAway, match="whether .* is not known"):
+        await Steering(Registry(losing, namespace), PrefillQueue(redis, namespace), heartbeat_s=0).scale(decode=3)
+    assert await ratio_of(fleet) == (1, 2)
 
 
 async def test_an_order_that_redis_refuses_is_told_so_at_once(redis: Redis, fleet: Callable[..., Steering]) -> None:

@@ -24,40 +24,63 @@ def reporter() -> tuple[LoadReporter, list[WorkerLoad], Attempts]:
     return LoadReporter("w", 100, attempts, published.append), published, attempts
 
 
-async def test_second_step_includes_submission() -> None:
-    load, published, _ = reporter()
+def decode(attempts: Attempts, request_id: str, tokens: int, blocks: int) -> Attempt:
+    attempt = Attempt(f"{request_id}#1", request_id, 1, "f", Phase.DECODE, tokens, 0.0, blocks=blocks)
+    attempts.add(attempt)
+    return attempt
+
+
+async def test_a_submission_counts_once_from_when_it_comes_until_it_ends() -> None:
+    """A step's figures may have been taken before the engine was given it; those of the step after show it."""
+    load, published, attempts = reporter()
+    given = decode(attempts, "r", 80, 5)
     load.submitted("f", 1)
-    load.stepped(LOAD)  # may have begun before the submission
-    assert published[-1].seen == {"f": 0}
-    await until(lambda: (load.stepped(LOAD), published[-1].seen == {"f": 1})[1])
-    assert load.settled
+    load.given(given)
+    for free in 90, 85, 84:
+        load.stepped(EngineLoad(blocks_free=free, running=1, waiting=0, step_ms=1.0))
+        await asyncio.sleep(2 * LOAD_INTERVAL_S)
+        told = published[-1]
+        assert (told.blocks_free, told.seen, told.waiting_tokens) == (min(free, 85), {"f": 1}, 80)
+    assert not load.unsettled
 
 
-async def test_measured_load_includes_all_submissions() -> None:
-    load, published, _ = reporter()
+async def test_measured_load_includes_what_was_given_before_the_question() -> None:
+    load, published, attempts = reporter()
+    before, after = decode(attempts, "r", 80, 5), decode(attempts, "s", 80, 3)
     load.submitted("f", 3)
     load.submitted("g", 5)
-    assert not load.settled
-    load.measured(LOAD)
-    assert load.settled and published[-1].seen == {"f": 3, "g": 5}
+    load.given(before)
+    asked = load.unsettled
+    load.given(after)  # while the engine answers
+    load.measured(LOAD, asked)
+    assert load.unsettled == [after]
+    assert (published[-1].seen, published[-1].blocks_free) == ({"f": 3, "g": 5}, LOAD.blocks_free - 3)
     load.forget("g")
     await asyncio.sleep(0.003)  # beyond the interval between reports
     load.stepped(LOAD)
     assert published[-1].seen == {"f": 3}
 
 
-async def test_of_one_that_waits_for_its_adapter_the_prompt_counts_and_its_blocks_do_not() -> None:
-    """As invariant 8 of docs/architecture.md says: a later submission, which the engine has, takes its number along."""
+async def test_one_that_waits_for_its_adapter_counts_once_whatever_comes_after_it() -> None:
     load, published, attempts = reporter()
-    attempts.add(Attempt("waits#1", "waits", 1, "f", Phase.DECODE, 500, 0.0))
-    load.added()
-    load.measured(LOAD)
-    told = published[-1]
-    assert (told.waiting_tokens, told.seen) == (500, {}), "its frontend counts them, too, until it is seen"
-    load.submitted("f", 2)  # a later one; number 1 waits still
-    load.measured(LOAD)
+    waits = decode(attempts, "waits", 500, 30)
+    load.submitted("f", 1)
+    for _ in range(3):  # however long it waits
+        load.measured(LOAD, load.unsettled)
+        await asyncio.sleep(2 * LOAD_INTERVAL_S)
+    later = decode(attempts, "later", 100, 7)
+    load.submitted("f", 2)
+    load.given(later)
+    load.measured(LOAD, load.unsettled)  # its seven blocks are in the engine's figures
     await until(lambda: published[-1].seen == {"f": 2})
-    assert (published[-1].waiting_tokens, published[-1].blocks_free) == (500, LOAD.blocks_free)
+    told = published[-1]
+    assert (told.waiting_tokens, told.blocks_free, told.waiting) == (600, LOAD.blocks_free - 30, 1)
+    attempts.remove(waits)  # its client has gone
+    load.given(waits)
+    await asyncio.sleep(2 * LOAD_INTERVAL_S)
+    load.measured(LOAD, load.unsettled)
+    told = published[-1]
+    assert (told.waiting_tokens, told.blocks_free, told.waiting) == (100, LOAD.blocks_free, 0)
 
 
 async def test_reports_of_a_fast_engine_are_coalesced_and_the_last_is_not_lost() -> None:
