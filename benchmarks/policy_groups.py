@@ -29,13 +29,14 @@ from orchestrator.policy.claims import (
     CLAIM_BATCHES,
     choose_claims,
     claim_budget,
-    claims_as_idle,
+    claims_as,
     fair_share_tokens,
+    takes_any_size,
 )
 from orchestrator.policy.decode_choice import Candidate, DecodeChoice, RankChoice, RequestInfo, blocks_for
 from orchestrator.policy.policies import QUEUE_WEIGHT, delay_s
 from orchestrator.simulator.trace import Arrival, Load, at_rate, first, read_trace
-from orchestrator.types import WindowJob
+from orchestrator.types import Claimer, WindowJob
 
 OURS, VLLM = "ours", "vllm"
 WAYS = (OURS, VLLM, "round_robin", "least_requests", "power_of_two", "llm_d", "dynamo_cost")
@@ -80,6 +81,7 @@ class Rank:
         self.backlog = self.used = self.promised = 0  # tokens; KV blocks; requests that will come here
         self.waiting: deque[Job] = deque()
         self.running: list[tuple[int, int, Job]] = []
+        self.done_at = 0.0  # when it expects to have computed its prompts
 
     def candidate(self) -> Candidate:
         waiting = len(self.waiting) + len(self.prompts) + self.promised
@@ -150,7 +152,7 @@ class Fleet:
             self._queued_tokens += job.arrival.prompt_tokens
             ranks = [rank for group in self.prefill for rank in group.ranks]
             self._random.shuffle(ranks)
-            for rank in sorted(ranks, key=lambda rank: rank.backlog):
+            for rank in sorted(ranks, key=lambda rank: 0.0 if self._claimer(rank) == "idle" else rank.done_at):
                 self._claim(rank)
                 if not self._queue:
                     break
@@ -165,17 +167,19 @@ class Fleet:
         return self._of[chosen.worker_id][0]
 
     def _claim(self, rank: Rank) -> None:
-        while self._claims(rank) and self._idle(rank):
+        while self._claims(rank) and self._claimer(rank) != "busy":
             pass
 
     def _claims(self, rank: Rank) -> bool:
         """Whether it got jobs."""
-        idle, memory = self._idle(rank), BLOCKS * BLOCK_SIZE
-        budget = claim_budget(CLAIM_BATCHES * self._max_tokens, rank.backlog, idle, memory)
+        claimer, memory = self._claimer(rank), BLOCKS * BLOCK_SIZE
+        budget = claim_budget(CLAIM_BATCHES * self._max_tokens, rank.backlog, claimer != "busy", memory)
         if budget <= 0 or not self._queue:
             return False
         window = [job for _, _, job in self._queue[:AFFINITY_WINDOW]]
-        others = sum(self._idle(other) for group in self.prefill for other in group.ranks if other is not rank)
+        ranks = (other for group in self.prefill for other in group.ranks if other is not rank)
+        others = sum(self._claimer(other) == "idle" for other in ranks)
+        idle = takes_any_size(claimer, others > 0)
         share = fair_share_tokens(self._queued_tokens, others)
         seen = [WindowJob(job.info.id, job.score, job.left, self.now - job.arrival.at) for job in window]
         claimed = set(choose_claims(seen, budget, idle, TIMES.token_s, share_tokens=share))
@@ -188,12 +192,13 @@ class Fleet:
             self._give(rank, jobs)
         return bool(jobs)
 
-    def _idle(self, rank: Rank) -> bool:
-        return claims_as_idle(len(rank.prompts), rank.backlog, self._max_tokens, BLOCKS * BLOCK_SIZE, lockstep=True)
+    def _claimer(self, rank: Rank) -> Claimer:
+        return claims_as(len(rank.prompts), rank.backlog, self._max_tokens, BLOCKS * BLOCK_SIZE, lockstep=True)
 
     def _give(self, rank: Rank, jobs: list[Job]) -> None:
         rank.prompts += jobs
         rank.backlog += sum(job.left for job in jobs)
+        rank.done_at = self.now + rank.backlog * TIMES.token_s
         self._begin(self._of[rank.name][1])
 
     # ---- steps -------------------------------------------------------------------------------------------------
@@ -228,6 +233,7 @@ class Fleet:
                 self._there["d"] -= 1
                 rank.used -= job.blocks
             rank.backlog -= chunk
+            rank.done_at = self.now + rank.backlog * TIMES.token_s
             while chunk:
                 job = rank.prompts[0]
                 part = min(chunk, job.left)
