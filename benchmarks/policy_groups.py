@@ -7,6 +7,8 @@ those that `policy_adp` fitted to NVIDIA's published figures. Not modelled: tran
 and which experts tokens go to, which no router decides.
 
     python benchmarks/policy_groups.py TRACE... [--ways ours round_robin] [--requests 9000]
+
+`--rates` prints the time to first token at these rates (requests/s) instead.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from itertools import count, product
 from pathlib import Path
+from statistics import fmean
 
 from benchmarks.policy_adp import AdpSettings
 from orchestrator.policy.choices.named import decode_choice
@@ -266,9 +269,12 @@ class Fleet:
     # ---- results -----------------------------------------------------------------------------------------------
 
     @property
+    def counted(self) -> list[Job]:
+        return [job for job in self.jobs if job.arrival.at >= self._counts_from]
+
+    @property
     def attained(self) -> float:
-        counted = [job for job in self.jobs if job.arrival.at >= self._counts_from]
-        return sum(job.in_time for job in counted) / len(counted)
+        return sum(job.in_time for job in self.counted) / len(self.counted)
 
     def lost(self, groups: Sequence[Group]) -> float:
         """Of the time in which these groups take steps, the share that their ranks wait for the one with most tokens:
@@ -311,21 +317,32 @@ def row(case: tuple[Load, str, float, int]) -> str:
     return f"| {load.name} | {max_tokens:,} | {share:.0%} | `{way}` | {rate:.0f} | {shown} |"
 
 
+def at_a_rate(case: tuple[Load, str, float, int]) -> str:
+    load, way, rate, max_tokens = case
+    fleet = Fleet(at_rate(load, rate), way, max_tokens).run()
+    ttfts = sorted(job.first_at - job.arrival.at for job in fleet.counted)
+    shown = " | ".join(f"{ttft:.3f}" for ttft in (fmean(ttfts), *(ttfts[len(ttfts) * at // 100] for at in (50, 99))))
+    return f"| {load.name} | {max_tokens:,} | {rate:g} | `{way}` | {fleet.attained:.1%} | {shown} |"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("traces", nargs="+", type=Path, help="files of Mooncake or Azure")
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS)
+    parser.add_argument("--rates", nargs="+", type=float)
     parser.add_argument("--shares", nargs="+", type=float, default=SHARES)
     parser.add_argument("--max-tokens", nargs="+", type=int, default=[2_048, MAX_TOKENS])
     parser.add_argument("--requests", type=int, default=9_000)
     parser.add_argument("--processes", type=int, default=1)
     args = parser.parse_args()
     loads = [first(read_trace(trace), args.requests) for trace in args.traces]
-    print("| load | tokens in a step | in time | way | goodput, requests/s | lost, prefill | decode | all | at least |")
-    print("|---|---|---|---|---|---|---|---|---|")
-    cases = product(loads, args.ways, args.shares, args.max_tokens)
+    columns = "in time | way | goodput, requests/s | lost, prefill | decode | all | at least"
+    if args.rates:
+        columns = "requests/s | way | in time | TTFT, mean, s | P50 | P99"
+    print(f"| load | tokens in a step | {columns} |\n|{'---|' * (3 + columns.count('|'))}")
+    cases = product(loads, args.ways, args.rates or args.shares, args.max_tokens)
     with ProcessPoolExecutor(args.processes) as pool:
-        for line in pool.map(row, cases):
+        for line in pool.map(at_a_rate if args.rates else row, cases):
             print(line, flush=True)
 
 
