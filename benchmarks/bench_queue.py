@@ -44,7 +44,7 @@ def job(number: int, body: bytes, random_: random.Random, affine: bool = False) 
 
 async def claim(queue: PrefillQueue, worker: str, affine: bool) -> list[Claim]:
     """Claim one job, as the claim loop of an idle worker does."""
-    claims, window = await queue.claim(worker, 1, 1, WINDOW if affine else 0, idle=True)
+    claims, window = await queue.claim(worker, 1, 1, WINDOW if affine else 0, "idle")
     return await queue.claim_chosen(worker, choose_claims(window, 1, True, 0.0005), idle=True) if window else claims
 
 

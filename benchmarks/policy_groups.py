@@ -7,6 +7,8 @@ those that `policy_adp` fitted to NVIDIA's published figures. Not modelled: tran
 and which experts tokens go to, which no router decides.
 
     python benchmarks/policy_groups.py TRACE... [--ways ours round_robin] [--requests 9000]
+
+`--rates` prints the time to first token at these rates (requests/s) instead.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from itertools import count, product
 from pathlib import Path
+from statistics import fmean
 
 from benchmarks.policy_adp import AdpSettings
 from orchestrator.policy.choices.named import decode_choice
@@ -29,13 +32,14 @@ from orchestrator.policy.claims import (
     CLAIM_BATCHES,
     choose_claims,
     claim_budget,
-    claims_as_idle,
+    claims_as,
     fair_share_tokens,
+    takes_any_size,
 )
 from orchestrator.policy.decode_choice import Candidate, DecodeChoice, RankChoice, RequestInfo, blocks_for
 from orchestrator.policy.policies import QUEUE_WEIGHT, delay_s
 from orchestrator.simulator.trace import Arrival, Load, at_rate, first, read_trace
-from orchestrator.types import WindowJob
+from orchestrator.types import Claimer, WindowJob
 
 OURS, VLLM = "ours", "vllm"
 WAYS = (OURS, VLLM, "round_robin", "least_requests", "power_of_two", "llm_d", "dynamo_cost")
@@ -80,6 +84,7 @@ class Rank:
         self.backlog = self.used = self.promised = 0  # tokens; KV blocks; requests that will come here
         self.waiting: deque[Job] = deque()
         self.running: list[tuple[int, int, Job]] = []
+        self.done_at = 0.0  # when it expects to have computed its prompts
 
     def candidate(self) -> Candidate:
         waiting = len(self.waiting) + len(self.prompts) + self.promised
@@ -150,7 +155,7 @@ class Fleet:
             self._queued_tokens += job.arrival.prompt_tokens
             ranks = [rank for group in self.prefill for rank in group.ranks]
             self._random.shuffle(ranks)
-            for rank in sorted(ranks, key=lambda rank: rank.backlog):
+            for rank in sorted(ranks, key=lambda rank: 0.0 if self._claimer(rank) == "idle" else rank.done_at):
                 self._claim(rank)
                 if not self._queue:
                     break
@@ -165,17 +170,19 @@ class Fleet:
         return self._of[chosen.worker_id][0]
 
     def _claim(self, rank: Rank) -> None:
-        while self._claims(rank) and self._idle(rank):
+        while self._claims(rank) and self._claimer(rank) != "busy":
             pass
 
     def _claims(self, rank: Rank) -> bool:
         """Whether it got jobs."""
-        idle, memory = self._idle(rank), BLOCKS * BLOCK_SIZE
-        budget = claim_budget(CLAIM_BATCHES * self._max_tokens, rank.backlog, idle, memory)
+        claimer, memory = self._claimer(rank), BLOCKS * BLOCK_SIZE
+        budget = claim_budget(CLAIM_BATCHES * self._max_tokens, rank.backlog, claimer != "busy", memory)
         if budget <= 0 or not self._queue:
             return False
         window = [job for _, _, job in self._queue[:AFFINITY_WINDOW]]
-        others = sum(self._idle(other) for group in self.prefill for other in group.ranks if other is not rank)
+        ranks = (other for group in self.prefill for other in group.ranks if other is not rank)
+        others = sum(self._claimer(other) == "idle" for other in ranks)
+        idle = takes_any_size(claimer, others > 0)
         share = fair_share_tokens(self._queued_tokens, others)
         seen = [WindowJob(job.info.id, job.score, job.left, self.now - job.arrival.at) for job in window]
         claimed = set(choose_claims(seen, budget, idle, TIMES.token_s, share_tokens=share))
@@ -188,12 +195,13 @@ class Fleet:
             self._give(rank, jobs)
         return bool(jobs)
 
-    def _idle(self, rank: Rank) -> bool:
-        return claims_as_idle(len(rank.prompts), rank.backlog, self._max_tokens, BLOCKS * BLOCK_SIZE, lockstep=True)
+    def _claimer(self, rank: Rank) -> Claimer:
+        return claims_as(len(rank.prompts), rank.backlog, self._max_tokens, BLOCKS * BLOCK_SIZE, lockstep=True)
 
     def _give(self, rank: Rank, jobs: list[Job]) -> None:
         rank.prompts += jobs
         rank.backlog += sum(job.left for job in jobs)
+        rank.done_at = self.now + rank.backlog * TIMES.token_s
         self._begin(self._of[rank.name][1])
 
     # ---- steps -------------------------------------------------------------------------------------------------
@@ -228,6 +236,7 @@ class Fleet:
                 self._there["d"] -= 1
                 rank.used -= job.blocks
             rank.backlog -= chunk
+            rank.done_at = self.now + rank.backlog * TIMES.token_s
             while chunk:
                 job = rank.prompts[0]
                 part = min(chunk, job.left)
@@ -260,9 +269,12 @@ class Fleet:
     # ---- results -----------------------------------------------------------------------------------------------
 
     @property
+    def counted(self) -> list[Job]:
+        return [job for job in self.jobs if job.arrival.at >= self._counts_from]
+
+    @property
     def attained(self) -> float:
-        counted = [job for job in self.jobs if job.arrival.at >= self._counts_from]
-        return sum(job.in_time for job in counted) / len(counted)
+        return sum(job.in_time for job in self.counted) / len(self.counted)
 
     def lost(self, groups: Sequence[Group]) -> float:
         """Of the time in which these groups take steps, the share that their ranks wait for the one with most tokens:
@@ -305,21 +317,32 @@ def row(case: tuple[Load, str, float, int]) -> str:
     return f"| {load.name} | {max_tokens:,} | {share:.0%} | `{way}` | {rate:.0f} | {shown} |"
 
 
+def at_a_rate(case: tuple[Load, str, float, int]) -> str:
+    load, way, rate, max_tokens = case
+    fleet = Fleet(at_rate(load, rate), way, max_tokens).run()
+    ttfts = sorted(job.first_at - job.arrival.at for job in fleet.counted)
+    shown = " | ".join(f"{ttft:.3f}" for ttft in (fmean(ttfts), *(ttfts[len(ttfts) * at // 100] for at in (50, 99))))
+    return f"| {load.name} | {max_tokens:,} | {rate:g} | `{way}` | {fleet.attained:.1%} | {shown} |"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("traces", nargs="+", type=Path, help="files of Mooncake or Azure")
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS)
+    parser.add_argument("--rates", nargs="+", type=float)
     parser.add_argument("--shares", nargs="+", type=float, default=SHARES)
     parser.add_argument("--max-tokens", nargs="+", type=int, default=[2_048, MAX_TOKENS])
     parser.add_argument("--requests", type=int, default=9_000)
     parser.add_argument("--processes", type=int, default=1)
     args = parser.parse_args()
     loads = [first(read_trace(trace), args.requests) for trace in args.traces]
-    print("| load | tokens in a step | in time | way | goodput, requests/s | lost, prefill | decode | all | at least |")
-    print("|---|---|---|---|---|---|---|---|---|")
-    cases = product(loads, args.ways, args.shares, args.max_tokens)
+    columns = "in time | way | goodput, requests/s | lost, prefill | decode | all | at least"
+    if args.rates:
+        columns = "requests/s | way | in time | TTFT, mean, s | P50 | P99"
+    print(f"| load | tokens in a step | {columns} |\n|{'---|' * (3 + columns.count('|'))}")
+    cases = product(loads, args.ways, args.rates or args.shares, args.max_tokens)
     with ProcessPoolExecutor(args.processes) as pool:
-        for line in pool.map(row, cases):
+        for line in pool.map(at_a_rate if args.rates else row, cases):
             print(line, flush=True)
 
 

@@ -4,6 +4,7 @@ behaviour beyond derived values; no I/O, no clock, no vLLM."""
 from __future__ import annotations
 
 import enum
+from typing import Literal
 
 import msgspec
 from msgspec.structs import astuple
@@ -54,6 +55,9 @@ class KVSource(msgspec.Struct, frozen=True):
 
     endpoint: KVEndpoint
     key: str
+
+
+Claimer = Literal["idle", "ahead", "busy"]  # of prefill jobs: see `policy.claims.claims_as`
 
 
 class EngineIdentity(msgspec.Struct, frozen=True):
@@ -143,8 +147,7 @@ class WorkerInfo(msgspec.Struct, frozen=True):
         return f"{self.generation}:{self.pairs_within}" if self.pairs_within else str(self.generation)
 
     def can_be(self, role: Role) -> bool:
-        """Whether it may take this role. An engine of several pipeline stages only prefills, and one whose ranks share
-        each prompt only decodes."""
+        """Whether it may take this role. Pipeline stages only prefill, and ranks that share each prompt only decode."""
         return (self.kv.shards if role is Role.PREFILL else self.kv.pp_size) == 1
 
 

@@ -85,7 +85,7 @@ def job(
 
 async def claim_head(queue: PrefillQueue, worker_id: str, max_tokens: int, max_jobs: int) -> list[Claim]:
     """What an idle worker claims that knows of no prefix: the head of the queue, in order."""
-    claims, choice = await queue.claim(worker_id, max_tokens, max_jobs, window=0, idle=True)
+    claims, choice = await queue.claim(worker_id, max_tokens, max_jobs, window=0, claimer="idle")
     assert not choice
     return claims
 

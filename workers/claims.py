@@ -19,13 +19,14 @@ from orchestrator.policy.claims import (
     choose_claims,
     claim_budget,
     claim_limits,
-    claims_as_idle,
+    claims_as,
     most_claimed,
+    takes_any_size,
 )
 from orchestrator.process.ticks import left_s, until_told
 from orchestrator.store.client import RedisAway
 from orchestrator.store.queue import Claim, PrefillQueue
-from orchestrator.types import WorkerInfo
+from orchestrator.types import Claimer, WorkerInfo
 from workers.attempts import Attempts
 from workers.load.reports import LoadReporter
 from workers.peers import Frontends
@@ -81,9 +82,9 @@ class ClaimLoop:
         return self._load.engine.blocks_free * self._info.identity.block_size
 
     @property
-    def _idle(self) -> bool:
+    def _claimer(self) -> Claimer:
         held, claimed, batch = len(self._attempts), self._attempts.claimed_tokens, self._info.max_num_batched_tokens
-        return claims_as_idle(held, claimed, batch, self._free_tokens, self._info.lockstep)
+        return claims_as(held, claimed, batch, self._free_tokens, self._info.lockstep)
 
     def _limits(self) -> tuple[int, int]:
         """Prompt tokens, and jobs, that may be claimed now."""
@@ -92,7 +93,7 @@ class ClaimLoop:
         lockstep, s_per_token = self._info.lockstep, self._prefills.fetches.s_per_token
         decodes = self._attempts.decode_count > 0
         most = CLAIM_BATCHES * batch if lockstep else most_claimed(batch, self._slo, s_per_token, decodes)
-        idle, jobs = self._idle, self._info.max_num_seqs - len(self._attempts)
+        idle, jobs = self._claimer != "busy", self._info.max_num_seqs - len(self._attempts)
         budget = claim_budget(most, claimed, idle, self._free_tokens)
         return claim_limits(self._attempts.prefill_count, budget, idle, self._free_tokens, jobs)
 
@@ -116,12 +117,16 @@ class ClaimLoop:
             if self._left:
                 await self._queue.wait_for_work(LEFT_WAIT_S, "left")
             elif self._queue.waits or not claims:
-                await self._queue.wait_for_work(left_s(WAIT_S), "idle" if self._idle else "busy")
+                await self._queue.wait_for_work(left_s(WAIT_S), "idle" if self._claimer == "idle" else "busy")
 
     async def _claim(self, budget: int, jobs: int) -> tuple[list[Claim], bool]:
         """The new claims, and whether jobs were seen and all of them left in the queue. Raises RedisAway."""
-        idle, self._queue.away = self._idle, self._frontends.away(time.monotonic())
-        claims, window = await self._queue.claim(self._info.id, budget, jobs, AFFINITY_WINDOW, idle, WAIT_S)
+        claimer, self._queue.away = self._claimer, self._frontends.away(time.monotonic())
+        if self._info.lockstep:
+            s_per_token = self._prefills.fetches.s_per_token
+            self._queue.done_s = (self._attempts.claimed_tokens * s_per_token, s_per_token)
+        claims, window = await self._queue.claim(self._info.id, budget, jobs, AFFINITY_WINDOW, claimer, WAIT_S)
+        idle = takes_any_size(claimer, self._queue.share_tokens is not None)
         if not window:
             # Jobs that do not fit, or are left to other workers, look like an empty queue. Asking again at once would
             # make a busy loop.
@@ -141,7 +146,7 @@ class ClaimLoop:
             await self._attempts.room.wait()
             self._attempts.room.clear()
             self._room.set()
-            if self._left or not self._attempts.prefill_count:
+            if self._left or not self._attempts.prefill_count or (self._info.lockstep and self._claimer == "idle"):
                 self._queue.wake()
 
     # ---- leases ------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 
 from orchestrator.config.settings import SLOConfig
-from orchestrator.types import WindowJob
+from orchestrator.types import Claimer, WindowJob
 
 CLAIM_BATCHES = 2  # engine batches (max_num_batched_tokens) of prompt tokens that a prefill worker may have claimed
 # Of the tightest TTFT objective: what a worker has claimed takes no longer. The rest is for the last prompt's KV, and
@@ -21,18 +21,25 @@ _LEAST_S = 1e-9  # of a token, where a fitted line is flat
 AFFINITY_WINDOW = 32  # jobs at the queue's head among which it looks for one whose prefix it has cached
 
 
-def claims_as_idle(
-    held: int, claimed_tokens: int, max_num_batched_tokens: int, free_tokens: int, lockstep: bool
-) -> bool:
-    """Whether a worker that has `held` requests, and has yet to compute `claimed_tokens`, claims as an idle one.
+def claims_as(held: int, claimed_tokens: int, max_num_batched_tokens: int, free_tokens: int, lockstep: bool) -> Claimer:
+    """How a worker that has `held` requests, and has yet to compute `claimed_tokens`, claims and waits for jobs.
 
-    A rank in `lockstep` with others does while the step after the one that it takes would not be full: what it computes
-    now counts as claimed until that has ended, and the next step begins at once then. That takes as long as the others'
-    step anyway, and a rank that first had to be done with what it has before it may claim a large job would wait
-    meanwhile.
+    A rank in `lockstep` with others is `ahead` while the step after the one that it takes would not be full: what it
+    computes now counts as claimed until that has ended, and the next step begins at once then. That takes as long as
+    the others' step anyway, and a rank that first had to be done with what it has before it may claim a large job would
+    wait meanwhile. One with nothing to compute is idle, whatever it still sends.
     """
+    if held == 0:
+        return "idle"
     batch = max_num_batched_tokens
-    return held == 0 or (lockstep and claimed_tokens < CLAIM_BATCHES * batch and batch <= free_tokens - claimed_tokens)
+    if not lockstep or batch > free_tokens - claimed_tokens or claimed_tokens >= CLAIM_BATCHES * batch:
+        return "busy"
+    return "ahead" if claimed_tokens else "idle"
+
+
+def takes_any_size(claimer: Claimer, others_idle: bool) -> bool:
+    """Whether it may claim one job of any size now."""
+    return claimer == "idle" or (claimer == "ahead" and not others_idle)
 
 
 def most_claimed(max_num_batched_tokens: int, slo: SLOConfig, seconds_per_token: float, decodes: bool = False) -> int:

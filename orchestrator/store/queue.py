@@ -19,7 +19,7 @@ from orchestrator.process.tasks import cancelled
 from orchestrator.store.client import Redis, RedisAway
 from orchestrator.store.fields import text, whole
 from orchestrator.store.keys import QUEUE, Keys
-from orchestrator.types import JobState, PrefillJob, QueueDepth, WindowJob
+from orchestrator.types import Claimer, JobState, PrefillJob, QueueDepth, WindowJob
 
 log = logging.getLogger("pd.queue")
 
@@ -111,9 +111,10 @@ class PrefillQueue:
         self._woken = asyncio.Event()
         self.waits = False  # since the last `claim` the next job wakes this worker
         self.away: list[str] = []  # frontends whose jobs claims leave to other workers
-        self.share_tokens: int | None = (
-            None  # of what waits, as of the last `claim`; None where no other worker is idle
-        )
+        # Seconds until what this worker has is computed, and for each token that it claims: of busy workers that wait,
+        # the one that is done first is told first. Zeros: the one that has waited longest.
+        self.done_s = (0.0, 0.0)
+        self.share_tokens: int | None = None  # of what waits, as of the last `claim`; None where no other is idle
 
     async def enqueue(self, job: PrefillJob) -> None:
         """Add a job; the server's clock dates it. Raises QueueFull, JobTooLarge.
@@ -140,14 +141,15 @@ class PrefillQueue:
             raise QueueFull(f"{self._max_jobs} prefills wait already; add prefill workers")
 
     async def claim(
-        self, worker_id: str, max_tokens: int, max_jobs: int, window: int, idle: bool, wait_s: float = 0.0
+        self, worker_id: str, max_tokens: int, max_jobs: int, window: int, claimer: Claimer, wait_s: float = 0.0
     ) -> tuple[list[Claim], list[WindowJob]]:
         """Take jobs from the head of the queue, in order, while they fit `max_tokens`; or see what to choose from.
 
-        An idle worker's first job fits any budget above 0. Jobs that cannot be read, or whose frontend is gone, are
-        dropped. Where `choose_claims` may prefer another order, with one of the first `window` jobs cached on a
-        claiming worker or a head that does not fit, nothing is claimed, and those jobs are returned for `claim_chosen`.
-        While other workers are idle an idle one gets its share of the tokens that wait, and a busy one none.
+        The first job of an idle worker fits any budget above 0, and of one that is ahead while no other is idle. Jobs
+        that cannot be read, or whose frontend is gone, are dropped. Where `choose_claims` may prefer another order,
+        with one of the first `window` jobs cached on a claiming worker or a head that does not fit, nothing is claimed,
+        and those jobs are returned for `claim_chosen`.
+        While other workers are idle an idle one gets its share of the tokens that wait, and others none.
         With `wait_s` a worker that took all and has room for more waits from now on, and `waits` says so: nothing that
         is enqueued before `wait_for_work` is called goes unnoticed.
         """
@@ -155,11 +157,12 @@ class PrefillQueue:
         if max_tokens <= 0 or max_jobs <= 0:
             return [], []
         room = min(max_jobs, MAX_CLAIM_JOBS)
-        packed = await self.call("claim", *self._claimer(worker_id), max_tokens, room, window, int(idle), wait_s)
+        size = (max_tokens, room, window, claimer, wait_s)
+        packed = await self.call("claim", *self._claimer(worker_id), *size, *self.done_s)
         try:
             reply, bodies = _read_reply(packed)
         except UnicodeDecodeError:  # no id of ours in the window: claimed in order, which drops it
-            return await self.claim(worker_id, max_tokens, max_jobs, 0, True, wait_s)
+            return await self.claim(worker_id, max_tokens, max_jobs, 0, "idle", wait_s)
         self.waits = reply.waits
         self.share_tokens = reply.share_tokens if reply.share_tokens >= 0 else None
         return await self._read_claims(worker_id, reply, bodies), reply.window
@@ -285,7 +288,7 @@ class PrefillQueue:
             self._listener = asyncio.create_task(self._listen(), name="queue-listener")
         try:
             told = self.waits or self._woken.is_set()
-            if not told and await self.call("wait", self._waiter_id, timeout_s, doing):
+            if not told and await self.call("wait", self._waiter_id, timeout_s, doing, self.done_s[0]):
                 return
         except RedisAway as error:
             log.debug("waiting for work without Redis: %s", error)

@@ -5,12 +5,13 @@ import math
 import pytest
 
 from benchmarks import policy_groups
-from benchmarks.policy_groups import WAYS, Fleet
+from benchmarks.policy_groups import WAYS, Fleet, Job, Rank
 from orchestrator.policy import claims
 from orchestrator.simulator.loads import synthetic
 from orchestrator.simulator.trace import at_rate
 from workers import claims as live
 
+ORDER = ("idle", "ahead", "busy")
 LOAD = at_rate(synthetic("chat", 1_500, 0), 250.0)
 
 
@@ -35,6 +36,24 @@ def test_prefill_ranks_claim_what_fills_their_next_step_before_it_begins() -> No
     assert fleet.lost(fleet.prefill) < 0.05
 
 
+def test_a_job_goes_to_an_idle_rank_and_else_to_the_one_that_is_done_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As it comes, at half the load that the fleet bears; a rank that claims ahead then waits behind idle ones."""
+    fleet, seen = Fleet(at_rate(LOAD, 110.0), "ours", 2_048), set()
+    ranks = [rank for group in fleet.prefill for rank in group.ranks]
+
+    def noted(rank: Rank, jobs: list[Job]) -> None:
+        if jobs[0].arrival.at == fleet.now:
+            first = min(ranks, key=lambda other: (ORDER.index(fleet._claimer(other)), other.done_at))
+            assert fleet._claimer(rank) == fleet._claimer(first) == "idle" or rank.done_at == first.done_at
+            seen.add(fleet._claimer(rank))
+        give(rank, jobs)
+
+    give = fleet._give
+    monkeypatch.setattr(fleet, "_give", noted)
+    fleet.run()
+    assert seen == {"idle", "ahead"}
+
+
 def test_the_simulation_and_the_fleet_have_the_same_deciders() -> None:
-    for name in ("choose_claims", "claim_budget", "claims_as_idle"):
+    for name in ("choose_claims", "claim_budget", "claims_as", "takes_any_size"):
         assert getattr(policy_groups, name) is getattr(live, name) is getattr(claims, name)

@@ -4,6 +4,7 @@ import asyncio
 import signal
 import time
 
+import msgspec
 import pytest
 from support_redis import claim_head
 from support_steering import order_drain
@@ -15,7 +16,7 @@ from orchestrator.policy.predict.predictor import PRIOR_S_PER_TOKEN
 from orchestrator.store.queue import MAX_DELIVERIES, PrefillQueue
 from orchestrator.types import JobState, Role
 from orchestrator.wire.messages import Claimed, Prefilled, PrefillFailed
-from workers.claims import claim_budget, claim_limits, claims_as_idle
+from workers.claims import claim_budget, claim_limits, claims_as
 
 PROMPT = list(range(100, 400))
 
@@ -140,16 +141,41 @@ def test_claim_budget(claimed: int, held: int, free: int, expected: int) -> None
 @pytest.mark.parametrize(
     ("held", "claimed", "free", "lockstep", "expected"),
     [
-        (0, 0, 0, False, True),
-        (1, 100, 10_000, False, False),
-        (1, 100, 10_000, True, True),
-        (1, 4000, 10_000, True, True),  # a full step, and the one after it is not full
-        (1, 4096, 10_000, True, False),
-        (1, 100, 2100, True, False),  # memory for no batch more
+        (0, 0, 0, False, "idle"),
+        (1, 0, 10_000, False, "busy"),
+        (1, 0, 10_000, True, "idle"),  # it only sends
+        (1, 0, 1000, True, "busy"),
+        (1, 100, 10_000, False, "busy"),
+        (1, 100, 10_000, True, "ahead"),
+        (1, 4000, 10_000, True, "ahead"),  # a full step, and the one after it is not full
+        (1, 4096, 10_000, True, "busy"),
+        (1, 100, 2100, True, "busy"),  # memory for no batch more
     ],
 )
-def test_claims_as_idle(held: int, claimed: int, free: int, lockstep: bool, expected: bool) -> None:
-    assert claims_as_idle(held, claimed, 2048, free, lockstep) is expected
+def test_claims_as(held: int, claimed: int, free: int, lockstep: bool, expected: str) -> None:
+    assert claims_as(held, claimed, 2048, free, lockstep) == expected
+
+
+async def test_a_rank_that_could_claim_ahead_leaves_jobs_to_idle_ones(redis_server: EmbeddedRedis) -> None:
+    """It has room for many more of them."""
+    async with running_workers(redis_server, sim={"max_num_batched_tokens": 2048}) as workers:
+        frontend, name, _ = await pair(workers)
+        rank = next(worker for worker in workers.local if worker.id == name)
+        rank.agent._claims._info = msgspec.structs.replace(rank.info, lockstep=True)
+        await rank.engine.call("pause_scheduler", [], {})
+        computes = frontend.new([*range(1500)])
+        await frontend.claimed(computes)
+        idle = [await workers.start(Role.PREFILL) for _ in range(3)]
+        for worker in idle:
+            await frontend.meet(worker.info)
+        requests = [frontend.new([i, *PROMPT], max_tokens=1) for i in range(12)]
+        for request in requests:
+            await asyncio.sleep(0.1)  # longer than WAIT_S in all: it has begun to wait anew
+            await frontend.claimed(request)
+            await frontend.finished(request)
+        assert name not in {request.claimed_by[0] for request in requests}
+        await rank.engine.call("resume_scheduler", [], {})
+        await frontend.finished(computes)
 
 
 def test_a_worker_that_only_decodes_claims_one_job_that_fits_beside_that() -> None:

@@ -19,6 +19,14 @@ def release_here() -> str:
     return f"protocol {PROTOCOL_VERSION} with vLLM {engine}"
 
 
+def other_release(other: str, runs: str, here: str, release: str) -> str | None:
+    """Why rank `other`, that `runs` this one, cannot be in a group with `here`; None if both have one release. Each
+    side asks: a release that does not ask yet may be at the other end."""
+    if runs == release:
+        return None
+    return f"{other} runs {runs or 'an older release'}, {here} {release}: start all ranks of a group with one release"
+
+
 def side_by_side(hosts: Mapping[str, str]) -> list[str]:
     """In this order ranks become engines: those of one host follow each other, since DeepEP takes eight engines in a
     row for those of a host. `hosts`: of all ranks in the order of their ids; the first stays so."""

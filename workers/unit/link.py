@@ -31,7 +31,7 @@ from orchestrator.types import PauseState
 from orchestrator.wire.addresses import Listening, hold_port, in_url
 from workers.engine import Engine, EngineDead, EngineInfo, EngineStartFailed, Group, started
 from workers.load.board import announce, withdraw
-from workers.unit.hosts import refusal, release_here, side_by_side
+from workers.unit.hosts import other_release, refusal, release_here, side_by_side
 
 log = logging.getLogger("pd.worker")
 
@@ -42,7 +42,6 @@ _TOLD_S = 5.0  # for so long Redis keeps where to meet; it is told again at each
 # frozen, or no packet reaches it. A rank that has ended is noticed at once.
 _SILENT_TIMEOUTS = 4.0
 _ONE_HOST = "127.0.0.1"
-_ONE_RELEASE = "start all ranks of a group with one release"
 
 
 class Come(msgspec.Struct, frozen=True, tag="come"):
@@ -161,7 +160,7 @@ class GroupLink:
         held, port = hold_port(self._at.bind, self._at.ports)
         with held:
             self._server = await asyncio.start_server(self._welcome, self._at.bind, port)
-        place, said = Rendezvous(self._at.reached_at, port, self._token), ""
+        place, said = Rendezvous(self._at.reached_at, port, self._token, self._release), ""
         while not self._complete.is_set():
             if self._outdated:
                 raise EngineStartFailed("another rank has a newer configuration: start again with that")
@@ -209,11 +208,9 @@ class GroupLink:
                 log.warning("%s", why)
                 peer.send(Refused(why))
                 self._outdated |= come.ranks == self.ranks and come.generation > self._generation
-            elif come.release != self._release:
-                runs = come.release or "an older release"
-                why = f"{come.worker_id} runs {runs}, the first rank {self._release}: {_ONE_RELEASE}"
-                log.warning("%s", why)
-                peer.send(Refused(why))
+            elif other := other_release(come.worker_id, come.release, self._id, self._release):
+                log.warning("%s", other)
+                peer.send(Refused(other))
             elif self._met:
                 self._break(f"{come.worker_id} has started again")
             else:
@@ -251,18 +248,22 @@ class GroupLink:
             return f"{in_url(place.host)}:{place.port} is not reached ({str(error) or 'no answer'}); see workers.ports"
         peer = self._peers[first] = _Peer(writer)
         peer.send(Come(place.token, self._id, self.ranks, self._generation, self._at.reached_at, self._release))
-        ended = "it has ended"
+        ended, why = "it has ended", other_release(first, place.release, self._id, self._release)
         try:
             while line := await self._line(reader):
                 match _decode(line):
+                    case Refused() as refused:
+                        return refused
+                    case _ if why:  # that one does not know the rule
+                        return Refused(why)
                     case Met() as met:
                         self._met = True
                         self._tasks.append(asyncio.create_task(self._follow(first, reader, peer), name="ranks"))
                         return met
-                    case Refused() as refused:
-                        return refused
         except ValueError:
-            ended = f"its answer is none that this release knows: {_ONE_RELEASE}"
+            if why:
+                return Refused(why)
+            ended = "its answer cannot be read"
         except (OSError, TimeoutError):
             pass
         del self._peers[first]

@@ -92,7 +92,7 @@ class Load:
     async def _work(self) -> None:
         while True:
             with contextlib.suppress(RedisAway):
-                claims, _ = await self.queue.claim("w", 10_000, 16, window=0, idle=True)
+                claims, _ = await self.queue.claim("w", 10_000, 16, window=0, claimer="idle")
                 for claim in claims:
                     await self.queue.ack("w", claim.job.request_id, claim.job.attempt)
                     self.done.add(claim.job.request_id)

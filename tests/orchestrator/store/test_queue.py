@@ -166,9 +166,9 @@ async def test_without_a_cached_prefix_in_the_window_jobs_are_claimed_at_once(ma
     for number in range(4):
         await queue.enqueue(job(f"r{number}", 10))
     await queue.enqueue(cached_job("r4", other=80))
-    claims, window = await queue.claim("w", 20, 5, 4, idle=True)
+    claims, window = await queue.claim("w", 20, 5, 4, "idle")
     assert [claim.job.request_id for claim in claims] == ["r0", "r1"] and window == []
-    claims, window = await queue.claim("w", 20, 5, 4, idle=True)
+    claims, window = await queue.claim("w", 20, 5, 4, "idle")
     assert claims == [] and [job.request_id for job in window] == ["r2", "r3", "r4"]
 
 
@@ -182,7 +182,7 @@ async def test_window_has_cached_tokens_here_and_elsewhere(make, claimers, redis
     await queue.enqueue(cached_job("c", 50, w=500))
     assert await redis.hget(queue.keys.job("a"), "cached") == b"w2=300 w3=200 w=100", "as redis-cli shows it"
     assert (await show(queue, "a"))["cached"] == "w2=300 w3=200 w=100"
-    _, window = await queue.claim("w", 10, 1, 32, idle=True)
+    _, window = await queue.claim("w", 10, 1, 32, "idle")
     assert [(job.request_id, job.tokens, job.cached_here, job.cached_elsewhere) for job in window] == [
         ("a", 1000, 100, 300),
         ("b", 1000, 0, 0),
@@ -196,7 +196,7 @@ async def test_window_has_cached_tokens_here_and_elsewhere(make, claimers, redis
 async def test_unclaimed_cached_jobs_are_claimed_in_order(make):
     queue = make()
     await queue.enqueue(cached_job("a", gone=80))
-    claims, window = await queue.claim("w", ALL, 9, 32, idle=True)
+    claims, window = await queue.claim("w", ALL, 9, 32, "idle")
     assert [claim.job.request_id for claim in claims] == ["a"] and window == []
     assert claims[0].job.cached == {"gone": 80}, "a claim carries it too"
 
@@ -240,7 +240,7 @@ async def test_jobs_of_frontends_that_are_away_are_left(make, redis):
         await queue.enqueue(job(name, 10))
     queue.away = ["f2", "f3"]
     assert await ids(queue, max_tokens=10) == ["a"]
-    claims, window = await queue.claim("w", 9, 9, 2, idle=False)
+    claims, window = await queue.claim("w", 9, 9, 2, "busy")
     assert claims == [] and [job.request_id for job in window] == ["b", "c"]
     assert [claim.job.request_id for claim in await queue.claim_chosen("w", ["away0", "c"])] == ["c"]
     assert await queue.claim_chosen("w", ["never"], idle=True) == []
@@ -255,12 +255,12 @@ async def test_window_shows_head_that_does_not_fit(make):
     queue = make()
     for request_id, tokens in (("a", 10), ("big", 500), ("b", 10), ("c", 10)):
         await queue.enqueue(job(request_id, tokens))
-    claims, window = await queue.claim("w", 100, 9, 3, idle=True)
+    claims, window = await queue.claim("w", 100, 9, 3, "idle")
     assert [claim.job.request_id for claim in claims] == ["a"] and window == [], "first what fits"
-    claims, window = await queue.claim("w", 90, 9, 2, idle=False)
+    claims, window = await queue.claim("w", 90, 9, 2, "busy")
     assert claims == [] and [(job.request_id, job.tokens) for job in window] == [("big", 500), ("b", 10)]
-    assert await queue.claim("w", 90, 9, 0, idle=False) == ([], []), "without a window there is nothing to see"
-    claims, window = await queue.claim("w", 90, 9, 3, idle=True)
+    assert await queue.claim("w", 90, 9, 0, "busy") == ([], []), "without a window there is nothing to see"
+    claims, window = await queue.claim("w", 90, 9, 3, "idle")
     assert [claim.job.request_id for claim in claims] == ["big"] and window == [], "an idle worker takes it"
 
 
@@ -285,7 +285,7 @@ async def test_lua_claims_equal_policy(make, claimers, redis, seed, affine):
         left, idle, claimed = random_.choice((1, 60, 400, 2000)), random_.random() < 0.5, []
         expected = choose_claims(head, left, idle, s_per_token)
         while left > 0:
-            claims, window = await queue.claim("w", left, 256, 8, idle)
+            claims, window = await queue.claim("w", left, 256, 8, "idle" if idle else "busy")
             if window:
                 claims = await queue.claim_chosen("w", choose_claims(window, left, idle, s_per_token))
             if not claims:
@@ -326,7 +326,7 @@ async def test_a_window_drops_what_is_corrupt_or_orphaned(make, claimers, redis)
     await redis.hset(queue.keys.job("b"), "reply_to", "gone")
     await make_old(redis, queue, "b")
     await redis.hset(queue.keys.job("c"), "cached", "w2= =5 w2=x nonsense")
-    claims, window = await queue.claim("w", ALL, 9, 3, idle=True)
+    claims, window = await queue.claim("w", ALL, 9, 3, "idle")
     assert window == [], "of the first three only c is left, and nothing is known of it"
     assert [(claim.job.request_id, claim.job.cached) for claim in claims] == [("c", {}), ("d", {"w2": 50})]
     assert await dropped(redis, queue) == {"corrupt": 1, "orphaned": 1}
@@ -339,7 +339,7 @@ async def test_window_with_binary_id_drops_it(make, claimers, redis):
     fields = await redis.hgetall(queue.keys.job("a"))
     await redis.hset(queue.keys.job("").encode() + strange, mapping=fields)
     await redis.zadd(queue.keys.queue, {strange: 1.0})
-    claims, window = await queue.claim("w", ALL, 9, 4, idle=True)
+    claims, window = await queue.claim("w", ALL, 9, 4, "idle")
     assert [claim.job.request_id for claim in claims] == ["a"] and window == []
     assert not await redis.exists(queue.keys.job("").encode() + strange)
 

@@ -104,7 +104,7 @@ class QueueMachine(RuleBasedStateMachine):
         """Of what waits now, and of what waited a moment ago."""
         waiting = self.waiting()
         affine = any(self.jobs[request_id].cached for request_id in waiting[:window])
-        claims, seen = self.do(self.queue.claim(worker, 1, 1, window, idle=True))
+        claims, seen = self.do(self.queue.claim(worker, 1, 1, window, "idle"))
         assert [known.request_id for known in seen] == (waiting[:window] if affine else [])
         self.claimed(worker, [] if affine else waiting[:1], claims)
         expected = [request_id for request_id in chosen if request_id in self.waiting()]

@@ -67,7 +67,7 @@ async def test_claimers_that_choose_from_one_window_share_nothing(queues):
         nonlocal lost
         mine = await queues()
         while sum(handed.values()) < total:
-            claims, window = await mine.claim(name, 300, 5, 32, idle=True)
+            claims, window = await mine.claim(name, 300, 5, 32, "idle")
             if window:
                 chosen = choose_claims(window, 300, True, 0.001)
                 claims = await mine.claim_chosen(name, chosen)
@@ -172,7 +172,7 @@ async def test_claimer_with_room_is_registered_as_waiting(queues):
     queue, other = await queues(), await queues()
     await queue.wait_for_work(10)
     await other.enqueue(job("a", tokens=5))
-    claims, _ = await queue.claim("w", 10, 2, 32, True, 60)
+    claims, _ = await queue.claim("w", 10, 2, 32, "idle", 60)
     assert [claim.job.request_id for claim in claims] == ["a"]
     assert queue.waits and await waiters(queues) == 1
     await other.enqueue(job("b", tokens=5))
@@ -184,7 +184,7 @@ async def test_claimer_with_room_is_registered_as_waiting(queues):
 async def test_claimer_without_room_takes_no_wake_up(queues, tokens, jobs):
     queue = await queues()
     await queue.enqueue(job("a", tokens=5))
-    claims, _ = await queue.claim("w", tokens, jobs, 32, True, 60)
+    claims, _ = await queue.claim("w", tokens, jobs, 32, "idle", 60)
     assert len(claims) == 1
     assert not queue.waits and await waiters(queues) == 0
 
@@ -193,7 +193,7 @@ async def test_claimer_that_left_jobs_is_not_waiting(queues):
     queue = await queues()
     for name in ("a", "b"):
         await queue.enqueue(job(name, tokens=7))
-    claims, _ = await queue.claim("w", 10, 2, 32, True, 60)
+    claims, _ = await queue.claim("w", 10, 2, 32, "idle", 60)
     assert len(claims) == 1
     assert not queue.waits and await waiters(queues) == 0
 
@@ -273,16 +273,42 @@ async def test_a_wave_is_shared_among_idle_workers(queues):
     prefix, later = Keys(queues.namespace).prefix, time.time() + 60
     await queues.redis.zadd(f"{prefix}told", {"a": later, "b": later, "late": 1.0})
     await queues.redis.zadd(f"{prefix}idle", {"c": later, "gone": 1.0})
-    claims, _ = await queue.claim("a", ALL, 9, 32, idle=True, wait_s=60)
+    claims, _ = await queue.claim("a", ALL, 9, 32, "idle", wait_s=60)
     assert [claim.job.request_id for claim in claims] == ["r0", "r1"] and queue.share_tokens == 200
-    assert await queue.claim("a", ALL, 9, 32, idle=False, wait_s=60) == ([], []) and not queue.waits
+    assert await queue.claim("a", ALL, 9, 32, "busy", wait_s=60) == ([], []) and not queue.waits
     other = await queues(waiter="b")
     await queues.redis.zadd(f"{prefix}told", {"c": later})
-    claims, _ = await other.claim("b", ALL, 9, 0, idle=True, wait_s=60)
+    claims, _ = await other.claim("b", ALL, 9, 0, "idle", wait_s=60)
     assert [claim.job.request_id for claim in claims] == ["r2", "r3"]
     last = await queues(waiter="c")
-    claims, _ = await last.claim("c", ALL, 9, 32, idle=True, wait_s=60)
+    claims, _ = await last.claim("c", ALL, 9, 32, "idle", wait_s=60)
     assert [claim.job.request_id for claim in claims] == ["r4", "r5"] and last.share_tokens is None
+
+
+async def test_a_rank_that_claims_ahead_leaves_jobs_to_idle_ones_and_waits_behind_them(queues):
+    queue, prefix = await queues(waiter="ahead"), Keys(queues.namespace).prefix
+    await queue.enqueue(job("r", tokens=100))
+    await queues.redis.zadd(f"{prefix}idle", {"idler": time.time() + 60})
+    assert await queue.claim("ahead", 10, 9, 0, "ahead", wait_s=60) == ([], []) and not queue.waits
+    await queues.redis.delete(f"{prefix}idle", f"{prefix}told")
+    claims, _ = await queue.claim("ahead", 10, 9, 0, "ahead", wait_s=60)
+    assert [claim.job.request_id for claim in claims] == ["r"], "larger than what it has room for"
+    await queue.claim("ahead", ALL, 9, 0, "ahead", wait_s=60)
+    assert queue.waits and not await queues.redis.exists(f"{prefix}idle")
+
+
+async def test_of_busy_ranks_the_one_that_is_done_first_is_told_first(queues):
+    """What they had, and what they claim as they begin to wait."""
+    producer = await queues()
+    for name, held_s, tokens in (("latest", 0.0, 500), ("later", 0.3, 0), ("sooner", 0.1, 0)):
+        queue = await queues(waiter=name)
+        queue.done_s = (held_s, 0.001)
+        if tokens:
+            await producer.enqueue(job("its own", tokens))
+        await queue.claim(name, ALL, 9, 0, "ahead", wait_s=60)
+        assert queue.waits
+    order = await queues.redis.zrange(f"{Keys(queues.namespace).prefix}busy", 0, -1)
+    assert order == [b"sooner", b"later", b"latest"]
 
 
 async def test_waiters_of_another_hosts_clock_are_no_idle_workers(queues):
@@ -292,7 +318,7 @@ async def test_waiters_of_another_hosts_clock_are_no_idle_workers(queues):
     prefix = Keys(queues.namespace).prefix
     for waiters in ("told", "idle"):
         await queues.redis.zadd(f"{prefix}{waiters}", {"dead": time.time() + 3600})
-    claims, _ = await queue.claim("a", ALL, 9, 32, idle=False, wait_s=0.5)
+    claims, _ = await queue.claim("a", ALL, 9, 32, "busy", wait_s=0.5)
     assert [claim.job.request_id for claim in claims] == ["r"] and queue.share_tokens is None
 
 
@@ -300,7 +326,7 @@ async def test_rest_of_wave_wakes_idle_worker(queues):
     queue = await queues(waiter="a")
     tasks = await wakes(queues, ("idler", "idle"))
     await queues.redis.zadd(queue.keys.queue, {"r0": 1.0, "r1": 2.0})
-    assert await queue.claim("a", ALL, 9, 0, idle=False) == ([], [])
+    assert await queue.claim("a", ALL, 9, 0, "busy") == ([], [])
     assert await first_of(tasks) == "idler"
 
 
@@ -310,7 +336,7 @@ async def test_worker_that_leaves_all_jobs_wakes_nobody_and_waits(queues):
     prefix, later = Keys(queues.namespace).prefix, time.time() + 60
     await queues.redis.zadd(f"{prefix}idle", {"idler": later})
     queue.away = ["f1"]
-    assert await queue.claim("a", ALL, 9, 32, idle=True, wait_s=60) == ([], [])
+    assert await queue.claim("a", ALL, 9, 32, "idle", wait_s=60) == ([], [])
     assert not queue.waits and await waiters(queues) == 1, "two of them would wake each other for ever"
     await queues.redis.delete(f"{prefix}idle")
     other = await queues(waiter="b")
@@ -322,7 +348,7 @@ async def test_worker_that_leaves_all_jobs_wakes_nobody_and_waits(queues):
 async def test_a_busy_worker_beside_idle_ones_waits_for_the_next_job(queues):
     queue = await queues(waiter="a")
     await queues.redis.zadd(f"{Keys(queues.namespace).prefix}told", {"b": time.time() + 60})
-    assert await queue.claim("a", ALL, 9, 32, idle=False, wait_s=60) == ([], [])
+    assert await queue.claim("a", ALL, 9, 32, "busy", wait_s=60) == ([], [])
     assert queue.waits and await waiters(queues) == 1
 
 

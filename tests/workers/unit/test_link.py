@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import re
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
@@ -196,30 +197,58 @@ async def test_who_is_no_rank_of_it_is_not_let_in(group: Ranks) -> None:
     assert not first.link._peers
 
 
-@pytest.mark.parametrize("release", ["", "protocol 9 with vLLM 0.1"])
-async def test_rank_of_another_release_is_not_let_in(group: Ranks, release: str) -> None:
+OTHERS = ["", "protocol 9 with vLLM 0.1"]
+
+
+@pytest.mark.parametrize("release", OTHERS)
+async def test_rank_of_another_release_is_not_let_in(
+    group: Ranks, release: str, caplog: pytest.LogCaptureFixture
+) -> None:
     first, other = await group.begin("d"), await group.begin("d.1")
     other.link._release = release
-    runs = release or "an older release"
-    with pytest.raises(EngineStartFailed, match=f"d.1 runs {runs}, the first rank protocol .* with one release"):
+    why = f"d.1 runs {release or 'an older release'}, d protocol .* start all ranks of a group with one release"
+    with pytest.raises(EngineStartFailed, match=why):
         await other.meets()
+    assert re.search(why, caplog.text), "the first rank says so too"
     assert not first.link._peers and not first.started.done()
 
 
-async def test_answer_of_another_release_is_named(group: Ranks, caplog: pytest.LogCaptureFixture) -> None:
-    """An older first rank did not tell ranks their number."""
+@pytest.mark.parametrize("release", OTHERS)
+@pytest.mark.parametrize(
+    "answer",
+    [
+        b'{"type":"beat"}\n',
+        b'{"type":"met","host":"h","port":1,"one_host":true,"rank":1}\n',
+        b'{"type":"met","host":"h","port":1,"one_host":true}\n',
+    ],
+)
+async def test_rank_does_not_join_a_first_one_of_another_release_that_would_let_it_in(
+    group: Ranks, release: str, answer: bytes
+) -> None:
+    """Before it has met others there, and where the answer is that of another release."""
 
-    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def let_in(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readline()
-        writer.write(b'{"type":"met","host":"127.0.0.1","port":1,"one_host":true}\n')
+        writer.write(answer)
 
-    server = await asyncio.start_server(answer, HERE)
+    server = await asyncio.start_server(let_in, HERE)
     registry = Registry(await connect(group.url, 5), group.namespace)
-    await registry.tell_rendezvous("d", Rendezvous(HERE, server.sockets[0].getsockname()[1], "token"), 60)
-    with caplog.at_level("INFO"):
-        await group.begin("d.1")
-        await until(lambda: "none that this release knows: start all ranks" in caplog.text, "the cause is told")
+    port = server.sockets[0].getsockname()[1]
+    await registry.tell_rendezvous("d", Rendezvous(HERE, port, "token", release), 60)
+    joins = await group.begin("d.1")
+    with pytest.raises(EngineStartFailed, match=f"d runs {release or 'an older release'}, d.1 protocol .* one release"):
+        await joins.meets()
     server.close()
+
+
+async def test_ranks_that_a_group_over_hosts_refused_meet_once_all_have_one_release(group: Ranks) -> None:
+    """As after the commands of its hosts were changed one by one."""
+    first, old = await group.begin("d"), await group.begin("d.1")
+    old.link._release = OTHERS[1]
+    with pytest.raises(EngineStartFailed, match="one release"):
+        await old.meets()
+    new = [await group.begin("d.1"), await group.begin("d.2")]
+    assert [each.rank for each in await asyncio.gather(*(rank.meets() for rank in (first, *new)))] == [0, 1, 2]
 
 
 async def test_first_rank_of_an_older_configuration_starts_again(group: Ranks) -> None:

@@ -12,6 +12,7 @@ local MAX_RECOUNT = 1000  -- most waiting jobs whose tokens are counted afresh
 local AFFINE_S = 60       -- for this long after a job with a cached prefix, claims look for such jobs
 local WAITERS_S = 60      -- a set of waiters outlives its last waiter by this
 local TOLD_S = 0.1        -- for this long an idle worker that was told of a job is expected to claim
+local MOST_DONE_S = 1    -- of workers that are done with what they have later than this, none is told sooner than another
 local DROPPED_S = 86400   -- the statistics of dropped jobs live this long
 
 -- ---- what every verb begins with -------------------------------------------------------------------------------

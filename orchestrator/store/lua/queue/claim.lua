@@ -164,16 +164,16 @@ local function close_claims(q, claims, window, waits, share)
   return #packed .. '\n' .. packed .. concat(claims.bodies)
 end
 
--- args[7..11]: most tokens, most jobs, window, 1 if idle, seconds. Claims from the head of the queue what fits; an idle
--- worker's first job fits any budget. Where another order may be better it claims nothing, and returns the first
+-- args[7..13]: most tokens, most jobs, window, 'idle', 'ahead' or 'busy', seconds, `done_s` of store/queue.py. Claims from
+-- the head of the queue what fits; the first job fits any budget of an idle worker, and of one that is ahead. Where another order may be better it claims nothing, and returns the first
 -- `window` jobs: one of them is cached on a worker that claims, or the head does not fit. A worker that took all and has
 -- room for more is woken by the next job for so many seconds, as after `wait`.
 -- What a wave of jobs brings is shared: while others are idle an idle worker takes its part of the tokens that wait, one
--- job at least, and a busy one nothing.
+-- job at least, and others nothing.
 local function claim(keys, args)
   local q = open(keys)
   local claims = open_claims(q, args)
-  local budget, max_jobs, window, idle = tonumber(args[7]), tonumber(args[8]), tonumber(args[9]), args[10] == '1'
+  local budget, max_jobs, window, idle = tonumber(args[7]), tonumber(args[8]), tonumber(args[9]), args[10] == 'idle'
   local others, share = count_idle(q, claims.now), -1
   if others > 0 then share = math.ceil((count(try('GET', q.waiting_tokens)) or 0) / (others + 1)) end
   if window > 0 and call('EXISTS', q.prefix .. 'affine') == 1 then
@@ -181,12 +181,13 @@ local function claim(keys, args)
     if affine then return close_claims(q, claims, jobs, false, share) end
   end
   if others > 0 then budget = idle and math.min(budget, math.max(share, 1)) or 0 end
-  local too_long, all, passed = take_head(q, claims, budget, max_jobs, idle)
+  local too_long, all, passed = take_head(q, claims, budget, max_jobs, args[10] ~= 'busy')
   local choice, wait_s = {}, tonumber(args[11])
   if too_long and #claims.rows == 0 and window > 0 then choice = read_window(q, claims, window) end
   all = all and wait_s > 0
   if all then
-    await_jobs(q, idle and #claims.rows == 0 and q.idle or q.busy, args[5], claims.now + wait_s, wait_s)
+    local waiters = idle and #claims.rows == 0 and q.idle or q.busy
+    await_jobs(q, waiters, args[5], claims.now, wait_s, args[12] + (q.removed or 0) * args[13])
   end
   local reply = close_claims(q, claims, choice, all, share)
   -- A worker that leaves all that waits to others wakes none: two of them would wake each other for ever.
@@ -215,7 +216,7 @@ local function claim_chosen(keys, args)
   return reply
 end
 
--- args: waiter, seconds, 'idle', 'busy', or 'left' (busy, and what waits is left to others).
+-- args: waiter, seconds, 'idle', 'busy', or 'left' (busy, and what waits is left to others), seconds until it is done.
 -- Returns 1 when there is work already; else the waiter is woken by the next job.
 local function wait(keys, args)
   local q, waiter, wait_s, doing = open(keys), args[1], tonumber(args[2]), args[3]
@@ -223,6 +224,6 @@ local function wait(keys, args)
   local waiters, others = q.busy, q.idle
   if doing == 'idle' then waiters, others = q.idle, q.busy end
   call('ZREM', others, waiter)
-  await_jobs(q, waiters, waiter, clock() + wait_s, wait_s)
+  await_jobs(q, waiters, waiter, clock(), wait_s, tonumber(args[4]))
   return 0
 end

@@ -44,9 +44,10 @@ local function wake_idle(q, now)
   if call('EXISTS', q.waiting, q.idle) == 2 then tell_first(q, q.idle, now) end
 end
 
--- The next job wakes it, until the deadline. It is in no other set.
-local function await_jobs(q, waiters, waiter, deadline, wait_s)
-  call('ZADD', waiters, deadline, waiter)
+-- The next job wakes it, until the deadline. It is in no other set. One that is `done_s` later done with what it has
+-- comes so much later in the order, and stays so much longer: it asks again meanwhile.
+local function await_jobs(q, waiters, waiter, now, wait_s, done_s)
+  call('ZADD', waiters, now + wait_s + math.min(done_s, MOST_DONE_S), waiter)
   call('EXPIRE', waiters, math.ceil(wait_s) + WAITERS_S)
 end
 
