@@ -2,6 +2,7 @@
 
 import json
 import logging
+import logging.config
 import re
 import subprocess
 import sys
@@ -74,3 +75,19 @@ def test_vllm_logs_in_the_same_format_and_nothing_below_a_warning(form):
         assert {"level": "WARNING", "process": "decode-0", "message": "full"}.items() <= json.loads(line).items()
     else:
         assert line.endswith("WARNING decode-0 vllm.engine: full")
+
+
+def test_logs_are_set_up_without_all_loggers_forgetting_once_for_each(monkeypatch: pytest.MonkeyPatch):
+    """And afterwards none remembers which levels it had."""
+    children = [logging.getLogger(f"test_quick.{number}") for number in range(5)]
+    assert not children[0].isEnabledFor(logging.INFO)
+    forget, times = logging.Manager._clear_cache, list[int]()
+    monkeypatch.setattr(logging.Manager, "_clear_cache", lambda manager: (times.append(1), forget(manager)))
+    config = {"version": 1, "disable_existing_loggers": False, "loggers": {"test_quick": {"level": "INFO"}}}
+    logging.config.dictConfig(config)
+    assert children[0].isEnabledFor(logging.INFO)
+    assert len(times) == 1
+    with pytest.raises(ValueError, match="test_quick"):
+        logging.config.dictConfig(config | {"loggers": {"test_quick": {"level": "no such"}}})
+    logging.getLogger("test_quick").setLevel(logging.ERROR)
+    assert not children[0].isEnabledFor(logging.INFO), "what follows is as Python has it, also after a mistake"
