@@ -171,13 +171,15 @@ class World:
 
         draw, key = self.random, f"r{next(self.numbers)}"
         prefill, decode = draw.sample(list(self.engines.values()), 2)
-        prompt = draw.choice([*self.prefixes, []]) + [draw.randrange(60, 500) for _ in range(draw.choice([1, 16, 65]))]
+        prompt = draw.choice([*self.prefixes, []]) + [
+            draw.randrange(60, 500) for _ in range(draw.choice([1, 16, 65, 140]))
+        ]
         adapter, tokens = draw.choice([0, 0, 1, 2]), draw.choice([1, 2, 5, 40])
         match draw.choice(["remote", "remote", "local", "abort"]):
             case "remote":
                 source = msgspec.to_builtins(Source(Endpoint(prefill.name, "h", 1), f"{key}p"))
                 decode.add(f"{key}d", prompt, adapter, tokens, RECEIVE | {"kv_source": source})
-                if draw.random() < 0.95:
+                if draw.random() < 0.6:  # else it has crashed
                     prefill.add(f"{key}p", prompt, adapter, 1, SEND | {"do_remote_prefill": False})
             case "local":
                 decode.add(f"{key}l", prompt, adapter, tokens, None)
@@ -230,7 +232,7 @@ class World:
 
     def run(self) -> None:
         for turn in range(STEPS + SETTLED_AFTER):
-            if turn < STEPS and self.random.random() < 0.5:
+            if turn < STEPS and self.random.random() < 0.8:
                 self.act()
             elif turn >= STEPS and not any(engine.scheduler.has_requests() for engine in self.engines.values()):
                 break
@@ -244,7 +246,7 @@ class World:
             assert (left, pool.get_num_free_blocks()) == ({}, pool.num_gpu_blocks - 1)
 
 
-@pytest.mark.parametrize(("blocks", "window"), [(30, None), (40, 40)], ids=["short of memory", "windows"])
+@pytest.mark.parametrize(("blocks", "window"), [(30, None), (30, 40)], ids=["short of memory", "windows"])
 def test_no_step_reads_others_kv_and_all_blocks_are_free_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, blocks: int, window: int | None
 ) -> None:
