@@ -119,9 +119,6 @@ def _init_without_an_engine(self: Any, config: Any, engine_id: str, kv_cache_con
     self._engine_clock_offset, self._failed_remote_engines, self._invalid_remote_engines = {}, set(), set()
     self._engine_ttl, self.device_type = 0.0, "cpu"
     self._push_writer_stop = threading.Event()
-    self._push_writer_wake = SimpleNamespace(
-        set=lambda: None, clear=lambda: None, wait=lambda timeout: self._push_writer_stop.set()
-    )
     self._push_writer_thread = None
     self.nixl_wrapper, self.xfer_stats = FakeNixl(), PushStats()
     self._handshake_initiation_executor = ThreadPoolExecutor(1)
@@ -135,6 +132,9 @@ class FakeWorker(PushWorker):
         self.handshakes: list[Exception | None] = []
         with patch.object(NixlPushConnectorWorker, "__init__", _init_without_an_engine):
             super().__init__(SimpleNamespace(rank=rank, tp_size=tp_size, **_CONFIG), "P", None)
+        self._push_writer_wake = SimpleNamespace(
+            set=lambda: None, clear=lambda: None, wait=lambda timeout: self._push_writer_stop.set()
+        )
 
     def __del__(self) -> None: ...
 
