@@ -16,6 +16,7 @@ from collections.abc import Collection
 
 _SOCKET = "PD_WAKE_SOCKET"  # the engine's, where it is in another process
 _POLL_S, _PAUSE_S = 0.001, 0.0005  # the least time that a poll of descriptors takes, and between two looks at them
+_EXPECTED_S = 0.05  # what waits no longer than this expects a message
 
 
 class WakeEvent(threading.Event):
@@ -46,13 +47,15 @@ def epolls() -> set[int]:
 class MessageEvent(threading.Event):
     """An event, of which a wait also ends when one of these descriptors can be read. One thread waits and clears.
 
-    Where reading what has come leaves a descriptor readable, waits are of `_PAUSE_S`, so nothing spins.
+    Where looking at what has come leaves a descriptor readable, waits are of `_PAUSE_S`: data comes, of which each look
+    reads a part. Through long waits, when none is expected, each is twice the one before: nothing reads it, so nothing
+    spins.
     """
 
     def __init__(self, descriptors: Collection[int]) -> None:
         super().__init__()
         self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._ready, self._came = select.poll(), False
+        self._ready, self._came, self._pause_s = select.poll(), False, _PAUSE_S
         for descriptor in (self._bell, *descriptors):
             self._ready.register(descriptor, select.POLLIN)
 
@@ -70,12 +73,13 @@ class MessageEvent(threading.Event):
         """Whether it is set."""
         if timeout is not None and timeout < _POLL_S:
             return super().wait(timeout)
-        if self._came:
-            self._came = False
-            if super().wait(_PAUSE_S):
-                return True
+        came, self._came = self._came, False
+        if came and super().wait(self._pause_s):
+            return True
         for descriptor, state in self._ready.poll(None if timeout is None else timeout * 1e3):
             self._came = self._came or descriptor != self._bell
             if state & select.POLLNVAL:  # it was closed
                 self._ready.unregister(descriptor)
+        unread = came and self._came and (timeout is None or timeout > _EXPECTED_S)
+        self._pause_s = min(2 * self._pause_s, _EXPECTED_S) if unread else _PAUSE_S
         return self.is_set()

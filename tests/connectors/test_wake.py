@@ -53,10 +53,14 @@ def test_what_stays_readable_is_waited_with_and_does_not_delay_other_work(
     near, _, polled = connection
     near.send(b"never read")
     event = MessageEvent([polled])
-    began, looks = time.monotonic(), 50
+    began, looks = time.monotonic(), 20
     for _ in range(looks):
-        assert not event.wait(LONG_S)
-    assert time.monotonic() - began > (looks - 1) * 0.0004
+        assert not event.wait(0.005), "a message is expected: data of which each look reads a part"
+    assert (looks - 1) * 0.0004 < time.monotonic() - began
+    began, looks = time.monotonic(), 10
+    for _ in range(looks):
+        assert not event.wait(LONG_S), "none is expected: each look comes after twice the time"
+    assert 0.15 < time.monotonic() - began < LONG_S / 2
     event.set()
     assert event.wait(LONG_S)
 
