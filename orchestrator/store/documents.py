@@ -23,7 +23,7 @@ async def answered(redis: Redis, prefix: str, verb: str, *args: Any) -> Any:
     """What the registry's function says to a change that an operator orders. If the answer is lost it is asked for
     again: by its token Redis carries the change out once. Raises NotCarriedOut, and RedisAway, which says that nobody
     knows whether it was done, when Redis stays away."""
-    token, deadline, lost = secrets.token_hex(8), time.monotonic() + _PATIENCE_S, False
+    token, deadline, lost = secrets.token_hex(8), _now() + _PATIENCE_S, False
     while True:
         try:
             return await redis.call(REGISTRY, "once", prefix, token, verb, *args)
@@ -33,9 +33,14 @@ async def answered(redis: Redis, prefix: str, verb: str, *args: Any) -> Any:
                 raise
             away = error
         await asyncio.sleep(_ASK_AGAIN_S)
-        if time.monotonic() > deadline:  # after a stop of this process Redis may have forgotten the token
+        if _now() > deadline:  # after a stop of this process or its machine Redis may have forgotten the token
             why = "whether the order was carried out is not known: look with `orchestrator status` once it is back"
             raise RedisAway(f"{away}; {why}")
+
+
+def _now() -> float:
+    """Seconds of a clock that goes on while the machine is suspended."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
 class Document(Generic[T]):

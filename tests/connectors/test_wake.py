@@ -1,5 +1,6 @@
 """The thread that owns NIXL waits until there is something to do, or a message to read."""
 
+import functools
 import select
 import socket
 import subprocess
@@ -15,6 +16,7 @@ from connectors.wake import MessageEvent, epolls
 pytestmark = pytest.mark.vllm
 
 LONG_S = 60.0  # far more than any of these waits takes
+MESSAGES = 5
 
 
 @pytest.fixture
@@ -75,28 +77,42 @@ def test_what_was_closed_ends_no_further_wait() -> None:
 
 
 def test_a_message_over_nixl_ends_the_wait_and_one_look_reads_it() -> None:
-    nixl = pytest.importorskip("nixl._api")
+    pytest.importorskip("nixl._api")
+    # In processes of their own: UCX stays where it has been loaded.
+    run = functools.partial(subprocess.Popen, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    with run([sys.executable, __file__, "receive"]) as receiver, run([sys.executable, __file__, "send"]) as sender:
+        assert receiver.stdout is not None and receiver.stdin is not None and sender.stdin is not None
+        try:
+            sender.stdin.write(receiver.stdout.readline())
+            looks = []
+            for number in range(MESSAGES):
+                sender.stdin.write(f"{number}\n")
+                sender.stdin.flush()
+                looks.append(int(receiver.stdout.readline()))
+        finally:
+            for process in (receiver, sender):
+                assert process.stdin is not None
+                process.stdin.close()
+    assert 1 in looks[1:], looks
+
+
+def receive() -> None:
+    """Writes the agent's metadata, then for each message how often it looked. Ends with an error if one is missing."""
+    told, sys.stdout = sys.stdout, sys.stderr  # NIXL logs there
+    from nixl._api import nixl_agent, nixl_agent_config
+
     before = epolls()
-    receiver = nixl.nixl_agent("receiver", nixl.nixl_agent_config(enable_prog_thread=False, num_threads=0))
+    agent = nixl_agent("receiver", nixl_agent_config(enable_prog_thread=False, num_threads=0))
     event = MessageEvent(epolls() - before)
-    sender = subprocess.Popen([sys.executable, __file__], stdin=subprocess.PIPE, text=True)
-    assert sender.stdin is not None
-    try:
-        sender.stdin.write(receiver.get_agent_metadata().hex() + "\n")
-        looks, deadline = [0] * 5, time.monotonic() + LONG_S
-        for number in range(len(looks)):
-            sender.stdin.write(f"{number}\n")
-            sender.stdin.flush()
-            found: dict[str, list[bytes]] = {}
-            while not found and time.monotonic() < deadline:
-                event.wait(LONG_S if number else 0.01)  # UCX connects with messages of its own
-                looks[number] += 1
-                found = receiver.get_new_notifs()
-            assert found == {"sender": [str(number).encode()]}
-        assert 1 in looks[1:], looks
-    finally:
-        sender.stdin.close()
-        sender.wait(LONG_S)
+    print(agent.get_agent_metadata().hex(), file=told, flush=True)
+    deadline = time.monotonic() + LONG_S
+    for number in range(MESSAGES):
+        looks, found = 0, {}
+        while not found and time.monotonic() < deadline:
+            event.wait(LONG_S if number else 0.01)  # UCX connects with messages of its own
+            looks, found = looks + 1, agent.get_new_notifs()
+        assert found == {"sender": [str(number).encode()]}
+        print(looks, file=told, flush=True)
 
 
 def send() -> None:
@@ -113,4 +129,4 @@ def send() -> None:
 
 
 if __name__ == "__main__":
-    send()
+    {"send": send, "receive": receive}[sys.argv[1]]()

@@ -1,7 +1,6 @@
 """What an operator's orders mean for the fleet, and for workers that no launcher runs."""
 
 import asyncio
-import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -214,10 +213,10 @@ async def test_an_order_is_not_given_again_after_a_stop_of_its_process(
     namespace = fleet()._registry.keys.prefix.removeprefix("pd:{").removesuffix("}:")
 
     async def stop(_: float) -> None:
-        later = time.monotonic() + 2 * documents._PATIENCE_S
+        later = documents._now() + 2 * documents._PATIENCE_S
         await redis.delete(*await redis.keys(f"pd:{{{namespace}}}:answered:*"))
         await fleet().scale(decode=2)
-        monkeypatch.setattr(documents, "time", SimpleNamespace(monotonic=lambda: later))
+        monkeypatch.setattr(documents, "_now", lambda: later)
 
     monkeypatch.setattr(documents, "asyncio", SimpleNamespace(sleep=stop))
     losing: Any = LosesAnswers(redis, 1)
