@@ -34,6 +34,8 @@ SURE_SHARE = 1 / 3
 ITL_MARGIN = 0.9  # of the TPOT objective: predictions are means, but nearly all requests must meet the objective
 # Of a TTFT objective: the price of all the slack that the running sequences of a worker have.
 SLACK_PRICE = 0.02
+# Of the bound on the ITL: the least slack of a worker without sequences, whose measured ITL may be that of a bad time.
+EMPTY_SLACK = 0.1
 # Of the TTFT objective: while a job waits for less in the prefill queue, the prefill workers have room.
 ROOM_SHARE = 0.1
 
@@ -188,7 +190,8 @@ def _by_cost(
     costs 2 v, where v is the sequence's ITL over its bound, because so much does the square of v grow (`_lateness`).
     As the queue grows to `ROOM_SHARE` this term falls to nothing, since both pools are then needed. What remains is
     the slack that the prefill uses up: the time by which a sequence's remaining tokens could be later without missing
-    the TPOT objective. The used share of it, summed over the sequences, costs `SLACK_PRICE` TTFT objectives.
+    the TPOT objective. The used share of it, summed over the sequences, costs `SLACK_PRICE` TTFT objectives. Where
+    answers are short few sequences are there at once, and those that come during the prefill are more: they count then.
 
     A worker whose running sequences would exceed `ITL_MARGIN` of the TPOT objective is excluded. Their ITL is the
     measured one, which a burst outruns. If a remote prefill is nearly sure to be in time (`SURE_SHARE`), the present
@@ -220,20 +223,23 @@ def _by_cost(
     ahead_tokens = predictor.ahead_tokens
     itl_bound_s, price_s = ITL_MARGIN * slo.tpot_s, SLACK_PRICE * slo.ttft_s
     delay_price = 2 * max(0.0, 1 - wait_s / (ROOM_SHARE * slo.ttft_s)) / itl_bound_s
+    empty_slack_s = EMPTY_SLACK * itl_bound_s * ahead_tokens
     fixed_s, s_per_token = predictor.prefill_line
+    come_per_s = predictor.arrivals_per_s / 2  # what comes during a prefill is delayed by half of it in the mean
     # A plain loop over locals, as in `_lateness`.
     for index, (candidate, itl_s) in enumerate(zip(open_ones, itl, strict=True)):
         running = candidate.running
-        if not running:
-            continue
-        if itl_s >= itl_bound_s:
+        if running and itl_s >= itl_bound_s:
             cost[index] = math.inf
         else:
             tokens = prompt_tokens - candidate.cached_tokens
             tokens = candidate.adapter_tokens - needed_tokens + (tokens if tokens > 0 else 0)
-            slack_s = (itl_bound_s - itl_s) * ahead_tokens
-            price = delay_price * itl_s + price_s / (slack_s if slack_s > 1e-3 else 1e-3)
-            cost[index] += running * (fixed_s + s_per_token * tokens) * price
+            delay_s = fixed_s + s_per_token * tokens
+            coming = come_per_s * delay_s
+            delayed = running if running > coming else coming
+            slack_s, least_s = (itl_bound_s - itl_s) * ahead_tokens, 1e-3 if running else empty_slack_s
+            price = delay_price * itl_s + price_s / (slack_s if slack_s > least_s else least_s)
+            cost[index] += delayed * delay_s * price
     least = min(cost)
     if least > remote_s:
         return Remote("cost", ttft_s)

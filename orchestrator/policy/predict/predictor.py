@@ -179,6 +179,13 @@ class Predictor:
         """Mean seconds until a sequence that decodes now has ended."""
         return self.ahead_tokens * self._tpot.value
 
+    @property
+    def arrivals_per_s(self) -> float:
+        """Requests that come to a decode worker in a second, by Little's law: the mean number of those that each found
+        there, divided by the time that one stays."""
+        stay_s = self._output.value * self._tpot.value
+        return max(0.0, self._sequences.value - 1) / stay_s if stay_s > 0 else 0.0
+
     def prefill_s(self, tokens: int) -> float:
         """Seconds in which a mean prefill worker computes a prompt of this many uncached tokens."""
         fixed_s, s_per_token = self.prefill_line

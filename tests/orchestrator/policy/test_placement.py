@@ -240,6 +240,22 @@ def test_burst_keeps_prompts_off_decode_while_remote_prefill_is_in_time(ttft_s, 
     assert isinstance(decision, Local) is local
 
 
+@pytest.mark.parametrize(("output_tokens", "local"), [(6, False), (600, True)])
+def test_prefill_on_an_empty_worker_delays_those_that_come_meanwhile(output_tokens, local):
+    """Each found 0.4 others there: with answers of six tokens five come in a second, with 600 one in 20 seconds."""
+    predictor = Predictor()
+    predictor.set_prior(EngineSpeed(0.0, 5e-5, 0.013))
+    for number in range(500):
+        predictor.observe_output(output_tokens)
+        predictor.observe_itl("d0", 0.013, 1 + (number % 5 < 2))
+    slo, queue = SLOConfig(ttft_s=5.0, tpot_s=0.05), QueueDepth(1, 6000, 0)  # a wait of 0.3 s
+    choose = decode_choice("kv_prefix")
+    decision = place(
+        request(9000), [decode_worker("d0", 0)], PrefillView(1, queue), RoutingConfig(), choose, predictor, slo
+    )
+    assert isinstance(decision, Local) is local
+
+
 def test_conversation_leaves_worker_near_tpot_objective():
     idle = decode_worker("idle", 10)
     assert stay_local(measured(), 3100, decode_worker("holder", 40, cached=3000), idle) == "holder"
