@@ -191,7 +191,8 @@ def _by_cost(
     As the queue grows to `ROOM_SHARE` this term falls to nothing, since both pools are then needed. What remains is
     the slack that the prefill uses up: the time by which a sequence's remaining tokens could be later without missing
     the TPOT objective. The used share of it, summed over the sequences, costs `SLACK_PRICE` TTFT objectives. Where
-    answers are short few sequences are there at once, and those that come during the prefill are more: they count then.
+    answers are short few sequences are there at once, and those that come during the prefill are more: their slack
+    counts then.
 
     A worker whose running sequences would exceed `ITL_MARGIN` of the TPOT objective is excluded. Their ITL is the
     measured one, which a burst outruns. If a remote prefill is nearly sure to be in time (`SURE_SHARE`), the present
@@ -238,8 +239,8 @@ def _by_cost(
             coming = come_per_s * delay_s
             delayed = running if running > coming else coming
             slack_s, least_s = (itl_bound_s - itl_s) * ahead_tokens, 1e-3 if running else empty_slack_s
-            price = delay_price * itl_s + price_s / (slack_s if slack_s > least_s else least_s)
-            cost[index] += delayed * delay_s * price
+            used = delayed * price_s / (slack_s if slack_s > least_s else least_s)
+            cost[index] += delay_s * (running * delay_price * itl_s + used)
     least = min(cost)
     if least > remote_s:
         return Remote("cost", ttft_s)
