@@ -164,10 +164,11 @@ local function close_claims(q, claims, window, waits, share)
   return #packed .. '\n' .. packed .. concat(claims.bodies)
 end
 
--- args[7..13]: most tokens, most jobs, window, 'idle', 'ahead' or 'busy', seconds, `done_s` of store/queue.py. Claims from
--- the head of the queue what fits; the first job fits any budget of an idle worker, and of one that is ahead. Where another order may be better it claims nothing, and returns the first
--- `window` jobs: one of them is cached on a worker that claims, or the head does not fit. A worker that took all and has
--- room for more is woken by the next job for so many seconds, as after `wait`.
+-- args[7..13]: most tokens, most jobs, window, 'idle', 'ahead' or 'busy', seconds, `done_s` of store/queue.py. Claims
+-- from the head of the queue what fits; the first job fits any budget of an idle worker, and of one that is ahead. Where
+-- another order may be better it claims nothing, and returns the first `window` jobs: one of them is cached on a worker
+-- that claims, or the head does not fit. A worker that took all and has room for more is woken by the next job for so
+-- many seconds, as after `wait`.
 -- What a wave of jobs brings is shared: while others are idle an idle worker takes its part of the tokens that wait, one
 -- job at least, and others nothing.
 local function claim(keys, args)
