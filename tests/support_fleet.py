@@ -1,6 +1,7 @@
 """A fleet started as a user starts it, its launcher's output, and that nothing of it is left at the end."""
 
 import contextlib
+import functools
 import json
 import os
 import pty
@@ -143,6 +144,23 @@ class RunningFleet(FleetClient):
     def request_lines(self) -> list[dict[str, Any]]:
         """The `pd.request` log lines so far."""
         return [json.loads(encoded) for line in self.process_lines() if (encoded := request_in(line))]
+
+    def until_remote(self, tokens: int = 300, attempts: int = 10) -> dict[str, Any]:
+        """The log line of a prompt of that length that was prefilled remotely. While a busy machine keeps the prefill
+        workers silent for a second others are asked; no other reason for a local prefill is taken."""
+        for seed in range(attempts):
+            body = {"model": self.model, "prompt": token_prompt(tokens, 1000 + seed), "max_tokens": 4, "temperature": 0}
+            answer = self.http.post("/v1/completions", json=body)
+            assert answer.json()["usage"]["completion_tokens"] == 4, answer.text
+            (line,) = self.until(functools.partial(self.lines_of, answer.headers["x-request-id"]), "its log line")
+            if line["reason"] not in ("prefill_worker_quiet", "no_prefill_worker"):
+                break
+            time.sleep(0.5)
+        assert (line["outcome"], line["decision"], line["prompt_tokens"]) == ("finished", "remote", tokens), line
+        return line
+
+    def lines_of(self, request_id: str) -> list[dict[str, Any]]:
+        return [line for line in self.request_lines() if request_id in line["id"]]
 
     def curls(self) -> list[str]:
         """The requests that are shown after Ready, shortest prompt first."""

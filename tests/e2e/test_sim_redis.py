@@ -63,7 +63,7 @@ def test_a_fleet_lives_with_the_least_rights_and_shows_its_password_nowhere(tmp_
             prompts = [token_prompt(20 + 100 * number, seed=number) for number in range(10)]
             answers = asyncio.run(fleet.ask_all(prompts, concurrency=4))
             assert all(answer.ok for answer in answers)
-            assert fleet.metric("pd_placements_total", decision="remote", reason="long_prompt") >= 1
+            assert fleet.until_remote()["reason"] == "long_prompt"
             fleet.cli("scale", "prefill=1", "decode=3")
             fleet.until(lambda: fleet.shape() == (1, 3), "the fleet is 1P3D")
             shown = [fleet.cli(command, check=False).stdout for command in ("status", "queue", "doctor")]
