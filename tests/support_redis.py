@@ -116,12 +116,9 @@ async def keys_of(redis: Redis, namespace: str) -> set[str]:
 
 async def assert_no_leaks(redis: Redis, namespace: str) -> None:
     """Nothing of any job is left: what stays is the fleet and the statistics."""
-    left = {
-        key
-        for key in await keys_of(redis, namespace)
-        if key not in ("affine", "dropped", "idle", "busy", "workers", "frontends", "desired", "sweep_cursor", "noted")
-        and not key.startswith(("worker:", "frontend:"))
-    }
+    fleet = {"affine", "dropped", "waiters", "waits_until", "workers", "frontends", "desired", "sweep_cursor", "noted"}
+    keys = await keys_of(redis, namespace) - fleet
+    left = {key for key in keys if not key.startswith(("worker:", "frontend:"))}
     assert not left, f"left in Redis: {sorted(left)}"
 
 

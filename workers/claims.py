@@ -7,6 +7,7 @@ worker prefills at all.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import random
 import time
@@ -101,6 +102,8 @@ class ClaimLoop:
         while True:
             budget, jobs = self._limits()
             if not self._active() or budget <= 0 or jobs <= 0:
+                with contextlib.suppress(RedisAway):
+                    await self._queue.leave()
                 await until_told(self._room, MEMORY_WAIT_S if self._active() else left_s(WAIT_S))
                 continue
             self._claiming = True
@@ -115,9 +118,9 @@ class ClaimLoop:
             finally:
                 self._claiming = False
             if self._left:
-                await self._queue.wait_for_work(LEFT_WAIT_S, "left")
+                await self._queue.wait_for_work(LEFT_WAIT_S, self._claimer, left=True)
             elif self._queue.waits or not claims:
-                await self._queue.wait_for_work(left_s(WAIT_S), "idle" if self._claimer == "idle" else "busy")
+                await self._queue.wait_for_work(left_s(WAIT_S), self._claimer)
 
     async def _claim(self, budget: int, jobs: int) -> tuple[list[Claim], bool]:
         """The new claims, and whether jobs were seen and all of them left in the queue. Raises RedisAway."""
@@ -139,6 +142,8 @@ class ClaimLoop:
     def wake(self) -> None:
         """Check again whether jobs can be claimed: the role or the free memory has changed."""
         self._room.set()
+        if not self._active():
+            self._queue.wake()  # it waits for no job
 
     async def _watch_room(self) -> None:
         """Ask the queue again when there is more room: a job that was left may fit now."""

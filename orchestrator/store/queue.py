@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import time
 import uuid
 from collections.abc import Sequence
 from typing import Any, Literal
@@ -16,6 +17,7 @@ from typing import Any, Literal
 import msgspec
 
 from orchestrator.process.tasks import cancelled
+from orchestrator.process.ticks import until_told
 from orchestrator.store.client import Redis, RedisAway
 from orchestrator.store.fields import text, whole
 from orchestrator.store.keys import QUEUE, Keys
@@ -110,6 +112,7 @@ class PrefillQueue:
         self._listener: asyncio.Task[None] | None = None
         self._woken = asyncio.Event()
         self.waits = False  # since the last `claim` the next job wakes this worker
+        self._listed = False  # it may be among those that a job wakes
         self.away: list[str] = []  # frontends whose jobs claims leave to other workers
         # Seconds until what this worker has is computed, and for each token that it claims: of busy workers that wait,
         # the one that is done first is told first. Zeros: the one that has waited longest.
@@ -163,7 +166,7 @@ class PrefillQueue:
             reply, bodies = _read_reply(packed)
         except UnicodeDecodeError:  # no id of ours in the window: claimed in order, which drops it
             return await self.claim(worker_id, max_tokens, max_jobs, 0, "idle", wait_s)
-        self.waits = reply.waits
+        self.waits = self._listed = reply.waits
         self.share_tokens = reply.share_tokens if reply.share_tokens >= 0 else None
         return await self._read_claims(worker_id, reply, bodies), reply.window
 
@@ -276,41 +279,42 @@ class PrefillQueue:
             log.debug("the server does not tell its run: %s", error)  # INFO may be forbidden by an ACL
             return ""
 
-    async def wait_for_work(self, timeout_s: float, doing: Literal["idle", "busy", "left"] = "idle") -> None:
-        """Wait until a job is enqueued, at most `timeout_s`. Returns at once if jobs wait already.
+    async def wait_for_work(self, timeout_s: float, claimer: Claimer = "idle", left: bool = False) -> None:
+        """Wait until a job is enqueued, at most `timeout_s`; so long while Redis is away. Returns at once if jobs wait
+        that this worker has not `left` to others. May return without work. Claim then, wait again, or `leave`.
 
-        Idle workers are woken before busy ones. `left`: a busy worker that leaves the waiting jobs to others. May
-        return without work. Waits for `timeout_s` while Redis is away. Call it only with budget to claim.
+        Idle workers are woken before busy ones. Call it only with budget to claim.
         """
-        loop = asyncio.get_running_loop()
-        deadline = loop.time() + timeout_s
+        deadline = time.monotonic() + timeout_s
         if self._listener is None or self._listener.done():
             self._listener = asyncio.create_task(self._listen(), name="queue-listener")
         try:
-            told = self.waits or self._woken.is_set()
-            if not told and await self.call("wait", self._waiter_id, timeout_s, doing, self.done_s[0]):
-                return
+            if not (self.waits or self._woken.is_set()):
+                self._listed = True
+                if await self.call("wait", self._waiter_id, timeout_s, claimer, int(left), self.done_s[0]):
+                    return
         except RedisAway as error:
             log.debug("waiting for work without Redis: %s", error)
-            await asyncio.sleep(max(deadline - loop.time(), 0))
+            await asyncio.sleep(max(deadline - time.monotonic(), 0))
             return
-        try:
-            async with asyncio.timeout_at(deadline):
-                await self._woken.wait()
-        except TimeoutError:
-            return
-        finally:
-            self._woken.clear()
-            self.waits = False
+        await until_told(self._woken, max(deadline - time.monotonic(), 0))
+        self.waits = False
 
     def wake(self) -> None:
         """End the present `wait_for_work`, or the next one."""
         self._woken.set()
 
+    async def leave(self) -> None:
+        """This worker does not claim for now: no job wakes it, and one that has wakes another worker."""
+        if self._listed:
+            self._listed = False
+            await self.call("leave", self._waiter_id)
+
     async def aclose(self) -> None:
-        """Ends the subscription behind `wait_for_work`; the connection belongs to the caller."""
-        listener, self._listener = self._listener, None
-        await cancelled(listener)
+        """Ends what is behind `wait_for_work`; the connection belongs to the caller."""
+        await cancelled(self._listener)
+        with contextlib.suppress(RedisAway):
+            await self.leave()
 
     async def _listen(self) -> None:
         # A reconnection wakes too: what was published while the connection was down is lost.

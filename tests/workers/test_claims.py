@@ -178,6 +178,41 @@ async def test_a_rank_that_could_claim_ahead_leaves_jobs_to_idle_ones(redis_serv
         await frontend.finished(computes)
 
 
+@pytest.mark.parametrize("why", ["its role", "no room", "it drains", "its end"])
+async def test_a_worker_that_may_not_claim_any_more_is_told_of_no_job(workers: Workers, why: str) -> None:
+    """It says so, and waits for no deadline: other workers are told of jobs at once."""
+    frontend, name, _ = await pair(workers)
+    worker = next(worker for worker in workers.local if worker.id == name)
+
+    async def waits() -> bool:
+        return await workers.redis.zscore(f"{workers.queue.keys.prefix}waiters", name) is not None
+
+    async def waits_no_more() -> bool:
+        return not await waits()
+
+    claims = worker.agent._claims
+    if why == "no room":
+        claims._info = msgspec.structs.replace(worker.info, lockstep=True)
+        await worker.engine.call("pause_scheduler", [], {})
+        computes = frontend.new(PROMPT)
+        await frontend.claimed(computes)
+    await until(waits, "it waits for jobs")
+    match why:
+        case "its role":
+            worker.agent.life.role = Role.DECODE
+            claims.wake()
+        case "no room":
+            claims._info = msgspec.structs.replace(claims._info, max_num_seqs=1)
+        case "it drains":
+            await order_drain(workers.registry, name)
+        case "its end":
+            worker.agent._ended.set()
+    await until(waits_no_more, "it has left")
+    if why == "no room":
+        await worker.engine.call("resume_scheduler", [], {})
+        await frontend.finished(computes)
+
+
 def test_a_worker_that_only_decodes_claims_one_job_that_fits_beside_that() -> None:
     assert claim_limits(0, 4096, False, 20_000, 7) == (20_000, 1)
     assert claim_limits(0, 4096, False, 20_000, 0) == (20_000, 0)

@@ -20,6 +20,7 @@ from support_redis import (
 from support_wait import DEADLINE_S, until
 
 from orchestrator.policy.claims import choose_claims
+from orchestrator.process.tasks import cancelled
 from orchestrator.store.client import RedisAway, connect
 from orchestrator.store.keys import Keys
 from orchestrator.store.operator.shown import peek, show
@@ -147,8 +148,19 @@ async def waits(queue, timeout_s=10.0):
 
 async def waiters(queues):
     """How many are registered, idle or busy."""
-    prefix = Keys(queues.namespace).prefix
-    return await queues.redis.zcard(f"{prefix}idle") + await queues.redis.zcard(f"{prefix}busy")
+    return await queues.redis.zcard(f"{Keys(queues.namespace).prefix}waiters")
+
+
+async def wait_idle(queues, *names, until_s=60.0):
+    """As if these were idle and waited, whom nobody reaches; for so long from now."""
+    prefix, now = Keys(queues.namespace).prefix, time.time()
+    await queues.redis.zadd(f"{prefix}waiters", dict.fromkeys(names, now))
+    await queues.redis.zadd(f"{prefix}waits_until", dict.fromkeys(names, now + until_s))
+
+
+async def order_of(queues):
+    """Those that wait, in the order in which they are told."""
+    return [name.decode() for name in await queues.redis.zrange(f"{Keys(queues.namespace).prefix}waiters", 0, -1)]
 
 
 async def waiting_are(queues, number):
@@ -217,12 +229,13 @@ async def test_one_job_wakes_one_of_many(queues):
 
 
 async def wakes(queues, *names):
-    """`names` as (name, what it does); they wait in this order. Returns their tasks by name."""
+    """`names` as (name, how it claims, and True where it leaves what waits); they wait in this order. Returns their
+    tasks by name."""
     tasks = {}
-    for name, doing in names:
+    for name, *how in names:
         queue = await queues(waiter=name)
-        await queue.wait_for_work(10, doing)  # the subscription is new
-        tasks[name] = asyncio.create_task(queue.wait_for_work(60 + len(tasks), doing), name=name)
+        await queue.wait_for_work(10, *how)  # the subscription is new
+        tasks[name] = asyncio.create_task(queue.wait_for_work(50 - len(tasks), *how), name=name)
         await waiting_are(queues, len(tasks))
     return tasks
 
@@ -248,6 +261,7 @@ async def test_idle_workers_with_prefix_are_woken_first(queues):
     assert await first_of(tasks) == "idle"
     await producer.enqueue(job("c"))
     assert await first_of(tasks) == "second"
+    await queues.redis.delete(f"{producer.keys.prefix}told")  # they should have come
     await producer.enqueue(job("d"))
     assert await first_of(tasks) == "busy"
 
@@ -255,7 +269,7 @@ async def test_idle_workers_with_prefix_are_woken_first(queues):
 async def test_job_left_by_busy_worker_wakes_idle_one(queues):
     leaver, producer = await queues(), await queues()
     await producer.enqueue(job("a"))
-    tasks = await wakes(queues, ("busy", "left"), ("other", "left"))
+    tasks = await wakes(queues, ("busy", "busy", True), ("other", "busy", True))
     assert await leaver.claim_chosen("w", []) == []
     assert await waiters(queues) == 2, "they would leave it too"
     await end(tasks)
@@ -272,7 +286,8 @@ async def test_a_wave_is_shared_among_idle_workers(queues):
         await queue.enqueue(job(f"r{number}", tokens=100))
     prefix, later = Keys(queues.namespace).prefix, time.time() + 60
     await queues.redis.zadd(f"{prefix}told", {"a": later, "b": later, "late": 1.0})
-    await queues.redis.zadd(f"{prefix}idle", {"c": later, "gone": 1.0})
+    await wait_idle(queues, "gone", until_s=-1)
+    await wait_idle(queues, "c")
     claims, _ = await queue.claim("a", ALL, 9, 32, "idle", wait_s=60)
     assert [claim.job.request_id for claim in claims] == ["r0", "r1"] and queue.share_tokens == 200
     assert await queue.claim("a", ALL, 9, 32, "busy", wait_s=60) == ([], []) and not queue.waits
@@ -286,15 +301,22 @@ async def test_a_wave_is_shared_among_idle_workers(queues):
 
 
 async def test_a_rank_that_claims_ahead_leaves_jobs_to_idle_ones_and_waits_behind_them(queues):
-    queue, prefix = await queues(waiter="ahead"), Keys(queues.namespace).prefix
+    queue, told = await queues(waiter="ahead"), f"{Keys(queues.namespace).prefix}told"
     await queue.enqueue(job("r", tokens=100))
-    await queues.redis.zadd(f"{prefix}idle", {"idler": time.time() + 60})
+    await queues.redis.zrem(queue.keys.queue, "r")
+    tasks = await wakes(queues, ("idler", "idle"))
+    await queues.redis.zadd(queue.keys.queue, {"r": 1.0})
     assert await queue.claim("ahead", 10, 9, 0, "ahead", wait_s=60) == ([], []) and not queue.waits
-    await queues.redis.delete(f"{prefix}idle", f"{prefix}told")
+    assert await first_of(tasks) == "idler" and await queues.redis.zrange(told, 0, -1) == [b"idler"]
+    await queues.redis.zadd(told, {"idler": time.time() + 30})
+    assert await queue.claim("ahead", 10, 9, 0, "ahead", wait_s=60) == ([], []) and not queue.waits
+    await queues.redis.delete(told)
     claims, _ = await queue.claim("ahead", 10, 9, 0, "ahead", wait_s=60)
     assert [claim.job.request_id for claim in claims] == ["r"], "larger than what it has room for"
     await queue.claim("ahead", ALL, 9, 0, "ahead", wait_s=60)
-    assert queue.waits and not await queues.redis.exists(f"{prefix}idle")
+    assert queue.waits and queue.share_tokens is None
+    await wait_idle(queues, "later")
+    assert await order_of(queues) == ["later", "ahead"]
 
 
 async def test_of_busy_ranks_the_one_that_is_done_first_is_told_first(queues):
@@ -307,17 +329,94 @@ async def test_of_busy_ranks_the_one_that_is_done_first_is_told_first(queues):
             await producer.enqueue(job("its own", tokens))
         await queue.claim(name, ALL, 9, 0, "ahead", wait_s=60)
         assert queue.waits
-    order = await queues.redis.zrange(f"{Keys(queues.namespace).prefix}busy", 0, -1)
-    assert order == [b"sooner", b"later", b"latest"]
+    assert await order_of(queues) == ["sooner", "later", "latest"]
+
+
+@pytest.mark.parametrize("wait_s", [0.2, 50.0])
+async def test_workers_are_told_by_how_they_wait_and_not_by_how_long(queues, wait_s):
+    for number, (name, claimer, left, done_s) in enumerate(
+        (
+            ("left", "busy", True, 0.0),
+            ("idle left", "idle", True, 0.0),
+            ("busy", "busy", False, 0.4),
+            ("idle", "idle", False, 0.0),
+            ("ahead", "ahead", False, 0.2),
+        )
+    ):
+        queue = await queues(waiter=name)
+        await queue.call("wait", name, wait_s if number % 2 else 1.0, claimer, int(left), done_s)
+    assert await order_of(queues) == ["idle", "idle left", "ahead", "busy", "left"]
+
+
+async def listening(queues, name, *how, within_s=60.0):
+    """A worker that waits, and hears at once that it was told. What it does then is the test's."""
+    queue = await queues(waiter=name)
+    await queue.wait_for_work(10)  # ended by its new subscription
+    queue._woken.clear()
+    assert not await queue.call("wait", name, within_s, *(how or ("idle", 0, 0.0)))
+    queue._listed = True
+    return queue
+
+
+async def told(queue):
+    await until(queue._woken.is_set, "it is told", 15)
+
+
+@pytest.mark.parametrize("how", [("idle", 0, 0.0), ("busy", 0, 0.0)])
+@pytest.mark.parametrize("end", ["leave", "aclose"])
+async def test_a_worker_that_stops_asking_hands_over_what_it_was_told(queues, how, end):
+    leaver, producer = await listening(queues, "leaver", *how), await queues()
+    await getattr(leaver, end)()
+    assert await waiters(queues) == 0
+    leaver = await listening(queues, "leaver", *how)
+    heir = await listening(queues, "heir", "busy", 0, 60.0)
+    await producer.enqueue(job("a"))
+    await told(leaver)
+    await getattr(leaver, end)()
+    await told(heir)
+
+
+async def test_a_rank_that_died_is_told_of_nothing_however_long_its_work_would_have_taken(queues):
+    """Its host is frozen, so that its connection stays."""
+    frozen, producer = await listening(queues, "frozen", "ahead", 0, 30.0, within_s=0.05), await queues()
+    await asyncio.sleep(0.1)
+    other = await listening(queues, "other", "ahead", 0, 40.0)
+    await producer.enqueue(job("a"))
+    await told(other)
+    assert not frozen._woken.is_set()
+
+
+async def test_no_other_is_told_while_an_idle_worker_is_on_its_way_but_of_what_it_leaves(queues):
+    idler, ahead, producer = await listening(queues, "idler"), await listening(queues, "ahead", "ahead", 0, 0.0), None
+    producer = await queues()
+    await producer.enqueue(job("a", tokens=100))
+    await told(idler)
+    await queues.redis.zadd(f"{Keys(queues.namespace).prefix}told", {"idler": time.time() + 30})
+    await producer.enqueue(job("b", tokens=100))
+    assert await order_of(queues) == ["ahead"], "it would have to leave the job to the idle one"
+    claims, _ = await idler.claim("idler", 100, 9, 32, "idle", wait_s=60)
+    assert [claim.job.request_id for claim in claims] == ["a"]
+    await told(ahead)
+    claims, _ = await ahead.claim("ahead", 100, 9, 32, "ahead", wait_s=60)
+    assert [claim.job.request_id for claim in claims] == ["b"]
+
+
+async def test_a_worker_with_room_leaves_nothing_to_idle_ones_that_died(queues):
+    await wait_idle(queues, "dead")
+    queue = await queues(waiter="ahead")
+    await queues.redis.zadd(queue.keys.queue, {"a": 1.0})
+    await queue.enqueue(job("b"))
+    await wait_idle(queues, "dead", "dead too")
+    claims, _ = await queue.claim("ahead", 100, 9, 32, "ahead", wait_s=60)
+    assert [claim.job.request_id for claim in claims] == ["b"] and queue.share_tokens is None
 
 
 async def test_waiters_of_another_hosts_clock_are_no_idle_workers(queues):
     """Redis has moved to a host whose clock is behind: workers that died since would be waited for as long."""
     queue = await queues(waiter="a")
     await queue.enqueue(job("r", tokens=100))
-    prefix = Keys(queues.namespace).prefix
-    for waiters in ("told", "idle"):
-        await queues.redis.zadd(f"{prefix}{waiters}", {"dead": time.time() + 3600})
+    await queues.redis.zadd(f"{Keys(queues.namespace).prefix}told", {"dead": time.time() + 3600})
+    await wait_idle(queues, "dead", until_s=3600)
     claims, _ = await queue.claim("a", ALL, 9, 32, "busy", wait_s=0.5)
     assert [claim.job.request_id for claim in claims] == ["r"] and queue.share_tokens is None
 
@@ -333,12 +432,11 @@ async def test_rest_of_wave_wakes_idle_worker(queues):
 async def test_worker_that_leaves_all_jobs_wakes_nobody_and_waits(queues):
     queue = await queues(waiter="a")
     await queue.enqueue(job("theirs"))
-    prefix, later = Keys(queues.namespace).prefix, time.time() + 60
-    await queues.redis.zadd(f"{prefix}idle", {"idler": later})
+    await wait_idle(queues, "idler")
     queue.away = ["f1"]
     assert await queue.claim("a", ALL, 9, 32, "idle", wait_s=60) == ([], [])
     assert not queue.waits and await waiters(queues) == 1, "two of them would wake each other for ever"
-    await queues.redis.delete(f"{prefix}idle")
+    await queues.redis.delete(f"{Keys(queues.namespace).prefix}waiters")
     other = await queues(waiter="b")
     assert [claim.job.request_id for claim in await claim_head(other, "b", ALL, 9)] == ["theirs"], "a was not idle"
     await queue.enqueue(job("mine", reply_to="f2"))
@@ -367,9 +465,9 @@ async def test_a_dead_waiter_is_passed_over(queues):
         await queue.wait_for_work(10)
     tasks = [asyncio.create_task(dead.wait_for_work(60))]
     await waiting_are(queues, 1)
-    tasks.append(asyncio.create_task(alive.wait_for_work(61)))
+    tasks.append(asyncio.create_task(alive.wait_for_work(60)))
     await waiting_are(queues, 2)
-    await dead.aclose()
+    await cancelled(dead._listener)
 
     async def unsubscribed():
         channels = await queues.redis.execute_command("PUBSUB", "CHANNELS", f"pd:{{{queues.namespace}}}:wake:*")

@@ -12,7 +12,6 @@ local MAX_RECOUNT = 1000  -- most waiting jobs whose tokens are counted afresh
 local AFFINE_S = 60       -- for this long after a job with a cached prefix, claims look for such jobs
 local WAITERS_S = 60      -- a set of waiters outlives its last waiter by this
 local TOLD_S = 0.1        -- for this long an idle worker that was told of a job is expected to claim
-local MOST_DONE_S = 1    -- of workers that are done with what they have later than this, none is told sooner than another
 local DROPPED_S = 86400   -- the statistics of dropped jobs live this long
 
 -- ---- what every verb begins with -------------------------------------------------------------------------------
@@ -34,8 +33,8 @@ local function open(keys)
   if not q then
     q = {
       prefix = prefix, waiting = prefix .. 'queue', waiting_tokens = prefix .. 'queued_tokens', job = prefix .. 'job:',
-      leases = prefix .. 'leases', claims = prefix .. 'claims:', idle = prefix .. 'idle', busy = prefix .. 'busy',
-      told = prefix .. 'told'
+      leases = prefix .. 'leases', claims = prefix .. 'claims:', waiters = prefix .. 'waiters',
+      waits_until = prefix .. 'waits_until', told = prefix .. 'told'
     }
     queues[prefix] = q
   end

@@ -9,12 +9,7 @@ local function open_claims(q, args)
     away = away or {}
     away[frontend] = true
   end
-  -- Whoever claims is awake: a wake-up meant for a waiting worker must not go to it. A fleet with work has none waiting.
-  if call('EXISTS', q.idle, q.busy, q.told) > 0 then
-    call('ZREM', q.idle, waiter)
-    call('ZREM', q.busy, waiter)
-    call('ZREM', q.told, waiter)
-  end
+  stop_waiting(q, waiter)
   return { worker = worker, now = now, lease_until = SECONDS:format(now + lease_s), ttl_s = ttl_s,
     grace_s = tonumber(grace_s), away = away, rows = {}, bodies = {} }
 end
@@ -51,25 +46,25 @@ local function take(q, claims, id, score, job, body)
   claims.bodies[number] = body
 end
 
--- Claims from the head of the queue, in order. Returns whether it stopped at a job that does not fit `budget` tokens,
--- whether it took all that waits and would have taken more, and how many jobs it left to others.
+-- Claims from the head of the queue, in order. Returns whether it stopped at a job that does not fit `budget` tokens, and
+-- whether it took all that waits and would have taken more.
 local function take_head(q, claims, budget, max_jobs, idle)
-  if budget <= 0 then return false, call('ZCARD', q.waiting) == 0, 0 end
+  if budget <= 0 then return false, call('ZCARD', q.waiting) == 0 end
   local unusable, passed = 0, 0
   while budget > 0 and #claims.rows < max_jobs and unusable < MAX_UNUSABLE and passed < MAX_PASSED do
     local last = passed + math.min(max_jobs - #claims.rows, HEAD_JOBS) - 1
     local head = call('ZRANGE', q.waiting, passed, last, 'WITHSCORES')
-    if #head == 0 then return false, passed == 0, passed end
+    if #head == 0 then return false, passed == 0 end
     for i = 1, #head, 2 do
       local left = is_left(q, claims, head[i])
       local job, body
       if not left then job, body = read_claimable(q, claims, head[i]) end
       if job then
         local cost = math.max(1, job.tokens)
-        if cost > budget and not (idle and #claims.rows == 0) then return true, false, passed end
+        if cost > budget and not (idle and #claims.rows == 0) then return true, false end
         take(q, claims, head[i], head[i + 1], job, body)
         budget = budget - cost
-        if budget <= 0 then return false, false, passed end
+        if budget <= 0 then return false, false end
       elseif left then
         passed = passed + 1
       else
@@ -77,7 +72,7 @@ local function take_head(q, claims, budget, max_jobs, idle)
       end
     end
   end
-  return false, false, passed
+  return false, false
 end
 
 -- What a choice among waiting jobs needs of one of them. It must be cheap: of a sound job that is not old only this
@@ -111,8 +106,8 @@ local function first_jobs(q, claims, size)
   return found
 end
 
--- The first jobs of the queue that are not left to others, as WindowJobs, and whether one of them is cached, or has its adapter, on a worker that
--- claims.
+-- The first jobs of the queue that are not left to others, as WindowJobs, and whether one of them is cached, or has its
+-- adapter, on a worker that claims.
 local function read_window(q, claims, size)
   local claiming, jobs, affine = {}, {}, false
   -- What is cached on a worker that claims no more belongs to nobody.
@@ -174,25 +169,31 @@ end
 local function claim(keys, args)
   local q = open(keys)
   local claims = open_claims(q, args)
-  local budget, max_jobs, window, idle = tonumber(args[7]), tonumber(args[8]), tonumber(args[9]), args[10] == 'idle'
-  local others, share = count_idle(q, claims.now), -1
+  local budget, max_jobs, window, claimer = tonumber(args[7]), tonumber(args[8]), tonumber(args[9]), args[10]
+  local idle, others, share = claimer == 'idle', count_idle(q, claims.now), -1
   if others > 0 then share = math.ceil((count(try('GET', q.waiting_tokens)) or 0) / (others + 1)) end
   if window > 0 and call('EXISTS', q.prefix .. 'affine') == 1 then
     local jobs, affine = read_window(q, claims, window)
     if affine then return close_claims(q, claims, jobs, false, share) end
   end
-  if others > 0 then budget = idle and math.min(budget, math.max(share, 1)) or 0 end
-  local too_long, all, passed = take_head(q, claims, budget, max_jobs, args[10] ~= 'busy')
-  local choice, wait_s = {}, tonumber(args[11])
-  if too_long and #claims.rows == 0 and window > 0 then choice = read_window(q, claims, window) end
+  if others > 0 and idle then
+    budget = math.min(budget, math.max(share, 1))
+  elseif others > 0 then
+    -- Who is told of a job here was not when it came; and those that have died are known afterwards.
+    if not pass_on(q, IDLE, claims.now) then others = count_idle(q, claims.now) end
+    if others > 0 then budget = 0 else share = -1 end
+  end
+  local too_long, all = take_head(q, claims, budget, max_jobs, claimer ~= 'busy')
+  local choice, wait_s, took = {}, tonumber(args[11]), #claims.rows > 0
+  if too_long and not took and window > 0 then choice = read_window(q, claims, window) end
   all = all and wait_s > 0
   if all then
-    local waiters = idle and #claims.rows == 0 and q.idle or q.busy
-    await_jobs(q, waiters, args[5], claims.now, wait_s, args[12] + (q.removed or 0) * args[13])
+    local done_s = args[12] + (q.removed or 0) * args[13]
+    await_jobs(q, args[5], idle and took and 'busy' or claimer, false, wait_s, done_s, claims.now)
   end
   local reply = close_claims(q, claims, choice, all, share)
-  -- A worker that leaves all that waits to others wakes none: two of them would wake each other for ever.
-  if others > 0 and (passed == 0 or #claims.rows > 0) then wake_idle(q, claims.now) end
+  -- A worker that leaves all that waits to others tells none: two of them would wake each other for ever.
+  if took then pass_on(q, ROOM, claims.now) end
   return reply
 end
 
@@ -213,18 +214,23 @@ local function claim_chosen(keys, args)
     if head then claim_one(head) end
   end
   local reply = close_claims(q, claims, {})
-  wake_idle(q, claims.now)
+  -- What it leaves to others is an idle worker's, whoever it would suit best.
+  pass_on(q, #claims.rows > 0 and ROOM or IDLE, claims.now)
   return reply
 end
 
--- args: waiter, seconds, 'idle', 'busy', or 'left' (busy, and what waits is left to others), seconds until it is done.
+-- args: waiter, seconds, 'idle', 'ahead' or 'busy', 1 if it leaves what waits to others, seconds until it is done.
 -- Returns 1 when there is work already; else the waiter is woken by the next job.
 local function wait(keys, args)
-  local q, waiter, wait_s, doing = open(keys), args[1], tonumber(args[2]), args[3]
-  if doing ~= 'left' and call('ZCARD', q.waiting) > 0 then return 1 end
-  local waiters, others = q.busy, q.idle
-  if doing == 'idle' then waiters, others = q.idle, q.busy end
-  call('ZREM', others, waiter)
-  await_jobs(q, waiters, waiter, clock(), wait_s, tonumber(args[4]))
+  local q, left = open(keys), args[4] == '1'
+  if not left and call('ZCARD', q.waiting) > 0 then return 1 end
+  await_jobs(q, args[1], args[3], left, tonumber(args[2]), tonumber(args[5]), clock())
   return 0
+end
+
+-- args: waiter. It will not claim for now: what it may have been told of is another one's.
+local function leave(keys, args)
+  local q = open(keys)
+  stop_waiting(q, args[1])
+  pass_on(q, ROOM, clock())
 end

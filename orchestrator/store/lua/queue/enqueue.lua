@@ -6,7 +6,7 @@ local function enqueue(keys, args)
   local id, attempt, tokens, uncached, delay_s, max_waiting, ttl_s, reply_to, body, cached = unpack(args)
   local arrived_at, outcome = now, 'full'
   -- Mostly there is neither an older attempt to replace nor anybody to wake: one look tells.
-  local eventful = call('EXISTS', q.job .. id, q.idle, q.busy) > 0
+  local eventful = call('EXISTS', q.job .. id, q.waiters) > 0
   if eventful and call('EXISTS', q.job .. id) == 1 then
     local old = read_job(q, id)
     if old then

@@ -1,54 +1,91 @@
--- Workers that wait to be woken: a set of idle and a set of busy ones, each by the deadline of their waiting; and a
--- set of idle ones that were just told of a job.
+-- Workers that wait to be told of a job. `waiters` has them in the order in which they are told, `waits_until` has how
+-- long each waits. `told` has idle ones that were told just now, and until when they are expected to claim.
 
--- Whether this waiter was in that set, still waits, and was told.
-local function tell(q, waiters, waiter, now)
-  local deadline = call('ZSCORE', waiters, waiter)
-  if not deadline then return false end
-  call('ZREM', waiters, waiter)
-  if tonumber(deadline) <= now or call('PUBLISH', q.prefix .. 'wake:' .. waiter, '') == 0 then return false end
-  if waiters == q.idle then
+-- The order: an idle worker, an idle one that left what waits to others, one with room beside its work, one with work
+-- that left what waits; of those that are alike the one that is done first with what it has.
+local IDLE, ROOM, ALL = 1, 3, 4  -- ends of parts of that order
+local PART_S = 1e10              -- from one part to the next: more than any unix time
+
+local function order(claimer, left, done_at)
+  return ((claimer == 'idle' and 0 or 2) + (left and 1 or 0)) * PART_S + done_at
+end
+
+local function forget(q, waiter)
+  call('ZREM', q.waiters, waiter)
+  call('ZREM', q.waits_until, waiter)
+end
+
+-- It is awake, or gone: no wake-up that is meant for a waiting worker may go to it. A fleet with work has none waiting.
+local function stop_waiting(q, waiter)
+  if call('EXISTS', q.waiters, q.told) == 0 then return end
+  forget(q, waiter)
+  call('ZREM', q.told, waiter)
+end
+
+-- Forgets whoever has waited for as long as it wanted: it comes by itself, or has died. Nobody waits for WAITERS_S: that
+-- is a deadline by the clock of another host, from which Redis has moved, and of a worker that may have died since.
+local function forget_late(q, now)
+  for _, waiter in ipairs(call('ZRANGEBYSCORE', q.waits_until, '-inf', now)) do forget(q, waiter) end
+  for _, waiter in ipairs(call('ZRANGEBYSCORE', q.waits_until, now + WAITERS_S, '+inf')) do forget(q, waiter) end
+end
+
+local function expected(q, now) return call('ZCOUNT', q.told, now, now + WAITERS_S) end
+
+-- How many idle workers wait, or were told and will claim in a moment.
+local function count_idle(q, now)
+  if call('EXISTS', q.waiters, q.told) == 0 then return 0 end
+  forget_late(q, now)
+  return call('ZCOUNT', q.waiters, '-inf', IDLE * PART_S) + expected(q, now)
+end
+
+-- Whether this waiter waited, and was told.
+local function tell(q, waiter, now)
+  local place = call('ZSCORE', q.waiters, waiter)
+  if not place then return false end
+  forget(q, waiter)
+  if call('PUBLISH', q.prefix .. 'wake:' .. waiter, '') == 0 then return false end
+  if tonumber(place) < IDLE * PART_S then
     call('ZADD', q.told, now + TOLD_S, waiter)
     call('EXPIRE', q.told, WAITERS_S)
   end
   return true
 end
 
--- How many idle workers wait, or were told and will claim in a moment. None waits for as long as WAITERS_S: that is a
--- deadline by the clock of another host, from which Redis has moved, and of a worker that may have died since.
-local function count_idle(q, now)
-  if call('EXISTS', q.idle, q.told) == 0 then return 0 end
-  local latest = now + WAITERS_S
-  return call('ZCOUNT', q.idle, now, latest) + call('ZCOUNT', q.told, now, latest)
-end
-
-local function tell_first(q, waiters, now)
+-- Tells the first in the order, up to the end of this part; only an idle one while another of these is expected: that
+-- one claims what has come meanwhile too, and tells the next of what it leaves. Returns whether one was told.
+local function tell_first(q, last, now)
+  if expected(q, now) > 0 then last = IDLE end
   while true do
-    local first = call('ZRANGE', waiters, 0, 0)[1]
-    if not first then return false end
-    if tell(q, waiters, first, now) then return true end
+    local first = call('ZRANGE', q.waiters, 0, 0, 'WITHSCORES')
+    if not first[1] or tonumber(first[2]) >= last * PART_S then return false end
+    if tell(q, first[1], now) then return true end
   end
 end
 
--- Tells one worker of a job: with a thousand of them the others would only find an empty queue. First one that has
--- some of the prompt cached or its adapter (@), then an idle one, then a busy one.
+-- Tells one worker of a new job: with a thousand of them the others would only find an empty queue. First one that has
+-- some of the prompt cached or its adapter (@).
 local function wake(q, cached, now)
+  forget_late(q, now)
   for waiter in string.gmatch(cached, '@?([^%s@]+)=%d+') do
-    if tell(q, q.idle, waiter, now) or tell(q, q.busy, waiter, now) then return end
+    if tell(q, waiter, now) then return end
   end
-  if not tell_first(q, q.idle, now) then tell_first(q, q.busy, now) end
+  tell_first(q, ALL, now)
 end
 
--- What a claim leaves behind is an idle worker's, whoever it would suit best.
-local function wake_idle(q, now)
-  if call('EXISTS', q.waiting, q.idle) == 2 then tell_first(q, q.idle, now) end
+-- Tells one worker, up to the end of this part of the order, of what waits still. Returns whether one was told.
+local function pass_on(q, last, now)
+  if call('EXISTS', q.waiting, q.waiters) < 2 then return false end
+  forget_late(q, now)
+  return tell_first(q, last, now)
 end
 
--- The next job wakes it, until the deadline. It is in no other set. One that is `done_s` later done with what it has
--- comes so much later in the order, and stays so much longer: it asks again meanwhile.
-local function await_jobs(q, waiters, waiter, now, wait_s, done_s)
-  call('ZADD', waiters, now + wait_s + math.min(done_s, MOST_DONE_S), waiter)
-  call('EXPIRE', waiters, math.ceil(wait_s) + WAITERS_S)
+-- The next job wakes it, for so many seconds. It is done with what it has in `done_s`.
+local function await_jobs(q, waiter, claimer, left, wait_s, done_s, now)
+  local ttl_s = math.ceil(wait_s) + WAITERS_S
+  call('ZADD', q.waiters, order(claimer, left, now + done_s), waiter)
+  call('ZADD', q.waits_until, now + wait_s, waiter)
+  call('EXPIRE', q.waiters, ttl_s)
+  call('EXPIRE', q.waits_until, ttl_s)
 end
 
 -- From claimed back to waiting, at its old place.

@@ -86,7 +86,7 @@ end
 
 -- What the keys of a fleet hold, the queue's too; of workers, their entries and claims.
 local TYPES = {
-  queue = 'zset', queued_tokens = 'string', leases = 'zset', idle = 'zset', busy = 'zset', told = 'zset',
+  queue = 'zset', queued_tokens = 'string', leases = 'zset', waiters = 'zset', waits_until = 'zset', told = 'zset',
   affine = 'string', sweep_cursor = 'string', dropped = 'hash',
   workers = 'set', frontends = 'set', launchers = 'set', domains = 'set', endpoints = 'hash', kinds = 'hash', version = 'string',
   changed = 'zset', departed = 'stream', noted = 'stream', log_levels = 'hash',
