@@ -15,6 +15,7 @@ import asyncio
 import contextlib
 import ipaddress
 import logging
+import math
 import os
 import resource
 import signal
@@ -242,7 +243,8 @@ async def until_told_to_end(
     if not (served.done() or connected.done()):
         log.info("draining: it takes no new connections")
         connection.drain()
-        drained = asyncio.create_task(server.drain([listener], hurried=told_to_end.is_set()))
+        within_s = drain_s if told_to_end.is_set() else math.inf
+        drained = asyncio.create_task(server.drain([listener], within_s))
         await asyncio.wait({served, connected, drained, ending}, return_when=asyncio.FIRST_COMPLETED)
         if told_to_end.is_set():  # unlike an order, a signal gives only so much time
             await asyncio.wait({served, connected, drained}, timeout=drain_s, return_when=asyncio.FIRST_COMPLETED)

@@ -15,6 +15,7 @@ import ctypes
 import errno
 import fcntl
 import logging
+import math
 import select
 import socket
 import struct
@@ -36,9 +37,10 @@ MAX_HEAD_BYTES = 1 << 18  # a request's line and headers, and headers after a bo
 _REFUSAL = HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE
 _HANDSHAKE_S = 0.2  # a connection that has begun is made within this time: a few round trips
 _ACCEPT_S = 2.0  # and accepted within this time more
-# How long a connection has no request before a server that drains closes it. Unhurried, clients made with httpx, as
-# OpenAI's are, have closed it: they keep one for 5 s (https://www.python-httpx.org/advanced/resource-limits/).
-_IDLE_END_S, _HURRIED_IDLE_END_S = 6.0, 2.0
+# How long a connection has no request before a server that drains closes it. Clients made with httpx, as OpenAI's are,
+# use it no more then: they keep one for 5 s (https://www.python-httpx.org/advanced/resource-limits/).
+_IDLE_END_S = 6.0
+_IDLE_PART = 0.75  # of the time in which the server has to end, if that is less
 _LOOK_S = _TICK_S = 0.1
 _LOOK_PART = 0.1  # of the time that clients have: how often they are looked at
 _SO_ATTACH_FILTER = 26  # asm-generic/socket.h
@@ -128,14 +130,14 @@ class FrontendServer(uvicorn.Server):
                     connection.transport.abort()  # to close it would wait until the client has read
         return await super().on_tick(counter)
 
-    async def drain(self, listeners: Sequence[socket.socket], hurried: bool = False) -> None:
+    async def drain(self, listeners: Sequence[socket.socket], within_s: float = math.inf) -> None:
         """Take no new connections, close each one after an answer that says so, and return when none is left.
 
         The kernel resets the connections in a listener's queue when the listener is closed, so they are accepted first.
         An answer that has begun cannot say any more that it is the last. Its connection stays open: the next answer
-        says so, or the connection is closed when it has been idle for a while, a shorter one if `hurried`.
+        says so, or the connection is closed when it has been idle for a while. `within_s`: the caller waits no longer.
         """
-        idle_end_s = _HURRIED_IDLE_END_S if hurried else _IDLE_END_S
+        idle_end_s = min(_IDLE_END_S, _IDLE_PART * within_s)
         self.draining = True
         ends = (b"connection", b"close")
         self.config.encoded_headers.append(ends)

@@ -1,6 +1,9 @@
 """How a frontend reads the arguments of vLLM's server, and what it says about itself. The server runs in e2e tests."""
 
+import asyncio
 import gc
+import math
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -8,6 +11,7 @@ import pytest
 
 from orchestrator.config.settings import Config, ConfigError, parse_config
 from orchestrator.config.shared import shared
+from orchestrator.process.tasks import cancelled
 from orchestrator.store.client import Redis
 from orchestrator.store.configuration import Phase, Rollout, Version
 from orchestrator.store.registry import Registry
@@ -19,6 +23,7 @@ from orchestrator.frontend.models import app
 from orchestrator.frontend.models.app import build_vllm_config, server_arguments
 from orchestrator.frontend.models.served import rolled_out_config
 from orchestrator.frontend.server import advertised_url, grace_s
+from orchestrator.frontend.untrusted import connections
 
 pytestmark = pytest.mark.vllm
 
@@ -87,6 +92,31 @@ def test_a_frontend_announces_an_address_that_others_can_reach(bound, redis_url,
 def test_requests_end_before_the_launcher_kills_the_process(stop_timeout_s, grace):
     told = parse_config({"model": "/m", "launcher": {"stop_timeout_s": stop_timeout_s}})
     assert grace_s(told, supervised=True) == grace
+
+
+class Drained:
+    """A server without clients."""
+
+    def __init__(self):
+        self.within_s, self.config = 0.0, SimpleNamespace(timeout_graceful_shutdown=None)
+
+    async def drain(self, listeners, within_s):
+        self.within_s = within_s
+
+
+@pytest.mark.parametrize("supervised", [True, False])
+async def test_a_signal_leaves_clients_the_time_in_which_they_use_an_idle_connection(supervised):
+    """httpx does for 5 s: a request on one that is closed before that is lost. An order to drain has all the time."""
+    drain_s = grace_s(config(), supervised)
+    assert min(connections._IDLE_END_S, connections._IDLE_PART * drain_s) > 5.0
+    for signalled in (True, False):
+        drained, ends, ordered = Drained(), asyncio.Event(), asyncio.Event()
+        (ends if signalled else ordered).set()
+        fleet = SimpleNamespace(told_to_drain=ordered, drain=lambda: None)
+        never = [asyncio.create_task(asyncio.Event().wait()) for _ in range(2)]
+        await server.until_told_to_end(drained, None, *never, fleet, ends, drain_s)
+        assert drained.within_s == (drain_s if signalled else math.inf)
+        await cancelled(*never)
 
 
 def test_frontend_without_launcher_drains():

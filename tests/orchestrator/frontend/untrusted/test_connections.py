@@ -5,6 +5,7 @@ So is whoever connects while one of two frontends of a port ends. A client that 
 import asyncio
 import contextlib
 import logging
+import math
 import os
 import socket
 import threading
@@ -330,20 +331,21 @@ class Gated:
         await send({"type": "http.response.body", "body": b"b", "more_body": False})
 
 
+@pytest.mark.parametrize(("idle_end_s", "within_s"), [(0.5, math.inf), (2 * DEADLINE_S, 0.7)])
 @pytest.mark.parametrize("begins", [True, False], ids=["answer begun", "answer not begun"])
 async def test_draining_frontend_closes_no_connection_without_having_said_so(
-    begins: bool, monkeypatch: pytest.MonkeyPatch
+    begins: bool, idle_end_s: float, within_s: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The client sends its next request right after the last byte of an answer that could not say that it is the last;
     meanwhile idle connections have been closed."""
-    monkeypatch.setattr(connections, "_IDLE_END_S", 0.5)
+    monkeypatch.setattr(connections, "_IDLE_END_S", idle_end_s)
     gated = Gated(begins)
     async with asyncio.timeout(DEADLINE_S), served(gated) as (server, listener):
         address = listener.getsockname()
         (idle, idle_writer), (reader, writer) = [await asyncio.open_connection(*address) for _ in range(2)]
         await send(writer, ASKED_TO_STAY)
         await gated.asked.wait()
-        draining = asyncio.create_task(server.drain([listener]))
+        draining = asyncio.create_task(server.drain([listener], within_s))
         assert await idle.read() == b""
         gated.go_on.set()
         head = await reader.readuntil(b"\r\n\r\n")
