@@ -115,10 +115,12 @@ class Attempts:
         self._leave(attempt, attempt.tokens)
 
     def computing(self, tokens_left: dict[str, int], now: float) -> None:
-        """Update the uncomputed tokens of prompts that the engine has begun, by key. `now`: monotonic seconds."""
+        """Update the uncomputed tokens of prompts that the engine has begun, by key: the figures of its step include
+        them. `now`: monotonic seconds."""
         for key, tokens in tokens_left.items():
             attempt = self._by_key.get(key)
             if attempt is not None and not attempt.computed:
+                self.settle(attempt)
                 if tokens < attempt.tokens_left:
                     attempt.chunk_ends.append(now)
                 self._leave(attempt, tokens)
@@ -127,6 +129,7 @@ class Attempts:
     def mark_computed(self, attempt: Attempt) -> None:
         """Mark its prompt as computed. Idempotent."""
         attempt.computed = True
+        self.settle(attempt)
         self._leave(attempt, 0)
         self.room.set()
 

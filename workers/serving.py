@@ -249,7 +249,10 @@ class Serving:
             await self._deliver_to(frontend_id, batch, step.timestamp)
         if step.prefix is not None:
             self._prefix.changed(step.prefix)
-        self._load.stepped(step.load)
+        if step.load is not None:
+            self._load.stepped(step.load)
+        else:  # of no step, as those of requests that the engine refused
+            self._load.dirty.set()
 
     async def _deliver_to(self, frontend_id: str, batch: list[tuple[Attempt, EngineOutput]], timestamp: float) -> None:
         for attempt, output in batch:

@@ -20,7 +20,8 @@ from orchestrator.wire import sockets
 from orchestrator.wire.curve import KeyPair, use_as_client
 from orchestrator.wire.messages import Abort, Call, Claimed, Hello, Prefilled, Rejected, Submit
 from workers import serving as serving_module
-from workers.engine import EngineRequest, EngineStep
+from workers.attempts import Attempt
+from workers.engine import EngineRequest, EngineStep, Phase
 from workers.peers import IdInUse
 
 PROMPT = list(range(100, 400))
@@ -387,3 +388,17 @@ async def test_dead_peer_frees_claims_despite_engine_error(workers: Workers, mon
     at = ("an-engine", "tcp://127.0.0.1:1", "127.0.0.1", 1)
     await worker.agent._peer_died(Departed(dead.id, *at, claims=True))
     assert heard == [dead.id]
+
+
+async def test_outputs_that_come_without_a_step_count_for_none(workers: Workers) -> None:
+    """Those of requests that an engine refuses: its figures are not newer than before."""
+    worker = await workers.start(Role.DECODE)
+    load, attempts = worker.agent._load, worker.agent._attempts
+    attempt, steps = Attempt("r#1", "r", 1, "f", Phase.DECODE, 80, 0.0, blocks=5), load.steps
+    attempts.add(attempt)
+    load.given(attempt)
+    load.dirty.clear()
+    for _ in range(2):  # without a pause, in which the engine would be asked
+        await worker.agent._serving.deliver(EngineStep([], None, 0.0))
+    assert (load.unsettled, load.steps) == ([attempt], steps) and load.dirty.is_set()
+    attempts.remove(attempt)

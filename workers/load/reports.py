@@ -129,8 +129,9 @@ class LoadReporter:
         self.dirty.set()
 
     def given(self, attempt: Attempt) -> None:
-        """The engine was given it, or it has ended before."""
-        self._given.append(attempt)
+        """The engine was given it, or it has ended before, or a step has shown it already."""
+        if attempt.unsettled:
+            self._given.append(attempt)
         self.dirty.set()
 
     def paused(self, state: PauseState) -> None:
@@ -159,15 +160,14 @@ class LoadReporter:
             self.rate.busy(time.monotonic())
         self.dirty.set()
 
-    def stepped(self, load: EngineLoad | None) -> None:
+    def stepped(self, load: EngineLoad) -> None:
         """A step ended. It may have begun before the latest submissions; the next one begins after them."""
         self.steps += 1
         self._attempts.settle(*self._settling)
         self._settling, self._given = self._given, []
-        if load is not None:
-            self.engine = load
-            if load.step_ms / 1e3 <= self.stuck_after_s:  # else the engine hung in it
-                self.longest_step_s = max(self.longest_step_s, load.step_ms / 1e3)
+        self.engine = load
+        if load.step_ms / 1e3 <= self.stuck_after_s:  # else the engine hung in it
+            self.longest_step_s = max(self.longest_step_s, load.step_ms / 1e3)
         self.publish_soon()
 
     def measured(self, load: EngineLoad, given: list[Attempt]) -> None:

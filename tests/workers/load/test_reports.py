@@ -44,6 +44,25 @@ async def test_a_submission_counts_once_from_when_it_comes_until_it_ends() -> No
     assert not load.unsettled
 
 
+@pytest.mark.parametrize("shown", ["chunk", "output"])
+async def test_a_submission_that_a_step_shows_counts_once_though_its_worker_learns_late_that_it_was_given(
+    shown: str,
+) -> None:
+    load, published, attempts = reporter()
+    late = decode(attempts, "r", 80, 5)
+    load.submitted("f", 1)
+    for _ in range(2):
+        if shown == "chunk":
+            attempts.computing({"r#1": 40}, 1.0)
+        else:
+            attempts.mark_computed(late)
+        load.stepped(msgspec.structs.replace(LOAD, blocks_free=85))
+        await asyncio.sleep(2 * LOAD_INTERVAL_S)
+        assert (published[-1].blocks_free, published[-1].waiting) == (85, 0)
+        load.given(late)
+    assert not load.unsettled
+
+
 async def test_measured_load_includes_what_was_given_before_the_question() -> None:
     load, published, attempts = reporter()
     before, after = decode(attempts, "r", 80, 5), decode(attempts, "s", 80, 3)
