@@ -31,13 +31,14 @@ class _Configurator(logging.config.DictConfigurator):
     thousands, and with them it takes a quarter of a second. Each process sets its logs up twice, by us and by vLLM."""
 
     def configure(self) -> None:
-        forget = logging.Manager._clear_cache  # type: ignore[attr-defined]
-        logging.Manager._clear_cache = lambda manager: None  # type: ignore[attr-defined]
-        try:
-            super().configure()
-        finally:
-            logging.Manager._clear_cache = forget  # type: ignore[attr-defined]
-            forget(logging.root.manager)
+        with logging._lock:  # type: ignore[attr-defined]  # two threads would take each other's change for Python's own
+            forget = logging.Manager._clear_cache  # type: ignore[attr-defined]
+            logging.Manager._clear_cache = lambda manager: None  # type: ignore[attr-defined]
+            try:
+                super().configure()
+            finally:
+                logging.Manager._clear_cache = forget  # type: ignore[attr-defined]
+                forget(logging.root.manager)
 
 
 logging.config.dictConfigClass = _Configurator  # what dictConfig uses, vLLM's call too

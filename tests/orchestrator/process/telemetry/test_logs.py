@@ -6,6 +6,7 @@ import logging.config
 import re
 import subprocess
 import sys
+import threading
 
 import msgspec
 import pytest
@@ -91,3 +92,18 @@ def test_logs_are_set_up_without_all_loggers_forgetting_once_for_each(monkeypatc
         logging.config.dictConfig(config | {"loggers": {"test_quick": {"level": "no such"}}})
     logging.getLogger("test_quick").setLevel(logging.ERROR)
     assert not children[0].isEnabledFor(logging.INFO), "what follows is as Python has it, also after a mistake"
+
+
+def test_two_threads_that_set_logs_up_leave_pythons_loggers_as_they_were(monkeypatch: pytest.MonkeyPatch):
+    forget = logging.Manager._clear_cache
+    monkeypatch.setattr(logging.Manager, "_clear_cache", forget)  # also where this fails
+    other = threading.Thread(target=logging.config.dictConfig, args=[{"version": 1, "incremental": True}])
+
+    def handler() -> logging.Handler:
+        other.start()
+        other.join(0.2)  # it waits for this thread
+        return logging.NullHandler()
+
+    logging.config.dictConfig({"version": 1, "disable_existing_loggers": False, "handlers": {"h": {"()": handler}}})
+    other.join()
+    assert logging.Manager._clear_cache is forget
