@@ -21,10 +21,14 @@ def release_here() -> str:
 
 def other_release(other: str, runs: str, here: str, release: str) -> str | None:
     """Why rank `other`, that `runs` this one, cannot be in a group with `here`; None if both have one release. Each
-    side asks: a release that does not ask yet may be at the other end."""
+    side asks: a release that does not ask yet may be at the other end. One that does not say what it is may be any."""
     if runs == release:
         return None
-    return f"{other} runs {runs or 'an older release'}, {here} {release}: start all ranks of a group with one release"
+    runs = runs or "an older release that does not say which"
+    return (
+        f"{other} runs {runs}, {here} {release}: start all ranks of a group with one release; after an upgrade of one "
+        "host, upgrade the others and start their ranks again"
+    )
 
 
 def side_by_side(hosts: Mapping[str, str]) -> list[str]:

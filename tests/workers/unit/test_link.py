@@ -197,7 +197,7 @@ async def test_who_is_no_rank_of_it_is_not_let_in(group: Ranks) -> None:
     assert not first.link._peers
 
 
-OTHERS = ["", "protocol 9 with vLLM 0.1"]
+OTHERS, UNSAID = ["", "protocol 9 with vLLM 0.1"], "an older release that does not say which"
 
 
 @pytest.mark.parametrize("release", OTHERS)
@@ -206,7 +206,7 @@ async def test_rank_of_another_release_is_not_let_in(
 ) -> None:
     first, other = await group.begin("d"), await group.begin("d.1")
     other.link._release = release
-    why = f"d.1 runs {release or 'an older release'}, d protocol .* start all ranks of a group with one release"
+    why = f"d.1 runs {release or UNSAID}, d protocol .* start all ranks of a group with one release"
     with pytest.raises(EngineStartFailed, match=why):
         await other.meets()
     assert re.search(why, caplog.text), "the first rank says so too"
@@ -236,19 +236,26 @@ async def test_rank_does_not_join_a_first_one_of_another_release_that_would_let_
     port = server.sockets[0].getsockname()[1]
     await registry.tell_rendezvous("d", Rendezvous(HERE, port, "token", release), 60)
     joins = await group.begin("d.1")
-    with pytest.raises(EngineStartFailed, match=f"d runs {release or 'an older release'}, d.1 protocol .* one release"):
+    with pytest.raises(EngineStartFailed, match=f"d runs {release or UNSAID}, d.1 protocol .* one release"):
         await joins.meets()
     server.close()
 
 
-async def test_ranks_that_a_group_over_hosts_refused_meet_once_all_have_one_release(group: Ranks) -> None:
-    """As after the commands of its hosts were changed one by one."""
-    first, old = await group.begin("d"), await group.begin("d.1")
-    old.link._release = OTHERS[1]
-    with pytest.raises(EngineStartFailed, match="one release"):
-        await old.meets()
-    new = [await group.begin("d.1"), await group.begin("d.2")]
-    assert [each.rank for each in await asyncio.gather(*(rank.meets() for rank in (first, *new)))] == [0, 1, 2]
+@pytest.mark.parametrize("release", OTHERS)
+@pytest.mark.parametrize("outdated", ["d", "d.1"])
+async def test_ranks_that_a_group_over_hosts_refused_meet_once_all_have_one_release(
+    group: Ranks, outdated: str, release: str
+) -> None:
+    """As after an upgrade of its hosts one by one, whichever is the first."""
+    ranks = {name: await group.begin(name) for name in ("d", "d.1")}
+    ranks[outdated].link._release = release  # before it comes to say so
+    with pytest.raises(EngineStartFailed, match="upgrade the others and start their ranks again"):
+        await ranks["d.1"].meets()
+    if outdated == "d":
+        await ranks["d"].dies()
+        ranks["d"] = await group.begin("d")
+    new = [ranks["d"], await group.begin("d.1"), await group.begin("d.2")]
+    assert [each.rank for each in await asyncio.gather(*(rank.meets() for rank in new))] == [0, 1, 2]
 
 
 async def test_first_rank_of_an_older_configuration_starts_again(group: Ranks) -> None:
