@@ -176,7 +176,7 @@ def _worker(name: str, generation: int) -> WorkerInfo:
     """A decode worker, or a prefill worker if the name begins with `p`."""
     identity = EngineIdentity("m", "bfloat16", "auto", 16, 32_768, "sim", "1", PROTOCOL_VERSION)
     role, kv = Role.DECODE if name[0] == "d" else Role.PREFILL, KVEndpoint(name, "h", 1)
-    info = WorkerInfo(name, role, WorkerState.READY, "h", 1, "a", "b", identity, kv, 24_800, 256, 8192, 1, 0.0)
+    info = WorkerInfo(name, role, WorkerState.READY, "h", 1, "a", "b", identity, kv, 24_800, 256, 8192, 1)
     return msgspec.structs.replace(info, generation=generation, lends=True)
 
 

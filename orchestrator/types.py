@@ -120,7 +120,6 @@ class WorkerInfo(msgspec.Struct, frozen=True):
     max_num_seqs: int
     max_num_batched_tokens: int
     kv_bytes_per_token: int
-    started_at: float  # unix seconds
     supported_tasks: tuple[str, ...] = ("generate",)
     speed: EngineSpeed = EngineSpeed()
     mesh_key: str = ""  # public key of both addresses; empty where the mesh is not encrypted

@@ -14,7 +14,7 @@ def worker_info(name: str, role: Role = Role.DECODE, engine_id: str = "", **chan
     identity = EngineIdentity("m", "float32", "auto", 16, 4096, "sim", "1", 1)
     endpoint = KVEndpoint(engine_id or f"{name}-engine", "127.0.0.1", 1)
     info = WorkerInfo(
-        name, role, WorkerState.READY, "h", 1, "tcp://a", "tcp://b", identity, endpoint, 100, 64, 2048, 1000, 1.0
+        name, role, WorkerState.READY, "h", 1, "tcp://a", "tcp://b", identity, endpoint, 100, 64, 2048, 1000
     )
     changes = {"identity": msgspec.structs.replace(identity, **of_identity), **changes}
     return msgspec.structs.replace(info, **changes)

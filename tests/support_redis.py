@@ -132,7 +132,6 @@ def worker(worker_id: str, role: Role = Role.PREFILL, **changes: object) -> Work
         "load_address": "tcp://127.0.0.1:5001",
         "kv": KVEndpoint(f"engine-{worker_id}", "127.0.0.1", 5002, tp_size=2),
         "blocks_total": 512,
-        "started_at": 1_700_000_000.25,
         "supported_tasks": ("generate", "embed"),
     }
     return worker_info(worker_id, role, **told | changes)

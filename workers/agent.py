@@ -79,17 +79,16 @@ class Agent:
 
         Raises IncompatibleWorker, IdInUse, EngineStartFailed, ConfigError, OSError.
         """
-        started_at = time.time()
         engine_info = await self._link.start(self._engine, self._config.workers.start_timeout_s, self._ended)
         if engine_info is None:
             return EXIT_LEFT
         self._keys = KeyPair.new() if self._config.security.mesh == "curve" else None
         self._transport = WorkerTransport(self._listening, keys=self._keys, find_frontends=self._registry.frontends_of)
-        self.info = self._describe(engine_info, started_at)
+        self.info = self._describe(engine_info)
         self._build(self.info)
         return await self._serve()
 
-    def _describe(self, engine: EngineInfo, started_at: float) -> WorkerInfo:
+    def _describe(self, engine: EngineInfo) -> WorkerInfo:
         host, config = self._listening.reached_at, self._config
         labels = tuple(f"{name}={value}" for name, value in config.workers.labels.items())
         return WorkerInfo(
@@ -106,7 +105,6 @@ class Agent:
             labels=labels,
             request_address=self._transport.request_address,
             load_address=self._transport.load_address,
-            started_at=started_at,
             mesh_key=self._keys.public if self._keys else "",
             **{name: getattr(engine, name) for name in engine.__struct_fields__},
         )

@@ -46,10 +46,10 @@ class ControlCalls:
         if row.target is CallTarget.ONE:
             workers = workers[:1]
         results, failures = await self._ask(workers, method, args, kwargs or {}, timeout_s)
-        if row.retried_on_return and results:
+        if row.made_up_for and results:
             failures = {name: error for name, error in failures.items() if not isinstance(error, WorkerLost)}
         if not failures:
-            if row.alike and any(result != results[workers[0]] for result in results.values()):
+            if row.alike and any(result != next(iter(results.values())) for result in results.values()):
                 told = ", ".join(f"{result!r} on {worker_id}" for worker_id, result in results.items())
                 raise CallFailed(f"{method}: workers differ: {told}")
             return row.combine(list(results.values()))

@@ -167,8 +167,6 @@ class Membership:
         now, lost = time.monotonic(), []
         for info in registered.values():
             known = self._fleet.workers.get(info.id)
-            if known is not None and known.info.started_at > info.started_at:
-                continue  # an older process's entry, written late
             if not self._connect(info):
                 continue
             if self._fleet.upsert(info, now) and known is not None:

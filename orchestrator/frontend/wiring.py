@@ -245,7 +245,7 @@ class FleetConnection:
             self.fleet.desired = await self.registry.restored(self.fleet.desired, await self.registry.desired())
         except RedisAway as error:
             log.debug("heartbeat missed: %s", error)
-            if self._url:  # before that it loads, which has a deadline
+            if self._url or self.told_to_drain.is_set():  # before that it loads, which has a deadline
                 tell_alive()
         self._beaten.set()
 

@@ -26,7 +26,7 @@ BACKOFF_S = 0.5  # before a process is started again after its first crash in a 
 _HEALTHY_S = 60.0  # a process that was ready for this long has its earlier crashes forgotten
 _PLACED_AT_ONCE_S = 0.5  # a shorter wait for room is not reported
 # A process that was ready, still runs, and is not in a registry that works has hung: it has this many heartbeat
-# time-outs to come back.
+# time-outs to come back, and one that leaves its time to end, since it may have left the registry in order.
 _HUNG_TIMEOUTS = 4.0
 _NOT_STARTED = 127  # the exit code that a shell gives to a program that cannot be started
 
@@ -148,10 +148,11 @@ class Supervised:
     def missed(self, looked_s: float, timeout_s: float, there: Collection[str] = ()) -> None:
         """The registry, read for `looked_s` more, does not have it, though each member writes there within `timeout_s`;
         it has the processes `there`. Kills one that has hung: that tells nothing by its output either."""
-        if self.stage is not Stage.READY:
+        if self.stage not in (Stage.READY, Stage.LEAVING):
             return
+        ends_s = self._config.stop_timeout_s if self.stage is Stage.LEAVING else 0.0
         self._missed_s = min(self._missed_s + looked_s, self._silent_s(there))
-        if self._missed_s > _HUNG_TIMEOUTS * timeout_s:
+        if self._missed_s > _HUNG_TIMEOUTS * timeout_s + ends_s:
             log.error(
                 "%s: runs (process %d) but was not in the registry, nor told that it lives, for %.0f s: killing it",
                 self.name,

@@ -37,19 +37,19 @@ class ControlMethod(msgspec.Struct, frozen=True):
     combine: Callable[[Sequence[Any]], Any] = _first
     undo: str | None = None  # called on the workers that succeeded when another one failed
     alike: bool = False  # the call fails where workers give different answers
-    retried_on_return: bool = False  # a worker that is lost during the call gets it when it comes back: no failure
+    made_up_for: bool = False  # a worker that is lost during the call gets what it missed when it is back: no failure
 
 
 METHODS: dict[str, ControlMethod] = {
     # Carried out by the worker, with the fields of a PauseState: see orchestrator/fleet/pause.py.
-    "set_pause": ControlMethod(retried_on_return=True),
+    "set_pause": ControlMethod(made_up_for=True),
     # Carried out by the worker's engine interface: name and path of a LoRA adapter, to what its files are.
-    "fingerprint_lora": ControlMethod(alike=True),
-    # Carried out by its engine.
+    "fingerprint_lora": ControlMethod(alike=True, made_up_for=True),
+    # Carried out by its engine. Requests bring the adapter that they need, by its path.
+    "add_lora": ControlMethod(combine=_all_true, undo="remove_lora", made_up_for=True),
+    "remove_lora": ControlMethod(combine=_all_true, made_up_for=True),
     "is_scheduler_paused": ControlMethod(combine=_all_true),
     "is_sleeping": ControlMethod(combine=_all_true),
-    "add_lora": ControlMethod(combine=_all_true, undo="remove_lora"),
-    "remove_lora": ControlMethod(combine=_all_true),
     "list_loras": ControlMethod(combine=_intersection),
     "pin_lora": ControlMethod(combine=_all_true),
     "reset_prefix_cache": ControlMethod(combine=_all_true),

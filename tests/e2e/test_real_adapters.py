@@ -79,8 +79,8 @@ def listed(client: httpx.Client) -> set[str]:
     return {model["id"] for model in client.get("/v1/models").json()["data"][1:]}
 
 
-async def plain(model: str, adapters: list[Path]) -> list[list[list[int]]]:
-    """What one engine without a fleet answers with each adapter, to the short prompt and to the long one."""
+async def plain(model: str, adapters: list[Path | None]) -> list[list[list[int]]]:
+    """What one engine without a fleet answers with each adapter and with none, to the short and the long prompt."""
     from vllm.lora.request import LoRARequest
     from vllm.sampling_params import SamplingParams
     from vllm.v1.engine import EngineCoreRequest
@@ -89,7 +89,7 @@ async def plain(model: str, adapters: list[Path]) -> list[list[list[int]]]:
     for number, path in enumerate(adapters, 1):
         given = []
         for at, prompt in enumerate((SHORT, LONG)):
-            key, lora = f"{number}-{at}", LoRARequest(f"plain-{number}", number, str(path))
+            key, lora = f"{number}-{at}", LoRARequest(f"plain-{number}", number, str(path)) if path else None
             params = SamplingParams(max_tokens=TOKENS, temperature=0.0, ignore_eos=True)
             await driver.engine.give(EngineCoreRequest(key, prompt, None, params, None, 0.0, lora, None, None))
             given.append(await driver.done(key, 60))
@@ -112,8 +112,9 @@ def paths(model: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Pat
 
 @pytest.fixture(scope="module")
 def truth(model: str, paths: dict[str, Path]) -> dict[str, list[list[int]]]:
-    """What one engine answers with each adapter; they say different things."""
-    truth = dict(zip(paths, asyncio.run(plain(model, list(paths.values()))), strict=True))
+    """What one engine answers with each adapter, and by the model's name without; they say different things."""
+    names: dict[str, Path | None] = {**paths, model: None}
+    truth = dict(zip(names, asyncio.run(plain(model, list(names.values()))), strict=True))
     assert all(one != other for one, other in itertools.combinations(truth.values(), 2))
     return truth
 
@@ -219,7 +220,7 @@ class Load:
         for turn in itertools.count(first):
             if self._over.wait(0.2):  # leaves the cores to processes that start
                 return
-            name, at = list(self._truth)[turn % len(self._truth)], turn // 2 % 2
+            name, at = list(self._truth)[turn % len(self._truth)], turn // len(self._truth) % 2
             try:
                 with httpx.Client(base_url=self._url, timeout=120) as client:
                     tokens = said(client, name, (SHORT, LONG)[at])
@@ -235,7 +236,7 @@ class Load:
 
 
 def test_four_adapters_under_load_while_one_comes_and_goes_and_processes_are_killed(
-    fleet: RunningFleet, paths: dict[str, Path], truth: dict[str, list[list[int]]]
+    fleet: RunningFleet, model: str, paths: dict[str, Path], truth: dict[str, list[list[int]]]
 ) -> None:
     frontends = Frontends(fleet)
     for name in "xyz":
@@ -258,7 +259,7 @@ def test_four_adapters_under_load_while_one_comes_and_goes_and_processes_are_kil
                 gone = other.post("/v1/completions", json={"model": "w", "prompt": "a", "max_tokens": 1})
                 assert gone.status_code == 404
 
-    asked = Load(fleet.url, {name: truth[name] for name in "xyz"})
+    asked = Load(fleet.url, {name: truth[name] for name in ("x", model, "y", "z")})
     with asked.running(threads=3):
         comes_and_goes()
         # A frontend that starts again knows them, and numbers the next one as no other.

@@ -179,6 +179,28 @@ async def test_lost_worker_does_not_block_pause(
         await calling
 
 
+@pytest.mark.parametrize(("method", "args"), [("fingerprint_lora", ["x", "/a"]), ("add_lora", [Adapter("a", 7)])])
+async def test_an_adapter_is_loaded_though_a_worker_is_lost_meanwhile(
+    workers: Workers, monkeypatch: pytest.MonkeyPatch, method: str, args: list[Any]
+) -> None:
+    """The one that is asked first. It gets the adapter with the first request that needs it."""
+    (client, other), prefill, decode = await fleet(workers)
+    calls, asked = client.connection.calls, asyncio.Event()
+    first = next(worker for worker in (prefill, decode) if worker.id == next(iter(client.connection.fleet.workers)))
+
+    async def silent(*_: Any) -> None:
+        asked.set()
+        await asyncio.Event().wait()
+
+    for worker in (prefill, decode):
+        answering(worker, monkeypatch, **{method: True})
+    monkeypatch.setattr(first.engine, "call", silent)
+    calling = asyncio.create_task(calls.call(method, args))
+    await asked.wait()
+    calls.worker_lost(first.id)
+    assert await calling is True
+
+
 async def test_late_pause_call_is_ignored(workers: Workers) -> None:
     (client, other), prefill, decode = await fleet(workers)
     await client.connection.pause.begin("wait", clear_cache=False)

@@ -22,6 +22,9 @@ device be initialised here: at a first start each agent and frontend did, for so
 What every engine needs is loaded before any is forked (`load_for_engines`), and what hardly one needs when it does: its
 tokenizer with the first grammar, and the code of quantized weights where weights are quantized.
 
+A token without LoRA adapter is computed without one. Beside tokens with one, vLLM's kernels for CPUs take -1, the slot
+of those without, for the last: they get the weights of the adapter there, and so does what is cached of them.
+
 An engine process ends without collecting garbage. vLLM collects three times, with all objects that were frozen before
 the process was forked: it copies the memory that it shares, for a second, and then ends.
 
@@ -178,8 +181,27 @@ def patch_as_configured(config: Any) -> None:
     """
     if current_platform.is_cpu() and config.use_v2_model_runner:
         tell_preemptions_first()
+    if current_platform.is_cpu() and config.lora_config:
+        _add_adapters_where_wanted()
     if not compiles(config):
         torch.compiler.set_stance("force_eager")
+
+
+def _add_adapters_where_wanted() -> None:
+    """All that an adapter adds to an output goes through one of two functions."""
+    from vllm.lora.ops.torch_ops import lora_ops
+    from vllm.lora.punica_wrapper import punica_cpu
+
+    def where_wanted(add: Any) -> Any:
+        def added(inputs: Any, weights: Any, output: Any, slots: Any, *args: Any, **kwargs: Any) -> None:
+            add(inputs.masked_fill((slots < 0).unsqueeze(1), 0), weights, output, slots, *args, **kwargs)
+
+        return added
+
+    for name in ("bgmv_expand", "bgmv_expand_slice"):
+        wanted = where_wanted(getattr(lora_ops, name))
+        for module in (lora_ops, punica_cpu):
+            setattr(module, name, wanted)
 
 
 def _end_without_collecting() -> None:

@@ -57,7 +57,7 @@ class FullRegistry:
         self.infos = {
             name: WorkerInfo(
                 name, Role.DECODE, WorkerState.READY, "h", 1, *pair, IDENTITY, KVEndpoint(f"e-{name}", "h", 1),
-                100, 8, 64, 1, 1.0,
+                100, 8, 64, 1,
             )
             for name, pair in addresses.items()
         }  # fmt: skip

@@ -39,7 +39,7 @@ def fleet():
     identity = EngineIdentity("m", "float32", "auto", 16, 4096, "sim", "1", 1)
     fleet = Fleet("f")
     info = WorkerInfo(
-        "d0", Role.DECODE, WorkerState.READY, "h", 42, "a", "b", identity, KVEndpoint("e", "h", 1), 100, 8, 64, 1, 1.0
+        "d0", Role.DECODE, WorkerState.READY, "h", 42, "a", "b", identity, KVEndpoint("e", "h", 1), 100, 8, 64, 1
     )
     fleet.upsert(info, 0.0)
     kv = KVCounters(bytes_sent=1000, descriptors=30, transfers=2, transfer_s=0.5, bad_messages=1, withdrawing_blocks=7)

@@ -383,3 +383,16 @@ async def test_one_that_readings_of_the_registry_miss_is_hung_and_started_again(
     assert child.exits[0].code == -signal.SIGKILL
     child.process.request_stop()
     await child.ended()
+
+
+async def test_one_that_hangs_while_it_leaves_is_ended_long_before_it_would_have_to_have_left():
+    child = Child("import time; time.sleep(60)")
+    await until(lambda: child.process.pid)
+    child.process.mark_ready()
+    child.process.expect_exit(within_s=60)
+    child.process.missed(3.0 + FAST.stop_timeout_s, timeout_s=1.0)  # it may have left the registry, and end
+    await asyncio.sleep(0.1)
+    assert child.exits == []
+    child.process.missed(2.0, timeout_s=1.0)
+    await child.ended()
+    assert [end.code for end in child.exits] == [-signal.SIGKILL], "and not started again"

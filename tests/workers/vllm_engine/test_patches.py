@@ -24,7 +24,8 @@ def test_what_is_not_compiled_gives_the_same_log_probabilities_and_greedy_tokens
     from workers.vllm_engine.patches import patch_as_configured
 
     logits = torch.randn(5, 1000, generator=torch.Generator().manual_seed(3))
-    eager = types.SimpleNamespace(model_config=types.SimpleNamespace(enforce_eager=True), use_v2_model_runner=False)
+    model = types.SimpleNamespace(enforce_eager=True)
+    eager = types.SimpleNamespace(model_config=model, use_v2_model_runner=False, lora_config=None)
 
     def sampled() -> list[torch.Tensor]:
         sampler = Sampler()
@@ -36,6 +37,33 @@ def test_what_is_not_compiled_gives_the_same_log_probabilities_and_greedy_tokens
     with torch.compiler.set_stance("default"):  # given back afterwards
         patch_as_configured(eager)
         assert all(torch.equal(one, other) for one, other in zip(was_compiled, sampled(), strict=True))
+
+
+@pytest.mark.parametrize("prefills", [True, False])
+def test_only_tokens_with_an_adapter_get_its_weights(monkeypatch: pytest.MonkeyPatch, prefills: bool) -> None:
+    """By vLLM's own kernels for CPUs, in both of their ways, in a step that has tokens of two adapters and of none."""
+    import torch
+    from vllm.lora.layers import LoRAMapping
+    from vllm.lora.ops.torch_ops import lora_ops
+    from vllm.lora.punica_wrapper import punica_cpu
+
+    from workers.vllm_engine import patches
+
+    for module in (lora_ops, punica_cpu):
+        for name in ("bgmv_expand", "bgmv_expand_slice"):
+            monkeypatch.setattr(module, name, getattr(module, name))  # given back afterwards
+    patches._add_adapters_where_wanted()
+    wrapper = punica_cpu.PunicaWrapperCPU(8, 8, "cpu")
+    wrapper.update_metadata(LoRAMapping((7, 7, 0, 9, 0), (7, 0, 9, 0), is_prefill=prefills), [7, 9], 2, 100)
+    first, last = (tuple(torch.rand(2, 1, *size) for _ in range(2)) for size in ((4, 16), (8, 4)))  # of two slots
+    x, linear, logits, embedded = torch.rand(5, 16), torch.zeros(5, 16), torch.zeros(4, 8), torch.zeros(5, 8)
+    wrapper.add_lora_linear(linear, x, first, last, 1.0, (8, 8))
+    wrapper.add_lora_logits(logits, x[:4], first[0], last[0], 1.0)
+    wrapper.add_lora_embedding(embedded, x[:, :4].contiguous(), last[0])
+    for rows, with_one in ((linear, [0, 1, 3]), (logits, [0, 2]), (embedded, [0, 1, 3])):
+        assert rows.any(dim=1).nonzero().flatten().tolist() == with_one
+    of_nine = [x[3] @ a[1, 0].T @ b[1, 0].T for a, b in zip(first, last, strict=True)]
+    assert torch.allclose(linear[3], torch.cat(of_nine))
 
 
 _INSPECTION = """
@@ -130,7 +158,7 @@ def test_second_model_runner_tells_of_preemptions_before_it_touches_the_blocks(m
 
     monkeypatch.setattr(GPUModelRunner, "update_requests", GPUModelRunner.update_requests)  # given back afterwards
     monkeypatch.setattr(patches, "compiles", lambda config: True)
-    patches.patch_as_configured(types.SimpleNamespace(use_v2_model_runner=True))
+    patches.patch_as_configured(types.SimpleNamespace(use_v2_model_runner=True, lora_config=None))
 
     order: list[Any] = []
     connector = types.SimpleNamespace(handle_preemptions=order.append)
