@@ -254,7 +254,7 @@ class ActiveRequest:
         self.local_reason = why
         self.give_to(None, None)
         self.placed = self.answer.early_token = None
-        self.answer.held = []
+        self.answer.held, self.answer.held_since = [], 0.0
 
 
 class Batch(msgspec.Struct):

@@ -173,7 +173,9 @@ class Router:
         if claimed.cached_tokens is not None:
             self._dispatch.fetch(active, worker_id, self._decider.holder(active, worker_id, claimed.cached_tokens))
         # The decode worker is chosen only now, on its latest load: no decode block is held while a job waits.
-        while (chosen := self._decider.bind(active, claimed.domain)) is not None:
+        others_failed = False  # no decode worker is left that has not refused it
+        while not others_failed and (chosen := self._decider.bind(active, claimed.domain)) is not None:
+            others_failed = chosen.worker_id in active.avoid
             if self._dispatch.send(active, chosen.worker_id, State.TRANSFERRING, hit_tokens=chosen.cached_tokens):
                 self._metrics.prefix_hit_tokens.labels("decode").inc(chosen.cached_tokens)
                 return
