@@ -30,7 +30,7 @@ from orchestrator.process.telemetry.requests import RequestLine
 
 log = logging.getLogger("pd.frontend")
 
-MAX_REQUEST_ID_LENGTH = 200
+MAX_REQUEST_ID_LENGTH, MAX_ENGINE_ID_LENGTH = 200, 300  # a client's, and with what vLLM's server adds to it
 _POLICY_VIOLATION = 1008  # RFC 6455
 # Text of JSON up to the first escape of half a surrogate pair: no character, and tokenizers raise at it.
 _PAIRED = re.compile(
@@ -188,6 +188,12 @@ class EdgeMiddleware:
             context.reply = context.stream = None  # they refer to each other: break the cycle
             if begun is not None:
                 begun.end()
+
+
+def plain_id(request_id: str) -> str:
+    """As engines, Redis and logs may have it: each token comes with it, and the body of /v1/responses names it by any
+    text."""
+    return "".join(c for c in request_id[:MAX_ENGINE_ID_LENGTH] if "!" <= c <= "~")
 
 
 class _Body:

@@ -24,6 +24,7 @@ from vllm.utils.collection_utils import as_list
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason, PauseMode
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.core_client import EngineCoreClient
+from vllm.v1.engine.output_processor import RequestOutputCollector
 from vllm.v1.executor import Executor
 from vllm.v1.metrics.loggers import PrometheusStatLogger
 from vllm.v1.metrics.stats import SchedulerStats
@@ -248,6 +249,9 @@ class FleetLLM(AsyncLLM):
         if request_id is None:  # called before a response begins; after that the placement refuses
             self.engine_core.check_admission()
 
+    async def add_request(self, request_id: str, *args: Any, **kwargs: Any) -> RequestOutputCollector:
+        return await super().add_request(edge.plain_id(request_id), *args, **kwargs)
+
     async def generate(
         self, prompt: Any, sampling_params: SamplingParams, *args: Any, **kwargs: Any
     ) -> AsyncGenerator[RequestOutput, None]:
@@ -288,6 +292,7 @@ class FleetLLM(AsyncLLM):
 
     async def abort(self, request_id: str | Iterable[str], internal: bool = False) -> None:
         request_ids = (request_id,) if isinstance(request_id, str) else as_list(request_id)
+        request_ids = request_ids if internal else list(map(edge.plain_id, request_ids))
         self.engine_core.cancel(self.output_processor.abort_requests(request_ids, internal))
 
     def shutdown(self, timeout: float | None = None) -> None:

@@ -13,6 +13,7 @@ pytest.importorskip("vllm")
 from fastapi import FastAPI
 from support_served import CHAT, COMPLETION, ENDS, ONE_BY_ONE, PLAIN, TEXT, UNUSUAL, Served, script
 from vllm.entrypoints.openai.completion.api_router import attach_router
+from vllm.v1.engine import FinishReason
 
 from orchestrator.frontend.plain import route
 
@@ -195,3 +196,22 @@ def test_the_api_is_described_as_before(served) -> None:
     described = served.app.openapi()["paths"]
     assert {"/v1/chat/completions", "/v1/completions"} <= described.keys()
     assert re.search("CompletionRequest", json.dumps(described["/v1/completions"]))
+
+
+async def test_an_engine_gets_no_id_of_any_length_and_text(served, monkeypatch) -> None:
+    """Of /v1/responses the body names it: it would be in Redis, in log lines and in the message of each token."""
+    ids: list[str] = []
+    add = served.core.add_request_async
+
+    async def noted(request: Any) -> None:
+        ids.append(request.request_id)
+        await add(request)
+
+    monkeypatch.setattr(served.core, "add_request_async", noted)
+    served.core.script = [([9], FinishReason.LENGTH, None)]
+    for given in ("mine", "x\n2026-01-01 ERROR pd.request: \x1b[2J" + "é" * 100_000, "y" * 100_000):
+        answer = await served.ask("/v1/responses", {"input": "Say it", "request_id": given, "max_output_tokens": 4})
+        assert b"200 OK" in answer[0] and json.loads(b"".join(answer[1:]))["id"] == given
+    own, odd, long = ids
+    assert own.startswith("mine_0-") and odd.startswith("x2026-01-01ERRORpd.request:[2J-")
+    assert len(long) < 400 and all(re.fullmatch("[!-~]+", each) for each in ids)
