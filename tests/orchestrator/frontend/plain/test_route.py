@@ -13,9 +13,15 @@ pytest.importorskip("vllm")
 from fastapi import FastAPI
 from support_served import CHAT, COMPLETION, ENDS, ONE_BY_ONE, PLAIN, TEXT, UNUSUAL, Served, script
 from vllm.entrypoints.openai.completion.api_router import attach_router
-from vllm.v1.engine import FinishReason
+from vllm.exceptions import GenerationError
+from vllm.pooling_params import PoolingParams
+from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequest, FinishReason
 
+from orchestrator.frontend import engine
+from orchestrator.frontend.codec.vllm_codec import VllmCodec, aborted
 from orchestrator.frontend.plain import route
+from orchestrator.policy.placement import Reject
+from orchestrator.router.request import Failure
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300), pytest.mark.asyncio(loop_scope="session")]
 
@@ -215,3 +221,33 @@ async def test_an_engine_gets_no_id_of_any_length_and_text(served, monkeypatch) 
     own, odd, long = ids
     assert own.startswith("mine_0-") and odd.startswith("x2026-01-01ERRORpd.request:[2J-")
     assert len(long) < 400 and all(re.fullmatch("[!-~]+", each) for each in ids)
+
+
+@pytest.mark.parametrize("how", ["failed", "refused", "paused"])
+async def test_a_pooling_request_that_fails_ends_alone(served, monkeypatch, how) -> None:
+    """vLLM's output of a pooling request must have what pooling gave: it asserts that in the task of all requests."""
+    codec, core = VllmCodec(), served.core
+    refused = Failure("no_decode_worker", rejected=Reject("no_decode_worker", 1.0))
+    failure = Failure("its worker was lost") if how == "failed" else refused
+    add = core.add_request_async
+
+    async def fail(request: EngineCoreRequest) -> None:
+        if request.pooling_params is None:
+            await add(request)
+            return
+        parsed = codec.read(request, 0)
+        output = aborted(parsed, engine._PAUSED) if how == "paused" else codec.failure(parsed, failure)
+        core.outputs.put_nowait(EngineCoreOutputs(outputs=[output], timestamp=1.0))
+
+    monkeypatch.setattr(core, "add_request_async", fail)
+    wanted = PoolingParams(task="embed")
+    asked = EngineCoreRequest("pooled", [5, 6], None, None, wanted, 0.0, None, None, None)
+    core.script = script(served.tokens(TEXT), ONE_BY_ONE, ENDS["length"])
+    path, body = COMPLETION
+    other = asyncio.create_task(served.ask(path, body))
+    with pytest.raises(GenerationError if how == "failed" else engine.FleetRefused) as told:
+        async for _ in served.engine.encode(asked, wanted, "pooled"):
+            pytest.fail("it has no answer")
+    if how != "failed":
+        assert told.value.http_status == 503
+    assert b"".join(await other).count(b"data: ") > 20 and not served.engine.errored
