@@ -43,6 +43,8 @@ def model_asked_for(headers: Iterable[tuple[bytes, bytes]], body: bytes) -> str 
     """The model that a request's body names; None where it names none, or is no JSON object and no form."""
     try:
         return _asked.decode(body).model
+    except RecursionError:  # no app would read it
+        return None
     except (msgspec.MsgspecError, UnicodeDecodeError):  # such as a form, which is rare: its headers are read only then
         kind = next((value for name, value in headers if name == b"content-type"), b"")
         return _field_model(kind, body) if kind.lower().startswith(b"multipart/") else None

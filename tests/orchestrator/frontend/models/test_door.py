@@ -218,6 +218,14 @@ def test_the_time_to_look_through_a_form_grows_as_the_form_does() -> None:
         assert took_s(line * 100_000) < 1_000 * (short_s + 1e-4), line
 
 
+async def test_a_body_that_nests_too_deep_is_its_clients_fault() -> None:
+    behind = Behind()
+    behind.asgi.app._max_body_bytes = 1 << 20
+    for body in (b'{"a":' * 100_000, b'{"a":' + b"[" * 100_000 + b"]" * 100_000 + b',"model":"b"}'):
+        answer = await behind.ask("POST", "/v1/completions", content=body, headers={"content-type": "application/json"})
+        assert answer.status_code == 400
+
+
 def test_a_file_that_is_called_model_names_none() -> None:
     form = (
         b'--x\r\nContent-Disposition: form-data; name="file"; filename="model"\r\n\r\nRIFF\r\n'
