@@ -698,6 +698,23 @@ async def test_what_a_worker_cannot_be_sent_says_nothing_of_the_worker(refused):
     assert bench.submits()[-1][1].request_id == "r"
 
 
+@pytest.mark.parametrize("said", ["unreadable", "without its attempts"])
+async def test_lost_outputs_leave_no_gap(said):
+    bench = await Bench.asked(FakeRequest("r", prompt_tokens=10))
+    ((worker, _),) = bench.submits()
+    bench.tokens(worker, "r", [7])
+    if said == "unreadable":
+        bench.router.outputs_lost(worker)
+    else:
+        bench.say(worker, Outputs([], 0.0), [msgspec.msgpack.encode([["r", [8], None]])])
+    await bench.settle()
+    worker, again = bench.submits()[-1]
+    assert (again.attempt, again.resume_tokens) == (2, [7])
+    bench.tokens(worker, "r", [8], attempt=2, finish=FinishReason.LENGTH)
+    assert bench.received() == [("r", [7], None), ("r", [8], FinishReason.LENGTH)]
+    bench.assert_no_leaks()
+
+
 class FewTimes(dict):
     """What becomes of messages, for so many of them."""
 
