@@ -90,10 +90,10 @@ class Router:
         self._requests.add(active)
         try:
             rejected = await self._dispatch.place(active)
+            self.learning.arrived(active, self._fleet.block_size)
         except BaseException:
             self.abort([active.id])  # the client left while its request was being placed, or placing it failed
             raise
-        self.learning.arrived(active, self._fleet.block_size)
         if rejected is not None:
             self._metrics.placements.labels("reject", rejected.reason).inc()
             self._requests.end(active, State.REJECTED)

@@ -10,6 +10,7 @@ from support_bench import Bench, FakeCodec, FakeRequest, counted
 from support_wait import DEADLINE_S, until
 
 from orchestrator.fleet.membership import mark_silent_quiet
+from orchestrator.frontend.edge import read_objectives
 from orchestrator.policy import placement
 from orchestrator.policy.policies import LATE_OBJECTIVES
 from orchestrator.router import dispatch
@@ -696,6 +697,24 @@ async def test_what_a_worker_cannot_be_sent_says_nothing_of_the_worker(refused):
     bench.transport.refuses = {}
     await bench.router.submit(FakeRequest("r", prompt_tokens=10))
     assert bench.submits()[-1][1].request_id == "r"
+
+
+@pytest.mark.parametrize("placed_by", [{}, {"remote_prefill_min_tokens": None}], ids=["length", "cost"])
+@pytest.mark.parametrize("local_only", [None, "n"])
+async def test_the_tightest_objectives_that_a_header_may_name_are_taken(placed_by, local_only):
+    own = read_objectives([(b"x-slo-ttft-ms", b"0.001"), (b"x-slo-tpot-ms", b"0.001")])
+    bench = await Bench.asked(FakeRequest("r", own=own, local_only=local_only), **placed_by)
+    assert bench.submits() or bench.queue.jobs
+
+
+async def test_a_request_that_could_not_be_counted_is_left_nowhere(monkeypatch):
+    bench = Bench()
+    monkeypatch.setattr(bench.router.learning, "arrived", lambda active, block_size: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        await bench.router.submit(FakeRequest("r", prompt_tokens=10))
+    ((worker, _),) = bench.submits()
+    assert bench.transport.sent[-1] == (worker, Abort("r", 1))
+    bench.assert_no_leaks()
 
 
 @pytest.mark.parametrize("said", ["unreadable", "without its attempts"])
