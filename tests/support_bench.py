@@ -87,9 +87,9 @@ class FakeCodec:
     def count_prompt(self, output, cached_tokens, created_cache_tokens):
         self.prompts.append((cached_tokens, created_cache_tokens))
 
-    def failure(self, request_id, failure):
-        self.failures[request_id] = failure
-        return FakeOutput(request_id, [], FinishReason.ERROR)
+    def failure(self, parsed, failure):
+        self.failures[parsed.info.id] = failure
+        return FakeOutput(parsed.info.id, [], FinishReason.ERROR)
 
 
 class FakeTransport:

@@ -47,8 +47,8 @@ class SimRouterCodec:
             output.prefill_stats.num_cached_tokens = cached_tokens
             output.prefill_stats.num_cache_creation_tokens = created_cache_tokens
 
-    def failure(self, request_id: str, failure: Failure) -> Any:
-        return WireOutput(request_id, [], finish_reason=FinishReason.ERROR, stop_reason=failure.why)
+    def failure(self, parsed: ParsedRequest, failure: Failure) -> Any:
+        return WireOutput(parsed.info.id, [], finish_reason=FinishReason.ERROR, stop_reason=failure.why)
 
 
 class RouterClient:

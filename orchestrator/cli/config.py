@@ -116,7 +116,7 @@ def init(
     elif file.exists():
         raise Refused(f"{file}: exists already; name another file, or remove it")
     else:
-        file.write_text(text)
+        file.write_text(text, "utf-8")
         OUT.print(f"wrote {file}; review it, then `orchestrator up {file}`", highlight=False, soft_wrap=True)
 
 

@@ -32,7 +32,7 @@ _SERVER_FILE = "entrypoints/common/cli_args.py"
 _SERVER_FILE_0_32 = "entrypoints/launchers/cli_args.py"
 _SERVER_CLASSES = ("BaseFrontendArgs", "FrontendArgs")
 _GROUP = "data_parallel_size"
-_UNPICKLES = "VLLM_ALLOW_INSECURE_SERIALIZATION"
+_UNPICKLES, _SAME_IDS = "VLLM_ALLOW_INSECURE_SERIALIZATION", "VLLM_DISABLE_REQUEST_ID_RANDOMIZATION"
 _TRANSPORTS = "UCX_TLS"
 # The workers set these themselves.
 _RESERVED = {"model": "model", "kv_transfer_config": "kv.transfer", "served_model_name": "served_model_name"}
@@ -98,9 +98,11 @@ def check_installed(config: Config) -> None:
 
 def check_environment(changes: Mapping[str, str] | None = None) -> None:
     """Check this process's environment, with `changes`. Raises ConfigError where vLLM would unpickle messages, which
-    could then run code, and for a key that no client can send."""
+    could then run code, or give two requests one id, and for a key that no client can send."""
     if {**os.environ, **(changes or {})}.get(_UNPICKLES, "0") not in ("", "0"):
         raise ConfigError(f"{_UNPICKLES}: messages between hosts are never unpickled; unset it, and in workers.env")
+    if os.environ.get(_SAME_IDS, "0") not in ("", "0"):
+        raise ConfigError(f"{_SAME_IDS}: of two requests with one x-request-id one would never be answered; unset it")
     for name in (OPERATOR_KEY, API_KEY):
         if not is_key(os.environ.get(name, "")):
             raise ConfigError(f"{name}: expected text {KEY_IS}; see whether it ends with a line break")

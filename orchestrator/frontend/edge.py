@@ -30,7 +30,7 @@ from orchestrator.process.telemetry.requests import RequestLine
 
 log = logging.getLogger("pd.frontend")
 
-MAX_REQUEST_ID_LENGTH = 200
+MAX_REQUEST_ID_LENGTH, MAX_ENGINE_ID_LENGTH = 200, 300  # a client's, and with what vLLM's server adds to it
 _POLICY_VIOLATION = 1008  # RFC 6455
 # Text of JSON up to the first escape of half a surrogate pair: no character, and tokenizers raise at it.
 _PAIRED = re.compile(
@@ -42,7 +42,7 @@ _OF_ANOTHER_KIND = (TypeError, AttributeError, LookupError, ArithmeticError, Rec
 _FAILED = HTTPStatus.INTERNAL_SERVER_ERROR
 _ENDING = Refusal(HTTPStatus.SERVICE_UNAVAILABLE, "this frontend is ending: ask again", 1.0)
 TTFT, TPOT, CLASS, TENANT = b"x-slo-ttft-ms", b"x-slo-tpot-ms", b"x-slo-class", b"x-tenant"
-MAX_MS = 86_400_000.0  # a day
+MIN_MS, MAX_MS = 1e-3, 86_400_000.0  # to a day; what is divided by less may have no result
 _SHOWN = 100
 
 Validated = tuple[Any, list[dict[str, Any]]]
@@ -67,7 +67,7 @@ class Objectives(NamedTuple):
 
 
 def read_objectives(headers: Iterable[tuple[bytes, bytes]]) -> Objectives:
-    """Raises ValueError for what is no number of milliseconds."""
+    """Raises ValueError for what is no number of milliseconds that may be an objective."""
     found = {name: value for name, value in headers if name in (TTFT, TPOT, CLASS, TENANT)}
     ttft_s, tpot_s = (_seconds(name, found[name]) if name in found else None for name in (TTFT, TPOT))
     return Objectives(ttft_s, tpot_s, *(_text(found.get(name, b"")) for name in (CLASS, TENANT)))
@@ -82,8 +82,9 @@ def _seconds(name: bytes, value: bytes) -> float:
         milliseconds = float(value)
     except ValueError:
         milliseconds = 0.0
-    if not 0 < milliseconds <= MAX_MS:  # not for NaN either
-        raise ValueError(f"{name.decode()}: expected milliseconds above 0 and up to {MAX_MS:.0f}, got {_text(value)!r}")
+    if not MIN_MS <= milliseconds <= MAX_MS:  # not for NaN either
+        expected = f"expected milliseconds from {MIN_MS} to {MAX_MS:.0f}"
+        raise ValueError(f"{name.decode()}: {expected}, got {_text(value)!r}")
     return milliseconds / 1e3
 
 
@@ -188,6 +189,12 @@ class EdgeMiddleware:
             context.reply = context.stream = None  # they refer to each other: break the cycle
             if begun is not None:
                 begun.end()
+
+
+def plain_id(request_id: str) -> str:
+    """As engines, Redis and logs may have it: each token comes with it, and the body of /v1/responses names it by any
+    text."""
+    return "".join(c for c in request_id[:MAX_ENGINE_ID_LENGTH] if "!" <= c <= "~")
 
 
 class _Body:

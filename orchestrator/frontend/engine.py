@@ -21,9 +21,10 @@ from vllm.outputs import PoolingRequestOutput, RequestOutput
 from vllm.sampling_params import SamplingParams
 from vllm.utils.async_utils import cancel_task_threadsafe
 from vllm.utils.collection_utils import as_list
-from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason, PauseMode
+from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequest, PauseMode
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.core_client import EngineCoreClient
+from vllm.v1.engine.output_processor import RequestOutputCollector
 from vllm.v1.executor import Executor
 from vllm.v1.metrics.loggers import PrometheusStatLogger
 from vllm.v1.metrics.stats import SchedulerStats
@@ -31,9 +32,10 @@ from vllm.v1.metrics.stats import SchedulerStats
 from orchestrator.fleet.adapters import AdapterView
 from orchestrator.frontend import edge
 from orchestrator.frontend.codec import detokenizer
-from orchestrator.frontend.codec.vllm_codec import join
+from orchestrator.frontend.codec.vllm_codec import aborted, join
 from orchestrator.frontend.plain import streaming
 from orchestrator.frontend.wiring import FleetConnection
+from orchestrator.policy.placement import RETRY_AFTER_S, Reject
 from orchestrator.process.ticks import left_s
 from orchestrator.router.request import Batch, Failure, Overloaded, State
 from orchestrator.wire.control import METHODS, REFUSED
@@ -48,7 +50,9 @@ _REASONS = {
     "claim_timeout": "no prefill worker took it in time, and routing.fallback refuses to prefill elsewhere",
     "over_share": "its tenant has asked for more than its share, and others want theirs (limits.shares)",
     "slo_ttft": "the first token would come later than slo.ttft_s allows",
+    "paused": "the fleet was paused",
 }
+_PAUSED = Failure("paused", rejected=Reject("paused", RETRY_AFTER_S, no_fallback=True))
 
 
 class FleetRefused(GracefulHTTPError):
@@ -178,11 +182,11 @@ class FleetCore:
         return self._pause.active
 
     def _abort_all(self) -> None:
-        """End every request in flight with finish reason `abort`, as an engine does that is paused with `abort`."""
-        request_ids = list(self._router.requests)
-        self._router.abort(request_ids)
-        ended = [EngineCoreOutput(name, [], finish_reason=FinishReason.ABORT) for name in request_ids]
-        self._router.batches.put_nowait(Batch(ended, time.monotonic()))
+        """End every request in flight with finish reason `abort`, as an engine does that is paused with `abort`. A
+        pooling request, which has no part of an answer, is refused."""
+        parsed = [active.parsed for active in self._router.requests.values()]
+        self._router.abort([each.info.id for each in parsed])
+        self._router.batches.put_nowait(Batch([aborted(each, _PAUSED) for each in parsed], time.monotonic()))
 
     def __getattr__(self, name: str) -> Callable[..., Awaitable[Any]]:
         """A method of `wire.control`: it makes the same call on the workers, or is refused with 501."""
@@ -248,6 +252,9 @@ class FleetLLM(AsyncLLM):
         if request_id is None:  # called before a response begins; after that the placement refuses
             self.engine_core.check_admission()
 
+    async def add_request(self, request_id: str, *args: Any, **kwargs: Any) -> RequestOutputCollector:
+        return await super().add_request(edge.plain_id(request_id), *args, **kwargs)
+
     async def generate(
         self, prompt: Any, sampling_params: SamplingParams, *args: Any, **kwargs: Any
     ) -> AsyncGenerator[RequestOutput, None]:
@@ -273,8 +280,11 @@ class FleetLLM(AsyncLLM):
         return bool(await self.engine_core.add_lora_async(lora_request))
 
     async def encode(self, *args: Any, **kwargs: Any) -> AsyncGenerator[PoolingRequestOutput, None]:
+        """AsyncLLM's `encode`. Raises as `generate` does."""
         async with _counted(1), contextlib.aclosing(super().encode(*args, **kwargs)) as outputs:
             async for output in outputs:
+                if isinstance(output.outputs.data, Failure):
+                    raise _failed(output.outputs.data)
                 yield output
 
     async def _add_request(self, request: EngineCoreRequest, *args: Any) -> None:
@@ -288,6 +298,7 @@ class FleetLLM(AsyncLLM):
 
     async def abort(self, request_id: str | Iterable[str], internal: bool = False) -> None:
         request_ids = (request_id,) if isinstance(request_id, str) else as_list(request_id)
+        request_ids = request_ids if internal else list(map(edge.plain_id, request_ids))
         self.engine_core.cancel(self.output_processor.abort_requests(request_ids, internal))
 
     def shutdown(self, timeout: float | None = None) -> None:

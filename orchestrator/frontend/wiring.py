@@ -45,7 +45,7 @@ from orchestrator.store.steering import Steering
 from orchestrator.types import Role
 from orchestrator.wire.curve import KeyPair
 from orchestrator.wire.messages import CallReply, PrefixSnapshot, Welcome
-from orchestrator.wire.transport import Disconnected, FrontendTransport
+from orchestrator.wire.transport import Disconnected, FrontendTransport, Unreadable
 
 log = logging.getLogger("pd.frontend")
 
@@ -192,6 +192,8 @@ class FleetConnection:
             worker_id, message, payload = await self.transport.receive()
             if isinstance(message, Disconnected):
                 self.membership.disconnected(worker_id)
+            elif isinstance(message, Unreadable):
+                self.router.outputs_lost(worker_id)
             elif isinstance(message, Welcome):
                 self.membership.on_welcome(worker_id)
             elif isinstance(message, CallReply):

@@ -51,13 +51,14 @@ def make_folder(path: Path) -> None:
 
 
 def open_own(path: Path, mode: str = "r", **options: Any) -> IO[Any]:
-    """As `open`, for a file in a folder that is ours; a new file is for this user only. `w` empties a file before it is
-    known to be ours, so use `x` or `write_text`. Raises OSError, Foreign."""
+    """As `open`, for a file in a folder that is ours; a new file is for this user only, and text is UTF-8 whatever the
+    locale is. `w` empties a file before it is known to be ours, so use `x` or `write_text`. Raises OSError, Foreign."""
     check_own(path.parent)
     with contextlib.suppress(FileNotFoundError):
         check_own(path)  # `open` would only say that it is denied, or that there is a link
     # A pipe in its place must not make us wait. On a plain file the flag has no effect.
     flags = os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+    options |= {} if "b" in mode else {"encoding": "utf-8"}
     file = open(path, mode, opener=lambda name, given: os.open(name, given | flags, _FILE_MODE), **options)
     try:
         found = os.fstat(file.fileno())

@@ -91,7 +91,7 @@ class ActiveRequests:
         self.end(active, State.REJECTED)
 
     def _tell(self, active: ActiveRequest, failure: Failure) -> None:
-        self.batches.put_nowait(Batch([self._codec.failure(active.id, failure)], time.monotonic()))
+        self.batches.put_nowait(Batch([self._codec.failure(active.parsed, failure)], time.monotonic()))
 
     def end(self, active: ActiveRequest, state: State) -> None:
         """End a request, and count it. Raises IllegalTransition."""

@@ -254,7 +254,7 @@ class ActiveRequest:
         self.local_reason = why
         self.give_to(None, None)
         self.placed = self.answer.early_token = None
-        self.answer.held = []
+        self.answer.held, self.answer.held_since = [], 0.0
 
 
 class Batch(msgspec.Struct):
@@ -289,6 +289,6 @@ class Codec(Protocol):
         """Put the prefill engine's cached and newly cached token counts into decode's first output."""
         ...
 
-    def failure(self, request_id: str, failure: Failure) -> Any:
+    def failure(self, parsed: ParsedRequest, failure: Failure) -> Any:
         """An output that ends the request as failed, with `failure` as its stop reason."""
         ...

@@ -90,10 +90,10 @@ class Router:
         self._requests.add(active)
         try:
             rejected = await self._dispatch.place(active)
+            self.learning.arrived(active, self._fleet.block_size)
         except BaseException:
             self.abort([active.id])  # the client left while its request was being placed, or placing it failed
             raise
-        self.learning.arrived(active, self._fleet.block_size)
         if rejected is not None:
             self._metrics.placements.labels("reject", rejected.reason).inc()
             self._requests.end(active, State.REJECTED)
@@ -173,7 +173,9 @@ class Router:
         if claimed.cached_tokens is not None:
             self._dispatch.fetch(active, worker_id, self._decider.holder(active, worker_id, claimed.cached_tokens))
         # The decode worker is chosen only now, on its latest load: no decode block is held while a job waits.
-        while (chosen := self._decider.bind(active, claimed.domain)) is not None:
+        others_failed = False  # no decode worker is left that has not refused it
+        while not others_failed and (chosen := self._decider.bind(active, claimed.domain)) is not None:
+            others_failed = chosen.worker_id in active.avoid
             if self._dispatch.send(active, chosen.worker_id, State.TRANSFERRING, hit_tokens=chosen.cached_tokens):
                 self._metrics.prefix_hit_tokens.labels("decode").inc(chosen.cached_tokens)
                 return
@@ -202,12 +204,12 @@ class Router:
     def _on_outputs(self, worker_id: str, message: Outputs, payload: list[bytes], now: float) -> None:
         try:
             batch = self._codec.decode_outputs(payload, message.sent_at, now)
-        except MessageError as error:
+            each = list(zip(batch.outputs, message.attempts, strict=True))
+        except (MessageError, ValueError) as error:  # ValueError: there are not as many of both
             self._metrics.dropped.labels("corrupt").inc()
             log.error("worker %s sent outputs that cannot be read: %s", worker_id, error)
-            self._retry_decoding(worker_id, "corrupt_outputs")  # whose tokens are lost is unknown
+            self.outputs_lost(worker_id)
             return
-        each = zip(batch.outputs, message.attempts, strict=True)
         batch.outputs = [output for output, attempt in each if self._delivers(worker_id, output, attempt, now)]
         if batch.outputs:
             self.batches.put_nowait(batch)
@@ -309,6 +311,10 @@ class Router:
     def connection_reset(self, worker_id: str) -> None:
         """A worker's connection was made again: requests or tokens may be lost with the old one."""
         self._retry_decoding(worker_id, "connection_reset", charge=False)
+
+    def outputs_lost(self, worker_id: str) -> None:
+        """A message of a worker is lost, and whose tokens it had is unknown."""
+        self._retry_decoding(worker_id, "corrupt_outputs")
 
     def _retry_decoding(self, worker_id: str, why: str, charge: bool = True) -> None:
         """Retry all requests that a worker decodes: an answer must not have a gap."""

@@ -67,7 +67,7 @@ def read_trace(path: Path, seed: int = 0) -> Load:
     """Read a trace of Mooncake or Azure, which differ in their first line. Raises ConfigError for any other file, a
     malformed line, or a trace without requests."""
     try:
-        text = path.read_text()
+        text = path.read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         why = error.strerror if isinstance(error, OSError) else str(error)
         raise ConfigError(f"{path}: cannot be read ({why}); name a Mooncake .jsonl or an Azure .csv file") from None

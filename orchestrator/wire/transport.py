@@ -60,7 +60,13 @@ class Disconnected(msgspec.Struct, frozen=True):
     worker_id: str
 
 
-Received = tuple[str, Union[ToFrontend, Disconnected], list[bytes]]
+class Unreadable(msgspec.Struct, frozen=True):
+    """A message of a worker could not be read, or a part of it did not come: what it said is lost."""
+
+    worker_id: str
+
+
+Received = tuple[str, Union[ToFrontend, Disconnected, Unreadable], list[bytes]]
 
 
 class WorkerTransport:
@@ -149,7 +155,7 @@ class FrontendTransport:
     ) -> None:
         """With `keys` it connects to workers that have keys too, and to no others.
 
-        `on_corrupt` is called for each message that cannot be read, which is logged and skipped.
+        `on_corrupt` is called for each message that cannot be read, which is logged.
         """
         self.frontend_id = frontend_id
         self._on_corrupt = on_corrupt
@@ -212,7 +218,7 @@ class FrontendTransport:
         return sent
 
     async def receive(self) -> Received:
-        """The next message of a worker, or that its connection broke."""
+        """The next message of a worker, or that its connection broke, or that one cannot be read."""
         while True:
             if self._broken:
                 worker_id = self._broken.popleft()
@@ -232,7 +238,7 @@ class FrontendTransport:
             except MessageError as error:
                 self._on_corrupt()
                 log.warning("dropped a corrupt message from worker %s: %s", connection.worker_id, error)
-                continue
+                return connection.worker_id, Unreadable(connection.worker_id), []
             if not isinstance(message, Welcome) or connection.open:  # else of the connection that broke
                 return connection.worker_id, message, payload
 

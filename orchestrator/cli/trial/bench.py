@@ -81,7 +81,7 @@ def bench_command(
         saved: dict[str, Any] = {"objectives": {"ttft_s": ttft_s, "tpot_s": tpot_s}, "runs": seen, "ratios": compared}
         json_file.write_bytes(msgspec.json.format(msgspec.json.encode(saved), indent=1) + b"\n")
     if html_file is not None:
-        html_file.write_text(page(f"{sent.name}: {' and '.join(servers)}", rows, found, compared))
+        html_file.write_text(page(f"{sent.name}: {' and '.join(servers)}", rows, found, compared), "utf-8")
     if stopped:
         raise ConfigError(f"stopped after {len(runs)} of {len(steps) * len(servers)} runs: {stopped}")
     if all(figure.errors == figure.requests for figure in seen):

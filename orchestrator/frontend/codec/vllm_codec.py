@@ -39,6 +39,7 @@ _MORE_THAN_TOKENS = [name for name in EngineCoreOutput.__struct_fields__ if name
 _more_than_tokens, _NOTHING = attrgetter(*_MORE_THAN_TOKENS), [None] * len(_MORE_THAN_TOKENS)
 
 
+POOLING = "pooling"  # why a request that asks for no tokens is not prefilled remotely
 Test = Callable[[Any], bool]
 
 
@@ -65,7 +66,7 @@ class Limit(msgspec.Struct, frozen=True):
 
 
 REQUEST_LIMITS: dict[str, Limit] = {
-    "pooling_params": Limit(local=_is_set, ends=_is_set, why="pooling"),
+    "pooling_params": Limit(local=_is_set, ends=_is_set, why=POOLING),
     "prompt_embeds": Limit(local=_is_set, ends=_is_set),
     "prompt_token_ids": Limit(local=_is_missing, ends=_is_missing, why="prompt_embeds"),
 }
@@ -265,9 +266,24 @@ class VllmCodec:
         if (stats := output.prefill_stats) is not None:
             stats.num_cached_tokens, stats.num_cache_creation_tokens = cached_tokens, created_cache_tokens
 
-    def failure(self, request_id: str, failure: Failure) -> Any:
-        # vLLM passes a stop reason on as it is; FleetLLM.generate makes an exception of this one.
-        return EngineCoreOutput(request_id, [], finish_reason=FinishReason.ERROR, stop_reason=failure)
+    def failure(self, parsed: ParsedRequest, failure: Failure) -> EngineCoreOutput:
+        return failed(parsed, failure)
+
+
+def failed(parsed: ParsedRequest, failure: Failure) -> EngineCoreOutput:
+    """The end of a request, of which FleetLLM makes an exception: vLLM passes on a stop reason, or what pooling gave,
+    as it is. An output without the latter, of a pooling request, would end vLLM's handling of all outputs."""
+    given: Any = failure if parsed.info.local_only == POOLING else None
+    name, why = parsed.info.id, FinishReason.ERROR
+    return EngineCoreOutput(name, [], pooling_output=given, finish_reason=why, stop_reason=failure)
+
+
+def aborted(parsed: ParsedRequest, refused: Failure) -> EngineCoreOutput:
+    """The end of a request that keeps the part of an answer that it has; `refused`: of a pooling request, which has
+    none."""
+    if parsed.info.local_only == POOLING:
+        return failed(parsed, refused)
+    return EngineCoreOutput(parsed.info.id, [], finish_reason=FinishReason.ABORT)
 
 
 def join(batches: list[Batch]) -> Batch:

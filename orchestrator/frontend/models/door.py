@@ -27,7 +27,9 @@ _OF_ALL = frozenset({"/fleet", "/predictions", "/requests"})  # shown by model
 # They say the same whichever model's app answers, or are about the process.
 _OF_ANY = frozenset({"/health", "/ping", "/version", "/metrics", "/docs", "/redoc", "/openapi.json"})
 _POLICY_VIOLATION = 1008  # RFC 6455
-_FORM_FIELD = re.compile(rb'name="?model"?[^\r\n]*\r\n(?:[^\r\n]+\r\n)*\r\n([^\r\n]*)\r\n', re.IGNORECASE)
+_BOUNDARY = re.compile(rb'boundary="?([^";,\s]{1,70})', re.IGNORECASE)  # RFC 2046, 5.1.1
+_NAMED_MODEL = re.compile(rb'\bname="?model\b', re.IGNORECASE)
+_MAX_PARTS, _MAX_PART_HEAD = 1000, 2000  # of a form, in which `model` is looked for, and bytes of the head of each
 
 
 class _Asked(msgspec.Struct):
@@ -41,10 +43,21 @@ def model_asked_for(headers: Iterable[tuple[bytes, bytes]], body: bytes) -> str 
     """The model that a request's body names; None where it names none, or is no JSON object and no form."""
     try:
         return _asked.decode(body).model
+    except RecursionError:  # no app would read it
+        return None
     except (msgspec.MsgspecError, UnicodeDecodeError):  # such as a form, which is rare: its headers are read only then
         kind = next((value for name, value in headers if name == b"content-type"), b"")
-        found = _FORM_FIELD.search(body) if kind.lower().startswith(b"multipart/") else None
-        return found[1].decode(errors="replace") if found else None
+        return _field_model(kind, body) if kind.lower().startswith(b"multipart/") else None
+
+
+def _field_model(kind: bytes, body: bytes) -> str | None:
+    """The field `model` of a form. The time is linear in the body, whatever that has: others wait meanwhile."""
+    boundary = _BOUNDARY.search(kind)
+    for part in body.split(b"--" + boundary[1], _MAX_PARTS) if boundary else ():
+        head, ended, content = part.partition(b"\r\n\r\n")
+        if ended and _NAMED_MODEL.search(head[:_MAX_PART_HEAD]):
+            return content.partition(b"\r\n")[0].decode(errors="replace")
+    return None
 
 
 class ModelPaths:

@@ -132,6 +132,7 @@ class LocalProcess:
         self._forks = forks
         self._process: asyncio.subprocess.Process | ForkedProcess | None = None
         self._pump: asyncio.Task[None] | None = None
+        self._gone = False  # with its process group: the pid may be another's by now
         self.lost, self.told_alive_at = False, 0.0
         self.identity = ""  # see orchestrator.process.parent; empty until it is started
 
@@ -221,18 +222,19 @@ class LocalProcess:
 
     def kill(self) -> None:
         """Kill it and its process group, at once."""
-        if self._process is not None:
+        if self._process is not None and not self._gone:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
 
     async def _end_group(self) -> None:
         deadline = asyncio.get_running_loop().time() + _GROUP_PATIENCE_S
         killed = False
-        while group_alive(self.pid):
+        while not self._gone and group_alive(self.pid):
             if not killed and asyncio.get_running_loop().time() > deadline:
                 self.kill()
                 killed = True
             await asyncio.sleep(_POLL_S)
+        self._gone = True
 
     async def _read(self, output: asyncio.StreamReader, pipe: asyncio.BaseTransport) -> None:
         rest = b""

@@ -1,5 +1,6 @@
 """What the file alone decides is refused by every command before any process starts, with the line of the key."""
 
+import contextlib
 import importlib.util
 import subprocess
 import sys
@@ -107,6 +108,13 @@ def test_environment_that_unpickles_is_refused(tmp_path: Path) -> None:
     file = written(tmp_path, "dtype: float32", '  env: {VLLM_ALLOW_INSECURE_SERIALIZATION: "1"}\n')
     with pytest.raises(ConfigError, match="VLLM_ALLOW_INSECURE_SERIALIZATION: .*; unset it"):
         checked_models(file)
+
+
+def test_an_environment_in_which_requests_may_have_the_same_id_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    for value in ("0", "1"):
+        monkeypatch.setenv("VLLM_DISABLE_REQUEST_ID_RANDOMIZATION", value)
+        with contextlib.nullcontext() if value == "0" else pytest.raises(ConfigError, match="never be answered; unset"):
+            check_environment()
 
 
 @pytest.mark.parametrize(

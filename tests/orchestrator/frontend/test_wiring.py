@@ -12,6 +12,7 @@ from orchestrator.config.settings import ConfigError, parse_config
 from orchestrator.frontend.wiring import FRONTEND_TTL_S, FleetConnection, unless_ended
 from orchestrator.store.client import RedisAway
 from orchestrator.store.keys import Keys
+from orchestrator.wire.transport import Unreadable
 
 
 class DamagedRedis:
@@ -71,6 +72,20 @@ async def test_frontend_that_cannot_reach_redis_tells_its_launcher_that_it_lives
             told.clear()
     running.cancel()
     await asyncio.gather(running, return_exceptions=True)
+    connection.transport.close()
+
+
+async def test_a_message_that_cannot_be_read_leaves_no_gap_in_an_answer(monkeypatch):
+    """It may have had the next tokens of any request there: each goes on from those before."""
+    connection = FleetConnection("f", parse_config({"model": "demo", "namespace": "t"}), Away(), SimRouterCodec())
+    lost, messages = asyncio.Queue[str](), asyncio.Queue[object]()
+    monkeypatch.setattr(connection.router, "outputs_lost", lost.put_nowait)
+    monkeypatch.setattr(connection.transport, "receive", messages.get)
+    messages.put_nowait(("w", Unreadable("w"), []))
+    receiving = asyncio.create_task(connection._receive())
+    async with asyncio.timeout(DEADLINE_S):
+        assert await lost.get() == "w"
+    receiving.cancel()
     connection.transport.close()
 
 

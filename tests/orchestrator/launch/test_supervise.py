@@ -184,6 +184,21 @@ async def test_stopping_one_that_ignores_it_kills_its_whole_group():
     assert started_ticks(grandchild) is None
 
 
+async def test_what_has_ended_is_not_signalled_any_more(monkeypatch: pytest.MonkeyPatch):
+    """Its pid, and its group's, may be another's by then: of one that waits for its next start, say."""
+    process = LocalProcess(python("pass"), lambda name, line: None)
+    await process.start()
+    async with asyncio.timeout(DEADLINE_S):
+        await process.wait()
+    signalled: list[int] = []
+    for name in ("kill", "killpg"):
+        monkeypatch.setattr(os, name, lambda pid, number: signalled.append(pid))
+    process.kill()
+    process.signal(signal.SIGTERM)
+    await process.stop(1.0)
+    assert not signalled
+
+
 async def test_lines_of_any_length_arrive_and_progress_bars_as_their_last_state():
     code = "import sys; sys.stdout.write('x' * 200_000 + '\\n' + '10%\\r50%\\r100%\\n' + '\\n' + 'no newline')"
     lines: list[str] = []

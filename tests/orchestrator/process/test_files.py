@@ -2,6 +2,8 @@
 
 import os
 import stat
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -113,3 +115,15 @@ def test_an_exit_reason_is_not_written_through_a_link(tmp_path: Path, monkeypatc
     monkeypatch.setenv(EXIT_REASON_FILE, str(tmp_path / "run" / "w.exit"))
     report_exit("test", "why", final=False)
     assert (tmp_path / "mine").read_text() == "precious"
+
+
+def test_text_is_utf8_whatever_the_locale_is(tmp_path: Path):
+    """A configuration is read by other processes, some of them on hosts with another locale."""
+    program = "import sys; from pathlib import Path; from orchestrator.process.files import read_text, write_text; "
+    program += "path = Path(sys.argv[1]); write_text(path, 'mod\\xe8le \\u6f22'); print(ascii(read_text(path)))"
+    without_utf8 = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    told = subprocess.run(
+        [sys.executable, "-c", program, tmp_path / "x"], env=without_utf8, capture_output=True, text=True, check=False
+    )
+    assert told.stdout == "'mod\\xe8le \\u6f22'\n", told.stderr
+    assert (tmp_path / "x").read_text("utf-8") == "mod\xe8le \u6f22"

@@ -10,8 +10,10 @@ from support_bench import Bench, FakeCodec, FakeRequest, counted
 from support_wait import DEADLINE_S, until
 
 from orchestrator.fleet.membership import mark_silent_quiet
+from orchestrator.frontend.edge import read_objectives
 from orchestrator.policy import placement
 from orchestrator.policy.policies import LATE_OBJECTIVES
+from orchestrator.router import dispatch
 from orchestrator.router.decider import Decider
 from orchestrator.router.dispatch import LEAVING_S, SOUND_TOKENS
 from orchestrator.router.overdue import STALL_TIMEOUT_S
@@ -695,6 +697,95 @@ async def test_what_a_worker_cannot_be_sent_says_nothing_of_the_worker(refused):
     bench.transport.refuses = {}
     await bench.router.submit(FakeRequest("r", prompt_tokens=10))
     assert bench.submits()[-1][1].request_id == "r"
+
+
+@pytest.mark.parametrize("placed_by", [{}, {"remote_prefill_min_tokens": None}], ids=["length", "cost"])
+@pytest.mark.parametrize("local_only", [None, "n"])
+async def test_the_tightest_objectives_that_a_header_may_name_are_taken(placed_by, local_only):
+    own = read_objectives([(b"x-slo-ttft-ms", b"0.001"), (b"x-slo-tpot-ms", b"0.001")])
+    bench = await Bench.asked(FakeRequest("r", own=own, local_only=local_only), **placed_by)
+    assert bench.submits() or bench.queue.jobs
+
+
+async def test_a_request_that_could_not_be_counted_is_left_nowhere(monkeypatch):
+    bench = Bench()
+    monkeypatch.setattr(bench.router.learning, "arrived", lambda active, block_size: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        await bench.router.submit(FakeRequest("r", prompt_tokens=10))
+    ((worker, _),) = bench.submits()
+    assert bench.transport.sent[-1] == (worker, Abort("r", 1))
+    bench.assert_no_leaks()
+
+
+@pytest.mark.parametrize("said", ["unreadable", "without its attempts"])
+async def test_lost_outputs_leave_no_gap(said):
+    bench = await Bench.asked(FakeRequest("r", prompt_tokens=10))
+    ((worker, _),) = bench.submits()
+    bench.tokens(worker, "r", [7])
+    if said == "unreadable":
+        bench.router.outputs_lost(worker)
+    else:
+        bench.say(worker, Outputs([], 0.0), [msgspec.msgpack.encode([["r", [8], None]])])
+    await bench.settle()
+    worker, again = bench.submits()[-1]
+    assert (again.attempt, again.resume_tokens) == (2, [7])
+    bench.tokens(worker, "r", [8], attempt=2, finish=FinishReason.LENGTH)
+    assert bench.received() == [("r", [7], None), ("r", [8], FinishReason.LENGTH)]
+    bench.assert_no_leaks()
+
+
+class FewTimes(dict):
+    """What becomes of messages, for so many of them."""
+
+    asked = 0
+
+    def get(self, worker_id):
+        self.asked += worker_id in self
+        assert self.asked < 20, "it is tried without end, and nothing else runs meanwhile"
+        return super().get(worker_id)
+
+
+@pytest.mark.parametrize("refused", [Sent.TOO_LARGE, Sent.NOT_READ])
+async def test_what_no_decode_worker_can_be_sent_when_it_is_claimed_is_tried_once_on_each(refused):
+    bench = await Bench.asked(FakeRequest("r"))
+    bench.transport.refuses = FewTimes(d0=refused, d1=refused)
+    bench.claim("r")
+    assert bench.router.requests["r"].attempt == 2 and ("p0", Abort("r", 1)) in bench.transport.sent
+    await asyncio.sleep(0)  # in which the next attempt finds that none takes it
+    bench.transport.refuses = {}
+    await bench.settle()
+    ((worker, submit),) = bench.submits()
+    assert submit.attempt == 2 and submit.kv_source is None
+    bench.tokens(worker, "r", [1], attempt=2, finish=FinishReason.LENGTH)
+    assert bench.received() == [("r", [1], FinishReason.LENGTH)]
+    bench.assert_no_leaks()
+
+
+async def test_of_many_that_wait_for_a_worker_each_asks_more_seldom(monkeypatch):
+    monkeypatch.setattr(dispatch, "PLACE_AGAIN_S_EACH", 0.05)
+    bench = Bench()
+    for number in range(40):
+        await bench.router.submit(FakeRequest(f"r{number}", prompt_tokens=10))
+    asked, decide = [], Decider.decide
+    monkeypatch.setattr(Decider, "decide", lambda self, active: asked.append(active.id) or decide(self, active))
+    for worker_id in ("d0", "d1"):
+        bench.lose(worker_id)
+    await asyncio.sleep(0.95)
+    assert 40 <= len(asked) < 3 * 40  # every 0.1 s it would be ten times
+    monkeypatch.undo()
+    bench.add_worker("d2", Role.DECODE)
+    await bench.settle()
+    assert {worker for worker, submit in bench.submits() if submit.attempt == 2} == {"d2"}
+
+
+async def test_how_seldom_a_request_asks_does_not_put_off_its_deadline(monkeypatch):
+    monkeypatch.setattr(dispatch, "PLACE_AGAIN_S_EACH", 3600.0)
+    bench = Bench(placement_timeout_s=0.2)
+    for worker_id in ("d0", "d1"):
+        bench.lose(worker_id)
+    async with asyncio.timeout(DEADLINE_S):
+        with pytest.raises(Overloaded, match="no_decode_worker"):
+            await bench.router.submit(FakeRequest("r", prompt_tokens=10))
 
 
 async def test_a_worker_that_is_not_connected_is_asked_no_more():

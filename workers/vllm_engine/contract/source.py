@@ -96,7 +96,8 @@ class Source:
     def attributes(self) -> frozenset[str]:
         """Every name that vLLM's modules seem to define, or to set on an object, wherever."""
         files = (file for folder in self._folders for file in (folder / "vllm").rglob("*.py"))
-        return frozenset(name for file in files for groups in _DEFINES.findall(file.read_text()) for name in groups)
+        found = (_DEFINES.findall(file.read_text("utf-8")) for file in files)
+        return frozenset(name for defined in found for groups in defined for name in groups)
 
     def _file(self, module: str) -> Path | None:
         paths = [folder.joinpath(*module.split(".")) for folder in self._folders]
@@ -108,7 +109,7 @@ class Source:
         a module."""
         if module not in self._names:
             file = self._file(module)
-            tree = ast.parse(file.read_text()) if file is not None else ast.Module([], [])
+            tree = ast.parse(file.read_text("utf-8")) if file is not None else ast.Module([], [])
             is_package = file is not None and file.name == "__init__.py"
             self._names[module] = dict(_top_level(tree.body, module, is_package))
         return self._names[module]

@@ -42,7 +42,7 @@ def uses(project: Path, source: Source) -> dict[Use, list[str]]:
         for file in sorted((project / folder).rglob("*.py")):
             place = file.relative_to(project)
             module = ".".join(place.with_suffix("").parts)
-            for use, line in _ModuleUses(module, ast.parse(file.read_text()), source).find():
+            for use, line in _ModuleUses(module, ast.parse(file.read_text("utf-8")), source).find():
                 places = found.setdefault(use, [])
                 if (at := f"{place}:{line}") not in places:
                     places.append(at)

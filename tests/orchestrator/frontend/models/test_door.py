@@ -1,6 +1,7 @@
 """Which app of several models gets a request, and what a request without a model is told. The apps are stand-ins."""
 
 import contextlib
+import time
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -202,6 +203,37 @@ def test_apps_live_as_long_as_the_server_and_sockets_need_a_model() -> None:
 @given(st.binary(max_size=200), st.sampled_from([b"application/json", b"multipart/form-data; boundary=x", b""]))
 def test_any_body_names_a_model_or_none(body: bytes, content_type: bytes) -> None:
     assert model_asked_for([(b"content-type", content_type)], body) is None or content_type
+
+
+def test_the_time_to_look_through_a_form_grows_as_the_form_does() -> None:
+    headers = [(b"content-type", b"multipart/form-data; boundary=x")]
+
+    def took_s(hostile: bytes) -> float:
+        began = time.perf_counter()
+        assert model_asked_for(headers, hostile) is None
+        return time.perf_counter() - began
+
+    for line in (b"name=model\r\n", b"name=model", b"--x\r\nname=mode\r\n"):
+        short_s = min(took_s(line * 1_000) for _ in range(3))
+        assert took_s(line * 100_000) < 1_000 * (short_s + 1e-4), line
+
+
+async def test_a_body_that_nests_too_deep_is_its_clients_fault() -> None:
+    behind = Behind()
+    behind.asgi.app._max_body_bytes = 1 << 20
+    for body in (b'{"a":' * 100_000, b'{"a":' + b"[" * 100_000 + b"]" * 100_000 + b',"model":"b"}'):
+        answer = await behind.ask("POST", "/v1/completions", content=body, headers={"content-type": "application/json"})
+        assert answer.status_code == 400
+
+
+def test_a_file_that_is_called_model_names_none() -> None:
+    form = (
+        b'--x\r\nContent-Disposition: form-data; name="file"; filename="model"\r\n\r\nRIFF\r\n'
+        b"--x\r\ncontent-disposition: form-data; name=model\r\ncontent-type: text/plain\r\n\r\nb\r\n--x--\r\n"
+    )
+    for kind in (b"multipart/form-data; boundary=x", b'Multipart/Form-Data; charset=utf-8; Boundary="x"'):
+        assert model_asked_for([(b"content-type", kind)], form) == "b"
+    assert model_asked_for([(b"content-type", b"multipart/form-data")], form) is None
 
 
 class Of(Collector):

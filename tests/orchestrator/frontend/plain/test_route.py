@@ -13,8 +13,15 @@ pytest.importorskip("vllm")
 from fastapi import FastAPI
 from support_served import CHAT, COMPLETION, ENDS, ONE_BY_ONE, PLAIN, TEXT, UNUSUAL, Served, script
 from vllm.entrypoints.openai.completion.api_router import attach_router
+from vllm.exceptions import GenerationError
+from vllm.pooling_params import PoolingParams
+from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequest, FinishReason
 
+from orchestrator.frontend import engine
+from orchestrator.frontend.codec.vllm_codec import VllmCodec, aborted
 from orchestrator.frontend.plain import route
+from orchestrator.policy.placement import Reject
+from orchestrator.router.request import Failure
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300), pytest.mark.asyncio(loop_scope="session")]
 
@@ -195,3 +202,52 @@ def test_the_api_is_described_as_before(served) -> None:
     described = served.app.openapi()["paths"]
     assert {"/v1/chat/completions", "/v1/completions"} <= described.keys()
     assert re.search("CompletionRequest", json.dumps(described["/v1/completions"]))
+
+
+async def test_an_engine_gets_no_id_of_any_length_and_text(served, monkeypatch) -> None:
+    """Of /v1/responses the body names it: it would be in Redis, in log lines and in the message of each token."""
+    ids: list[str] = []
+    add = served.core.add_request_async
+
+    async def noted(request: Any) -> None:
+        ids.append(request.request_id)
+        await add(request)
+
+    monkeypatch.setattr(served.core, "add_request_async", noted)
+    served.core.script = [([9], FinishReason.LENGTH, None)]
+    for given in ("mine", "x\n2026-01-01 ERROR pd.request: \x1b[2J" + "é" * 100_000, "y" * 100_000):
+        answer = await served.ask("/v1/responses", {"input": "Say it", "request_id": given, "max_output_tokens": 4})
+        assert b"200 OK" in answer[0] and json.loads(b"".join(answer[1:]))["id"] == given
+    own, odd, long = ids
+    assert own.startswith("mine_0-") and odd.startswith("x2026-01-01ERRORpd.request:[2J-")
+    assert len(long) < 400 and all(re.fullmatch("[!-~]+", each) for each in ids)
+
+
+@pytest.mark.parametrize("how", ["failed", "refused", "paused"])
+async def test_a_pooling_request_that_fails_ends_alone(served, monkeypatch, how) -> None:
+    """vLLM's output of a pooling request must have what pooling gave: it asserts that in the task of all requests."""
+    codec, core = VllmCodec(), served.core
+    refused = Failure("no_decode_worker", rejected=Reject("no_decode_worker", 1.0))
+    failure = Failure("its worker was lost") if how == "failed" else refused
+    add = core.add_request_async
+
+    async def fail(request: EngineCoreRequest) -> None:
+        if request.pooling_params is None:
+            await add(request)
+            return
+        parsed = codec.read(request, 0)
+        output = aborted(parsed, engine._PAUSED) if how == "paused" else codec.failure(parsed, failure)
+        core.outputs.put_nowait(EngineCoreOutputs(outputs=[output], timestamp=1.0))
+
+    monkeypatch.setattr(core, "add_request_async", fail)
+    wanted = PoolingParams(task="embed")
+    asked = EngineCoreRequest("pooled", [5, 6], None, None, wanted, 0.0, None, None, None)
+    core.script = script(served.tokens(TEXT), ONE_BY_ONE, ENDS["length"])
+    path, body = COMPLETION
+    other = asyncio.create_task(served.ask(path, body))
+    with pytest.raises(GenerationError if how == "failed" else engine.FleetRefused) as told:
+        async for _ in served.engine.encode(asked, wanted, "pooled"):
+            pytest.fail("it has no answer")
+    if how != "failed":
+        assert told.value.http_status == 503
+    assert b"".join(await other).count(b"data: ") > 20 and not served.engine.errored
