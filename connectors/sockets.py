@@ -13,10 +13,14 @@ import struct
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
+
+import psutil
+
+Listener = tuple[bytes, int, int]  # address, packed, port, and the socket's inode
 
 _LISTEN = 0x0A  # tcp_states.h
 _REMEMBERED = 4096  # engines
@@ -34,17 +38,24 @@ class Connection(NamedTuple):
     there: tuple[bytes, int]
     listens: bool
     unread: int  # bytes that have arrived and were not read
+    inode: int = 0  # the socket's, which no other on its machine has
 
 
 def connections() -> list[Connection]:
     """All TCP sockets of this process, except those that are closed meanwhile."""
-    fds: dict[str, int] = {}
+    fds: dict[int, int] = {}
     for name in os.listdir("/proc/self/fd"):
         try:
-            fds[os.readlink(f"/proc/self/fd/{name}")] = int(name)
+            kind, _, inode = os.readlink(f"/proc/self/fd/{name}").partition(":")
         except OSError:
             continue
-    found = []
+        if kind == "socket":
+            fds[int(inode.strip("[]"))] = int(name)
+    return [one._replace(fd=fds[one.inode]) for one in _of_all_processes() if one.inode in fds]
+
+
+def _of_all_processes() -> Iterator[Connection]:
+    """Those of this machine, or of this container, without descriptors."""
     for table in ("tcp", "tcp6"):
         try:
             rows = Path(f"/proc/self/net/{table}").read_text().splitlines()[1:]
@@ -52,15 +63,13 @@ def connections() -> list[Connection]:
             continue  # without IPv6
         for row in rows:
             _, here, there, state, queues, _, _, _, _, inode, *_ = row.split()
-            if (fd := fds.get(f"socket:[{inode}]")) is not None:
-                unread = int(queues.partition(":")[2], 16)
-                found.append(Connection(fd, _address(here), _address(there), int(state, 16) == _LISTEN, unread))
-    return found
+            unread, listens = int(queues.partition(":")[2], 16), int(state, 16) == _LISTEN
+            yield Connection(-1, _address(here), _address(there), listens, unread, int(inode))
 
 
-def listening() -> set[tuple[bytes, int]]:
+def listening() -> set[Listener]:
     """Where this process listens."""
-    return {one.here for one in connections() if one.listens}
+    return {(*one.here, one.inode) for one in connections() if one.listens}
 
 
 def tear_down(connection: Connection) -> None:
@@ -89,7 +98,7 @@ class _Addresses:
 
     metadata: set[bytes] = field(default_factory=set)  # NIXL's, of its ranks; has their addresses
     answers: tuple[str, int] | None = None  # handshakes
-    listens: set[tuple[bytes, int]] | None = None  # where its ranks listen; None until one has said so
+    listens: set[Listener] | None = None  # where its ranks listen; None until one has said so
 
 
 class PeerAddresses:
@@ -107,7 +116,7 @@ class PeerAddresses:
             known.metadata.add(metadata)
             known.answers = answers
 
-    def listens(self, engine: str, endpoints: Iterable[tuple[bytes, int]]) -> None:
+    def listens(self, engine: str, endpoints: Iterable[Listener]) -> None:
         """A rank of `engine` says where it listens, before it writes here."""
         with self._lock:
             known = self._known(engine)
@@ -129,16 +138,26 @@ class PeerAddresses:
 
     def has_ended(self, engine: str) -> bool:
         """Whether every process of `engine` that said where it listens has ended, or the one that answers handshakes
-        where none has said it: then nothing was written yet. May take a second."""
+        where none has said it: then nothing was written yet. May take a second.
+
+        A port may be another process's by now. So on this machine the socket is looked for, and elsewhere the port has
+        to refuse connections."""
         known = self._engines.get(engine, _Addresses())
         if known.listens is None:
             return known.answers is not None and refuses(*known.answers)
-        return bool(known.listens) and all(refuses(*endpoint) for endpoint in sorted(known.listens))
+        mine, there = _own_addresses(), {one.inode for one in _of_all_processes() if one.listens}
+        return bool(known.listens) and all(
+            inode not in there if _is_own(address, mine) else refuses(address, port)
+            for address, port, inode in sorted(known.listens)
+        )
 
     def is_local(self, engine: str) -> bool:
-        """Whether the engine runs on this machine, and may write without a connection."""
-        mine = _own_addresses(connections())
-        return not mine or any(address in metadata for metadata in self._metadata(engine) for address in mine)
+        """Whether the engine runs on this machine, and may write without a connection: it listens at addresses of this
+        machine only. It may be another interface's than that of this process."""
+        known, mine = self._engines.get(engine, _Addresses()), _own_addresses()
+        told = {address for address, *_ in known.listens or ()}
+        told = told or (_packed(known.answers[0]) if known.answers is not None else set())
+        return bool(told) and all(_is_own(address, mine) for address in told)
 
     def _metadata(self, engine: str) -> set[bytes]:
         with self._lock:
@@ -167,8 +186,7 @@ class PeerAddresses:
     def tear_down(self, engine: str) -> None:
         """End every connection with the machine of `engine`, and accepted ones whose engine is not known. If the engine
         ran on this machine, also local ones that have unread data."""
-        all_mine = connections()
-        mine, here = _own_addresses(all_mine), self.is_local(engine)
+        all_mine, mine, here = connections(), _own_addresses(), self.is_local(engine)
         accepting = {one.here[1] for one in all_mine if one.listens}
         theirs = self._metadata(engine)
         with self._lock:
@@ -177,7 +195,7 @@ class PeerAddresses:
             address = one.there[0]
             if one.listens:
                 continue
-            if address in mine or _is_loopback(address):
+            if _is_own(address, mine):
                 if here and one.unread:
                     tear_down(one)
             elif any(address in metadata for metadata in theirs) or (
@@ -186,13 +204,27 @@ class PeerAddresses:
                 tear_down(one)
 
 
-def _own_addresses(all_mine: Collection[Connection]) -> set[bytes]:
-    mine = {one.here[0] for one in all_mine}
-    return {address for address in mine if any(address) and not _is_loopback(address)}
+def _own_addresses() -> set[bytes]:
+    """Of all interfaces of this machine, or of this container."""
+    entries = (entry for entries in psutil.net_if_addrs().values() for entry in entries)
+    return {_packed_one(it.address) for it in entries if it.family in (socket.AF_INET, socket.AF_INET6)}
 
 
-def _is_loopback(address: bytes) -> bool:
-    return address[0] == 127 if len(address) == 4 else address == socket.inet_pton(socket.AF_INET6, "::1")
+def _is_own(address: bytes, mine: Collection[bytes]) -> bool:
+    loopback = address[0] == 127 if len(address) == 4 else address == socket.inet_pton(socket.AF_INET6, "::1")
+    return loopback or address in mine or not any(address)
+
+
+def _packed(host: str) -> set[bytes]:
+    """The addresses of a name, or of an address as text."""
+    try:
+        return {_packed_one(str(where[0])) for *_, where in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)}
+    except (OSError, ValueError):
+        return set()
+
+
+def _packed_one(address: str) -> bytes:
+    return socket.inet_pton(socket.AF_INET6 if ":" in address else socket.AF_INET, address.partition("%")[0])
 
 
 def _family(address: bytes) -> socket.AddressFamily:

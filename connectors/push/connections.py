@@ -67,7 +67,7 @@ class Connections(verify.Verifying):
         self._connected_at = 0.0  # the last time
         self._looked_at = time.monotonic()  # messages read next may have arrived since then
         self._shipments = verify.Shipments() if self.options.verify else None
-        self._signing, self._checks = set(), []
+        self._signing, self._checks = {}, []
         self._peer_addresses = sockets.PeerAddresses()
         self._handshake_initiation_executor.shutdown(wait=False)
         self._handshake_initiation_executor: ThreadPoolExecutor = ThreadPoolExecutor(
@@ -91,8 +91,7 @@ class Connections(verify.Verifying):
     def _carry_out_all(self, actions: list[Any]) -> None:
         for at, action in enumerate(actions):
             try:
-                if self._shipments and isinstance(action, do.Tell) and self._shipments.ended_by(action.message):
-                    self._sign(action, self._shipments, actions[at + 1 :])
+                if self._is_put_off(action, actions[at + 1 :]):
                     return
                 self._carry_out(action)
             except Exception:

@@ -10,7 +10,7 @@ from typing import Union
 import msgspec
 
 # Raise it with any change below: peers of another version are refused at the handshake and at each message.
-VERSION = 10
+VERSION = 11
 PREFIX = b"PDKV%d:" % VERSION
 
 
@@ -74,13 +74,13 @@ class Unregister(msgspec.Struct, tag="unreg", frozen=True):
 class Hello(msgspec.Struct, tag="hello", frozen=True):
     """Prefill to decode: the number of this connection. Decode answers with all valid `Register` again.
 
-    `listens`: addresses, packed, and ports at which UCX listens in the rank of `engine` that sends it. All refuse
-    connections once the process has ended, and then nothing of it can land any more.
+    `listens`: addresses, packed, ports and inodes of the sockets at which UCX listens in the rank of `engine` that
+    sends it. All are closed once the process has ended, and then nothing of it can land any more.
     """
 
     epoch: int
     engine: str = ""
-    listens: list[tuple[bytes, int]] = []
+    listens: list[tuple[bytes, int, int]] = []
 
     @property
     def request(self) -> str:

@@ -174,7 +174,7 @@ class PushWorker(Connections):
             # Not torch's own: it makes no context current on a fresh thread.
             current_platform.set_device(torch.device(self.device_type, self.device_id))
         self.take_cores()
-        tick_at = 0.0
+        tick_at, poll_s = 0.0, _TICK_S
         while not self._push_writer_stop.is_set():
             try:
                 self._receive()  # first: after a long stall, a withdrawal counts before anything more is posted
@@ -194,9 +194,10 @@ class PushWorker(Connections):
                     self._run(self._outbound.tick)
                     self._reconnect_lost()
                     self._forget_dead()
+                poll_s = self._poll_s()
             except Exception:
                 logger.exception("KV transfer: unexpected error; the writer goes on")
-            self._push_writer_wake.wait(self._poll_s())
+            self._push_writer_wake.wait(poll_s)
             self._push_writer_wake.clear()
 
     def take_cores(self) -> None:
@@ -281,8 +282,7 @@ class PushWorker(Connections):
                 if unwritable.is_over(time.monotonic()):
                     self._lose(engine, unwritable.why)
                 raise LayoutError(unwritable.why)
-            chunkwise = writer.takes_chunks(self, engine) and not is_whole(post)
-            if chunkwise:
+            if writer.takes_chunks(self, engine) and not is_whole(post):
                 writer.post_chunks(self, post, functools.partial(self._record, engine, post.stream))
             else:
                 writer.post_whole(self, post)

@@ -12,6 +12,7 @@ from connectors.sockets import PeerAddresses, connections, listening, refuses, t
 LOOPBACK = bytes((127, 0, 0, 1))
 ELSEWHERE = socket.inet_aton("10.9.8.7")
 SOMEWHERE = socket.inet_aton("10.9.8.6")
+OTHER_INTERFACE = socket.inet_aton("10.9.7.6")  # of the same machine
 ANSWERS = ("10.9.8.7", 9)  # handshakes
 
 
@@ -60,6 +61,7 @@ def connection(fd: int, there: bytes, *, here: int = 1000, unread: int = 0) -> s
     return sockets.Connection(fd, (SOMEWHERE, here), (there, 7), False, unread)
 
 
+INODE = 1 << 40  # larger than any
 LISTENING = sockets.Connection(3, (SOMEWHERE, 1000), (bytes(4), 0), True, 0)
 
 
@@ -69,12 +71,13 @@ def torn(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     torn: list[int] = []
     monkeypatch.setattr(sockets, "tear_down", lambda one: torn.append(one.fd))
     monkeypatch.setattr(sockets, "_FABRICS", sockets.Path("/none"))
+    monkeypatch.setattr(sockets, "_own_addresses", lambda: {SOMEWHERE, OTHER_INTERFACE})
     return torn
 
 
 def know(peer_addresses: PeerAddresses, engine: str, *addresses: bytes) -> None:
     peer_addresses.connecting(engine, b"port".join((b"", *addresses, b"")), ANSWERS)
-    peer_addresses.listens(engine, [(address, 7) for address in addresses])
+    peer_addresses.listens(engine, [(address, 7, INODE) for address in addresses])
 
 
 def test_tear_down_ends_connections_of_machine_and_unknown_ones(
@@ -110,18 +113,21 @@ def test_fabric_may_carry_posted_writes(monkeypatch: pytest.MonkeyPatch, torn: l
     assert torn == [4, 4]
 
 
+@pytest.mark.parametrize("at", [SOMEWHERE, OTHER_INTERFACE, LOOPBACK], ids=["same", "other interface", "loopback"])
 def test_an_engine_of_this_machine_is_waited_for_until_it_has_ended(
-    monkeypatch: pytest.MonkeyPatch, torn: list[int]
+    monkeypatch: pytest.MonkeyPatch, torn: list[int], at: bytes
 ) -> None:
+    """Whatever other connections this process has: ranks meet over an interface of their own choice."""
     peer_addresses = PeerAddresses()
-    mine = [LISTENING, connection(5, SOMEWHERE, here=2000, unread=3), connection(6, SOMEWHERE, here=2001)]
+    mine = [LISTENING, connection(5, at, here=2000, unread=3), connection(6, at, here=2001)]
     monkeypatch.setattr(sockets, "connections", lambda: mine)
-    know(peer_addresses, "P", SOMEWHERE)
-    open_ports = {7}
-    monkeypatch.setattr(sockets, "refuses", lambda host, port: port not in open_ports)
+    know(peer_addresses, "P", at)
+    its = sockets.Connection(-1, (at, 7), (bytes(4), 0), True, 0, INODE)
+    there = [its]
+    monkeypatch.setattr(sockets, "_of_all_processes", lambda: there)
     assert not peer_addresses.cut_off("P", settled=True)
     assert torn == []
-    open_ports.clear()
+    there[:] = [its._replace(inode=INODE + 1)]  # another process has its port by now
     assert peer_addresses.cut_off("P", settled=False)
     assert torn == [5]  # it brings what the dead one has sent
 
@@ -143,10 +149,10 @@ def test_an_engine_of_this_machine_that_never_named_a_connection_is_waited_for_u
     monkeypatch: pytest.MonkeyPatch, torn: list[int]
 ) -> None:
     """Without one it writes nothing. Where it listens is not known, but where it answered a handshake."""
-    peer_addresses, open_ports = PeerAddresses(), {ANSWERS[1]}
+    peer_addresses, open_ports = PeerAddresses(), {9}
     monkeypatch.setattr(sockets, "connections", lambda: [LISTENING])
     monkeypatch.setattr(sockets, "refuses", lambda host, port: port not in open_ports)
-    peer_addresses.connecting("P", b"..." + SOMEWHERE, ANSWERS)
+    peer_addresses.connecting("P", b"..." + SOMEWHERE, ("10.9.8.6", 9))
     assert not peer_addresses.cut_off("P", settled=False)
     assert peer_addresses.cut_off("P", settled=True)
     open_ports.clear()
@@ -171,17 +177,26 @@ def test_unknown_engine_is_cut_off_after_settling() -> None:
     assert PeerAddresses().cut_off("nobody", settled=True)
 
 
-def test_a_process_has_ended_when_all_its_ports_refuse() -> None:
+def test_an_engine_has_ended_when_all_its_sockets_are_closed_whoever_has_its_ports_now() -> None:
     peer_addresses = PeerAddresses()
     with socket.create_server(("127.0.0.1", 0)) as server, socket.create_server(("127.0.0.1", 0)) as second:
-        here = listening()
-        assert {(LOOPBACK, one.getsockname()[1]) for one in (server, second)} <= here
-        for one in (server, second):  # two ranks
-            peer_addresses.listens("P", [(LOOPBACK, one.getsockname()[1])])
+        ports = [one.getsockname()[1] for one in (server, second)]
+        for told in (one for one in listening() if one[:2] in [(LOOPBACK, port) for port in ports]):  # two ranks
+            peer_addresses.listens("P", [told])
         assert not peer_addresses.has_ended("P")
         second.close()
         assert not peer_addresses.has_ended("P")
+    with socket.create_server(("127.0.0.1", ports[0])), socket.create_server(("0.0.0.0", ports[1])):
+        assert peer_addresses.has_ended("P")
+        peer_addresses.forget("P", awaited=())
+        assert peer_addresses.has_ended("P"), "it says where it listens once for each of its connections"
+    assert not peer_addresses.has_ended("other")  # no socket of it is known
+
+
+def test_an_engine_of_another_machine_has_ended_when_all_its_ports_refuse(monkeypatch: pytest.MonkeyPatch) -> None:
+    peer_addresses, open_ports = PeerAddresses(), {7}
+    monkeypatch.setattr(sockets, "refuses", lambda host, port: port not in open_ports)
+    know(peer_addresses, "P", ELSEWHERE, LOOPBACK)
+    assert not peer_addresses.is_local("P") and not peer_addresses.has_ended("P")
+    open_ports.clear()
     assert peer_addresses.has_ended("P")
-    peer_addresses.forget("P", awaited=())
-    assert peer_addresses.has_ended("P"), "it says where it listens once for each of its connections"
-    assert not peer_addresses.has_ended("other")  # no port of it is known

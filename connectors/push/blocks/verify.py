@@ -57,10 +57,10 @@ class Shipments:
         """Whether this tells decode that nothing more comes of what was shipped: `Computing` says that more will."""
         return message.request in self._of and not isinstance(message, wire.Computing)
 
-    def take(self, request: str) -> dict[int, list[list[int]]]:
-        """By rank, local blocks in the order of decode's."""
-        _, ranks = self._of.pop(request)
-        return {
+    def take(self, request: str) -> tuple[str, dict[int, list[list[int]]]]:
+        """The stream, and by rank its local blocks in the order of decode's."""
+        stream, ranks = self._of.pop(request)
+        return stream, {
             rank: [[mine for theirs, mine in sorted(group.items()) if theirs != NO_BLOCK] for group in groups]
             for rank, groups in ranks.items()
         }
@@ -133,7 +133,8 @@ class Verifying(NixlPushConnectorWorker):
     _inbound: Inbound
     _records: queue.SimpleQueue[Record]
     _shipments: Shipments | None  # None: nothing is verified
-    _signing: set[str]  # decode requests whose KV is here, while its checksum is computed
+    # Decode requests whose KV is here, while its checksum is computed: the stream, and the actions that wait for it.
+    _signing: dict[str, tuple[str, list[Any]]]
     _checks: list[tuple[Checksum, Callable[[int], None]]]
 
     def _run(self, event: Event) -> None:
@@ -148,11 +149,22 @@ class Verifying(NixlPushConnectorWorker):
     def _check(self, blocks: list[list[int]], then: Callable[[int], None]) -> None:
         self._checks.append((Checksum(self, blocks), then))
 
+    def _is_put_off(self, action: Any, rest: list[Any]) -> bool:
+        """Whether `action` and `rest`, which may give blocks back, are carried out once their checksum is known."""
+        if isinstance(action, do.Release):
+            for stream, later in self._signing.values():
+                if stream == action.stream:  # this prefill has ended since its KV landed
+                    later += [action, *rest]
+                    return True
+        if self._shipments and isinstance(action, do.Tell) and self._shipments.ended_by(action.message):
+            self._sign(action, self._shipments, rest)
+            return True
+        return False
+
     def _sign(self, tell: do.Tell, shipments: Shipments, rest: list[Any]) -> None:
-        """Says `Landed` with the checksum of what was shipped to each rank, and then does `rest`, which may give the
-        blocks back."""
+        """Says `Landed` with the checksum of what was shipped to each rank, and then does `rest`."""
         request = tell.message.request
-        shipped = shipments.take(request)
+        stream, shipped = shipments.take(request)
         if not isinstance(tell.message, wire.Landed):
             self._carry_out_all([tell, *rest])
             return
@@ -164,15 +176,14 @@ class Verifying(NixlPushConnectorWorker):
             for_all = peer is None and len(shipped) > 1  # the connection was lost meanwhile: it is told unsigned
             signed.append(do.Tell(tell.engine, wire.Landed(request, None if for_all else digest), peer))
             if len(signed) == len(shipped):
-                self._signing.remove(request)
-                self._carry_out_all([*signed, *rest])
+                self._carry_out_all([*signed, *rest, *self._signing.pop(request)[1]])
 
-        self._signing.add(request)
+        self._signing[request] = stream, []
         try:
             for rank, blocks in shipped.items():
                 self._check(blocks, functools.partial(sign, rank))
         except Exception:
-            self._signing.remove(request)  # decode asks again, and hears it unsigned
+            del self._signing[request]  # decode asks again, and hears it unsigned
             raise
 
     def _arriving(self, request: str) -> list[list[int]]:

@@ -145,7 +145,7 @@ class Agent:
 
         self.peer_addresses, self.np, before = PeerAddresses(), np, listening()
         self.nixl = nixl_agent(name, nixl_agent_config(enable_prog_thread=False, num_threads=4))
-        self.listens = [(address.hex(), port) for address, port in listening() - before]
+        self.listens = [(address.hex(), port, inode) for address, port, inode in listening() - before]
         self.memory = np.full(SIZE, 1 if name == "prefill" else 0, dtype=np.uint8)
         self.nixl.register_memory([(self.memory.ctypes.data, SIZE, 0, "")], "DRAM")
         self.peer: str | None = None
@@ -161,7 +161,7 @@ class Agent:
         if self.peer is not None:
             self.nixl.remove_remote_agent(self.peer)
         self.peer_addresses.connecting("other", metadata, ("127.0.0.1", 0))
-        self.peer_addresses.listens("other", [(bytes.fromhex(address), port) for address, port in other[2]])
+        self.peer_addresses.listens("other", [(bytes.fromhex(address), *socket) for address, *socket in other[2]])
         name = self.nixl.add_remote_agent(metadata)
         self.peer = name.decode() if isinstance(name, bytes) else name
 

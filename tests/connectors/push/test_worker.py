@@ -712,6 +712,23 @@ def test_blocks_are_kept_and_landed_is_told_when_their_checksum_is_known(equal: 
     assert equal.nixl_wrapper.told() == [wire.Landed("r-s", 7)] and equal.get_transfer_results() == ended(sent="s")
 
 
+def test_blocks_of_a_prefill_that_ends_while_their_checksum_is_computed_are_kept(equal: Any, late: Any) -> None:
+    """Its KV has landed before the engine has heard of its last token."""
+    from connectors.push.blocks.verify import Shipments
+
+    equal._shipments = Shipments()
+    equal.step(started=[Started("s", 2, 32)])
+    equal.hear("D/0", order("s", 7, 8, decode=NEAR))
+    equal.step(computed=[Computed("s", 0, 0, ((1, 2),), True)])
+    equal.end_writes()
+    assert late.of == [[[1, 2]]]
+    equal.step(finished=[Finished("s", True, True)])
+    assert equal.get_transfer_results() == ended(), "other requests would get the blocks that are being copied"
+    late.ready = True
+    equal.turn()
+    assert equal.nixl_wrapper.told() == [wire.Landed("r-s", 7)] and equal.get_transfer_results() == ended(sent="s")
+
+
 def test_where_no_checksum_can_be_made_decode_hears_it_unsigned(equal: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """As where a GPU's host has no more memory for copies."""
     from connectors.push.blocks import verify

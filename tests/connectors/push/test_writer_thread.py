@@ -159,6 +159,27 @@ def test_registrations_and_withdrawals_are_answered_while_a_step_computes(worker
     assert len(nixl.posted) == 1  # nothing of a was written once decode had its answer
 
 
+def test_the_thread_goes_on_after_an_event_that_could_not_be_asked(
+    worker: Any, nixl: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As while the engine's thread captures a graph: then no other may ask for events."""
+
+    def refused(event: LateEvent) -> bool:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    with monkeypatch.context() as capturing:
+        capturing.setattr(LateEvent, "query", refused)
+        begin(worker, "a")
+        register(nixl, "a")
+        step(worker, Computed("a", 0, 0, ((1,),), closed=False))
+        soon(worker._events.empty, "the news of a step")
+        time.sleep(0.05)  # some turns
+    step(worker, Computed("a", 0, 1, ((2,),), closed=True))
+    for computed in worker.steps:
+        computed.happened.set()
+    soon(lambda: (AGENT, wire.Landed("a-decode")) in nixl.sent, "the news that a has landed")
+
+
 def test_a_whole_prompt_waits_for_no_step(worker: Any, nixl: Any) -> None:
     begin(worker, "a")
     register(nixl, "a")
