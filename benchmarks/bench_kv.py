@@ -3,7 +3,8 @@
 Each variant and round has one prefill and one decode engine with the same settings, and one request at a time. No other
 engine runs beside them, since even an idle one costs them a few milliseconds. `exposed` is decode's first token minus
 the end of prefill compute, less one decode step: what passes before decode's first step begins, and by how much that
-takes longer than the next ones. Prints a table, saves JSON and a PNG.
+takes longer than the next ones. Beside other programs it waits for its core, on which they ran while it was idle; how
+long is told too. Prints a table, saves JSON and a PNG.
 """
 
 from __future__ import annotations
@@ -130,7 +131,8 @@ def _line(row: Row) -> str:
         f"{row.model:<10} {row.variant:<22} {row.tokens:>6} tokens {row.bytes / 1e6:>8.1f} MB   "
         f"prefill {row.prefill_s * 1e3:>8.1f} ms (best {row.prefill_best_s * 1e3:>8.1f})   "
         f"exposed {row.exposed_s * 1e3:>7.1f} ms (best {row.exposed_best_s * 1e3:>7.1f}), "
-        f"before decode's first step {(row.begun_s or 0.0) * 1e3:>7.1f} ms   "
+        f"before decode's first step {(row.begun_s or 0.0) * 1e3:>7.1f} ms, "
+        f"which waits {(row.waited_s or 0.0) * 1e3:>6.1f} ms for its core   "
         f"decode step {row.decode_step_s * 1e3:>6.1f} ms   raw WRITE {row.raw_write_s * 1e3:>7.1f} ms"
     )
 

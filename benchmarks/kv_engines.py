@@ -53,7 +53,8 @@ class Running:
     def __init__(self, engine: Any, info: Any) -> None:
         self.engine, self.info = engine, info
         self.times: defaultdict[str, list[float]] = defaultdict(list)  # the engine's monotonic seconds
-        self.begun: dict[str, float] = {}  # by request, when the step of its first token began
+        # By request: when the step of its first token began, and `waited_s` when it had ended.
+        self.first: dict[str, tuple[float, float]] = {}
         self.tokens: defaultdict[str, list[int]] = defaultdict(list)
         self._last: defaultdict[str, asyncio.Future[Any]] = defaultdict(asyncio.get_running_loop().create_future)
         self._reader = asyncio.create_task(self._read())
@@ -63,11 +64,18 @@ class Running:
             step = await self.engine.next_step()
             step_s = step.load.step_ms / 1e3 if step.load is not None else 0.0
             for output in step.outputs:
-                self.begun.setdefault(output.request_id, step.timestamp - step_s)
+                if output.request_id not in self.first:
+                    self.first[output.request_id] = step.timestamp - step_s, self.waited_s()
                 self.times[output.request_id] += [step.timestamp] * len(output.new_token_ids)
                 self.tokens[output.request_id] += output.new_token_ids
                 if output.finish_reason is not None:
                     self._last[output.request_id].set_result(output)
+
+    def waited_s(self) -> float:
+        """For how long it has waited for its core so far, on which others ran. Its rank has to be in its process."""
+        (process,) = self.engine._client.resources.engine_manager.processes
+        with open(f"/proc/{process.pid}/schedstat") as file:
+            return int(file.read().split()[1]) / 1e9
 
     async def submit(
         self, key: str, phase: Phase, body: list[bytes], source: KVSource | None = None, **more: Any
@@ -121,13 +129,14 @@ class Pair:
         key = uuid.uuid4().hex
         began = time.monotonic()
         await self.submit(key, frames(prompt, 6))
+        waited_s = self.decode.waited_s()
         await self.decode.end(key)
         prefilled, tokens = self.prefill.times.pop(key)[-1], self.decode.times.pop(key)
         step = statistics.median(after - before for before, after in zip(tokens, tokens[1:], strict=False))
-        self.prefill.begun.pop(key)
-        return RunTimes(
-            prefilled - began, tokens[0] - prefilled - step, step, begun_s=self.decode.begun.pop(key) - prefilled
-        )
+        self.prefill.first.pop(key)
+        begun, waited_then_s = self.decode.first.pop(key)
+        waited_s = max(0.0, waited_then_s - waited_s)
+        return RunTimes(prefilled - began, tokens[0] - prefilled - step, step, begun - prefilled, waited_s)
 
     async def stop(self) -> None:
         await self.prefill.stop()

@@ -21,6 +21,7 @@ class RunTimes(NamedTuple):
     exposed_s: float
     decode_step_s: float
     begun_s: float | None = None  # from the end of prefill compute to decode's first step
+    waited_s: float | None = None  # of that step: it waits for its core, on which others run
 
 
 Turns = dict[str, list[RunTimes]]
@@ -43,16 +44,18 @@ class Row:
     runs: int
     rounds: int = 1  # how many pairs of engines had these runs
     turns: Turns = field(default_factory=dict)
-    begun_s: float | None = None  # from the end of prefill compute to decode's first step
+    begun_s: float | None = None  # as of a run
+    waited_s: float | None = None
 
     @classmethod
     def of(cls, model: str, variant: str, tokens: int, size: int, raw_write_s: float, turns: Turns) -> Row:
         every = [RunTimes(*run) for runs in turns.values() for run in runs]
-        *columns, begun = zip(*every, strict=True)
+        *columns, begun, waited = zip(*every, strict=True)
         middle = [statistics.median(column) for column in columns]
         best = [min(column) for column in columns[:2]]
-        begun_s = statistics.median(known) if (known := [each for each in begun if each is not None]) else None
-        return cls(model, variant, tokens, size, *middle, *best, raw_write_s, len(every), len(turns), turns, begun_s)
+        known = [[each for each in column if each is not None] for column in (begun, waited)]
+        optional = [statistics.median(column) if column else None for column in known]
+        return cls(model, variant, tokens, size, *middle, *best, raw_write_s, len(every), len(turns), turns, *optional)
 
 
 def save(rows: list[Row], device: str, out: Path) -> None:
@@ -118,6 +121,7 @@ _HEAD = [
     "prefill",
     "exposed",
     "before decode's first step",
+    "that step waits for its core",
     "together",
     "decode step",
     "of a raw WRITE",
@@ -128,7 +132,8 @@ def _cells(row: dict[str, Any]) -> list[str]:
     return [
         str(row["tokens"]), f"{row['bytes'] / 1e6:.0f}", row["variant"], f"{row['runs']} ({row.get('rounds', 1)})",
         f"{row['prefill_s'] * 1e3:.0f} ({row['prefill_best_s'] * 1e3:.0f})",
-        f"{row['exposed_s'] * 1e3:.1f} ({row['exposed_best_s'] * 1e3:.1f})", _begun(row),
+        f"{row['exposed_s'] * 1e3:.1f} ({row['exposed_best_s'] * 1e3:.1f})",
+        _known(row, "begun_s"), _known(row, "waited_s"),
         f"{(row['prefill_s'] + row['exposed_s']) * 1e3:.0f}", f"{row['decode_step_s'] * 1e3:.0f}",
         f"{row['exposed_s'] / row['raw_write_s']:.2f}",
     ]  # fmt: skip
@@ -195,8 +200,8 @@ def _ms(row: dict[str, Any]) -> str:
     return f"{row['exposed_s'] * 1e3:.1f}"
 
 
-def _begun(row: dict[str, Any]) -> str:
-    return "" if (begun_s := row.get("begun_s")) is None else f"{begun_s * 1e3:.1f}"
+def _known(row: dict[str, Any], name: str) -> str:
+    return "" if row.get(name) is None else f"{row[name] * 1e3:.1f}"
 
 
 def _both(row: dict[str, Any]) -> float:

@@ -17,11 +17,11 @@ def test_turns_of_later_calls_are_added():
     assert joined([found]) == [found]
 
 
-def test_what_is_exposed_before_decodes_first_step_is_of_the_runs_that_know_it():
-    runs = [RunTimes(0.1, 0.003, 0.01), RunTimes(0.1, 0.003, 0.01, begun_s=0.001)]
+def test_where_exposed_time_goes_is_of_the_runs_that_know_it():
+    runs = [RunTimes(0.1, 0.003, 0.01), RunTimes(0.1, 0.003, 0.01, begun_s=0.001, waited_s=0.002)]
     (found,) = joined([Row.of("kv-heavy", "auto", 512, 1 << 26, 0.03, {"first": runs})])
-    assert found.begun_s == 0.001
-    assert "| 3.0 (3.0) | 1.0 |" in markdown({"device": "here", "rows": [asdict(found)]})
+    assert (found.begun_s, found.waited_s) == (0.001, 0.002)
+    assert "| 3.0 (3.0) | 1.0 | 2.0 |" in markdown({"device": "here", "rows": [asdict(found)]})
     assert row("auto", "first", 1.0).begun_s is None
 
 
