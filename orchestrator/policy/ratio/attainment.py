@@ -19,7 +19,7 @@ Z_99, LN_100 = 2.326, 4.605
 MAX_UTILIZATION = 0.95  # utilisation of prefill workers, at most
 MAX_HEADROOM = 64.0
 _NORMAL = NormalDist()
-STEPS = 24  # of a bisection: it halves its interval each time
+STEPS = 18  # of a bisection: it halves its interval each time
 
 
 class Split(msgspec.Struct, frozen=True):
@@ -84,8 +84,9 @@ def scale_prefill_times(traffic: Traffic, factor: float) -> Traffic:
 def headroom(traffic: Traffic, prefill: int, decode: int, slo: SLOConfig) -> float:
     """The multiple of the arriving rate at which 99% of requests would still meet both objectives; at most 64.
 
-    Above 1 the split can serve the arriving load. The `decode` workers compute the prompts that would wait too long for
-    the `prefill` workers or for a link, or all prompts if `prefill` is 0.
+    Above 1 the split can serve the arriving load. Below 1 it is the share of the arriving requests that can be in time:
+    those with the shortest prompts, since what would be late goes behind all others (`admission`). The `decode` workers
+    compute the prompts that would wait too long for the `prefill` workers or for a link, or all if `prefill` is 0.
     """
     if decode < 1:
         return 0.0
@@ -95,13 +96,13 @@ def headroom(traffic: Traffic, prefill: int, decode: int, slo: SLOConfig) -> flo
         prefill * max_utilization(prefill, traffic, slo.ttft_s),
         carried(min(prefill, decode), traffic, slo.ttft_s),
     )
-    low, high = 0.0, MAX_HEADROOM
+    low, middle, high = 0.0, 1.0, MAX_HEADROOM
     for _ in range(STEPS):
-        middle = (low + high) / 2
         if tpot_s(traffic, middle, taken, decode) <= slo.tpot_s:
             low = middle
         else:
             high = middle
+        middle = (low + high) / 2
     return low
 
 
@@ -147,18 +148,20 @@ def carried(links: int, traffic: Traffic, ttft_slo_s: float) -> float:
 
 def tpot_s(traffic: Traffic, factor: float, taken: float, decode: int) -> float:
     """The 99th percentile of TPOT (s) at `factor` times the arriving rate; infinite if decode workers cannot keep up.
+    A `factor` below 1 is the share of the arriving requests that are served, those with the shortest prompts.
 
     `taken` is the prefill work that prefill workers do, in workers. Decode workers do the rest, which takes a share of
     their time and stops their sequences for one whole prompt at a time. A request is delayed by a Poisson number of
     prompts, and by the prompts that arrive while these are computed. So its delay has the variance of a delay cycle of
     M/G/1: the rate of prompts, times the request's duration, times the second moment of a prompt's time, over the
-    square of the share of time left for decoding. Prefill workers take the longest prompts (`short_prompts_share`).
+    square of the share of time left for decoding. Prefill workers take the longest prompts (`shortest`).
     """
-    rate = factor * traffic.requests_per_s
-    work = rate * traffic.prefill_s
-    left_share = max(0.0, 1 - taken / work) if work > 0 else 0.0  # share of the prefill work left to decode workers
-    overflow = left_share * rate * traffic.local_s / decode  # share of their time that it takes
-    tokens_per_s = rate * traffic.output_tokens / decode
+    arriving = max(1.0, factor) * traffic.requests_per_s
+    work = arriving * traffic.prefill_s
+    served = shortest(factor, traffic) if factor < 1 else 1.0  # share of the prefill work
+    left_share = max(0.0, served - taken / work) if work > 0 else 0.0  # the same, left to decode workers
+    overflow = left_share * arriving * traffic.local_s / decode  # share of their time that it takes
+    tokens_per_s = factor * traffic.requests_per_s * traffic.output_tokens / decode
     left = 1 - overflow - traffic.step_s_per_sequence * tokens_per_s
     if left <= 0:
         return math.inf
@@ -170,18 +173,19 @@ def tpot_s(traffic: Traffic, factor: float, taken: float, decode: int) -> float:
         return math.inf
     if overflow <= 0:
         return mean_s
-    second_moment = short_prompts_share(left_share, traffic) * rate / decode * traffic.local_s2
+    second_moment = shortest(left_share, traffic) * arriving / decode * traffic.local_s2
     variance = second_moment * traffic.output_tokens * mean_s / (left * left)
     return mean_s + Z_99 * math.sqrt(variance) / max(1.0, traffic.output_tokens)
 
 
-def short_prompts_share(work_share: float, traffic: Traffic) -> float:
-    """The share of the second moment of prefill times of the shortest prompts, which are `work_share` of the work.
+def shortest(share: float, traffic: Traffic) -> float:
+    """The share of prefill work of the shortest prompts, which are `share` of all; or, if they are `share` of the work,
+    their share of the second moment of prefill times.
 
-    Prefill times are taken to be log-normal, with the measured moments. Up to any x, such a distribution has the share
-    Phi((ln x - mu - k sigma^2) / sigma) of its moment k.
+    Prefill times are taken to be log-normal, and to spread as the least ones do, on which neither objectives nor moves
+    bear. Up to any x, such a distribution has the share Phi((ln x - mu - k sigma^2) / sigma) of its moment k.
     """
-    if not 0 < work_share < 1:
-        return work_share
-    sigma = math.sqrt(math.log(max(1.0, traffic.prefill_s2 / (traffic.prefill_s * traffic.prefill_s))))
-    return _NORMAL.cdf(_NORMAL.inv_cdf(work_share) - sigma)
+    if not 0 < share < 1 or traffic.least_s <= 0:
+        return share
+    sigma = math.sqrt(math.log(max(1.0, traffic.least_s2 / (traffic.least_s * traffic.least_s))))
+    return _NORMAL.cdf(_NORMAL.inv_cdf(share) - sigma)

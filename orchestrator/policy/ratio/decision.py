@@ -31,7 +31,9 @@ PREFILL_LATER = 0.9
 # While all requests are in time, nothing is changed for a fleet that works for less than this share of its time: most
 # requests find an idle worker on either split.
 NEARLY_IDLE = 0.25
-GAIN = 0.02  # another split must bear more load by this share
+# Another split must bear more load by the first share, and under overload have more requests in time by the second: a
+# model of 99th percentiles tells no smaller share of them.
+GAIN, OVERLOADED_GAIN = 0.02, 0.01
 BACK_GAIN = 0.05  # and by this one to take a change back within `COOL_DOWN_S`
 NEVER_S = 1e6  # a TPOT objective that every request meets
 # A move to prefill must be better even if the prefill work is this many standard errors off; a move to decode, one. The
@@ -239,7 +241,8 @@ def _best_prefill(
     if overloaded and gains.get(0, 1.0) < 1:
         gains[0] = 0.0  # the last prefill worker holds back long prompts, which would delay all others
     best = max(gains, key=lambda prefill: (gains[prefill], -abs(prefill - current.prefill)))
-    return best if gains[best] >= gains[current.prefill] * (1 + GAIN) else current.prefill
+    gain = GAIN if now >= 1 else OVERLOADED_GAIN
+    return best if gains[best] >= gains[current.prefill] * (1 + gain) else current.prefill
 
 
 def _gains(

@@ -16,7 +16,7 @@ from orchestrator.policy.ratio.attainment import (
     headroom,
     max_utilization,
     scale_prefill_times,
-    short_prompts_share,
+    shortest,
     tpot_s,
 )
 
@@ -136,7 +136,28 @@ def test_log_normal_shares_are_those_of_log_normal_prompts():
         work_s, work_s2 = work_s + x, work_s2 + x * x
         if work_s >= 0.7 * total_s:
             break
-    assert short_prompts_share(0.7, of_prompts(*moments)) == pytest.approx(work_s2 / total_s2, rel=0.1)
+    assert shortest(0.7, of_prompts(*moments)) == pytest.approx(work_s2 / total_s2, rel=0.1)
+    assert shortest(0.7, of_prompts(*moments)) == pytest.approx(sum(prompts_s[:140_000]) / total_s, rel=0.1)
+
+
+def test_an_overloaded_split_bears_the_share_of_requests_with_the_shortest_prompts():
+    """More prompts than all workers can compute. If few of them are most of the work, nearly all others are in time."""
+    alike, tailed = (of_prompts(0.45, 0.45 * 0.45 * spread, requests_per_s=20.0) for spread in (1.0, 7.0))
+    assert bears(alike, 6, 2) < 0.65 and bears(tailed, 6, 2) > 0.9
+    assert bears(tailed, 5, 3) < bears(tailed, 6, 2) < bears(tailed, 7, 1) < 1
+    hasty = msgspec.structs.replace(tailed, prefill_s2=10 * tailed.prefill_s2)
+    assert bears(hasty, 6, 2) < bears(tailed, 6, 2), "tight objectives make no prompt longer"
+
+
+def test_an_overload_by_long_prompts_leaves_decode_workers_what_answers_need():
+    """Prefill workers put long prompts off, and decode workers can put nothing off: one of them is too few here, though
+    all prompts together would need more than seven workers."""
+    slo = SLOConfig(ttft_s=30.0, tpot_s=0.05)
+    load = of_prompts(0.345, 0.345 * 0.345 * 6.8, requests_per_s=21.6, output_tokens=135.0)
+    load = msgspec.structs.replace(load, step_s=0.0145, step_s_per_sequence=0.00024, max_sequences=140)
+    assert load.requests_per_s * load.prefill_s > 7
+    assert best(load, slo=slo) == 6
+    assert best(msgspec.structs.replace(load, output_tokens=70.0), slo=slo) == 7
 
 
 def test_max_utilization_falls_with_spread_and_rises_with_workers():
@@ -148,7 +169,7 @@ def test_max_utilization_falls_with_spread_and_rises_with_workers():
 
 def test_links_bound_what_prefill_workers_can_hand_over():
     """KV for which a link takes a fifth of the prefill's time: one decode worker takes that of less than five."""
-    code = of_prompts(0.1, 0.02, output_tokens=20.0, requests_per_s=60.0)
+    code = of_prompts(0.1, 0.02, output_tokens=20.0, requests_per_s=40.0)
     linked = msgspec.structs.replace(code, link_share=0.2)
     assert bears(linked, 7, 1) < 0.75 * bears(code, 7, 1)
     assert bears(linked, 4, 4) == bears(code, 4, 4), "four links carry all that four workers prefill"

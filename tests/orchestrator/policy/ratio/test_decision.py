@@ -110,7 +110,7 @@ def test_hysteresis_and_cool_down(monkeypatch):
     ahead = DesiredRatio(4, 4, set_at=3700.0)  # by a clock that was set back by an hour since
     assert decide(CODE, CODE, CODE, current=ahead) is not None
     assert decide() is None
-    monkeypatch.setattr(decision, "GAIN", 0.9)
+    monkeypatch.setattr(decision, "OVERLOADED_GAIN", 0.9)
     assert decide(CODE, CODE, CODE) is None
 
 
@@ -277,14 +277,15 @@ def test_workers_go_to_decode_for_two_samples_and_to_prefill_for_ten_seconds_or_
 
 def test_few_huge_prompts_count_as_chance(monkeypatch):
     """Two loads of as many prompts with the same mean: in one, a few prompts carry most of the work; in the other all
-    are equal."""
-    tailed = Offered.one(90_000, 90_000, 120)
-    for _ in range(149):
-        tailed += Offered.one(300, 300, 120)
+    are equal. Of the first 4P4D bears all that arrives, but only just."""
+    tailed = Offered()
+    for tokens in (30_000,) * 3 + (300,) * 147:
+        tailed += Offered.one(tokens, tokens, 120)
     wild, alike = (
-        msgspec.structs.replace(SAMPLE, period_s=1.0, offered=offered, sequences=2)  # for 13 ms each
-        for offered in (tailed, offering(150, 898, 120).offered)
-    )
+        msgspec.structs.replace(SAMPLE, period_s=1.0, offered=offered, sequences=2, prefill_s_per_token=each_s)
+        for offered, each_s in ((tailed, 0.00003), (offering(150, 894, 120).offered, 0.00005))
+    )  # for 13 ms each
+    assert headroom(traffic([wild]), 4, 4, SLO) > 1
     monkeypatch.setattr(load_, "WINDOW_SAMPLES", 2)
     for load, moved in ((alike, True), (wild, False)):
         with monkeypatch.context() as patch:
