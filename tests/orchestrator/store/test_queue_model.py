@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+import time
 
 import msgspec
 import pytest
@@ -22,7 +23,9 @@ from support_redis import (
     fresh_namespace,
     job,
 )
+from support_wait import until
 
+from orchestrator.process.tasks import cancelled
 from orchestrator.store.client import connect
 from orchestrator.store.operator.shown import peek
 from orchestrator.store.queue import PrefillQueue, QueueFull
@@ -191,12 +194,246 @@ class QueueMachine(RuleBasedStateMachine):
         self.runner.close()
 
 
+NAMES = ["a", "b", "c"]
+IDLE, ROOM, ALL = 1, 3, 4
+
+
+class WaitersMachine(RuleBasedStateMachine):
+    """Who is told of which job: workers that are idle, ahead or busy claim, wait, leave, are late and die; jobs come,
+    some with a prefix that some have cached, and come back. Time passes where a rule says so."""
+
+    url = ""
+
+    @initialize()
+    def start(self):
+        self.runner, self.namespace = asyncio.Runner(), fresh_namespace()
+        self.redis = self.do(connect(self.url, 5.0))
+        self.queue = PrefillQueue(self.redis, self.namespace, lease_s=600.0)
+        self.prefix = self.queue.keys.prefix
+        self.do(self.redis.hset(self.queue.keys.frontend("f1"), "pid", 1))
+        self.workers = {name: PrefillQueue(self.redis, self.namespace, name, lease_s=600.0) for name in NAMES}
+        self.listening: dict[str, asyncio.Task[None]] = {}
+        for name in NAMES:
+            self.do(self.hears(name, True))
+        self.jobs: dict[str, tuple[int, dict[str, int]]] = {}  # that wait, in order: tokens, and who has what cached
+        self.held: dict[str, tuple[int, str, tuple[int, dict[str, int]]]] = {}  # by whom, and which place they had
+        self.places: dict[str, int] = {}
+        self.waiters: dict[str, tuple[int, float, int]] = {}  # part of the order, when it is done, since when
+        self.late, self.told, self.coming = set[str](), set[str](), set[str]()
+        self.numbers, self.excused = itertools.count(), False
+
+    def do(self, work):
+        async def main():
+            return await work
+
+        return self.runner.run(main())
+
+    async def hears(self, name, lives):
+        if lives:
+            self.listening[name] = asyncio.create_task(self.workers[name]._listen())
+        else:
+            await cancelled(self.listening.pop(name))
+        channel = self.queue.keys.wake(name)
+
+        async def settled():
+            return (await self.redis.execute_command("PUBSUB", "NUMSUB", channel))[1] == int(lives)
+
+        await until(settled, f"{name} lives: {lives}")
+
+    # ---- the model -----------------------------------------------------------------------------------------------
+
+    def forget(self, name):
+        self.waiters.pop(name, None)
+        self.late.discard(name)
+
+    def comes(self, name):
+        self.forget(name)
+        self.told.discard(name)
+        self.coming.discard(name)
+
+    def tell(self, name):
+        if name not in self.waiters or name in self.late:
+            return False
+        part = self.waiters[name][0]
+        self.forget(name)
+        if name not in self.listening:
+            return False
+        self.coming.add(name)
+        if part == 0:
+            self.told.add(name)
+        return True
+
+    def tell_first(self, last):
+        if self.told:
+            last = IDLE
+        for name in sorted(self.waiters, key=self.waiters.__getitem__):
+            if name not in self.late and self.waiters[name][0] < last and self.tell(name):
+                return True
+        return False
+
+    def wake(self, cached):
+        wanted = sorted(cached, key=lambda name: -cached[name])
+        if not any(self.tell(name) for name in wanted):
+            self.tell_first(ALL)
+
+    def pass_on(self, last):
+        return bool(self.jobs) and self.tell_first(last)
+
+    def idle_ones(self):
+        return len(self.told) + sum(part == 0 for name, (part, *_) in self.waiters.items() if name not in self.late)
+
+    def waits(self, name, claimer, left, done_s):
+        self.forget(name)
+        self.waiters[name] = ((0 if claimer == "idle" else 2) + left, done_s, next(self.numbers))
+
+    # ---- what happens --------------------------------------------------------------------------------------------
+
+    @rule(
+        wave=st.lists(st.sampled_from([50, 100, 300]), min_size=1, max_size=3),
+        cached=st.dictionaries(st.sampled_from([*NAMES, "gone"]), st.sampled_from([10, 20, 30]), max_size=2),
+    )
+    def enqueue(self, wave, cached):
+        if len(set(cached.values())) < len(cached):
+            return  # no order between them
+        for tokens in wave:
+            request_id = f"r{next(self.numbers)}"
+            self.do(self.queue.enqueue(msgspec.structs.replace(job(request_id, tokens), cached=cached)))
+            self.jobs[request_id], self.places[request_id] = (tokens, cached), next(self.numbers)
+            self.wake(cached)
+            self.who_was_told()
+
+    def who_was_told(self):
+        """They have all the time to come."""
+        if told := self.do(self.redis.zrange(f"{self.prefix}told", 0, -1)):
+            self.do(self.redis.zadd(f"{self.prefix}told", dict.fromkeys(told, time.time() + 30)))
+        return {name.decode() for name in told}
+
+    @rule(
+        name=st.sampled_from(NAMES),
+        claimer=st.sampled_from(["idle", "ahead", "busy"]),
+        budget=st.sampled_from([50, 400]),
+        most=st.integers(1, 2),
+        done=st.integers(0, 1),
+    )
+    def claim(self, name, claimer, budget, most, done):
+        if name not in self.listening:
+            return
+        came, worker = name in self.coming, self.workers[name]
+        self.comes(name)
+        others, idle, waiting = self.idle_ones(), claimer == "idle", sum(tokens for tokens, _ in self.jobs.values())
+        left = budget
+        if others and idle:
+            left = min(budget, max(1, -(-waiting // (others + 1))))
+        elif others and (self.pass_on(IDLE) or self.idle_ones()):
+            left = 0
+        took: list[str] = []
+        for request_id, (tokens, _) in self.jobs.items():
+            if left <= 0 or len(took) == most or (tokens > left and (took or claimer == "busy")):
+                break
+            took.append(request_id)
+            left -= tokens
+        worker.done_s = (1000.0 * done, 0.0)
+        claims, _ = self.do(worker.claim(name, budget, most, 0, claimer, 50.0))
+        assert [claim.job.request_id for claim in claims] == took
+        for request_id in took:
+            self.held[request_id] = (self.places[request_id], name, self.jobs.pop(request_id))
+        room = (left > 0 and len(took) < most) or (not took and left <= 0)
+        if not self.jobs and room:
+            self.waits(name, "busy" if idle and took else claimer, False, 1000.0 * done)
+        assert worker.waits == (name in self.waiters)
+        if took:
+            self.pass_on(ROOM)
+        self.excused |= came and not took
+
+    @rule(
+        name=st.sampled_from(NAMES),
+        claimer=st.sampled_from(["idle", "busy"]),
+        left=st.booleans(),
+        done=st.integers(0, 1),
+    )
+    def wait(self, name, claimer, left, done):
+        """Right after a claim."""
+        if name not in self.listening or name in self.coming | self.waiters.keys():
+            return
+        args = (name, 50.0, claimer, int(left), 1000.0 * done)
+        expected = bool(self.jobs) and not left
+        assert self.do(self.queue.call("wait", *args)) == int(expected)
+        if not expected:
+            self.waits(name, claimer, left, 1000.0 * done)
+
+    @rule(name=st.sampled_from(NAMES))
+    def leave(self, name):
+        if name in self.listening:
+            self.workers[name]._listed = True
+            self.do(self.workers[name].leave())
+            self.comes(name)
+            self.pass_on(ROOM)
+
+    @rule(name=st.sampled_from(NAMES))
+    def die_or_start(self, name):
+        lives = name not in self.listening
+        self.do(self.hears(name, lives))
+        self.excused |= name in self.coming
+        self.coming.discard(name)
+
+    @rule(name=st.sampled_from(NAMES))
+    def be_late(self, name):
+        if name in self.waiters:
+            self.late.add(name)
+            self.do(self.redis.zadd(f"{self.prefix}waits_until", {name: 1.0}))
+        if name in self.told:
+            self.told.discard(name)
+            self.do(self.redis.zrem(f"{self.prefix}told", name))
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data(), gives_back=st.booleans())
+    def end(self, data, gives_back):
+        request_id = data.draw(st.sampled_from(sorted(self.held)))
+        self.places[request_id], name, known = self.held.pop(request_id)
+        assert self.do((self.queue.release if gives_back else self.queue.ack)(name, request_id, 1))
+        if gives_back:
+            self.jobs[request_id] = known
+            self.jobs = dict(sorted(self.jobs.items(), key=lambda item: self.places[item[0]]))
+            self.wake(known[1])
+
+    @invariant()
+    def those_that_wait_and_were_told_are_as_in_the_model(self):
+        if not hasattr(self, "jobs"):
+            return
+        assert self.who_was_told() == self.told
+        order = [name.decode() for name in self.do(self.redis.zrange(f"{self.prefix}waiters", 0, -1))]
+        live = [name for name in sorted(self.waiters, key=self.waiters.__getitem__) if name not in self.late]
+        assert [name for name in order if name not in self.late] == live
+        assert [row["id"] for row in self.do(peek(self.queue, 100))] == list(self.jobs)
+
+    @invariant()
+    def no_job_waits_for_a_worker_that_waits_for_a_job(self):
+        """While one waits that has not left what waits, another has been told and will come: unless who was told died,
+        or came and took nothing."""
+        if not hasattr(self, "jobs") or not self.jobs:
+            self.excused = False
+            return
+        free = [name for name, (part, *_) in self.waiters.items() if part % 2 == 0 and name in self.listening]
+        assert self.coming or self.excused or not set(free) - self.late
+
+    def teardown(self):
+        for name in list(self.listening):
+            self.do(self.hears(name, False))
+        for request_id in [*self.jobs, *self.held]:
+            self.do(self.queue.cancel(request_id, 9))
+        self.do(self.redis.delete(f"{self.prefix}told"))
+        self.do(assert_no_leaks(self.redis, self.namespace))
+        self.do(self.redis.aclose())
+        self.runner.close()
+
+
 @pytest.mark.slow
-def test_any_order_of_transitions_matches_the_model(server):
-    QueueMachine.url = server.url
+@pytest.mark.parametrize(("machine", "examples"), [(QueueMachine, 60), (WaitersMachine, 60)])
+def test_any_order_of_transitions_matches_the_model(server, machine, examples):
+    machine.url = server.url
     run_state_machine_as_test(
-        QueueMachine,
+        machine,
         settings=settings(
-            max_examples=60, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
+            max_examples=examples, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
         ),
     )

@@ -359,7 +359,7 @@ async def listening(queues, name, *how, within_s=60.0):
 
 
 async def told(queue):
-    await until(queue._woken.is_set, "it is told", 15)
+    await until(queue._woken.is_set, "it is told")
 
 
 @pytest.mark.parametrize("how", [("idle", 0, 0.0), ("busy", 0, 0.0)])
