@@ -83,11 +83,12 @@ def tiny_model(
     return folder
 
 
-def scheduler_of(folder: Path, blocks: int, window: int | None = None, **arguments: Any) -> Any:
-    """vLLM's own, as engines of ours have it, with so many blocks of 16 tokens. `window`: of a second layer.
-    `arguments`: of the engine, as `kv_transfer_config`; by default it has no connector."""
+def scheduler_of(folder: Path, blocks: int, window: int | None = None, *, ahead: bool = False, **arguments: Any) -> Any:
+    """vLLM's own, as engines of ours have it, with so many blocks of 16 tokens. `window`: of a second layer. `ahead`:
+    asynchronous scheduling. `arguments`: of the engine, as `kv_transfer_config`; by default it has no connector."""
     import torch
     from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.v1.core.sched.async_scheduler import AsyncScheduler
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
     from vllm.v1.structured_output import StructuredOutputManager
@@ -101,12 +102,13 @@ def scheduler_of(folder: Path, blocks: int, window: int | None = None, **argumen
     made = AsyncEngineArgs(str(tiny_model(folder)), scheduling_policy="priority", block_size=16, **limits)
     config = made.create_engine_config()
     config.cache_config.num_gpu_blocks = blocks
+    config.scheduler_config.async_scheduling = ahead  # vLLM turns it off on CPUs
     layout = {"block_size": 16, "num_kv_heads": 1, "head_size": 32, "dtype": torch.float32}
     groups = [KVCacheGroupSpec(["layer"], FullAttentionSpec(**layout))]
     if window is not None:
         groups.append(KVCacheGroupSpec(["windowed"], SlidingWindowSpec(**layout, sliding_window=window)))
     caches = KVCacheConfig(blocks, [], groups)
-    return Scheduler(config, caches, StructuredOutputManager(config), 16)
+    return (AsyncScheduler if ahead else Scheduler)(config, caches, StructuredOutputManager(config), 16)
 
 
 def frames(prompt: list[int], max_tokens: int = 8, *, lora: Any = None, **sampling: Any) -> list[bytes]:

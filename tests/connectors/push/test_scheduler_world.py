@@ -1,6 +1,7 @@
 """Two engines' schedulers, vLLM's own with this connector's half, over symbolic KV: each slot of a block holds a mark
 of the tokens up to its position and of their adapter. No step may read another mark than its request's, and in the end
-all blocks are free. What the engines compute and send is played here, in random order, with aborts and failures."""
+all blocks are free. What the engines compute and send is played here, in random order, with aborts and failures; with
+asynchronous scheduling a step is begun while the one before waits for the device, and WRITEs wait for neither."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ import collections
 import itertools
 import random
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,10 @@ def marks(tokens: list[int], adapter: int) -> list[int]:
     return list(itertools.accumulate(tokens, lambda before, token: hash((before, token)), initial=adapter))[1:]
 
 
+def sampled_after(tokens: list[int]) -> int:
+    return 3 + abs(hash(tuple(tokens))) % 9
+
+
 class Stream:
     """What a prefill engine sends of one request."""
 
@@ -39,8 +45,18 @@ class Stream:
             self.epoch, self.pending, self.closed = epoch, [], False
 
 
+@dataclass
+class Step:
+    """One that was begun. `work`: key, known tokens, first and last position, block tables, whether it samples."""
+
+    scheduled: Any
+    connector_output: Any
+    work: list[tuple[str, list[int], int, int, list[list[int]], bool]]
+    sampled: list[list[int]] | None = None  # once the device has computed it
+
+
 class Engine:
-    def __init__(self, name: str, world: World, folder: Path, blocks: int, window: int | None) -> None:
+    def __init__(self, name: str, world: World, folder: Path, blocks: int, window: int | None, ahead: int) -> None:
         from vllm.config import KVTransferConfig
 
         kv = KVTransferConfig(
@@ -53,7 +69,8 @@ class Engine:
         )
         limits = {"max_num_batched_tokens": 96, "max_num_seqs": 8, "kv_transfer_config": kv}
         self.name, self.world, self.windows = name, world, [None, window][: 1 if window is None else 2]
-        self.scheduler = scheduler_of(folder, blocks, window, **limits)
+        self.scheduler = scheduler_of(folder, blocks, window, ahead=ahead > 1, **limits)
+        self.ahead, self.begun = ahead, collections.deque[Step]()
         self.connector = self.scheduler.connector
         self.slots: dict[int, list[int | None]] = collections.defaultdict(lambda: [None] * BLOCK)
         self.streams: dict[str, Stream] = {}
@@ -82,27 +99,33 @@ class Engine:
             self.scheduler.finish_requests(key, RequestStatus.FINISHED_ABORTED)
             self.connector.drop([key])
 
+    @property
+    def busy(self) -> bool:
+        return bool(self.begun) or self.scheduler.has_requests()
+
     def step(self) -> None:
-        from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+        if len(self.begun) < self.ahead and self.scheduler.has_requests():
+            self._schedule()
+        if self.ahead == 1 or self.world.random.random() < 0.4:
+            self._finish(self.begun.popleft())
+        elif self.world.random.random() < 0.3:
+            self._execute(self.begun[0])
+
+    def _schedule(self) -> None:
+        from vllm.v1.outputs import KVConnectorOutput
 
         from connectors.push.metadata import RankReport
 
         step, requests = self.scheduler.schedule(), self.scheduler.requests
         self.world.preempted += len(step.preempted_req_ids or ())
-        meta, ids = step.kv_connector_metadata, list(step.num_scheduled_tokens)
-        if meta is not None:
-            self._begin(meta)
-        for block in step.new_block_ids_to_zero or ():
-            self.slots.pop(block, None)
-        sampled = []
-        for key in ids:
-            request, count = requests[key], step.num_scheduled_tokens[key]
+        if step.kv_connector_metadata is not None:
+            self._begin(step.kv_connector_metadata)
+        work = []
+        for key, count in step.num_scheduled_tokens.items():
+            request, tables = requests[key], self.scheduler.kv_cache_manager.get_block_ids(key)
             end = request.num_computed_tokens  # vLLM counts what it has scheduled
-            self._compute(key, list(request.all_token_ids), end - count, end)
-            sampled.append([3 + abs(hash(tuple(request.all_token_ids))) % 9] if end >= request.num_tokens else [])
-        for computed in meta.computed if meta is not None else ():
-            if not computed.earlier:
-                self._computed(computed)
+            tokens, samples = list(request.all_token_ids), not request.is_prefill_chunk
+            work.append((key, tokens, end - count, end, [list(table) for table in tables], samples))
         kv = KVConnectorOutput(
             finished_sending=self.sent or None,
             finished_recving=(self.received | self.failed) or None,
@@ -110,10 +133,34 @@ class Engine:
             kv_connector_worker_meta=RankReport(frozenset(self.unreceived), frozenset(self.unpushed), 0, {}),
         )
         self.sent, self.received, self.failed, self.unpushed, self.unreceived = (set[str]() for _ in range(5))
+        self.begun.append(Step(step, kv, work))
+
+    def _execute(self, step: Step) -> None:
+        if step.sampled is not None:
+            return
+        for block in step.scheduled.new_block_ids_to_zero or ():
+            self.slots.pop(block, None)
+        step.sampled = []
+        for key, tokens, begin, end, tables, samples in step.work:
+            while len(tokens) < end:  # steps that had not ended when this one was begun have sampled these
+                tokens.append(sampled_after(tokens))
+            self._compute(key, tokens, begin, end, tables)
+            step.sampled.append([sampled_after(tokens[:end])] if samples else [])
+        meta = step.scheduled.kv_connector_metadata
+        for computed in meta.computed if meta is not None else ():
+            if not computed.earlier:
+                self._computed(computed)
+
+    def _finish(self, step: Step) -> None:
+        from vllm.v1.outputs import ModelRunnerOutput
+
+        self._execute(step)
+        ids = [key for key, *_ in step.work]
         index = {key: at for at, key in enumerate(ids)}
-        self.scheduler.update_from_output(
-            step, ModelRunnerOutput(ids, index, sampled_token_ids=sampled, kv_connector_output=kv)
+        output = ModelRunnerOutput(
+            ids, index, sampled_token_ids=step.sampled, kv_connector_output=step.connector_output
         )
+        self.scheduler.update_from_output(step.scheduled, output)
 
     def _begin(self, meta: Any) -> None:
         for lost in meta.preempted:
@@ -148,9 +195,9 @@ class Engine:
             stream.pending.append(Chunk(computed.start, computed.blocks, whole=computed.whole))
             stream.closed |= computed.closed
 
-    def _compute(self, key: str, tokens: list[int], begin: int, end: int) -> None:
+    def _compute(self, key: str, tokens: list[int], begin: int, end: int, tables: list[list[int]]) -> None:
         known = marks(tokens, self.world.adapters[key])
-        for window, table in zip(self.windows, self.scheduler.kv_cache_manager.get_block_ids(key), strict=True):
+        for window, table in zip(self.windows, tables, strict=True):
             for at in range(0 if window is None else max(0, begin - window + 1), begin):
                 held = self.slots[table[at // BLOCK]][at % BLOCK]
                 assert table[at // BLOCK] and held == known[at], f"{self.name}: {key} reads {at} of {begin}: {held}"
@@ -160,9 +207,9 @@ class Engine:
 
 
 class World:
-    def __init__(self, seed: int, folder: Path, blocks: int, window: int | None, hasher: Callable[..., Any]) -> None:
+    def __init__(self, seed: int, hasher: Callable[..., Any], *engine: Any) -> None:
         self.random, self.hasher, self.adapters = random.Random(seed), hasher, dict[str, int]()
-        self.engines = {name: Engine(name, self, folder, blocks, window) for name in "AB"}
+        self.engines = {name: Engine(name, self, *engine) for name in "AB"}
         self.numbers, self.landed, self.preempted = itertools.count(), 0, 0
         self.prefixes = [[self.random.randrange(60, 500) for _ in range(length)] for length in (48, 100, 160)]
 
@@ -234,10 +281,10 @@ class World:
         for turn in range(STEPS + SETTLED_AFTER):
             if turn < STEPS and self.random.random() < 0.8:
                 self.act()
-            elif turn >= STEPS and not any(engine.scheduler.has_requests() for engine in self.engines.values()):
+            elif turn >= STEPS and not any(engine.busy for engine in self.engines.values()):
                 break
             for engine in self.engines.values():
-                if engine.scheduler.has_requests() and self.random.random() < 0.85:
+                if engine.busy and self.random.random() < 0.85:
                     engine.step()
             self.transfer()
         for engine in self.engines.values():
@@ -246,9 +293,13 @@ class World:
             assert (left, pool.get_num_free_blocks()) == ({}, pool.num_gpu_blocks - 1)
 
 
-@pytest.mark.parametrize(("blocks", "window"), [(30, None), (30, 40)], ids=["short of memory", "windows"])
+@pytest.mark.parametrize(
+    ("blocks", "window", "ahead"),
+    [(30, None, 1), (30, 40, 1), (28, None, 2), (44, 40, 2)],
+    ids=["short of memory", "windows", "asynchronous", "asynchronous with windows"],
+)
 def test_no_step_reads_others_kv_and_all_blocks_are_free_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, blocks: int, window: int | None
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, blocks: int, window: int | None, ahead: int
 ) -> None:
     from vllm.utils.hashing import sha256
     from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
@@ -263,7 +314,8 @@ def test_no_step_reads_others_kv_and_all_blocks_are_free_again(
     init_none_hash(sha256)
     landed = preempted = 0
     for seed in range(8):
-        world = World(seed, tmp_path / "tiny", blocks, window, get_request_block_hasher(BLOCK, sha256))
+        hasher = get_request_block_hasher(BLOCK, sha256)
+        world = World(seed, hasher, tmp_path / "tiny", blocks, window, ahead)
         world.run()
         landed, preempted = landed + world.landed, preempted + world.preempted
     assert landed > 10 and preempted > 10, "the worlds try what they are for"
