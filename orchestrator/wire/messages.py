@@ -13,8 +13,9 @@ import msgspec
 
 from orchestrator.types import KVSource, PrefixEvents, WorkerLoad
 
-# Raised whenever a message below changes meaning; part of EngineIdentity, so mixed fleets are refused.
-PROTOCOL_VERSION = 10
+# Raised whenever a message below, or a worker's entry in the registry, changes meaning; part of EngineIdentity, so that
+# mixed fleets are refused.
+PROTOCOL_VERSION = 11
 
 
 class MessageError(ValueError):
