@@ -203,7 +203,8 @@ def _best_prefill(
     window: Sequence[LoadSample], current: Split, at_once: int, config: RatioConfig, slo: SLOConfig, overloaded: bool
 ) -> int:
     """The number of prefill workers of the split with most headroom; the current number if more headroom is not needed
-    or the gain is below `GAIN`. Only `at_once` more are asked about: half the way to a better split may bear less.
+    or the gain is below `GAIN` (`OVERLOADED_GAIN`). Only `at_once` more are asked about: half the way to a better split
+    may bear less.
 
     With `overloaded` the current split is left even for one with less headroom, because the sequences that decode now
     do not fit on its decode workers; but not for one without prefill workers.
