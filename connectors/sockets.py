@@ -13,7 +13,7 @@ import struct
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -51,25 +51,34 @@ def connections() -> list[Connection]:
             continue
         if kind == "socket":
             fds[int(inode.strip("[]"))] = int(name)
-    return [one._replace(fd=fds[one.inode]) for one in _of_all_processes() if one.inode in fds]
+    mine = _of_all_processes(lambda inode, listens: inode in fds)
+    return [one._replace(fd=fds[one.inode]) for one in mine]
 
 
-def _of_all_processes() -> Iterator[Connection]:
-    """Those of this machine, or of this container, without descriptors."""
+def _of_all_processes(wanted: Callable[[int, bool], bool]) -> Iterator[Connection]:
+    """Of the sockets of this machine, or of this container, those that are wanted by inode and whether they listen;
+    without descriptors. Raises OSError where they cannot be read."""
     for table in ("tcp", "tcp6"):
         try:
             rows = Path(f"/proc/self/net/{table}").read_text().splitlines()[1:]
-        except OSError:
+        except FileNotFoundError:
             continue  # without IPv6
-        for row in rows:
+        for row in rows:  # tens of thousands on a busy host
             _, here, there, state, queues, _, _, _, _, inode, *_ = row.split()
-            unread, listens = int(queues.partition(":")[2], 16), int(state, 16) == _LISTEN
-            yield Connection(-1, _address(here), _address(there), listens, unread, int(inode))
+            listens = int(state, 16) == _LISTEN
+            if wanted(int(inode), listens):
+                unread = int(queues.partition(":")[2], 16)
+                yield Connection(-1, _address(here), _address(there), listens, unread, int(inode))
 
 
 def listening() -> set[Listener]:
     """Where this process listens."""
     return {(*one.here, one.inode) for one in connections() if one.listens}
+
+
+def _listening_here() -> set[Listener]:
+    """Where processes of this machine, or of this container, listen. Raises OSError."""
+    return {(*one.here, one.inode) for one in _of_all_processes(lambda inode, listens: listens)}
 
 
 def tear_down(connection: Connection) -> None:
@@ -141,23 +150,26 @@ class PeerAddresses:
         where none has said it: then nothing was written yet. May take a second.
 
         A port may be another process's by now. So on this machine the socket is looked for, and elsewhere the port has
-        to refuse connections."""
+        to refuse connections. Raises OSError where sockets cannot be listed."""
         known = self._engines.get(engine, _Addresses())
         if known.listens is None:
             return known.answers is not None and refuses(*known.answers)
-        mine, there = _own_addresses(), {one.inode for one in _of_all_processes() if one.listens}
+        mine, there = _own_addresses(), {inode for _, _, inode in _listening_here()}
         return bool(known.listens) and all(
             inode not in there if _is_own(address, mine) else refuses(address, port)
             for address, port, inode in sorted(known.listens)
         )
 
     def is_local(self, engine: str) -> bool:
-        """Whether the engine runs on this machine, and may write without a connection: it listens at addresses of this
-        machine only. It may be another interface's than that of this process."""
+        """Whether the engine runs on this machine, and may write without a connection: one of its sockets is here, or
+        it listens at addresses of this machine only. It may be another interface's than that of this process, and one
+        that has gone away since."""
         known, mine = self._engines.get(engine, _Addresses()), _own_addresses()
         told = {address for address, *_ in known.listens or ()}
         told = told or (_packed(known.answers[0]) if known.answers is not None else set())
-        return bool(told) and all(_is_own(address, mine) for address in told)
+        if told and all(_is_own(address, mine) for address in told):
+            return True
+        return not _listening_here().isdisjoint(known.listens or ())
 
     def _metadata(self, engine: str) -> set[bytes]:
         with self._lock:

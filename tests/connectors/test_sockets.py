@@ -124,7 +124,7 @@ def test_an_engine_of_this_machine_is_waited_for_until_it_has_ended(
     know(peer_addresses, "P", at)
     its = sockets.Connection(-1, (at, 7), (bytes(4), 0), True, 0, INODE)
     there = [its]
-    monkeypatch.setattr(sockets, "_of_all_processes", lambda: there)
+    monkeypatch.setattr(sockets, "_of_all_processes", lambda wanted: there)
     assert not peer_addresses.cut_off("P", settled=True)
     assert torn == []
     there[:] = [its._replace(inode=INODE + 1)]  # another process has its port by now
@@ -191,6 +191,17 @@ def test_an_engine_has_ended_when_all_its_sockets_are_closed_whoever_has_its_por
         peer_addresses.forget("P", awaited=())
         assert peer_addresses.has_ended("P"), "it says where it listens once for each of its connections"
     assert not peer_addresses.has_ended("other")  # no socket of it is known
+
+
+def test_an_engine_whose_interface_has_gone_away_is_of_this_machine_while_it_lives(torn: list[int]) -> None:
+    """UCX listens at each interface that there is, a container's too."""
+    peer_addresses = PeerAddresses()
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        its = [one for one in listening() if one[:2] == (LOOPBACK, server.getsockname()[1])]
+        peer_addresses.connecting("P", b"port", ANSWERS)
+        peer_addresses.listens("P", [*its, (ELSEWHERE, 7, INODE)])
+        assert peer_addresses.is_local("P") and not peer_addresses.cut_off("P", settled=False)
+    assert not peer_addresses.is_local("P") and peer_addresses.cut_off("P", settled=False)
 
 
 def test_an_engine_of_another_machine_has_ended_when_all_its_ports_refuse(monkeypatch: pytest.MonkeyPatch) -> None:

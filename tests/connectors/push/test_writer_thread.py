@@ -164,7 +164,10 @@ def test_the_thread_goes_on_after_an_event_that_could_not_be_asked(
 ) -> None:
     """As while the engine's thread captures a graph: then no other may ask for events."""
 
+    asked: list[LateEvent] = []
+
     def refused(event: LateEvent) -> bool:
+        asked.append(event)
         raise RuntimeError("operation not permitted when stream is capturing")
 
     with monkeypatch.context() as capturing:
@@ -173,7 +176,7 @@ def test_the_thread_goes_on_after_an_event_that_could_not_be_asked(
         register(nixl, "a")
         step(worker, Computed("a", 0, 0, ((1,),), closed=False))
         soon(worker._events.empty, "the news of a step")
-        time.sleep(0.05)  # some turns
+        soon(lambda: len(asked) > 2, "some turns")
     step(worker, Computed("a", 0, 1, ((2,),), closed=True))
     for computed in worker.steps:
         computed.happened.set()
