@@ -314,13 +314,13 @@ class Router:
 
     def outputs_lost(self, worker_id: str) -> None:
         """A message of a worker is lost, and whose tokens it had is unknown."""
-        self._retry_decoding(worker_id, "corrupt_outputs")
+        self._retry_decoding(worker_id, "corrupt_outputs", avoid=worker_id)
 
-    def _retry_decoding(self, worker_id: str, why: str, charge: bool = True) -> None:
+    def _retry_decoding(self, worker_id: str, why: str, charge: bool = True, avoid: str | None = None) -> None:
         """Retry all requests that a worker decodes: an answer must not have a gap."""
         for active in self._requests.of(worker_id):
             if active.decode_worker == worker_id:
-                self._dispatch.retry(active, why, charge=charge)
+                self._dispatch.retry(active, why, avoid=avoid, charge=charge)
 
     def queue_lost(self) -> None:
         """Take all requests out of the queue: while Redis is away no worker can claim their jobs."""

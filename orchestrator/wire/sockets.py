@@ -276,13 +276,15 @@ class Assembler:
 
     def __init__(self) -> None:
         self._unfinished: dict[int, _Unfinished] = {}  # by `Part.message`; first the one whose last part is oldest
+        self._broken = -1  # the last message that came without its first parts
 
     @property
     def unfinished_parts(self) -> int:
         return sum(len(begun.pieces) for begun in self._unfinished.values())
 
     def take(self, frames: Iterable[bytes]) -> list[bytes] | None:
-        """The message that was given to `frames_of`; None while parts of it are missing. Raises MessageError.
+        """The message that was given to `frames_of`; None while parts of it are missing. Raises MessageError, once for
+        a message.
 
         `frames`: those that ZMQ delivered as one message.
         """
@@ -303,7 +305,10 @@ class Assembler:
                 del self._unfinished[number]
             self._unfinished[part.message] = _Unfinished()
         begun = self._unfinished.pop(part.message, None)
+        if part.message == self._broken:
+            return None
         if begun is None or len(begun.pieces) != part.index:
+            self._broken = part.message
             raise MessageError(f"part {part.index + 1} of {part.count} of a message whose other parts did not come")
         begun.pieces.append(part.data)
         begun.at = now

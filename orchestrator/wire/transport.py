@@ -61,7 +61,7 @@ class Disconnected(msgspec.Struct, frozen=True):
 
 
 class Unreadable(msgspec.Struct, frozen=True):
-    """A message of a worker could not be read, or a part of it did not come: what it said is lost."""
+    """A message of a worker could not be read, or came without its first parts: what it said is lost."""
 
     worker_id: str
 

@@ -722,13 +722,14 @@ async def test_lost_outputs_leave_no_gap(said):
     bench = await Bench.asked(FakeRequest("r", prompt_tokens=10))
     ((worker, _),) = bench.submits()
     bench.tokens(worker, "r", [7])
+    bench.fleet.take_load(load_of("d1" if worker == "d0" else "d0", blocks_free=400), time.monotonic())
     if said == "unreadable":
         bench.router.outputs_lost(worker)
     else:
         bench.say(worker, Outputs([], 0.0), [msgspec.msgpack.encode([["r", [8], None]])])
     await bench.settle()
-    worker, again = bench.submits()[-1]
-    assert (again.attempt, again.resume_tokens) == (2, [7])
+    before, (worker, again) = worker, bench.submits()[-1]
+    assert (again.attempt, again.resume_tokens) == (2, [7]) and worker != before
     bench.tokens(worker, "r", [8], attempt=2, finish=FinishReason.LENGTH)
     assert bench.received() == [("r", [7], None), ("r", [8], FinishReason.LENGTH)]
     bench.assert_no_leaks()
