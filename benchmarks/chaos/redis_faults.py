@@ -17,7 +17,9 @@ LASTS_S = 6.0  # longer than the time to live of workers' entries
 PAUSE_S = 30.0
 NOWHERE = ("127.0.0.1", "1")  # a primary that does not answer
 # The first parts of the names of the queue's keys. All other keys of the namespace are the registry's.
-QUEUE_KEYS = ("queue", "job", "claims", "queued_tokens", "leases", "idle", "busy", "affine")
+QUEUE_KEYS = frozenset(
+    "queue job claims queued_tokens leases waiters waits_until told affine dropped sweep_cursor".split()
+)
 
 
 @contextlib.asynccontextmanager

@@ -7,17 +7,26 @@ from __future__ import annotations
 import asyncio
 import http.server
 import json
+import re
 import threading
 import time
 
 import pytest
 from support_client import FleetFailed
+from support_fleet import ROOT
 
 from benchmarks.chaos.fleets import wait_ready
 from benchmarks.chaos.load import Load, Questions, Seen
+from benchmarks.chaos.redis_faults import QUEUE_KEYS
 from benchmarks.chaos.soak import EVERYTHING, SPARING
 from benchmarks.chaos.table import FAULTS
 from orchestrator.wire.addresses import free_ports
+
+
+def test_a_queue_that_is_lost_has_lost_all_its_keys() -> None:
+    sources = (file.read_text() for file in (ROOT / "orchestrator" / "store" / "lua" / "queue").glob("*.lua"))
+    named = {name for source in sources for name in re.findall(r"prefix \.\. '(\w+)", source)}
+    assert named - {"worker", "frontend", "wake"} == QUEUE_KEYS, "the registry's, and a channel"
 
 
 class Starting(http.server.BaseHTTPRequestHandler):

@@ -195,7 +195,7 @@ class QueueMachine(RuleBasedStateMachine):
 
 
 NAMES = ["a", "b", "c"]
-IDLE, ROOM, ALL = 1, 3, 4
+IDLE, LEFT, ROOM, ALL = 1, 2, 3, 4
 
 
 class WaitersMachine(RuleBasedStateMachine):
@@ -259,15 +259,16 @@ class WaitersMachine(RuleBasedStateMachine):
         if name not in self.listening:
             return False
         self.coming.add(name)
+        self.excused = False
         if part == 0:
             self.told.add(name)
         return True
 
-    def tell_first(self, last):
+    def tell_first(self, last, first=0):
         if self.told:
             last = IDLE
         for name in sorted(self.waiters, key=self.waiters.__getitem__):
-            if name not in self.late and self.waiters[name][0] < last and self.tell(name):
+            if name not in self.late and first <= self.waiters[name][0] < last and self.tell(name):
                 return True
         return False
 
@@ -276,8 +277,8 @@ class WaitersMachine(RuleBasedStateMachine):
         if not any(self.tell(name) for name in wanted):
             self.tell_first(ALL)
 
-    def pass_on(self, last):
-        return bool(self.jobs) and self.tell_first(last)
+    def pass_on(self, last, first=0):
+        return bool(self.jobs) and self.tell_first(last, first)
 
     def idle_ones(self):
         return len(self.told) + sum(part == 0 for name, (part, *_) in self.waiters.items() if name not in self.late)
@@ -321,11 +322,12 @@ class WaitersMachine(RuleBasedStateMachine):
         came, worker = name in self.coming, self.workers[name]
         self.comes(name)
         others, idle, waiting = self.idle_ones(), claimer == "idle", sum(tokens for tokens, _ in self.jobs.values())
-        left = budget
+        left, to_idle = budget, bool(others)
         if others and idle:
             left = min(budget, max(1, -(-waiting // (others + 1))))
-        elif others and (self.pass_on(IDLE) or self.idle_ones()):
-            left = 0
+        elif others:
+            to_idle = self.pass_on(IDLE) or bool(self.idle_ones())
+            left = 0 if to_idle else budget
         took: list[str] = []
         for request_id, (tokens, _) in self.jobs.items():
             if left <= 0 or len(took) == most or (tokens > left and (took or claimer == "busy")):
@@ -343,7 +345,9 @@ class WaitersMachine(RuleBasedStateMachine):
         assert worker.waits == (name in self.waiters)
         if took:
             self.pass_on(ROOM)
-        self.excused |= came and not took
+        elif not to_idle:
+            self.pass_on(ROOM, first=LEFT)
+        self.excused |= came and not took and not self.coming
 
     @rule(
         name=st.sampled_from(NAMES),

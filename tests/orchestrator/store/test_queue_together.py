@@ -401,6 +401,24 @@ async def test_no_other_is_told_while_an_idle_worker_is_on_its_way_but_of_what_i
     assert [claim.job.request_id for claim in claims] == ["b"]
 
 
+@pytest.mark.parametrize("window", [0, 32])
+async def test_a_job_that_a_worker_has_no_room_for_is_told_to_the_next_that_has(queues, window):
+    producer, full = await queues(), await listening(queues, "full", "busy", 0, 0.0)
+    roomy = await listening(queues, "roomy", "busy", 0, 1.0)
+    await producer.enqueue(job("a", tokens=500))
+    await told(full)
+    claims, seen = await full.claim("full", 100, 9, window, "busy", wait_s=60)
+    assert not claims and len(seen) == bool(window)
+    if window:
+        assert not roomy._woken.is_set(), "it may choose something"
+        assert not await full.claim_chosen("full", [], False)
+    await told(roomy)
+    await full.call("wait", "full", 60.0, "busy", 1, 0.0)
+    roomy._woken.clear()
+    assert await roomy.claim("roomy", 100, 9, 0, "busy", wait_s=60) == ([], [])
+    assert await order_of(queues) == ["full"], "none that has left it is told again"
+
+
 async def test_a_worker_with_room_leaves_nothing_to_idle_ones_that_died(queues):
     await wait_idle(queues, "dead")
     queue = await queues(waiter="ahead")

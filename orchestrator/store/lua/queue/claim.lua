@@ -159,6 +159,12 @@ local function close_claims(q, claims, window, waits, share)
   return #packed .. '\n' .. packed .. concat(claims.bodies)
 end
 
+-- What a worker leaves to others is an idle one's, whoever it would suit best, or that of one with room. None that has
+-- left it before is told: two of them would wake each other for ever.
+local function pass_on_what_was_left(q, now)
+  if not pass_on(q, 0, IDLE, now) then pass_on(q, LEFT, ROOM, now) end
+end
+
 -- args[7..13]: most tokens, most jobs, window, 'idle', 'ahead' or 'busy', seconds, `done_s` of store/queue.py. Claims
 -- from the head of the queue what fits; the first job fits any budget of an idle worker, and of one that is ahead. Where
 -- another order may be better it claims nothing, and returns the first `window` jobs: one of them is cached on a worker
@@ -180,7 +186,7 @@ local function claim(keys, args)
     budget = math.min(budget, math.max(share, 1))
   elseif others > 0 then
     -- Who is told of a job here was not when it came; and those that have died are known afterwards.
-    if not pass_on(q, IDLE, claims.now) then others = count_idle(q, claims.now) end
+    if not pass_on(q, 0, IDLE, claims.now) then others = count_idle(q, claims.now) end
     if others > 0 then budget = 0 else share = -1 end
   end
   local too_long, all = take_head(q, claims, budget, max_jobs, claimer ~= 'busy')
@@ -192,8 +198,11 @@ local function claim(keys, args)
     await_jobs(q, args[5], idle and took and 'busy' or claimer, false, wait_s, done_s, claims.now)
   end
   local reply = close_claims(q, claims, choice, all, share)
-  -- A worker that leaves all that waits to others tells none: two of them would wake each other for ever.
-  if took then pass_on(q, ROOM, claims.now) end
+  if took then
+    pass_on(q, 0, ROOM, claims.now)
+  elseif others == 0 and #choice == 0 then
+    pass_on_what_was_left(q, claims.now)
+  end
   return reply
 end
 
@@ -214,8 +223,11 @@ local function claim_chosen(keys, args)
     if head then claim_one(head) end
   end
   local reply = close_claims(q, claims, {})
-  -- What it leaves to others is an idle worker's, whoever it would suit best.
-  pass_on(q, #claims.rows > 0 and ROOM or IDLE, claims.now)
+  if #claims.rows > 0 then
+    pass_on(q, 0, ROOM, claims.now)
+  else
+    pass_on_what_was_left(q, claims.now)
+  end
   return reply
 end
 
@@ -232,5 +244,5 @@ end
 local function leave(keys, args)
   local q = open(keys)
   stop_waiting(q, args[1])
-  pass_on(q, ROOM, clock())
+  pass_on(q, 0, ROOM, clock())
 end

@@ -3,7 +3,7 @@
 
 -- The order: an idle worker, an idle one that left what waits to others, one with room beside its work, one with work
 -- that left what waits; of those that are alike the one that is done first with what it has.
-local IDLE, ROOM, ALL = 1, 3, 4  -- ends of parts of that order
+local IDLE, LEFT, ROOM, ALL = 1, 2, 3, 4  -- where each of these four parts ends
 local PART_S = 1e10              -- from one part to the next: more than any unix time
 
 local function order(claimer, left, done_at)
@@ -51,14 +51,14 @@ local function tell(q, waiter, now)
   return true
 end
 
--- Tells the first in the order, up to the end of this part; only an idle one while another of these is expected: that
--- one claims what has come meanwhile too, and tells the next of what it leaves. Returns whether one was told.
-local function tell_first(q, last, now)
+-- Tells the first in the order of these parts; only an idle one while another of these is expected: that one claims what
+-- has come meanwhile too, and tells the next of what it leaves. Returns whether one was told.
+local function tell_first(q, first, last, now)
   if expected(q, now) > 0 then last = IDLE end
   while true do
-    local first = call('ZRANGE', q.waiters, 0, 0, 'WITHSCORES')
-    if not first[1] or tonumber(first[2]) >= last * PART_S then return false end
-    if tell(q, first[1], now) then return true end
+    local found = call('ZRANGEBYSCORE', q.waiters, first * PART_S, '(' .. last * PART_S, 'LIMIT', 0, 1)[1]
+    if not found then return false end
+    if tell(q, found, now) then return true end
   end
 end
 
@@ -69,14 +69,14 @@ local function wake(q, cached, now)
   for waiter in string.gmatch(cached, '@?([^%s@]+)=%d+') do
     if tell(q, waiter, now) then return end
   end
-  tell_first(q, ALL, now)
+  tell_first(q, 0, ALL, now)
 end
 
--- Tells one worker, up to the end of this part of the order, of what waits still. Returns whether one was told.
-local function pass_on(q, last, now)
+-- Tells one worker of these parts of the order of what waits still. Returns whether one was told.
+local function pass_on(q, first, last, now)
   if call('EXISTS', q.waiting, q.waiters) < 2 then return false end
   forget_late(q, now)
-  return tell_first(q, last, now)
+  return tell_first(q, first, last, now)
 end
 
 -- The next job wakes it, for so many seconds. It is done with what it has in `done_s`.
