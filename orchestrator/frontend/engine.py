@@ -298,7 +298,8 @@ class FleetLLM(AsyncLLM):
 
     async def abort(self, request_id: str | Iterable[str], internal: bool = False) -> None:
         request_ids = (request_id,) if isinstance(request_id, str) else as_list(request_id)
-        request_ids = request_ids if internal else list(map(edge.plain_id, request_ids))
+        if not internal:  # a client may send anything
+            request_ids = [edge.plain_id(each) for each in request_ids if isinstance(each, str)]
         self.engine_core.cancel(self.output_processor.abort_requests(request_ids, internal))
 
     def shutdown(self, timeout: float | None = None) -> None:

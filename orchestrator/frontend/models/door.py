@@ -7,6 +7,7 @@ without one show all models, or say where each model's are.
 from __future__ import annotations
 
 import contextlib
+import email
 import html
 import re
 from collections.abc import Iterable, Mapping, MutableMapping
@@ -28,7 +29,6 @@ _OF_ALL = frozenset({"/fleet", "/predictions", "/requests"})  # shown by model
 _OF_ANY = frozenset({"/health", "/ping", "/version", "/metrics", "/docs", "/redoc", "/openapi.json"})
 _POLICY_VIOLATION = 1008  # RFC 6455
 _BOUNDARY = re.compile(rb'boundary="?([^";,\s]{1,70})', re.IGNORECASE)  # RFC 2046, 5.1.1
-_NAMED_MODEL = re.compile(rb'\bname="?model\b', re.IGNORECASE)
 _MAX_PARTS, _MAX_PART_HEAD = 1000, 2000  # of a form, in which `model` is looked for, and bytes of the head of each
 
 
@@ -55,9 +55,14 @@ def _field_model(kind: bytes, body: bytes) -> str | None:
     boundary = _BOUNDARY.search(kind)
     for part in body.split(b"--" + boundary[1], _MAX_PARTS) if boundary else ():
         head, ended, content = part.partition(b"\r\n\r\n")
-        if ended and _NAMED_MODEL.search(head[:_MAX_PART_HEAD]):
+        if ended and b"model" in head[:_MAX_PART_HEAD] and _name_of(head[:_MAX_PART_HEAD]) == "model":
             return content.partition(b"\r\n")[0].decode(errors="replace")
     return None
+
+
+def _name_of(head: bytes) -> object:
+    """The name of a field of a form, by the headers of its part."""
+    return email.message_from_bytes(head.lstrip()).get_param("name", header="content-disposition")
 
 
 class ModelPaths:

@@ -229,6 +229,8 @@ async def test_a_body_that_nests_too_deep_is_its_clients_fault() -> None:
 def test_a_file_that_is_called_model_names_none() -> None:
     form = (
         b'--x\r\nContent-Disposition: form-data; name="file"; filename="model"\r\n\r\nRIFF\r\n'
+        b'--x\r\nContent-Disposition: form-data; name="more"; filename="a; name=model.wav"\r\n\r\nRIFF\r\n'
+        b'--x\r\nContent-Disposition: form-data; name="model-size"\r\n\r\nlarge\r\n'
         b"--x\r\ncontent-disposition: form-data; name=model\r\ncontent-type: text/plain\r\n\r\nb\r\n--x--\r\n"
     )
     for kind in (b"multipart/form-data; boundary=x", b'Multipart/Form-Data; charset=utf-8; Boundary="x"'):
