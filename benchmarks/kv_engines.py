@@ -11,6 +11,7 @@ from collections import defaultdict
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from kv_tables import RunTimes
@@ -72,10 +73,13 @@ class Running:
                     self._last[output.request_id].set_result(output)
 
     def waited_s(self) -> float:
-        """For how long it has waited for its core so far, on which others ran. Its rank has to be in its process."""
+        """For how long it has waited for its core so far, on which others ran; 0 where the kernel does not count that.
+        Of an engine that computes in its own process."""
         (process,) = self.engine._client.resources.engine_manager.processes
-        with open(f"/proc/{process.pid}/schedstat") as file:
-            return int(file.read().split()[1]) / 1e9
+        try:
+            return int(Path(f"/proc/{process.pid}/schedstat").read_text().split()[1]) / 1e9
+        except OSError:
+            return 0.0
 
     async def submit(
         self, key: str, phase: Phase, body: list[bytes], source: KVSource | None = None, **more: Any

@@ -1,7 +1,7 @@
 """The headroom of a split: how much more load it could serve within the objectives, by a queueing model.
 
-Nothing is simulated: two closed forms, one for prefill and one for decode, cost microseconds. `decision` compares
-splits by their headroom.
+Nothing is simulated: two closed forms, one for prefill and one for decode, cost tens of microseconds. `decision`
+compares splits by their headroom.
 """
 
 from __future__ import annotations
