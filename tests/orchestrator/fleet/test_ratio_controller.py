@@ -191,7 +191,7 @@ async def test_long_answers_move_all_prefill_workers_and_are_logged(registry):
     await set_desired(registry, 3, 1, "launcher")
     async with running(registry, fleet_of(P, P, P, D, running=64, waiting=190)), offering(registry, *LONG_ANSWERS):
         ratio = await until(lambda: is_desired(registry, 0, 4), "every worker prefills what it decodes")
-        assert ratio.set_by == "ratio" and "times what arrives" in ratio.why
+        assert ratio.set_by == "ratio" and "of what arrives can be in time" in ratio.why
     history = [event.fields["decision"] for event in await registry.log.read() if event.type == "decided"]
     assert [line.split(":")[0] for line in history] == ["3P1D -> 0P4D"]
     assert "requests/s" in history[0]
