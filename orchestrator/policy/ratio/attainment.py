@@ -18,6 +18,7 @@ from orchestrator.config.settings import SLOConfig
 Z_99, LN_100 = 2.326, 4.605
 MAX_UTILIZATION = 0.95  # utilisation of prefill workers, at most
 MAX_HEADROOM = 64.0
+FEW = 0.05  # of the arriving rate: so little that the headroom is a multiple of it
 _NORMAL = NormalDist()
 STEPS = 18  # of a bisection: it halves its interval each time
 
@@ -104,6 +105,12 @@ def headroom(traffic: Traffic, prefill: int, decode: int, slo: SLOConfig) -> flo
             high = middle
         middle = (low + high) / 2
     return low
+
+
+def multiple(traffic: Traffic, prefill: int, decode: int, slo: SLOConfig) -> float:
+    """As `headroom`, but below 1 too the multiple of the arriving rate at which 99% of requests would be in time."""
+    few = msgspec.structs.replace(traffic, requests_per_s=FEW * traffic.requests_per_s)
+    return FEW * headroom(few, prefill, decode, slo)
 
 
 def max_utilization(workers: int, traffic: Traffic, ttft_slo_s: float) -> float:

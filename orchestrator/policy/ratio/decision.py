@@ -13,9 +13,19 @@ import msgspec
 
 from orchestrator.config.settings import RatioConfig, SLOConfig
 from orchestrator.policy.predict.predictor import Z_95
-from orchestrator.policy.ratio.attainment import Split, Traffic, after_moves, headroom, scale_prefill_times
+from orchestrator.policy.ratio.attainment import Split, Traffic, after_moves, headroom, multiple, scale_prefill_times
 from orchestrator.policy.ratio.caches import Caches, caches_of
-from orchestrator.policy.ratio.load import INTERVAL_S, MIN_WINDOWS_S, WINDOW_S, LoadSample, recent, residence_s, traffic
+from orchestrator.policy.ratio.load import (
+    INTERVAL_S,
+    MIN_WINDOWS_S,
+    WINDOW_S,
+    LoadSample,
+    caches_filling,
+    decode_growing,
+    recent,
+    residence_s,
+    traffic,
+)
 from orchestrator.types import DesiredRatio
 
 COOL_DOWN_S = 10.0  # no change for this long after any change, an operator's included
@@ -31,9 +41,9 @@ PREFILL_LATER = 0.9
 # While all requests are in time, nothing is changed for a fleet that works for less than this share of its time: most
 # requests find an idle worker on either split.
 NEARLY_IDLE = 0.25
-# Another split must bear more load by the first share, and under overload have more requests in time by the second: a
-# model of 99th percentiles tells no smaller share of them.
-GAIN, OVERLOADED_GAIN = 0.02, 0.01
+# Another split must bear more load by the first share. Under overload it must have more requests in time by the second,
+# since a model of 99th percentiles tells no smaller share; and if that is less than the third, bear more load as well.
+GAIN, OVERLOADED_GAIN, SURE_GAIN = 0.02, 0.01, 0.1
 BACK_GAIN = 0.05  # and by this one to take a change back within `COOL_DOWN_S`
 NEVER_S = 1e6  # a TPOT objective that every request meets
 # A move to prefill must be better even if the prefill work is this many standard errors off; a move to decode, one. The
@@ -99,8 +109,8 @@ def desired_ratio(
 
     The current split is kept for `COOL_DOWN_S` (`QUICK_S`) after a change, while fewer than `MIN_REQUESTS` requests
     arrive, while its headroom is above `PREFILL_LATER / BUSY` (for a move to decode: `DECODE_EARLIER / BUSY`), while
-    the workers are nearly idle and all requests in time, and unless another split's headroom is larger by `GAIN`, or by
-    `OVERLOADED_GAIN` where not all can be in time, in spite of chance (`_gains`). Within `COOL_DOWN_S` a change back
+    the workers are nearly idle and all requests in time, and unless another split's headroom is larger by `GAIN`, or as
+    is said there where not all can be in time, in spite of chance (`_gains`). Within `COOL_DOWN_S` a change back
     needs `BACK_GAIN`: a load that alternates would drag workers to and fro for little.
 
     The latest samples are evaluated first, then longer windows, whose larger number of requests shows a smaller gain.
@@ -127,7 +137,7 @@ def desired_ratio(
             continue
         at_once = max_step * unit_size if max_step else _max_move_to_prefill(split)
         more = _agreed_move(part, split, at_once, config, slo)
-        if more < 0 or (more > 0 and (least_s > 0 or quick) and not _caches_filling(part)):
+        if more < 0 or (more > 0 and (least_s > 0 or quick) and not caches_filling(part)):
             found = _decision(part, current, split, more, slo)
             gain = found.headroom_after / max(1e-9, found.headroom_before) - 1
             if since_s >= COOL_DOWN_S or more * went > 0 or gain >= BACK_GAIN:
@@ -205,7 +215,7 @@ def _best_prefill(
     window: Sequence[LoadSample], current: Split, at_once: int, config: RatioConfig, slo: SLOConfig, overloaded: bool
 ) -> int:
     """The number of prefill workers of the split with most headroom; the current number if more headroom is not needed
-    or the gain is below `GAIN` (`OVERLOADED_GAIN`). Only `at_once` more are asked about: half the way to a better split
+    or the gain is too small (`GAIN`). Only `at_once` more are asked about: half the way to a better split
     may bear less.
 
     With `overloaded` the current split is left even for one with less headroom, because the sequences that decode now
@@ -223,7 +233,7 @@ def _best_prefill(
     holding = math.ceil(window[-1].sequences / window[-1].max_sequences)
     most = total - max(config.min_decode, holding)
     most = min(current.prefill + at_once, most) if most >= config.min_prefill else current.prefill
-    if now * BUSY > PREFILL_LATER or _decode_growing(window):
+    if now * BUSY > PREFILL_LATER or decode_growing(window):
         most = min(most, current.prefill)
     unit = current.unit_size
     step = unit * max(1, total // unit // MAX_SPLITS)
@@ -244,8 +254,14 @@ def _best_prefill(
     if overloaded and gains.get(0, 1.0) < 1:
         gains[0] = 0.0  # the last prefill worker holds back long prompts, which would delay all others
     best = max(gains, key=lambda prefill: (gains[prefill], -abs(prefill - current.prefill)))
-    gain = GAIN if now >= 1 else OVERLOADED_GAIN
-    return best if gains[best] >= gains[current.prefill] * (1 + gain) else current.prefill
+    gain = gains[best] / max(1e-9, gains[current.prefill]) - 1
+    if now < 1 and gain < SURE_GAIN:
+        if gain < OVERLOADED_GAIN:
+            return current.prefill
+        more, before = best - current.prefill, multiple(arriving, current.prefill, current.decode, slo)
+        moved = _traffic_after(arriving, caches, current, more)
+        gain = multiple(moved, best, current.decode - more, slo) / max(1e-9, before) - 1
+    return best if gain >= GAIN else current.prefill
 
 
 def _gains(
@@ -302,36 +318,6 @@ def _decode_overloaded(window: Sequence[LoadSample], current: Split) -> bool:
     return all(
         sample.sequences - Z_95 * math.sqrt(sample.sequences) > sample.max_sequences * current.decode
         for sample in window
-    )
-
-
-def _decode_growing(window: Sequence[LoadSample]) -> bool:
-    """Whether the number of decoding sequences grows, by more than chance (two standard deviations of Poisson numbers).
-
-    While it grows the longest answers have not ended, so the future load of decode workers is not known.
-    """
-    seconds, first = 0.0, len(window) - 1
-    while first > 0 and seconds < MIN_WINDOWS_S[0]:
-        seconds += window[first].period_s
-        first -= 1
-    before, after = window[first].decoding, window[-1].decoding
-    return after - before > 2 * math.sqrt(before + after)
-
-
-def _caches_filling(window: Sequence[LoadSample]) -> bool:
-    """Whether prompts cost less in the second half than in the first, by more than chance (a standard error).
-
-    Caches fill after a start or a change of load. Until they are full, prompts look longer than they will be, and more
-    prefill workers seem to be needed.
-    """
-    middle = len(window) // 2
-    parts = window[:middle], window[middle:]
-    first, second = (traffic(part) for part in parts)
-    if first is None or second is None:
-        return False
-    requests = [sum(sample.offered.requests for sample in part) for part in parts]
-    return first.least_s - second.least_s > math.hypot(
-        *(math.sqrt(half.least_s2 / count) for half, count in zip((first, second), requests, strict=True))
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import msgspec
@@ -178,3 +179,33 @@ def residence_s(window: Sequence[LoadSample], arriving: Traffic) -> float:
     """Mean seconds that a request stays on a decode worker, by Little's law."""
     seconds = sum(sample.period_s for sample in window)
     return sum(sample.decoding * sample.period_s for sample in window) / (arriving.requests_per_s * seconds)
+
+
+def decode_growing(window: Sequence[LoadSample]) -> bool:
+    """Whether the number of decoding sequences grows, by more than chance (two standard deviations of Poisson numbers).
+
+    While it grows the longest answers have not ended, so the future load of decode workers is not known.
+    """
+    seconds, first = 0.0, len(window) - 1
+    while first > 0 and seconds < MIN_WINDOWS_S[0]:
+        seconds += window[first].period_s
+        first -= 1
+    before, after = window[first].decoding, window[-1].decoding
+    return after - before > 2 * math.sqrt(before + after)
+
+
+def caches_filling(window: Sequence[LoadSample]) -> bool:
+    """Whether prompts cost less in the second half than in the first, by more than chance (a standard error).
+
+    Caches fill after a start or a change of load. Until they are full, prompts look longer than they will be, and more
+    prefill workers seem to be needed.
+    """
+    middle = len(window) // 2
+    parts = window[:middle], window[middle:]
+    first, second = (traffic(part) for part in parts)
+    if first is None or second is None:
+        return False
+    requests = [sum(sample.offered.requests for sample in part) for part in parts]
+    return first.least_s - second.least_s > math.hypot(
+        *(math.sqrt(half.least_s2 / count) for half, count in zip((first, second), requests, strict=True))
+    )

@@ -110,14 +110,29 @@ def test_hysteresis_and_cool_down(monkeypatch):
     ahead = DesiredRatio(4, 4, set_at=3700.0)  # by a clock that was set back by an hour since
     assert decide(CODE, CODE, CODE, current=ahead) is not None
     assert decide() is None
+    monkeypatch.setattr(decision, "SURE_GAIN", 9.0)
+    assert decide(CODE, CODE, CODE) is not None
     monkeypatch.setattr(decision, "OVERLOADED_GAIN", 0.9)
     assert decide(CODE, CODE, CODE) is None
+
+
+@pytest.mark.parametrize(
+    ("in_time", "load", "moved"), [(1.005, 2.0, False), (1.05, 0.9, False), (1.05, 1.03, True), (1.15, 0.9, True)]
+)
+def test_where_few_more_would_be_in_time_the_split_must_bear_more_load_too(monkeypatch, in_time, load, moved):
+    """The model of percentiles tells no small difference: two measures of it must agree."""
+    for measure, gain in (("headroom", in_time), ("multiple", load)):
+        found = {True: 0.8 * gain, False: 0.8}
+        monkeypatch.setattr(decision, measure, lambda traffic, prefill, decode, slo, found=found: found[prefill > 4])
+    assert (decide(CODE, CODE, CODE) is not None) == moved
 
 
 @pytest.mark.parametrize(("gain", "went"), [(gain, went) for gain in (0.03, 0.15) for went in (-1, 0, 1)])
 def test_a_change_is_taken_back_within_a_cool_down_only_for_a_large_gain(monkeypatch, gain, went):
     """Where requests end within two seconds it may go on the same way. One that others made stays for a cool-down."""
-    monkeypatch.setattr(decision, "headroom", lambda traffic, prefill, decode, slo: 0.5 + 0.5 * gain * (prefill > 4))
+    found = {True: 0.5 + 0.5 * gain, False: 0.5}
+    for measure in ("headroom", "multiple"):
+        monkeypatch.setattr(decision, measure, lambda traffic, prefill, decode, slo: found[prefill > 4])
     for after_s, moved in ((3, False), (5, went > 0 or (went < 0 and gain > 0.1)), (15, True)):
         last = DesiredRatio(4, 4, set_at=CODE.at - after_s)
         assert (decide(CODE, CODE, CODE, current=last, went=went) is not None) == moved
