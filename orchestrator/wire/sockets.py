@@ -283,8 +283,8 @@ class Assembler:
         return sum(len(begun.pieces) for begun in self._unfinished.values())
 
     def take(self, frames: Iterable[bytes]) -> list[bytes] | None:
-        """The message that was given to `frames_of`; None while parts of it are missing. Raises MessageError, once for
-        a message.
+        """The message that was given to `frames_of`; None while parts of it are missing. Raises MessageError; for a
+        message without its first parts once, not for each part.
 
         `frames`: those that ZMQ delivered as one message.
         """

@@ -109,9 +109,9 @@ def desired_ratio(
 
     The current split is kept for `COOL_DOWN_S` (`QUICK_S`) after a change, while fewer than `MIN_REQUESTS` requests
     arrive, while its headroom is above `PREFILL_LATER / BUSY` (for a move to decode: `DECODE_EARLIER / BUSY`), while
-    the workers are nearly idle and all requests in time, and unless another split's headroom is larger by `GAIN`, or as
-    is said there where not all can be in time, in spite of chance (`_gains`). Within `COOL_DOWN_S` a change back
-    needs `BACK_GAIN`: a load that alternates would drag workers to and fro for little.
+    the workers are nearly idle and all requests in time, and unless another split is better by enough (`GAIN`) in spite
+    of chance (`_gains`). Within `COOL_DOWN_S` a change back needs `BACK_GAIN`: a load that alternates would drag
+    workers to and fro for little.
 
     The latest samples are evaluated first, then longer windows, whose larger number of requests shows a smaller gain.
     The whole window and both halves must call for a change in the same direction, so that a burst moves nobody. A move
@@ -161,7 +161,7 @@ def _stay_s(window: Sequence[LoadSample]) -> float:
 
 def _why(before: float, after: float) -> str:
     if after < 1:
-        return f"{after:.0%} instead of {before:.0%} of what arrives can be in time"
+        return f"{after:.0%} instead of {min(before, 1.0):.0%} of what arrives can be in time"
     more = f", {after / before - 1:.0%} more" if before >= 0.01 else ""
     return f"bears {after:.2f} instead of {before:.2f} times what arrives{more}"
 
@@ -215,8 +215,8 @@ def _best_prefill(
     window: Sequence[LoadSample], current: Split, at_once: int, config: RatioConfig, slo: SLOConfig, overloaded: bool
 ) -> int:
     """The number of prefill workers of the split with most headroom; the current number if more headroom is not needed
-    or the gain is too small (`GAIN`). Only `at_once` more are asked about: half the way to a better split
-    may bear less.
+    or the gain is too small (`GAIN`). Only `at_once` more are asked about: half the way to a better split may bear
+    less.
 
     With `overloaded` the current split is left even for one with less headroom, because the sequences that decode now
     do not fit on its decode workers; but not for one without prefill workers.

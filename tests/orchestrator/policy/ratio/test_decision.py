@@ -116,6 +116,11 @@ def test_hysteresis_and_cool_down(monkeypatch):
     assert decide(CODE, CODE, CODE) is None
 
 
+def test_no_more_than_all_that_arrives_can_be_in_time():
+    assert decision._why(1.3, 0.92) == "92% instead of 100% of what arrives can be in time"
+    assert decision._why(0.5, 1.0) == "bears 1.00 instead of 0.50 times what arrives, 100% more"
+
+
 @pytest.mark.parametrize(
     ("in_time", "load", "moved"), [(1.005, 2.0, False), (1.05, 0.9, False), (1.05, 1.03, True), (1.15, 0.9, True)]
 )
