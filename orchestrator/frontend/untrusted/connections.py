@@ -159,6 +159,7 @@ class FrontendServer(uvicorn.Server):
         for listener in listeners:
             listener.close()
         began = time.monotonic()
+        await asyncio.sleep(_LOOK_S)  # one that was accepted last is among the connections in the next turn of the loop
         while self.server_state.connections:
             if (now := time.monotonic()) - began > idle_end_s:
                 for connection in list(self.server_state.connections):

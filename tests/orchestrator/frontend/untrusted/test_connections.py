@@ -311,6 +311,34 @@ def test_frontend_drains_without_socket_filters(
     assert "no socket filter can be set here (Protocol not available)" in caplog.text
 
 
+def test_client_that_is_accepted_last_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its handshake is completed at the last moment, and it sends its request later."""
+    clients, waiting = list[socket.socket](), connections._waiting
+
+    def late(listeners: list[socket.socket]) -> bool:
+        if not clients:
+            clients.append(socket.create_connection(listeners[0].getsockname()))
+        return waiting(listeners)
+
+    monkeypatch.setattr(connections, "stop_accepting", lambda listener: None)
+    monkeypatch.setattr(connections, "_waiting", late)
+
+    async def run() -> None:
+        async with asyncio.timeout(DEADLINE_S), served(app) as (server, listener):
+            while not server.started:
+                await asyncio.sleep(0.01)
+            draining = asyncio.create_task(server.drain([listener]))
+            await asyncio.wait({draining}, timeout=4 * connections._HANDSHAKE_S)
+            assert clients and not draining.done()
+            reader, writer = await asyncio.open_connection(sock=clients[0])
+            await send(writer, ASKED_TO_STAY)
+            assert (await reader.read()).startswith(b"HTTP/1.1 200")
+            writer.close()
+            await draining
+
+    uvloop.run(run())
+
+
 class Gated:
     """An app that begins an answer, or waits before it begins one, until it is told to go on."""
 
