@@ -139,9 +139,9 @@ class FakeQueue:
 class Bench:
     """A router with decode workers d0, d1 and prefill worker p0, and the means to speak for them."""
 
-    def __init__(self, slo=None, **routing):
+    def __init__(self, slo=None, limits=None, **routing):
         routing = {"remote_prefill_min_tokens": 100, **routing}
-        tree = {"model": "m", "routing": routing, "slo": slo or {}, "ratio": {"mode": "off"}}
+        tree = {"model": "m", "routing": routing, "slo": slo or {}, "ratio": {"mode": "off"}, "limits": limits or {}}
         self.config = parse_config(tree)
         self.choose = choose = decode_choice(self.config.routing.decode_choice)
         self.fleet = Fleet("f", choose.static_score)

@@ -83,15 +83,17 @@ class Policies:
         prefill: PrefillView,
         now: float,
         admission: bool = True,
+        counted: bool = False,
     ) -> PlacementDecision:
         """Where a request goes. `now`: seconds of a clock that never goes back. A request that was accepted before
-        needs no `admission`: its predicted TTFT neither rejects nor defers it."""
+        needs no `admission`: its predicted TTFT neither rejects nor defers it. One that was `counted` is decided again,
+        since what was decided could not be done: it asks for no more of its adapter or its tenant's share."""
         self.predictor.begin(now)
-        if admission and request.adapter:
+        if admission and request.adapter and not counted:
             self.adapters.count(request.adapter)
         placed = self._admitted(request, candidates, prefill, admission)
         if admission and self._shares.given:
-            placed = self._shared(placed, request, candidates, prefill, now)
+            placed = self._shared(placed, request, candidates, prefill, now, counted)
         if isinstance(placed.decision, Local):
             self.predictor.placed_locally(placed.decision.worker_id)
         elif isinstance(placed.decision, Remote):
@@ -123,6 +125,7 @@ class Policies:
         candidates: Sequence[Candidate],
         prefill: PrefillView,
         now: float,
+        counted: bool,
     ) -> PlacementDecision:
         """Requests go behind others by the lead of their tenant's clock. One whose lead is beyond a burst gets what
         others leave: it is refused where it would have to wait."""
@@ -142,6 +145,8 @@ class Policies:
         may_wait_s = min(ROOM_SHARE * slo.ttft_s, lent_s + _ROUNDING_S)
         if lead_s > burst_s and wait_s > may_wait_s:
             return PlacementDecision(Reject("over_share", min(MAX_RETRY_S, max(MIN_RETRY_S, lead_s - burst_s))))
+        if counted:
+            return PlacementDecision(decision, lead_s)
         decoding = max(prefill.decode_ready, len(candidates))
         prefilling = prefill.workers_ready if isinstance(decision, Remote) else decoding
         decode_s = self.predictor.output_tokens * self.predictor.tpot_line[1]

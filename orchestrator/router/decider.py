@@ -92,7 +92,8 @@ class Decider:
         cached_at_prefill, candidates = found.cached_at_prefill, self._priced(info.adapter, found.decode)
         saved, adapter_tokens = self._adapter_at_prefill(info.adapter)
         pool = self._prefill_pool(max(cached_at_prefill.values(), default=0), blocked, adapter_tokens)
-        placement = self._policies.decide(info, candidates, pool, time.monotonic(), admission=active.attempt == 1)
+        new, counted = active.attempt == 1, active.placed is not None
+        placement = self._policies.decide(info, candidates, pool, time.monotonic(), admission=new, counted=counted)
         decision = placement.decision
         if isinstance(decision, Reject):
             return decision

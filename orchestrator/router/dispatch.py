@@ -60,9 +60,10 @@ class Dispatch:
         self._waiting = 0  # requests that will ask again
 
     async def place(self, active: ActiveRequest, wait_for_room: bool = False) -> Reject | None:
-        """Returns why it could not be placed; None once it is not PLACING any more, for whatever reason."""
+        """Returns why this attempt could not be placed; None once it is not PLACING any more, for whatever reason."""
         self._prefixes.expected.settled(active.id)  # an attempt before this one computes nothing any more
-        while active.state is State.PLACING:
+        attempt = active.attempt
+        while active.state is State.PLACING and active.attempt == attempt:  # the next one is placed by who began it
             placed = self._decider.decide(active)
             if isinstance(placed, Placed):
                 active.placed = placed
@@ -99,14 +100,13 @@ class Dispatch:
             return sent
         active.move(State.QUEUED)  # before the enqueue returns: a worker's claim may be here first
         refused = await self._queue.enqueue(placed.job)
-        if refused is not None:
-            if active.state is State.QUEUED and active.attempt == placed.job.attempt:
-                active.local_reason = refused
-                active.move(State.PLACING)
-            return False
-        if active.ended:
-            self._cancel_job(active)
-        return True
+        withdrawn = active.ended or active.attempt != placed.job.attempt
+        if refused is None and withdrawn:  # maybe before it was in the queue
+            self._cancel_job(active.id, placed.job.attempt)
+        elif refused is not None and not withdrawn and active.state is State.QUEUED:
+            active.local_reason = refused
+            active.move(State.PLACING)
+        return refused is None
 
     def send(
         self, active: ActiveRequest, worker_id: str, to: State, holder: Holder | None = None, hit_tokens: int = 0
@@ -188,11 +188,11 @@ class Dispatch:
             if worker_id is not None:
                 self._transport.send(worker_id, abort)
         if active.state is State.QUEUED or active.computing_worker is not None:
-            self._cancel_job(active)
+            self._cancel_job(active.id, active.attempt)
 
-    def _cancel_job(self, active: ActiveRequest) -> None:
-        """Remove its job from the queue, claimed or not."""
-        self.background(self._queue.cancel(active.id, active.attempt))
+    def _cancel_job(self, request_id: str, attempt: int) -> None:
+        """Remove a job from the queue, claimed or not."""
+        self.background(self._queue.cancel(request_id, attempt))
 
     def drop_stale(self, worker_id: str, request_id: str, attempt: int) -> None:
         """Tell the sender of a message of an older attempt to forget that attempt."""

@@ -3,6 +3,7 @@
 import asyncio
 import time
 from types import SimpleNamespace
+from unittest.mock import AsyncMock
 
 import msgspec
 import pytest
@@ -10,7 +11,7 @@ from support_bench import Bench, FakeCodec, FakeRequest, counted
 from support_wait import DEADLINE_S, until
 
 from orchestrator.fleet.membership import mark_silent_quiet
-from orchestrator.frontend.edge import read_objectives
+from orchestrator.frontend.edge import Objectives, read_objectives
 from orchestrator.policy import placement
 from orchestrator.policy.policies import LATE_OBJECTIVES
 from orchestrator.router import dispatch
@@ -66,6 +67,44 @@ async def test_refused_enqueue_prefills_locally(reason):
     await bench.router.submit(FakeRequest("r"))
     assert bench.submits()[0][1].kv_source is None
     assert bench.router.requests["r"].placed.reason == reason
+
+
+async def test_refused_enqueue_counts_a_tenants_share_and_an_adapters_demand_once():
+    asked = []
+    for refuses in (None, "queue_full"):
+        bench = Bench(limits={"shares": {"*": 1}})
+        bench.queue.refuses = refuses
+        for tenant in ("a", "b"):
+            await bench.router.submit(FakeRequest(tenant, own=Objectives(tenant=tenant), adapter=5))
+        policies = bench.router._decider._policies
+        asked.append((policies.adapters.preferred(5, 0), policies._shares.lead_s("a", time.monotonic())))
+    (demand, lead_s), (refused_demand, refused_lead_s) = asked
+    assert refused_demand == demand and 0 < refused_lead_s < 1.5 * lead_s
+
+
+async def test_a_job_that_comes_into_the_queue_after_its_attempt_was_given_up_is_removed():
+    """And the attempt after it is placed by nobody else."""
+    bench = Bench(fallback="refuse")
+    slow, enqueue = asyncio.Event(), bench.queue.enqueue
+
+    async def enqueue_slowly(job):
+        await slow.wait()
+        return await enqueue(job)
+
+    bench.queue.enqueue = enqueue_slowly
+    submitted = asyncio.create_task(bench.router.submit(FakeRequest("r")))
+    await asyncio.sleep(0)
+    bench.queue.enqueue = enqueue
+    bench.router.requests["r"].suspect = True
+    bench.router._dispatch._place_again = held = AsyncMock()  # as of a suspect that waits for its trial
+    bench.router._dispatch.retry(bench.router.requests["r"], "claimer_unheard")
+    await bench.settle()
+    assert bench.queue.cancelled == [("r", 1)] and held.await_count == 1
+    slow.set()
+    await submitted
+    await bench.settle()
+    assert bench.queue.cancelled == [("r", 1), ("r", 1)] and [job.attempt for job in bench.queue.jobs] == [1]
+    assert bench.router.requests["r"].state is State.PLACING and not bench.submits()
 
 
 @pytest.mark.parametrize("reason", ["queue_unavailable", "queue_full"])
