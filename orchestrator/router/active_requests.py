@@ -133,11 +133,11 @@ class ActiveRequests:
         if output.finish_reason != FinishReason.LENGTH or not output.new_token_ids:
             return None  # the token is the last one, or was withheld. The decode engine reports the finish reason.
         (token,) = output.new_token_ids
+        batch.outputs = [self._codec.as_first(output)]  # if that fails, nothing is noted that the client has not got
         answer = active.answer
         answer.early_token, answer.first_token_at = token, now
         answer.tokens.append(token)
         self._learning.came_early(active, now)
-        batch.outputs = [self._codec.as_first(output)]
         return batch
 
     def _may_come_early(self, active: ActiveRequest) -> bool:

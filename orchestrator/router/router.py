@@ -241,8 +241,13 @@ class Router:
 
     def _release_held(self, active: ActiveRequest, now: float) -> None:
         held, active.answer.held = active.answer.held, []
-        if outputs := [output for output in held if self._take(active, output, now)]:
-            self.batches.put_nowait(Batch(outputs, now))
+        try:
+            outputs = [output for output in held if self._take(active, output, now)]
+        except Exception:
+            self._dispatch.fail_defective(active, active.id)
+        else:
+            if outputs:
+                self.batches.put_nowait(Batch(outputs, now))
 
     def _take(self, active: ActiveRequest, output: Any, now: float) -> bool:
         """Whether the output goes to the client."""

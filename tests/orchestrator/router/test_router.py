@@ -971,6 +971,26 @@ async def test_a_defect_that_one_request_meets_costs_no_other_a_token(caplog):
     assert list(bench.router.requests) == ["a", "c"] and "ZeroDivisionError" in caplog.text
 
 
+async def test_a_defect_in_what_was_held_back_fails_that_request_alone(caplog):
+    """Decode's tokens that wait for `Prefilled` are given out when they have waited too long, and when it comes."""
+    bench = Bench()
+    for name in ("a", "b", "c"):
+        await bench.router.submit(FakeRequest(name))
+        bench.claim(name)
+        bench.tokens(bench.bound_to(), name, [7])
+    assert bench.received() == []
+    take = bench.router._requests.from_decode
+
+    def defective(active, output, now):
+        return take(active, output, now) if active.id == "c" else 1 // 0
+
+    bench.router._requests.from_decode = defective
+    bench.say("p0", Prefilled("a", 1, 0.2))
+    bench.router.check(time.monotonic() + 1)
+    assert bench.received() == [("a", [], FinishReason.ERROR), ("b", [], FinishReason.ERROR), ("c", [7], None)]
+    assert list(bench.router.requests) == ["c"] and "ZeroDivisionError" in caplog.text
+
+
 async def test_who_cannot_be_told_of_an_end_takes_it_from_nobody(caplog):
     bench = await Bench.asked(FakeRequest("r", prompt_tokens=10))
     bench.router.learning.ended = lambda *_: 1 // 0
