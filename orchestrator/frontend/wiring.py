@@ -44,7 +44,7 @@ from orchestrator.store.registry import Frontend, Registry
 from orchestrator.store.steering import Steering
 from orchestrator.types import Role
 from orchestrator.wire.curve import KeyPair
-from orchestrator.wire.messages import CallReply, PrefixSnapshot, Welcome
+from orchestrator.wire.messages import CallReply, PrefixSnapshot, ToFrontend, Welcome
 from orchestrator.wire.transport import Disconnected, FrontendTransport, Unreadable
 
 log = logging.getLogger("pd.frontend")
@@ -190,23 +190,27 @@ class FleetConnection:
     async def _receive(self) -> None:
         while True:
             worker_id, message, payload = await self.transport.receive()
-            if isinstance(message, Disconnected):
-                self.membership.disconnected(worker_id)
-            elif isinstance(message, Unreadable):
-                self.router.outputs_lost(worker_id)
-            elif isinstance(message, Welcome):
-                self.membership.on_welcome(worker_id)
-            elif isinstance(message, CallReply):
-                self.calls.on_reply(worker_id, message)
-            elif isinstance(message, PrefixSnapshot):
-                self.prefixes.take_snapshot(worker_id, message, time.monotonic())
-            else:
-                try:
-                    self.router.handle(worker_id, message, payload, time.monotonic())
-                except Exception:
-                    # A defect in the handling of one message must not end this process and all its requests.
-                    self._metrics.dropped.labels("error").inc()
-                    log.exception("could not handle %s from worker %s", type(message).__name__, worker_id)
+            try:
+                self._handle(worker_id, message, payload, time.monotonic())
+            except Exception:  # a defect in the handling of one message must not end this process and all its requests
+                self._metrics.dropped.labels("error").inc()
+                log.exception("could not handle %s from worker %s", type(message).__name__, worker_id)
+
+    def _handle(
+        self, worker_id: str, message: ToFrontend | Disconnected | Unreadable, payload: list[bytes], now: float
+    ) -> None:
+        if isinstance(message, Disconnected):
+            self.membership.disconnected(worker_id)
+        elif isinstance(message, Unreadable):
+            self.router.outputs_lost(worker_id)
+        elif isinstance(message, Welcome):
+            self.membership.on_welcome(worker_id)
+        elif isinstance(message, CallReply):
+            self.calls.on_reply(worker_id, message)
+        elif isinstance(message, PrefixSnapshot):
+            self.prefixes.take_snapshot(worker_id, message, now)
+        else:
+            self.router.handle(worker_id, message, payload, now)
 
     async def _heartbeat(self) -> None:
         while True:

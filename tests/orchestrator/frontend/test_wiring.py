@@ -12,7 +12,8 @@ from orchestrator.config.settings import ConfigError, parse_config
 from orchestrator.frontend.wiring import FRONTEND_TTL_S, FleetConnection, unless_ended
 from orchestrator.store.client import RedisAway
 from orchestrator.store.keys import Keys
-from orchestrator.wire.transport import Unreadable
+from orchestrator.wire.messages import CallReply, Rejected, Welcome
+from orchestrator.wire.transport import Disconnected, Unreadable
 
 
 class DamagedRedis:
@@ -85,6 +86,29 @@ async def test_a_message_that_cannot_be_read_leaves_no_gap_in_an_answer(monkeypa
     receiving = asyncio.create_task(connection._receive())
     async with asyncio.timeout(DEADLINE_S):
         assert await lost.get() == "w"
+    receiving.cancel()
+    connection.transport.close()
+
+
+@pytest.mark.parametrize("message", [Disconnected("w"), Unreadable("w"), Welcome(), Rejected("r", 1, "full")], ids=repr)
+async def test_a_defect_in_the_handling_of_a_message_ends_no_frontend(message, monkeypatch, caplog):
+    connection = FleetConnection("f", parse_config({"model": "demo", "namespace": "t"}), Away(), SimRouterCodec())
+    handled, messages = asyncio.Queue[str](), asyncio.Queue[object]()
+    for part, name in (
+        (connection.membership, "disconnected"),
+        (connection.membership, "on_welcome"),
+        (connection.router, "outputs_lost"),
+        (connection.router, "handle"),
+    ):
+        monkeypatch.setattr(part, name, lambda *_: 1 // 0)
+    monkeypatch.setattr(connection.calls, "on_reply", lambda worker_id, _: handled.put_nowait(worker_id))
+    monkeypatch.setattr(connection.transport, "receive", messages.get)
+    for told in (message, CallReply(1)):
+        messages.put_nowait(("w", told, []))
+    receiving = asyncio.create_task(connection._receive())
+    async with asyncio.timeout(DEADLINE_S):
+        assert await unless_ended(receiving, handled.get()) == "w"
+    assert f"could not handle {type(message).__name__} from worker w" in caplog.text
     receiving.cancel()
     connection.transport.close()
 
