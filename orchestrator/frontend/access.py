@@ -94,15 +94,17 @@ class Usage(msgspec.Struct):
 class Admission:
     """A request that was accepted. It counts for one completion, until `count` finds that it makes more.
 
-    `making`: how many it is making now. Call `end` when the request has ended.
+    `making`: how many it is making now. Call `end` when the request has ended: what it still makes, in the background,
+    counts until it is `made`.
     """
 
-    __slots__ = ("_counted", "_limits", "_usage", "making")
+    __slots__ = ("_counted", "_ended", "_limits", "_most", "_usage", "making")
 
     def __init__(self, limits: LimitsConfig, usage: Usage | None = None) -> None:
         """`usage`: of the request's key. Without one the request is not limited."""
         self._limits, self._usage = limits, usage
-        self._counted, self.making = 1, 0
+        self._counted = self._most = 1  # now, and at any time before
+        self.making, self._ended = 0, False
 
     @property
     def limited(self) -> bool:
@@ -113,15 +115,22 @@ class Admission:
         more = self.making - self._counted
         if self._usage is None or more <= 0:
             return None
-        refusal = _take(self._usage, self._limits, more, self.making, now)
+        refusal = _take(self._usage, self._limits, more, max(0, self.making - self._most), self.making, now)
         if refusal is None:
-            self._counted = self.making
+            self._counted, self._most = self.making, max(self._most, self.making)
         return refusal
 
+    def made(self, completions: int) -> None:
+        self.making -= completions
+        if self._ended:
+            self.end()
+
     def end(self) -> None:
+        self._ended = True
         if self._usage is not None:
-            self._usage.running -= self._counted
-            self._usage = None
+            still = min(self._counted, self.making)
+            self._usage.running -= self._counted - still
+            self._counted = still
 
 
 class Access:
@@ -171,7 +180,7 @@ class Access:
 
     def _limited(self, key: bytes, now: float) -> Refusal | Admission:
         usage = self._usages.setdefault(key, Usage(allowance=self._limits.per_minute_per_key or math.inf, at=now))
-        return _take(usage, self._limits, 1, 1, now) or Admission(self._limits, usage)
+        return _take(usage, self._limits, 1, 1, 1, now) or Admission(self._limits, usage)
 
     async def follow_keys(self) -> None:
         """Take the keys of `api_keys_file` whenever it has changed, until cancelled. A thread of its own reads it: the
@@ -208,8 +217,9 @@ class Access:
         return hashlib.blake2b(key, key=self._mac_key).digest()
 
 
-def _take(usage: Usage, limits: LimitsConfig, more: int, whole: int, now: float) -> Refusal | None:
-    """Count `more` completions of a request that makes `whole`. Returns why that may not be, having counted nothing."""
+def _take(usage: Usage, limits: LimitsConfig, more: int, new: int, whole: int, now: float) -> Refusal | None:
+    """Count `more` completions of a request that makes `whole`, of which `new` count for the minute. Returns why that
+    may not be, having counted nothing."""
     at_once, per_minute = limits.concurrent_per_key, limits.per_minute_per_key
     for name, limit in (("concurrent_per_key", at_once), ("per_minute_per_key", per_minute)):
         if limit is not None and whole > limit:
@@ -228,12 +238,12 @@ def _take(usage: Usage, limits: LimitsConfig, more: int, whole: int, now: float)
     if per_minute is not None:
         usage.allowance = min(per_minute, usage.allowance + (now - usage.at) * per_minute / 60)
         usage.at = now
-        if usage.allowance < more:
+        if usage.allowance < new:
             return _too_many(
                 f"this key's requests may make {per_minute} completions a minute (limits.per_minute_per_key)",
-                (more - usage.allowance) * 60 / per_minute,
+                (new - usage.allowance) * 60 / per_minute,
             )
-        usage.allowance -= more
+        usage.allowance -= new
     usage.running += more
     return None
 

@@ -94,7 +94,7 @@ async def _counted(completions: int) -> AsyncIterator[None]:
             raise GracefulHTTPError(refusal.message, HTTPStatus(refusal.status))
         yield
     finally:
-        admission.making -= completions
+        admission.made(completions)
 
 
 class FleetCore:
@@ -107,6 +107,7 @@ class FleetCore:
         self._pause = connection.pause
         self._fleet.pause.on_abort = self._abort_all
         self._tasks = tasks
+        self.is_wanted: Callable[[str], bool] = lambda _: True  # whether a request has not been aborted
         self._stats_at, self._stats = 0.0, SchedulerStats()  # reported last
         self.engine_ranks_managed = [0]
         self.resources = SimpleNamespace(engine_dead=False)
@@ -149,6 +150,8 @@ class FleetCore:
 
     async def add_request_async(self, request: EngineCoreRequest) -> None:
         await self._fleet.pause.ended.wait()
+        if not self.is_wanted(request.request_id):
+            return  # it was aborted while it waited here, or for those of the same `n` before it
         try:
             await self._router.submit(request)
         except Overloaded as error:
@@ -246,6 +249,7 @@ class FleetLLM(AsyncLLM):
                 log_requests=False,
                 client_count=frontends,
             )
+        core.is_wanted = self.output_processor.has_request
 
     def check_admission(self, n: int = 1, request_id: str | None = None) -> None:
         super().check_admission(n, request_id)

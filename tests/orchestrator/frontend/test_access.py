@@ -346,6 +346,7 @@ def counts(limited: Access, making: int, now: float = 0.0) -> tuple[int, Admissi
     admitted.making = making
     refusal = admitted.count(now)
     if refusal is not None:
+        admitted.made(making)
         admitted.end()
         return refusal.status, None
     return 200, admitted
@@ -365,9 +366,29 @@ def test_a_request_counts_for_all_that_it_makes_until_it_has_ended():
     six.end()
     again = counts(limited, 6)[1]
     assert again is not None and counts(limited, 1) == (429, None)
-    for each in (two, again):
+    for each, making in ((two, 2), (again, 6)):
+        each.made(making)
         each.end()
     assert counts(limited, 8)[0] == 200
+
+
+def test_what_a_request_makes_in_the_background_counts_until_it_is_made():
+    limited = Access(KEYED, LimitsConfig(concurrent_per_key=2, per_minute_per_key=2))
+    first, second = counts(limited, 1)[1], counts(limited, 1)[1]
+    assert first is not None and second is not None
+    first.end()  # its answer said that it goes on
+    assert counts(limited, 1) == (429, None)
+    first.made(1)
+    refused = limited.admit(scope(), 0.0)
+    assert isinstance(refused, Refusal) and "per_minute_per_key" in refused.message, "the other one has room again"
+    first.making = 1  # the next of its turns, which is the same completion
+    assert first.count(0.0) is None
+    first.made(1)
+    second.end()
+    second.made(1)
+    for _ in range(3):  # nothing is given back twice
+        first.end()
+    assert counts(limited, 2, 60.0)[0] == 200 and counts(limited, 1, 120.0) == (429, None)
 
 
 def test_a_minutes_allowance_is_of_completions():

@@ -6,11 +6,15 @@ import inspect
 from types import SimpleNamespace
 from typing import Any
 
+import httpx
 import pytest
 from support_redis import worker
 from support_wait import DEADLINE_S
 
+from orchestrator.config.access import LimitsConfig, SecurityConfig
 from orchestrator.fleet.view import Fleet
+from orchestrator.frontend.access import Access
+from orchestrator.frontend.edge import EdgeMiddleware
 from orchestrator.router.request import Batch
 from orchestrator.types import WorkerLoad
 from orchestrator.wire.control import METHODS, REFUSED
@@ -58,6 +62,50 @@ async def test_unsupported_method_is_refused_with_501(method: str) -> None:
 def test_no_other_method_is_offered() -> None:
     with pytest.raises(AttributeError):
         core().shutdown_everything_async  # noqa: B018
+
+
+async def test_what_was_aborted_while_the_fleet_was_paused_does_not_begin_when_the_pause_ends() -> None:
+    fleet, submitted = Fleet("f"), list[str]()
+
+    async def submit(request: Any) -> None:
+        submitted.append(request.request_id)
+
+    fleet.pause.ended.clear()
+    fleet_core = core(fleet=fleet, router=SimpleNamespace(submit=submit))
+    states = {"kept", "aborted"}
+    fleet_core.is_wanted = states.__contains__
+    adding = [fleet_core.add_request_async(SimpleNamespace(request_id=name)) for name in ("aborted", "kept")]
+    waiting = asyncio.gather(*adding)
+    await asyncio.sleep(0)
+    states.remove("aborted")
+    fleet.pause.ended.set()
+    async with asyncio.timeout(DEADLINE_S):
+        await waiting
+    assert submitted == ["kept"]
+
+
+async def test_what_a_request_makes_in_the_background_is_limited() -> None:
+    from orchestrator.frontend.engine import _counted
+
+    go_on, tasks = asyncio.Event(), list[asyncio.Task[None]]()
+
+    async def make() -> None:
+        async with _counted(1):
+            await go_on.wait()
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        tasks.append(asyncio.create_task(make()))
+        await asyncio.sleep(0)  # vLLM's server too answers in a later turn of the loop
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"queued"})
+
+    edge = EdgeMiddleware(app, 1000, Access(SecurityConfig(), LimitsConfig(concurrent_per_key=2)))
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(edge), base_url="http://test") as client:
+        assert [(await client.post("/v1/responses")).status_code for _ in range(3)] == [200, 200, 429]
+        go_on.set()
+        await asyncio.gather(*tasks)
+        assert (await client.post("/v1/responses")).status_code == 200
+        await asyncio.gather(*tasks)
 
 
 async def test_load_is_reported_after_last_output() -> None:
