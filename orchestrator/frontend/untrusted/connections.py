@@ -1,9 +1,9 @@
 """Connections of clients: where they arrive, what head a request may have, and when they end.
 
 A head is bounded because it is kept until it is complete, before anybody has asked for a key or counted a body's bytes;
-so is what follows a body. A client that does not go on with its request, or does not read its answer, is left.
-A connection whose last answer did not say that it ends is closed only when it has been idle: its client may have sent
-the next request already.
+so is what follows a body, and how many requests may wait behind one that is being answered. A client that does not go
+on with its request, or does not read its answer, is left. A connection whose last answer did not say that it ends is
+closed only when it has been idle: its client may have sent the next request already.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from orchestrator.process.ticks import left_s
 log = logging.getLogger("pd.frontend")
 
 MAX_HEAD_BYTES = 1 << 18  # a request's line and headers, and headers after a body
+MAX_PIPELINED = 100  # one read may have ten thousand, of which each would take a hundred times its bytes
 _REFUSAL = HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE
 _HANDSHAKE_S = 0.2  # a connection that has begun is made within this time: a few round trips
 _ACCEPT_S = 2.0  # and accepted within this time more
@@ -254,6 +255,10 @@ class BoundedHttp(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         super().on_headers_complete()
         self._unfinished = 0
+        if len(self.pipeline) > MAX_PIPELINED:
+            self.pipeline.clear()
+            self.transport.abort()
+            raise ConnectionAbortedError(f"more than {MAX_PIPELINED} requests wait")  # so that no more are parsed
 
     def on_body(self, body: bytes) -> None:
         super().on_body(body)

@@ -11,6 +11,7 @@ import socket
 import threading
 from collections.abc import AsyncIterator
 from typing import Any
+from unittest.mock import AsyncMock
 
 import pytest
 from support_wait import DEADLINE_S
@@ -24,6 +25,7 @@ import uvloop
 from orchestrator.frontend.untrusted import connections
 from orchestrator.frontend.untrusted.connections import (
     MAX_HEAD_BYTES,
+    MAX_PIPELINED,
     BoundedHttp,
     FrontendServer,
     listen,
@@ -194,6 +196,35 @@ async def test_client_that_leaves_with_a_second_request_waiting_is_noticed() -> 
         await reader.readexactly(1 << 17)
         writer.transport.abort()
         await left.wait()
+
+
+@pytest.mark.parametrize(("count", "served_all"), [(MAX_PIPELINED, True), (10 * MAX_PIPELINED, False)])
+async def test_requests_that_wait_behind_another_are_bounded(count: int, served_all: bool) -> None:
+    go_on, left = asyncio.Event(), asyncio.Event()
+
+    async def waits(scope: dict[str, Any], receive: Any, send: Any) -> None:
+        await receive()
+        leaving = asyncio.create_task(receive())
+        await asyncio.wait({leaving, asyncio.create_task(go_on.wait())}, return_when=asyncio.FIRST_COMPLETED)
+        if leaving.done():
+            left.set()
+            return
+        leaving.cancel()
+        await app(scope, AsyncMock(return_value={"type": "http.request", "body": b"", "more_body": False}), send)
+
+    async with asyncio.timeout(DEADLINE_S), served(waits) as (server, listener):
+        reader, writer = await asyncio.open_connection(*listener.getsockname())
+        await send(writer, ASKED_TO_STAY * count)
+        if served_all:
+            go_on.set()
+            for _ in range(count):
+                assert (await reader.readuntil(b"\r\n\r\n0")).startswith(b"HTTP/1.1 200")
+        else:
+            with contextlib.suppress(ConnectionError):
+                assert await reader.read() == b""
+            await left.wait()
+            assert not server.server_state.connections
+        writer.close()
 
 
 @pytest.mark.slow
