@@ -14,6 +14,7 @@ import errno
 import logging
 import secrets
 import time
+from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import Any, TypeAlias, Union, cast
 
@@ -276,7 +277,7 @@ class Assembler:
 
     def __init__(self) -> None:
         self._unfinished: dict[int, _Unfinished] = {}  # by `Part.message`; first the one whose last part is oldest
-        self._broken = -1  # the last message that came without its first parts
+        self._broken = deque[int](maxlen=64)  # the last messages that came without their first parts
 
     @property
     def unfinished_parts(self) -> int:
@@ -305,10 +306,10 @@ class Assembler:
                 del self._unfinished[number]
             self._unfinished[part.message] = _Unfinished()
         begun = self._unfinished.pop(part.message, None)
-        if part.message == self._broken:
+        if part.message in self._broken:
             return None
         if begun is None or len(begun.pieces) != part.index:
-            self._broken = part.message
+            self._broken.append(part.message)
             raise MessageError(f"part {part.index + 1} of {part.count} of a message whose other parts did not come")
         begun.pieces.append(part.data)
         begun.at = now

@@ -41,6 +41,17 @@ def test_a_missing_part_is_an_error_and_the_next_message_is_read(small):
     assert [assembler.take([frame]) for frame in frames_of(long(b"b"))][-1] == long(b"b")
 
 
+def test_of_several_messages_without_their_first_parts_each_is_told_once(small):
+    assembler, told = Assembler(), 0
+    for parts in zip(*(frames_of(long(letter))[2:] for letter in (b"a", b"b", b"c")), strict=True):
+        for part in parts:
+            try:
+                assert assembler.take([part]) is None
+            except MessageError:
+                told += 1
+    assert told == 3
+
+
 def test_parts_that_end_are_forgotten(small, monkeypatch):
     assembler = Assembler()
     monkeypatch.setattr(sockets, "MAX_MESSAGE_BYTES", 160)  # ten parts
