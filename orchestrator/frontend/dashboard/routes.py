@@ -131,7 +131,7 @@ def operator_routes(steering: Steering) -> APIRouter:
         async def answer(request: Request) -> Response:
             try:
                 return JSONResponse(await carry_out(msgspec.json.decode(await _body(request), type=kind)))
-            except msgspec.DecodeError as error:
+            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
                 return _refuse(400, str(error))
             except Refused as error:
                 return _refuse(409, str(error))

@@ -183,7 +183,7 @@ class Siblings:
                     told = _decoder.decode(payload) if payload is not None else None
                     if told is not None and told.frontend != self.frontend:
                         await self._take(told)
-                except msgspec.DecodeError as error:
+                except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
                     log.warning("another frontend told what cannot be read: %s", error)
 
     async def _take(self, told: Told) -> None:

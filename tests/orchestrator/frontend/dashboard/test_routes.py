@@ -2,6 +2,7 @@
 
 import asyncio
 from typing import Any
+from unittest.mock import Mock
 from urllib.parse import quote
 
 import httpx
@@ -15,8 +16,9 @@ from support_wait import until
 
 from orchestrator.fleet.view import Fleet
 from orchestrator.frontend.dashboard.history import MAX_WATCHERS, History
-from orchestrator.frontend.dashboard.routes import stream_routes
+from orchestrator.frontend.dashboard.routes import operator_routes, stream_routes
 from orchestrator.process.telemetry.requests import Recent, RequestLine
+from orchestrator.store.steering import Steering
 
 
 def made() -> tuple[FastAPI, History, Recent]:
@@ -76,3 +78,12 @@ async def test_request_is_found_by_client_id(name: str) -> None:
         answer = await asked.get(f"/requests/{quote(name, safe='')}")
         assert [line["id"] for line in answer.json()["requests"]] == [name]
         assert (await asked.get("/requests/other")).status_code == 404
+
+
+@pytest.mark.parametrize("order", [b"{", b'{"worker":"\xff"}', b'{"x":' + b"[" * 4000, b" " * 5000])
+async def test_an_order_that_cannot_be_read_is_refused(order: bytes) -> None:
+    app, steering = FastAPI(), Mock(spec=Steering)
+    app.include_router(operator_routes(steering))
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://f") as asked:
+        assert (await asked.post("/operator/drain", content=order)).status_code == 400
+    steering.drain.assert_not_called()

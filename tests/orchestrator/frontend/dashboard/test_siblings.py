@@ -129,6 +129,18 @@ async def test_one_that_leaves_is_forgotten_at_once(two: tuple[Frontend, Fronten
     await until(lambda: mine.siblings.count == 1)
 
 
+async def test_what_cannot_be_read_ends_no_frontend():
+    class Told:
+        async def listen(self, channel: str) -> AsyncIterator[bytes]:
+            for payload in (b"{", b'{"type":"bye","frontend":"\xff"}', b'{"type":"bye","x":' + b"[" * 100_000):
+                yield payload
+            yield msgspec.json.encode(Second("f1", [], [], [], 0, 0, {}, {}))
+
+    siblings = Siblings("f0", Told(), "t", Recent())
+    await siblings._listen()
+    assert siblings.count == 2
+
+
 def test_latencies_decisions_and_flows_add_up():
     one = Second("a", [1, 0], [0, 0], [2, 2], 1, 5, {"remote": 1}, {"p d": 7}, {"chat": 1}, {"chat": 1})
     more = {"remote": 1, "local": 2}, {"p d": 1, "p e": 2}, {"chat": 3}, {"chat": 2}
