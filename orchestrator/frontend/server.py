@@ -250,6 +250,8 @@ async def until_told_to_end(
             await asyncio.wait({served, connected, drained}, timeout=drain_s, return_when=asyncio.FIRST_COMPLETED)
             server.config.timeout_graceful_shutdown = 0
         drained.cancel()
+    if connected.done():  # nobody receives what workers send: no request that runs would ever be answered
+        server.config.timeout_graceful_shutdown = 0
     ordered.cancel()
     ending.cancel()
 

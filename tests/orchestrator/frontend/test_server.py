@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from support_wait import DEADLINE_S
 
 from orchestrator.config.settings import Config, ConfigError, parse_config
 from orchestrator.config.shared import shared
@@ -117,6 +118,26 @@ async def test_a_signal_leaves_clients_the_time_in_which_they_use_an_idle_connec
         await server.until_told_to_end(drained, None, *never, fleet, ends, drain_s)
         assert drained.within_s == (drain_s if signalled else math.inf)
         await cancelled(*never)
+
+
+@pytest.mark.parametrize("draining", [False, True])
+async def test_clients_of_a_frontend_whose_connection_to_the_fleet_has_ended_are_not_kept_waiting(draining):
+    drained, ordered = Drained(), asyncio.Event()
+    served, connected = asyncio.create_task(asyncio.Event().wait()), asyncio.create_task(asyncio.sleep(0))
+
+    async def waits_for_clients(listeners, within_s):
+        await asyncio.Event().wait()
+
+    drained.drain = waits_for_clients
+    if draining:
+        ordered.set()
+    else:
+        await connected
+    fleet = SimpleNamespace(told_to_drain=ordered, drain=lambda: None)
+    async with asyncio.timeout(DEADLINE_S):
+        await server.until_told_to_end(drained, None, served, connected, fleet, asyncio.Event(), 300.0)
+    assert drained.config.timeout_graceful_shutdown == 0
+    await cancelled(served)
 
 
 def test_frontend_without_launcher_drains():
