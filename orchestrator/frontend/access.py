@@ -17,6 +17,7 @@ import ipaddress
 import logging
 import math
 import os
+import re
 import secrets
 from collections.abc import Mapping
 from http import HTTPStatus
@@ -47,6 +48,7 @@ CLIENT = frozenset(
 # Under CLIENT_PREFIXES, but they change the fleet.
 OPERATOR = frozenset({"/v1/load_lora_adapter", "/v1/unload_lora_adapter"})
 
+_CANCEL = re.compile(r"/v1/responses/[^/]+/cancel")  # makes nothing, and ends what may have used the limits up
 _FILE_CHECK_S = 1.0
 _FILE_SLOW_S = 10.0  # then it is logged that the file cannot be read
 # A browser's CORS preflight has these headers and no key, and the CORS middleware answers it. Any other OPTIONS request
@@ -174,7 +176,7 @@ class Access:
             return _OTHER_SITE if foreign and not is_operator else Admission(self._limits)
         if self._protected and not is_operator and given not in self._clients:
             return _NEEDS_KEY
-        if scope.get("method") == "GET" or is_operator:
+        if scope.get("method") == "GET" or is_operator or _CANCEL.fullmatch(path):
             return Admission(self._limits)
         return self._limited(given if self._protected else b"", now)
 

@@ -378,6 +378,8 @@ def test_what_a_request_makes_in_the_background_counts_until_it_is_made():
     assert first is not None and second is not None
     first.end()  # its answer said that it goes on
     assert counts(limited, 1) == (429, None)
+    assert isinstance(limited.admit(scope("/v1/responses/resp_1/cancel"), 0.0), Admission)
+    assert isinstance(limited.admit(scope("/v1/responses/resp_1/cancel/x"), 0.0), Refusal)
     first.made(1)
     refused = limited.admit(scope(), 0.0)
     assert isinstance(refused, Refusal) and "per_minute_per_key" in refused.message, "the other one has room again"
