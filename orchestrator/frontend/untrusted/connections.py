@@ -39,8 +39,9 @@ _REFUSAL = HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE
 _HANDSHAKE_S = 0.2  # a connection that has begun is made within this time: a few round trips
 _ACCEPT_S = 2.0  # and accepted within this time more
 # How long a connection has no request before a server that drains closes it. Clients made with httpx, as OpenAI's are,
-# use it no more then: they keep one for 5 s (https://www.python-httpx.org/advanced/resource-limits/).
-_IDLE_END_S = 6.0
+# use it no more then: they keep one for 5 s (https://www.python-httpx.org/advanced/resource-limits/), which begin when
+# they read the answer, and busy ones read it late.
+_IDLE_END_S = 8.0
 _IDLE_PART = 0.75  # of the time in which the server has to end, if that is less
 _LOOK_S = _TICK_S = 0.1
 _LOOK_PART = 0.1  # of the time that clients have: how often they are looked at
