@@ -7,6 +7,7 @@ states and their transitions. The router reads engine requests and outputs throu
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from collections.abc import Iterable
@@ -108,11 +109,14 @@ class Router:
 
     async def run(self) -> None:
         """Enforce the deadlines of all states. Runs until cancelled."""
-        async for late_s in ticks(CHECK_S):
-            if late_s > CHECK_S:
-                self._overdue.stood_still(time.monotonic(), late_s)
-            self.check(time.monotonic())
-            await self.check_queue(time.monotonic())
+        async with asyncio.TaskGroup() as tasks:
+            looking = tasks.create_task(self.check_queue(time.monotonic()))
+            async for late_s in ticks(CHECK_S):
+                if late_s > CHECK_S:
+                    self._overdue.stood_still(time.monotonic(), late_s)
+                self.check(time.monotonic())
+                if looking.done():  # else Redis does not answer, for which no deadline waits
+                    looking = tasks.create_task(self.check_queue(time.monotonic()))
 
     def check(self, now: float) -> None:
         """Start another attempt of each request whose state has lasted too long. `now`: monotonic seconds.

@@ -14,6 +14,7 @@ from orchestrator.fleet.membership import mark_silent_quiet
 from orchestrator.frontend.edge import Objectives, read_objectives
 from orchestrator.policy import placement
 from orchestrator.policy.policies import LATE_OBJECTIVES
+from orchestrator.process.tasks import cancelled
 from orchestrator.router import dispatch
 from orchestrator.router.decider import Decider
 from orchestrator.router.dispatch import LEAVING_S, SOUND_TOKENS
@@ -989,6 +990,26 @@ async def test_a_defect_in_what_was_held_back_fails_that_request_alone(caplog):
     bench.router.check(time.monotonic() + 1)
     assert bench.received() == [("a", [], FinishReason.ERROR), ("b", [], FinishReason.ERROR), ("c", [7], None)]
     assert list(bench.router.requests) == ["c"] and "ZeroDivisionError" in caplog.text
+
+
+async def test_no_deadline_waits_for_redis(monkeypatch):
+    monkeypatch.setattr("orchestrator.router.router.CHECK_S", 0.02)
+    bench, asked = await Bench.asked(FakeRequest("queued")), asyncio.Event()
+
+    async def hangs(request_ids):
+        asked.set()
+        await asyncio.Event().wait()
+
+    bench.queue.states = hangs
+    bench.router.requests["queued"].moved_at -= 2
+    running = asyncio.create_task(bench.router.run())
+    async with asyncio.timeout(DEADLINE_S):
+        await asked.wait()
+    await bench.router.submit(FakeRequest("r"))
+    bench.claim("r")
+    bench.tokens(bench.bound_to(), "r", [7])
+    await until(lambda: bench.received() == [("r", [7], None)])
+    await cancelled(running)
 
 
 async def test_who_cannot_be_told_of_an_end_takes_it_from_nobody(caplog):
