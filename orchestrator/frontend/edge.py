@@ -12,7 +12,7 @@ import math
 import re
 import time
 import uuid
-from collections.abc import Callable, Iterable, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from http import HTTPStatus
@@ -200,14 +200,10 @@ def plain_id(request_id: str) -> str:
 class _Body:
     """The receive side of one request. For a body that is refused the app reads that the client has disconnected."""
 
-    def __init__(self, headers: Iterable[tuple[bytes, bytes]], limit: int, receive: Any, reply: Reply) -> None:
+    def __init__(self, headers: Sequence[tuple[bytes, bytes]], limit: int, receive: Any, reply: Reply) -> None:
         self._limit, self._receive, self._reply = limit, receive, reply
-        length, kind = b"", b""
-        for name, value in headers:
-            if name == b"content-length":
-                length = length or value
-            elif name == b"content-type":
-                kind = kind or value
+        given = dict(reversed(headers))  # of headers with the same name the first counts
+        length, kind = given.get(b"content-length", b""), given.get(b"content-type", b"")
         self.announced = int(length) if length.isdigit() else 0
         self._received = 0
         # Of a body with files only parts are text.
