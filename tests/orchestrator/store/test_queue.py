@@ -461,6 +461,7 @@ DAMAGE = {
     "tokens are negative": lambda redis, key: redis.hset(key, "uncached", "-5"),
     "attempt is a fraction": lambda redis, key: redis.hset(key, "attempt", "1.5"),
     "no arrival": lambda redis, key: redis.hset(key, "arrived_at", ""),
+    "arrival is nan": lambda redis, key: redis.hset(key, "arrived_at", "nan"),
     "reply_to is not text": lambda redis, key: redis.hset(key, "reply_to", b"\xff\xfe"),
 }
 
@@ -503,6 +504,18 @@ async def test_a_corrupt_job_can_be_enqueued_and_cancelled_afresh(make, redis, d
     await DAMAGE[damage](redis, queue.keys.job("a"))
     await queue.cancel("a", 2)
     assert await queue.depth() == QueueDepth(0, 0, 0)
+
+
+@pytest.mark.parametrize("score", ["nan", "", "x"])
+async def test_a_claimed_job_whose_place_is_no_number_goes_back_by_its_arrival(make, redis, score):
+    queue = make()
+    for request_id in "ab":
+        await queue.enqueue(job(request_id, 100))
+    await claim_head(queue, "w", ALL, 1)
+    await redis.hset(queue.keys.job("a"), "score", score)
+    await expire_lease(redis, queue, "a")
+    assert (await queue.sweep()).returned == ["a"]
+    assert await ids(queue) == ["a", "b"]
 
 
 async def test_a_claimed_job_whose_hash_is_gone_ends_with_its_lease(make, redis):
