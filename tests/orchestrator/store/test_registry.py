@@ -583,6 +583,32 @@ async def test_heartbeat_reports_decode_of_generation(registry):
     assert await decodes(new) and not await decodes(worker("p0"))
 
 
+async def test_of_a_generation_that_has_gone_nothing_is_kept(registry, redis):
+    """Each rollout, and each restart, makes another one."""
+    for generation in range(3):
+        await registry.join(worker("w", generation=generation), TTL_S)
+        assert await redis.smembers(f"{registry.keys.prefix}domains") == {b"%d" % generation}
+    await registry.leave("w")
+    assert not await redis.exists(f"{registry.keys.prefix}domains")
+
+
+async def test_a_departure_is_told_also_where_redis_had_lost_where_the_worker_was(registry, redis):
+    me, other = worker("p"), worker("d", Role.DECODE)
+    for info in (me, other, worker("of-another", generation=1)):
+        await registry.join(info, TTL_S)
+    await redis.delete(f"{registry.keys.prefix}endpoints")
+    again = Registry(redis, registry.keys.prefix[4:-2])  # in each process the next full heartbeat writes all
+    await again.refresh(other, TTL_S)
+    heard = (await registry.refresh(me, TTL_S)).last_departure
+    await registry.leave("d")
+    told = await registry.refresh(me, TTL_S, heard)
+    assert told.departed == [departed(other)] and not told.decodes
+    await registry.join(other, TTL_S)
+    await redis.delete(f"{registry.keys.prefix}endpoints")
+    await registry.leave("d")
+    assert not (await registry.refresh(me, TTL_S)).decodes, "it left before it had written all again"
+
+
 async def test_a_heartbeat_tells_whether_a_worker_of_its_place_decodes(registry):
     async def decodes(name):
         return (await registry.refresh(placed[name], TTL_S)).decodes
@@ -645,12 +671,16 @@ async def test_corrupt_orders_are_no_orders(registry, redis):
     assert (await registry.refresh(worker("a"), TTL_S)).orders == WorkerOrders()
 
 
-async def test_orders_for_unknown_worker_are_refused(registry):
+async def test_orders_for_unknown_worker_are_refused(registry, redis):
     await registry.join(worker("a"), TTL_S)
     for order in (WorkerOrders(role=Role.DECODE), WorkerOrders(drain=True), WorkerOrders(restart=True)):
         assert await registry.steer(Seen(), {"a": order, "ghost": order}, DesiredRatio(1, 1)) is None
     reading = await registry.read()
     assert reading.orders == {} and reading.desired is None, "all, or nothing"
+    await redis.set(registry.keys.worker("ghost"), "no entry of a worker")
+    orders = {"a": WorkerOrders(drain=True), "ghost": WorkerOrders(drain=True)}
+    assert await registry.steer(Seen(), orders) is None and (await registry.read()).orders == {}
+    await redis.delete(registry.keys.worker("ghost"))
     await registry.clear_orders("ghost", 3)
     assert set(await registry.workers()) == {"a"}
 
@@ -817,7 +847,7 @@ async def test_watching_survives_a_killed_server(tmp_path):
 # ---- launchers -------------------------------------------------------------------------------------------------
 
 
-async def test_each_worker_id_is_claimed_once(registry):
+async def test_each_worker_id_is_claimed_once(registry, redis):
     """Whatever its role: that may change."""
     await registry.join(worker("worker-1"), TTL_S)
     for launcher in ("a", "b"):
@@ -833,6 +863,9 @@ async def test_each_worker_id_is_claimed_once(registry):
     await registry.leave_launcher("b")
     assert await registry.launchers() == {"a": Launcher({"worker-0": Role.DECODE}, 3, 7)}
     assert await claim_ids(registry, "c", Role.PREFILL) == ["worker-2"], "what is held no more is free"
+    for launcher in ("a", "c"):
+        await redis.set(f"{registry.keys.prefix}launcher:{launcher}", "no entry of a launcher")
+    assert await registry.claim_id("c", Role.DECODE, TTL_S, "worker-3")
 
 
 async def test_to_claim_many_ids_costs_what_one_does(registry, redis):

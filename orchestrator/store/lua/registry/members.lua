@@ -192,11 +192,11 @@ local function take_ids(prefix, launcher, ttl_ms, roles, wanted, name)
   live(prefix, 'worker')
   for _, id in ipairs(redis.call('SMEMBERS', index_key(prefix, 'worker'))) do taken[id] = true end -- who may come back too
   for _, other in ipairs(live(prefix, 'launcher')) do
-    local theirs = redis.call('HGET', member_key(prefix, 'launcher', other), 'ids') or ''
-    for id in string.gmatch(theirs, '([^ =]+)=') do taken[id] = true end
+    local theirs = redis.pcall('HGET', member_key(prefix, 'launcher', other), 'ids')
+    for id in string.gmatch(type(theirs) == 'string' and theirs or '', '([^ =]+)=') do taken[id] = true end
   end
   if taken[wanted] then return ids end
-  local key = member_key(prefix, 'launcher', launcher)
+  local key = typed(member_key(prefix, 'launcher', launcher), 'hash')
   local mine = redis.call('HGET', key, 'ids')
   if mine and mine ~= '' then held[1] = mine end
   for i, role in ipairs(roles) do

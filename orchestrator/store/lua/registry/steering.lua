@@ -59,7 +59,7 @@ local function holds(prefix, plan)
   if plan.set_at and plan.set_at ~= (found and found[4] or '') then return false end
   if plan.leader and plan.leader ~= redis.call('GET', typed(leader_key(prefix), 'string')) then return false end
   for _, told in ipairs(plan.orders) do
-    if redis.call('EXISTS', member_key(prefix, told[1], told[2])) == 0 then return false end
+    if redis.call('TYPE', member_key(prefix, told[1], told[2])).ok ~= 'hash' then return false end
   end
   return true
 end
