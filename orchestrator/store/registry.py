@@ -266,9 +266,11 @@ class Registry:
         await self._redis.set(self.keys.rendezvous(unit), msgspec.json.encode(place), px=milliseconds(ttl_s))
 
     async def rendezvous(self, unit: str) -> Rendezvous | None:
-        """None where the first rank does not wait."""
+        """None where the first rank does not wait, or, of another release, says what cannot be read here."""
         told = await self._redis.get(self.keys.rendezvous(unit))
-        return msgspec.json.decode(told, type=Rendezvous) if told else None
+        with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError):
+            return msgspec.json.decode(told, type=Rendezvous) if told else None
+        return None
 
     async def lead(self, frontend_id: str, lease_s: float) -> float | None:
         """Become or stay the frontend that decides the ratio, for `lease_s` more.

@@ -241,6 +241,18 @@ async def test_rank_does_not_join_a_first_one_of_another_release_that_would_let_
     server.close()
 
 
+@pytest.mark.parametrize("place", [b"{}", b'{"host":"h","port":"1","token":3}', b"\xff"])
+async def test_rank_waits_where_the_first_one_says_what_cannot_be_read(group: Ranks, place: bytes) -> None:
+    """As after an upgrade: the first one's next attempt, or another first one, says what can be."""
+    redis = await connect(group.url, 5)
+    await redis.set(Registry(redis, group.namespace).keys.rendezvous("d"), place)
+    joins = await group.begin("d.1")
+    await asyncio.sleep(0.1)
+    assert not joins.started.done()
+    ranks = [await group.begin("d"), joins, await group.begin("d.2")]
+    assert [each.rank for each in await asyncio.gather(*(rank.meets() for rank in ranks))] == [0, 1, 2]
+
+
 @pytest.mark.parametrize("release", OTHERS)
 @pytest.mark.parametrize("outdated", ["d", "d.1"])
 async def test_ranks_that_a_group_over_hosts_refused_meet_once_all_have_one_release(
