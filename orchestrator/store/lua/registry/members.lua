@@ -17,7 +17,7 @@ local function put_member(keys, args)
   local engine = kind == 'worker' and not joining and redis.call('HGET', key, 'kv_engine_id')
   if engine and engine ~= mine.kv_engine_id then return { 'taken' } end
   if names > 0 and (joining or not known) then
-    local refused = misfit(prefix, kind, id, identity, tonumber(args[6]), mine)
+    local refused = misfit(prefix, id, identity, tonumber(args[6]), mine)
     if refused then return refused end
   end
 
