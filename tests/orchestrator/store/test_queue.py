@@ -314,7 +314,8 @@ async def test_the_leases_of_a_dead_worker_end_and_count_as_deliveries(make, cla
     assert sorted((await queue.sweep()).returned) == ["a", "b"]
     assert await ids(queue, "dead") == ["a", "b"] and await queue.expire_leases("nobody") == 0
     assert await queue.expire_leases("dead") == 2
-    assert sorted(failed[0] for failed in (await queue.sweep()).failed) == ["a", "b"]
+    assert sorted((await queue.sweep()).failed) == [("a", 1, "f1"), ("b", 1, "f1")]
+    assert (await dropped(redis, queue))["failed"] == 2
 
 
 async def test_a_window_drops_what_is_corrupt_or_orphaned(make, claimers, redis):
@@ -361,22 +362,6 @@ async def test_returned_job_keeps_its_score(make, redis):
 
 
 # ---- sweeping --------------------------------------------------------------------------------------------------
-
-
-async def test_an_expired_lease_returns_the_job_until_it_fails(make, redis):
-    queue = make(max_deliveries=2)
-    await queue.enqueue(job("a", attempt=7))
-    [first] = await claim_head(queue, "w", ALL, 1)
-    await expire_lease(redis, queue, "a")
-    assert await queue.sweep() == SweepResult(["a"], [], [])
-    assert not await queue.ack("w", "a", 7), "its holder came back too late"
-    assert await queue.depth() == QueueDepth(1, 100, 0)
-    [second] = await claim_head(queue, "w2", ALL, 1)
-    assert (first.job.deliveries, second.job.deliveries) == (1, 2)
-    await expire_lease(redis, queue, "a")
-    assert await queue.sweep() == SweepResult([], [("a", 7, "f1")], [])
-    assert await show(queue, "a") is None
-    assert (await dropped(redis, queue))["failed"] == 1
 
 
 async def test_a_lease_runs_out_by_the_servers_clock(make):
