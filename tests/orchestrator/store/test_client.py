@@ -251,9 +251,7 @@ async def test_clients_of_a_server_that_restarts_do_not_come_back_at_one_moment(
     """When each asks again, of twenty that have failed together; of their subscriptions too."""
     with socket.create_server(("127.0.0.1", 0)) as closed:
         url = f"{scheme}://127.0.0.1:{closed.getsockname()[1]}"
-    clients = [Redis(connection_pool=(servers := Servers(url, 2.0)).pool) for _ in range(20)]
-    for client in clients:
-        client.url, client.servers = url, servers
+    clients = [Redis(url, Servers(url, 2.0)) for _ in range(20)]
     loop, means = asyncio.get_running_loop(), []
     for _ in range(5):
         pauses = []
