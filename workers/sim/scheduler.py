@@ -167,14 +167,9 @@ class SimScheduler(Engine):
 
     def prefix_changes(self) -> PrefixDelta | None:
         """Since it was last called."""
-        kv, cleared = self.kv, self._cleared
-        if not (kv.dirty or cleared):
-            return None
-        stored = [key for key in kv.dirty if kv.holds(key)]
-        removed = [key for key in kv.dirty if not kv.holds(key)]
-        kv.dirty.clear()
-        self._cleared = False
-        return PrefixDelta(stored, removed, cleared)
+        cleared, self._cleared = self._cleared, False
+        stored, removed, _ = self.kv.take_changes()
+        return PrefixDelta(stored, removed, cleared) if stored or removed or cleared else None
 
     # ---- called by the model -----------------------------------------------------------------------------------
 
