@@ -521,6 +521,21 @@ async def test_workers_whose_entries_run_out_together_may_come_back(registry, re
 
 
 @pytest.mark.slow
+async def test_departures_and_events_are_told_by_a_host_whose_clock_is_behind_that_of_the_one_that_lost_them(
+    registry, redis
+):
+    for name in ("me", "left"):
+        await registry.join(worker(name), TTL_S)
+    await registry.leave("left")
+    ahead = f"{round(time.time() * 1000) + 3_600_000}-0"
+    told = await registry.refresh(worker("me"), TTL_S, ahead)
+    assert told.departed == [departed(worker("left"))]
+    assert (await registry.refresh(worker("me"), TTL_S, told.last_departure)).departed == []
+    events = await (log := EventLog(redis, registry.keys.prefix[4:-2])).read(ahead)
+    assert [event.type for event in events] == ["joined", "joined", "left"]
+    assert await log.read(events[-1].id) == []
+
+
 async def test_many_departures_take_several_heartbeats(registry):
     await registry.join(worker("me"), TTL_S)
     told = await registry.refresh(worker("me"), TTL_S)

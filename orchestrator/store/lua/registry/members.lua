@@ -94,7 +94,7 @@ local function tell(keys, id, heard)
   local decodes = not mixed or redis.call('SCARD', decoders_key(prefix, domain)) > 0
   local rows, last = {}, heard
   if heard ~= '' then
-    for i, entry in ipairs(redis.call('XRANGE', key, '(' .. heard, '+', 'COUNT', TOLD)) do
+    for i, entry in ipairs(redis.call('XRANGE', key, '(' .. known_entry(key, heard), '+', 'COUNT', TOLD)) do
       last, rows[i] = entry[1], entry[2][2]
     end
   else
