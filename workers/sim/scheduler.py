@@ -95,8 +95,7 @@ class SimScheduler(Engine):
     def prompt_limit(self, beside_s: float) -> int | None:
         if self.board is not None:
             return self.board.budget(self.batch.sequences, self.pending_tokens, self.profile.max_num_batched_tokens)
-        prefills = any(stay.phase == "prefill" for stay in (*self.prefilling, *self.waiting[:1]))
-        return self._times.prompt_tokens() if prefills and self.batch.sequences else None
+        return self._times.prompt_tokens() if self.prompt_for_another() is not None else None
 
     @property
     def step_tokens(self) -> int:
