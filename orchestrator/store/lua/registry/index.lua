@@ -9,7 +9,8 @@ end
 local function leave_domain(prefix, domain, id)
   redis.call('SREM', typed(domain_key(prefix, domain), 'set'), id)
   redis.call('SREM', typed(decoders_key(prefix, domain), 'set'), id)
-  if redis.call('EXISTS', domain_key(prefix, domain)) == 0 then redis.call('SREM', typed(prefix .. 'domains', 'set'), domain) end
+  local left = redis.call('EXISTS', domain_key(prefix, domain))
+  if left == 0 then redis.call('SREM', typed(prefix .. 'domains', 'set'), domain) end
 end
 
 -- Takes a worker out of it, and keeps where it was for those that exchange KV with its engine.
