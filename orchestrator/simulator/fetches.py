@@ -34,7 +34,6 @@ class Simulated(Protocol):
 
     now: float
     settings: Settings
-    link_bytes_per_s: float
     racks: Racks
     workers: dict[str, Worker]
     router: Router
@@ -42,6 +41,8 @@ class Simulated(Protocol):
     def at(self, time: float, action: Callable[..., None], a: Any = None, b: Any = None) -> None: ...
 
     def place_again(self, job: Job, _: Any) -> None: ...
+
+    def carry(self, source: Worker, target: Worker, tokens: int, at: float) -> tuple[float, float]: ...
 
 
 class Fetches:
@@ -70,12 +71,8 @@ class Fetches:
             loaded_at = (
                 self._loaded_at(source, (units - on_device) * self._unit_tokens) if on_device < units else sim.now
             )
-            begins = max(loaded_at, source.link_free_at, worker.link_free_at)
-            occupied_s = lacking * profile.kv_bytes_per_token / sim.link_bytes_per_s
-            source.link_free_at = worker.link_free_at = begins + occupied_s
-            sent = begins + occupied_s * sim.racks.slowness(source.name, worker.name)
-            came, ends = units, ends + sent - sim.now + profile.link_latency_s
-            router.link_bytes_per_s.observe(sim.link_bytes_per_s, sim.now)
+            begins, seconds = sim.carry(source, worker, lacking, loaded_at)
+            came, ends = units, ends + begins + seconds - sim.now + profile.link_latency_s
         given_up = sim.now + wait_limit_s(holder.tokens, s_per_token)
         outcome = "fetched" if came and ends <= given_up else "late" if came else "missed"
         self.outcomes[outcome] += 1

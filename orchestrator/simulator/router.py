@@ -321,10 +321,7 @@ class Router:
         """Take a load report and the cache events since the last one."""
         view.reported(worker, now)
         if self.index is not None and worker.kv.dirty:
-            dirty, worker.kv.dirty = worker.kv.dirty, set()
-            stored = [key for key in dirty if worker.kv.holds(key)]
-            hosted = [key for key in dirty if not worker.kv.holds(key) and worker.kv.hosts(key)]
-            removed = [key for key in dirty if not (worker.kv.holds(key) or worker.kv.hosts(key))]
+            stored, removed, hosted = worker.kv.take_changes()
             self._index_sequence[worker.name] += 1
             number = self._index_sequence[worker.name]
             self.index.apply(PrefixEvents(worker.name, number, stored, removed, hosted=hosted))

@@ -194,28 +194,26 @@ class Simulation:
             self._transfer(stay, receiver)
 
     def _transfer(self, stay: Stay, receiver: Stay) -> None:
-        """Send the KV that the receiver has not cached, over both workers' links.
+        """Send the KV that the receiver has not cached.
 
         In chunks the transfer has begun when both workers had blocks, and the last chunk is sent after the prefill.
         """
         profile, now = self.settings.profile, self.now
-        source, target = self.workers[stay.worker], self.workers[receiver.worker]
         tokens = receiver.context - receiver.hit_tokens
-        s_per_token = profile.kv_bytes_per_token / self.link_bytes_per_s
-        occupied_s = tokens * s_per_token
-        # Between racks it is the network that is slow: a worker's own link carries other KV at the same time.
-        s_per_token *= self.racks.slowness(stay.worker, receiver.worker)
-        seconds = tokens * s_per_token
-        self.router.link_bytes_per_s.observe(self.link_bytes_per_s, now)
-        links_free = max(source.link_free_at, target.link_free_at)
-        if self._by_chunk:
-            begins = max(links_free, min(now, max(stay.started_at, receiver.started_at)))
-            ends = max(begins + seconds, now + min(tokens, profile.max_num_batched_tokens) * s_per_token)
-        else:
-            begins = max(links_free, now)
-            ends = begins + seconds
+        could_begin = min(now, max(stay.started_at, receiver.started_at)) if self._by_chunk else now
+        begins, seconds = self.carry(self.workers[stay.worker], self.workers[receiver.worker], tokens, could_begin)
+        last_s = seconds * min(1.0, profile.max_num_batched_tokens / tokens) if self._by_chunk and tokens else 0.0
+        self.at(max(begins + seconds, now + last_s) + profile.link_latency_s, self._transferred, stay, receiver)
+
+    def carry(self, source: Worker, target: Worker, tokens: int, at: float) -> tuple[float, float]:
+        """KV of so many tokens passes over both workers' links, from this time on or once they are free. Returns when
+        it begins, and for how long it is on its way."""
+        begins = max(at, source.link_free_at, target.link_free_at)
+        occupied_s = tokens * self.settings.profile.kv_bytes_per_token / self.link_bytes_per_s
         source.link_free_at = target.link_free_at = begins + occupied_s
-        self.at(ends + profile.link_latency_s, self._transferred, stay, receiver)
+        self.router.link_bytes_per_s.observe(self.link_bytes_per_s, self.now)
+        # Between racks it is the network that is slow: a worker's own link carries other KV at the same time.
+        return begins, occupied_s * self.racks.slowness(source.name, target.name)
 
     def _transferred(self, stay: Stay, receiver: Stay) -> None:
         if stay.peer is not receiver or receiver.peer is not stay:

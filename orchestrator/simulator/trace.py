@@ -200,13 +200,7 @@ def filled(load: Load) -> Load:
 def _anew(load: Load, change: Callable[[Load], Load]) -> Callable[[float], Load] | None:
     """The `at` of the load that `change` makes: make the load for the rate, then change it."""
     at = load.at
-    if at is None:
-        return None
-
-    def changed(rate: float) -> Load:
-        return change(at(rate))
-
-    return changed
+    return None if at is None else lambda rate: change(at(rate))
 
 
 def repeated(load: Load, times: int) -> Load:

@@ -108,13 +108,10 @@ class Worker(Engine):
         self._sim.on_load(self, stay, tokens, now)
 
     def prompt_limit(self, beside_s: float) -> int | None:
-        if not (self.tpot_s and self.batch.sequences):
-            return None
-        prompts = [*self.prefilling, *self.waiting[:1]]
-        if not any(stay.phase == "prefill" for stay in prompts):
+        if not self.tpot_s or (prompt := self.prompt_for_another()) is None:
             return None
         profile = self.profile
-        s_per_token = profile.prefill_s_per_token + profile.attention_s * prompts[0].computed
+        s_per_token = profile.prefill_s_per_token + profile.attention_s * prompt.computed
         return prompt_tokens_beside(self.tpot_s, beside_s + profile.prompt_s, s_per_token)
 
     def _next_step(self, now: float, behind: int) -> int:

@@ -58,10 +58,10 @@ class Redis(redis.asyncio.Redis):
     Not for blocking commands, which would hold up all others.
     """
 
-    def __init__(self, **options: Any) -> None:
-        super().__init__(**options)
-        self.url = ""
-        self.servers: Servers | None = None
+    def __init__(self, url: str, servers: Servers) -> None:
+        """`servers`: that `url` means."""
+        super().__init__(connection_pool=servers.pool)
+        self.url, self._servers = url, servers
         self._outbox: list[Command] = []
         self._flushes = False  # soon
         self._connector: asyncio.Task[None] | None = None
@@ -154,7 +154,7 @@ class Redis(redis.asyncio.Redis):
             if self._pipe is not None:
                 closed, self._pipe = self._pipe, None
                 await closed.connection.disconnect(nowait=True)
-            connection = self._new_connection()
+            connection = self._servers.new_connection()
             await connection.connect()
             self._pipe = Pipe(connection)
             self._send_batch(self._pipe)
@@ -209,14 +209,10 @@ class Redis(redis.asyncio.Redis):
             await self._break(pipe, f"the client stopped ({type(error).__name__}: {error})")
             raise
 
-    def _new_connection(self) -> AbstractConnection:
-        assert self.servers is not None, "`connect` sets them"
-        return self.servers.new_connection()
-
     async def _move(self, pipe: Pipe, error: MovedError) -> None:
         """Later commands and subscriptions go to the node that has this fleet's keys."""
-        if pipe is self._pipe and self.servers is not None:
-            self.servers.moved(error, pipe.connection)
+        if pipe is self._pipe:
+            self._servers.moved(error, pipe.connection)
             self._pipe = None
             await self._break_subscriptions()
 
@@ -230,8 +226,7 @@ class Redis(redis.asyncio.Redis):
             self._why, self._away_until = why, asyncio.get_running_loop().time() + pause_s
             callers += [caller for _, caller in self._outbox]
             self._outbox.clear()
-            if self.servers is not None:
-                self.servers.failed()
+            self._servers.failed()
         for caller in callers:
             if not caller.done():
                 caller.set_exception(RedisAway(self._unusable(why)))
@@ -254,7 +249,7 @@ class Redis(redis.asyncio.Redis):
         """
         failures = 0
         while True:
-            connection = self._new_connection()
+            connection = self._servers.new_connection()
             # redis-py's own time-out is a `wait_for`, which in Python 3.11 may swallow the cancellation of who listens.
             timeout_s, connection.socket_timeout = connection.socket_timeout, None
             try:
@@ -263,7 +258,7 @@ class Redis(redis.asyncio.Redis):
                     await connection.send_command("SUBSCRIBE", channel, check_health=False)
                     await connection.read_response()
                 self._subscriptions.add(connection)
-                if self.servers is not None and not self.servers.leads_to(connection):
+                if not self._servers.leads_to(connection):
                     raise redis.exceptions.ConnectionError("our keys have moved meanwhile")
                 yield None
                 failures = 0
@@ -291,8 +286,7 @@ class Redis(redis.asyncio.Redis):
         await cancelled(self._connector, self._pipe.reader if self._pipe is not None else None)
         await self._break(self._pipe, "the client was closed")
         self._away_until, self._failures = 0.0, 0
-        if self.servers is not None:
-            await self.servers.aclose()
+        await self._servers.aclose()
         await super().aclose(close_connection_pool)
 
 
@@ -305,8 +299,7 @@ async def connect(url: str, timeout_s: float) -> Redis:
         servers = Servers(url, timeout_s)
     except (ValueError, RedisError) as error:
         raise RedisAway(f"redis.url {masked(url)!r} is not usable ({error})") from None
-    client = Redis(connection_pool=servers.pool)
-    client.url, client.servers = url, servers
+    client = Redis(url, servers)
     try:
         await client.execute_command("PING")
         await _check_version(client)

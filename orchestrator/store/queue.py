@@ -253,14 +253,12 @@ class PrefillQueue:
 
     async def depth(self) -> QueueDepth:
         """O(1)."""
-        requests, tokens, claimed = await self.call("depth")
-        return QueueDepth(requests, tokens, claimed)
+        return QueueDepth(*await self.call("depth"))
 
     async def poll(self) -> QueueDepth:
         """The depth of the queue. Raises RedisAway also if Redis answers but refuses writes, since waiting jobs cannot
         be claimed then. O(1)."""
-        requests, tokens, claimed = await self.call("poll")
-        return QueueDepth(requests, tokens, claimed)
+        return QueueDepth(*await self.call("poll"))
 
     async def states(self, request_ids: Sequence[str]) -> dict[str, JobState]:
         """The state of each of these jobs. O(1) for each."""

@@ -35,7 +35,6 @@ from orchestrator.store.fields import (
     milliseconds,
     orders_of,
     text,
-    whole,
     worker_from_fields,
     worker_to_fields,
 )
@@ -186,12 +185,9 @@ class Registry:
 
     async def endpoints(self, worker_id: str) -> Departed | None:
         """Where the worker listens that is registered under this id, with claims or not; None if there is none."""
-        names = ("kv_engine_id", "request_address", "kv_host", "kv_port")
-        found = await self._redis.execute_command("HMGET", self.keys.worker(worker_id), *names)
-        if None in found:
+        if (info := await self.worker(worker_id)) is None:
             return None
-        engine_id, address, host, port = map(text, found)
-        return Departed(worker_id, engine_id, address, host, whole(port), False)
+        return Departed(worker_id, info.kv.engine_id, info.request_address, info.kv.host, info.kv.port, False)
 
     async def _put_worker(self, info: WorkerInfo, ttl_s: float, fresh: bool, heard: str = "") -> Heartbeat | None:
         """Write a worker's entry. Returns None if another engine is registered under this id."""
@@ -266,9 +262,11 @@ class Registry:
         await self._redis.set(self.keys.rendezvous(unit), msgspec.json.encode(place), px=milliseconds(ttl_s))
 
     async def rendezvous(self, unit: str) -> Rendezvous | None:
-        """None where the first rank does not wait."""
+        """None where the first rank does not wait, or, of another release, says what cannot be read here."""
         told = await self._redis.get(self.keys.rendezvous(unit))
-        return msgspec.json.decode(told, type=Rendezvous) if told else None
+        with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError):
+            return msgspec.json.decode(told, type=Rendezvous) if told else None
+        return None
 
     async def lead(self, frontend_id: str, lease_s: float) -> float | None:
         """Become or stay the frontend that decides the ratio, for `lease_s` more.

@@ -18,10 +18,6 @@ class CallTarget(enum.Enum):
     ONE = "one"  # any worker: all give the same answer
 
 
-def _all_true(results: Sequence[Any]) -> bool:
-    return all(results)
-
-
 def _intersection(results: Sequence[Any]) -> set[Any]:
     return set.intersection(*(set(result) for result in results))
 
@@ -46,13 +42,13 @@ METHODS: dict[str, ControlMethod] = {
     # Carried out by the worker's engine interface: name and path of a LoRA adapter, to what its files are.
     "fingerprint_lora": ControlMethod(alike=True, made_up_for=True),
     # Carried out by its engine. Requests bring the adapter that they need, by its path.
-    "add_lora": ControlMethod(combine=_all_true, undo="remove_lora", made_up_for=True),
-    "remove_lora": ControlMethod(combine=_all_true, made_up_for=True),
-    "is_scheduler_paused": ControlMethod(combine=_all_true),
-    "is_sleeping": ControlMethod(combine=_all_true),
+    "add_lora": ControlMethod(combine=all, undo="remove_lora", made_up_for=True),
+    "remove_lora": ControlMethod(combine=all, made_up_for=True),
+    "is_scheduler_paused": ControlMethod(combine=all),
+    "is_sleeping": ControlMethod(combine=all),
     "list_loras": ControlMethod(combine=_intersection),
-    "pin_lora": ControlMethod(combine=_all_true),
-    "reset_prefix_cache": ControlMethod(combine=_all_true),
+    "pin_lora": ControlMethod(combine=all),
+    "reset_prefix_cache": ControlMethod(combine=all),
     "reset_mm_cache": ControlMethod(),
     "reset_encoder_cache": ControlMethod(),
     "profile": ControlMethod(),

@@ -7,6 +7,7 @@ frames of it.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Union
 
 import msgspec
@@ -202,36 +203,29 @@ Published = Union[WorkerLoad, PrefixEvents]
 # ---- codecs ----------------------------------------------------------------------------------------------------
 
 _encoder = msgspec.msgpack.Encoder()
-_to_worker = msgspec.msgpack.Decoder(ToWorker)
-_to_frontend = msgspec.msgpack.Decoder(ToFrontend)
-_published = msgspec.msgpack.Decoder(Published)
-_frames = msgspec.msgpack.Decoder(list[bytes])
 
 
 def encode(message: ToWorker | ToFrontend | Published) -> bytes:
     return _encoder.encode(message)
 
 
-def _decode(decoder: msgspec.msgpack.Decoder, data: bytes, what: str) -> Any:
-    try:
-        return decoder.decode(data)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise MessageError(f"not a {what} message ({len(data)} bytes): {error}") from error
+def _decoder(kind: Any, what: str) -> Callable[[bytes], Any]:
+    """It raises MessageError."""
+    decode = msgspec.msgpack.Decoder(kind).decode
+
+    def decoded(data: bytes) -> Any:
+        try:
+            return decode(data)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise MessageError(f"not a {what} message ({len(data)} bytes): {error}") from error
+
+    return decoded
 
 
-def decode_to_worker(data: bytes) -> ToWorker:
-    """Raises MessageError."""
-    return _decode(_to_worker, data, "worker")
-
-
-def decode_to_frontend(data: bytes) -> ToFrontend:
-    """Raises MessageError."""
-    return _decode(_to_frontend, data, "frontend")
-
-
-def decode_published(data: bytes) -> Published:
-    """Raises MessageError."""
-    return _decode(_published, data, "published")
+decode_to_worker: Callable[[bytes], ToWorker] = _decoder(ToWorker, "worker")
+decode_to_frontend: Callable[[bytes], ToFrontend] = _decoder(ToFrontend, "frontend")
+decode_published: Callable[[bytes], Published] = _decoder(Published, "published")
+unpack_frames: Callable[[bytes], list[bytes]] = _decoder(list[bytes], "framed request")  # of `pack_frames`
 
 
 def engine_key(request_id: str, attempt: int) -> str:
@@ -242,8 +236,3 @@ def engine_key(request_id: str, attempt: int) -> str:
 def pack_frames(frames: list[bytes]) -> bytes:
     """Several frames as one value, to keep an engine request in Redis."""
     return _encoder.encode([bytes(frame) for frame in frames])
-
-
-def unpack_frames(data: bytes) -> list[bytes]:
-    """Raises MessageError."""
-    return _decode(_frames, data, "framed request")

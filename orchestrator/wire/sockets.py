@@ -16,7 +16,7 @@ import secrets
 import time
 from collections import deque
 from collections.abc import Iterable, Sequence
-from typing import Any, TypeAlias, Union, cast
+from typing import Any, TypeAlias, TypeVar, Union, cast
 
 import msgspec
 import zmq
@@ -103,7 +103,7 @@ class Reader:
     """
 
     def __init__(self, socket: Socket) -> None:
-        self._socket, self._left = socket, READ_BATCH
+        self._socket, self._left, self._woken = socket, READ_BATCH, False
         self._waiting: asyncio.Future[None] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
 
@@ -114,6 +114,9 @@ class Reader:
             self._left = READ_BATCH
             await asyncio.sleep(0)
         while True:
+            if self._woken:
+                self._woken = False
+                raise Woken
             try:
                 first = self._socket.recv(zmq.DONTWAIT, copy=False)
             except zmq.Again:
@@ -152,13 +155,17 @@ class Reader:
         """Whoever waits goes on if a message has come. Call it when something was done with the socket."""
         # Read also when no task waits: until then the descriptor stays readable.
         events = cast(int, self._socket.getsockopt(zmq.EVENTS))
-        if events & zmq.POLLIN and self._waiting is not None and not self._waiting.done():
-            self._waiting.set_result(None)
+        if events & zmq.POLLIN:
+            self._go_on()
 
     def wake(self) -> None:
-        """Whoever waits gets Woken."""
+        """Whoever waits gets Woken; else who calls `next` next."""
+        self._woken = True
+        self._go_on()
+
+    def _go_on(self) -> None:
         if self._waiting is not None and not self._waiting.done():
-            self._waiting.set_exception(Woken)
+            self._waiting.set_result(None)
 
     async def _change(self) -> None:
         if self._loop is None:
@@ -243,6 +250,7 @@ def bind(socket: Socket, listening: Listening) -> int:
 # ---- messages as frames ----------------------------------------------------------------------------------------
 
 _PART_BYTES = 64  # that `Part` adds to its data, at most
+_REMEMBERED = 64  # broken messages: as many may have been on their way when a connection broke
 _encoder = msgspec.msgpack.Encoder()
 
 
@@ -255,7 +263,9 @@ class Part(msgspec.Struct, frozen=True):
     data: bytes
 
 
-_decoder = msgspec.msgpack.Decoder(Union[list[bytes], Part])
+_of_frame = msgspec.msgpack.Decoder(Union[list[bytes], Part])
+_of_whole = msgspec.msgpack.Decoder(list[bytes])
+D = TypeVar("D")
 
 
 def frames_of(message: Sequence[bytes]) -> Sequence[bytes]:
@@ -276,12 +286,13 @@ class Assembler:
     """Makes messages of the frames that a socket receives. Parts of several messages may come in turns."""
 
     def __init__(self) -> None:
-        self._unfinished: dict[int, _Unfinished] = {}  # by `Part.message`; first the one whose last part is oldest
-        self._broken = deque[int](maxlen=64)  # the last messages that came without their first parts
+        # By `Part.message`, when the last part came, and the parts so far; first the one whose last part is oldest.
+        self._unfinished: dict[int, tuple[float, list[bytes]]] = {}
+        self._broken: deque[int] = deque(maxlen=_REMEMBERED)  # messages that came without their first parts
 
     @property
     def unfinished_parts(self) -> int:
-        return sum(len(begun.pieces) for begun in self._unfinished.values())
+        return sum(len(pieces) for _, pieces in self._unfinished.values())
 
     def take(self, frames: Iterable[bytes]) -> list[bytes] | None:
         """The message that was given to `frames_of`; None while parts of it are missing. Raises MessageError; for a
@@ -292,57 +303,36 @@ class Assembler:
         frame, *more = frames
         if more:
             raise MessageError(f"a message of {1 + len(more)} frames; all have one")
-        found = _decoded(frame)
-        if isinstance(found, list):
-            return found
-        whole = self._add(found)
-        return None if whole is None else _message(whole)
+        found = _decoded(_of_frame, frame)
+        if isinstance(found, Part):
+            whole = self._add(found)
+            return None if whole is None else _decoded(_of_whole, whole)
+        return found
 
     def _add(self, part: Part) -> bytes | None:
         """All parts together when this is the last one."""
         now = time.monotonic()
         if part.index == 0:
-            for number in [n for n, begun in self._unfinished.items() if now - begun.at > UNFINISHED_S]:
-                del self._unfinished[number]
-            self._unfinished[part.message] = _Unfinished()
-        begun = self._unfinished.pop(part.message, None)
+            self._unfinished = {n: begun for n, begun in self._unfinished.items() if now - begun[0] <= UNFINISHED_S}
+        _, pieces = self._unfinished.pop(part.message, (now, []))
         if part.message in self._broken:
             return None
-        if begun is None or len(begun.pieces) != part.index:
+        if len(pieces) != part.index:
             self._broken.append(part.message)
             raise MessageError(f"part {part.index + 1} of {part.count} of a message whose other parts did not come")
-        begun.pieces.append(part.data)
-        begun.at = now
+        pieces.append(part.data)
         if part.index == part.count - 1:
-            return b"".join(begun.pieces)
-        self._unfinished[part.message] = begun
+            return b"".join(pieces)
+        self._unfinished[part.message] = now, pieces
         # Parts count, not bytes: a member could send empty ones without end.
-        while self.unfinished_parts > _pieces(MAX_MESSAGE_BYTES):
+        while self.unfinished_parts > -(-MAX_MESSAGE_BYTES // (MAX_FRAME_BYTES - _PART_BYTES)):
             del self._unfinished[next(iter(self._unfinished))]
         return None
 
 
-class _Unfinished:
-    def __init__(self) -> None:
-        self.pieces: list[bytes] = []
-        self.at = 0.0  # when the last of them came
-
-
-def _pieces(size: int) -> int:
-    """Of a message of this many bytes."""
-    return -(-size // (MAX_FRAME_BYTES - _PART_BYTES))
-
-
-def _message(whole: bytes) -> list[bytes]:
-    found = _decoded(whole)
-    if not isinstance(found, list):
-        raise MessageError("a part of a part of a message")
-    return found
-
-
-def _decoded(data: bytes) -> list[bytes] | Part:
+def _decoded(decoder: msgspec.msgpack.Decoder[D], data: bytes) -> D:
     try:
-        found: list[bytes] | Part = _decoder.decode(data)
+        found = decoder.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise MessageError(f"not a framed message ({len(data)} bytes): {error}") from error
     if not found:

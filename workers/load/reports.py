@@ -82,6 +82,34 @@ class PrefillRate:
         self._since, self._tokens = None, 0
 
 
+class Paced:
+    """`soon` publishes, and not sooner than an interval after the last time."""
+
+    def __init__(self, publish: Callable[[], None], interval_s: Callable[[], float]) -> None:
+        self._publish, self._interval_s = publish, interval_s
+        self._published_at = 0.0
+        self._timer: asyncio.TimerHandle | None = None
+
+    def soon(self) -> None:
+        if self._timer is not None:
+            return
+        wait_s = self._published_at + self._interval_s() - time.monotonic()
+        if wait_s <= 0:
+            self.now()
+        else:
+            self._timer = asyncio.get_running_loop().call_later(wait_s, self.now)
+
+    def now(self) -> None:
+        self.close()
+        self._published_at = time.monotonic()
+        self._publish()
+
+    def close(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+
 class LoadReporter:
     """Publishes the load after events that its methods report. `publish` never waits.
 
@@ -100,7 +128,7 @@ class LoadReporter:
         workers: Callable[[], int] = int,
     ) -> None:
         """`workers`: returns the number of workers in the fleet."""
-        self._worker_id, self.blocks_total, self._workers = worker_id, blocks_total, workers
+        self._worker_id, self.blocks_total = worker_id, blocks_total
         self._attempts, self._publish, self._corrupt_messages = attempts, publish, corrupt_messages
         self._board, self.rate = Board.to_measure(), PrefillRate()
         self.engine = EngineLoad(blocks_free=blocks_total, running=0, waiting=0, step_ms=0.0)
@@ -114,8 +142,8 @@ class LoadReporter:
         self._given: list[Attempt] = []
         self._settling: list[Attempt] = []
         self._sequence = 0
-        self._published_at = 0.0
-        self._timer: asyncio.TimerHandle | None = None
+        self._paced = Paced(self._publish_now, lambda: load_interval_s(workers()))
+        self.publish_soon, self.close = self._paced.soon, self._paced.close
 
     def added(self) -> None:
         """Call after an attempt was added."""
@@ -194,15 +222,6 @@ class LoadReporter:
         load = self.engine
         return bool(len(self._attempts) or load.blocks_free < self.blocks_total or load.running or load.waiting)
 
-    def publish_soon(self) -> None:
-        if self._timer is not None:
-            return
-        wait_s = self._published_at + load_interval_s(self._workers()) - time.monotonic()
-        if wait_s <= 0:
-            self._publish_now()
-        else:
-            self._timer = asyncio.get_running_loop().call_later(wait_s, self._publish_now)
-
     async def run(self, engine: Engine, measured: Callable[[], None]) -> None:
         """Report while no step does: memory freed by aborts and ended transfers, and a sign of life. Raises EngineDead.
 
@@ -245,15 +264,9 @@ class LoadReporter:
             asking.cancel()
             self.stuck = False
 
-    def close(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-
     def _publish_now(self) -> None:
-        self._timer = None
         if not self._attempts.waiting_tokens:
             self.rate.idle()
-        self._published_at = time.monotonic()
         self._sequence += 1
         engine = self.engine
         self._publish(
@@ -297,8 +310,8 @@ class PrefixReporter:
         self._keys: dict[int, bool] = {}
         self._changes = PrefixChanges()
         self._sequence = int(time.time() * 1e6)  # so that a restarted worker does not continue the old sequence
-        self._published_at = 0.0
-        self._timer: asyncio.TimerHandle | None = None
+        self._paced = Paced(self._publish_now, lambda: PREFIX_INTERVAL_S)
+        self.close = self._paced.close
 
     def changed(self, delta: PrefixDelta) -> None:
         if delta.cleared:
@@ -307,12 +320,7 @@ class PrefixReporter:
             self._keys.pop(key, None)
         self._keys |= dict.fromkeys(delta.stored, False) | dict.fromkeys(delta.hosted, True)
         self._changes.add(delta)
-        if self._timer is None:
-            wait_s = self._published_at + PREFIX_INTERVAL_S - time.monotonic()
-            if wait_s <= 0:
-                self._publish_now()
-            else:
-                self._timer = asyncio.get_running_loop().call_later(wait_s, self._publish_now)
+        self._paced.soon()
 
     def cleared(self) -> None:
         """The cache was reset. The engine reports that only with its next step; until then frontends would route
@@ -323,7 +331,7 @@ class PrefixReporter:
     def snapshot(self, frontend_id: str) -> None:
         """Send every cached key to this frontend. If that fails, the frontend asks again."""
         if self._changes:
-            self._publish_now()  # a snapshot is as of the last batch
+            self._paced.now()  # a snapshot is as of the last batch
         keys = list(self._keys.items())
         for start in range(0, len(keys) or 1, SNAPSHOT_KEYS):
             end = start + SNAPSHOT_KEYS
@@ -333,15 +341,7 @@ class PrefixReporter:
             if not self._send(frontend_id, part):
                 return
 
-    def close(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-
     def _publish_now(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-        self._published_at = time.monotonic()
         self._sequence += 1
         delta = self._changes.take()
         changes = delta.stored, delta.removed, delta.cleared, delta.hosted

@@ -83,7 +83,7 @@ class SimConnections:
         engine = peer.engine_id
         try:
             reader, writer = await self._open(peer)
-        except (OSError, EOFError) as error:
+        except (OSError, EOFError, ValueError, OverflowError) as error:  # the last two: it has named no address
             del self._unsent[engine]
             self._events.unreachable(engine, f"{peer.host}:{peer.port}: {str(error) or 'no answer'}")
             return

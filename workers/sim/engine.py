@@ -51,6 +51,10 @@ log = logging.getLogger("pd.sim")
 SIM_VERSION = "sim-1"
 # Only this much of a late step is made up for: beyond it the machine is too slow, not the model.
 MAX_CATCH_UP_S = 0.05
+# Of calls that change nothing here: there are no multimodal caches, and adapters change no simulated answer.
+ANSWERS = dict.fromkeys(
+    ("reset_prefix_cache", "reset_mm_cache", "reset_encoder_cache", "add_lora", "remove_lora"), True
+) | {"is_sleeping": False}
 
 
 class SimEngine:
@@ -170,18 +174,13 @@ class SimEngine:
             return None
         if method == "reset_prefix_cache":
             self._scheduler.clear_cache()
-            return True
-        if method in ("reset_mm_cache", "reset_encoder_cache"):
-            return True  # nothing is cached there
         if method == "is_scheduler_paused":
             return self._paused
-        if method == "is_sleeping":
-            return False
         if method == "fingerprint_lora":
             return args[1]  # nothing is read: an adapter changes no simulated answer
-        if method in ("add_lora", "remove_lora"):
-            return True
-        raise ValueError(f"the simulated engine cannot {method}; use --engine vllm")
+        if method not in ANSWERS:
+            raise ValueError(f"the simulated engine cannot {method}; use --engine vllm")
+        return ANSWERS[method]
 
     async def stop(self) -> None:
         await cancelled(self._task)

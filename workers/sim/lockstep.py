@@ -56,7 +56,6 @@ class Lockstep:
         """`wake` is called when another rank waits for this one."""
         self.ended = False  # this rank, or another
         self.running = self._stepping = False  # the group takes steps; this rank has taken one of them
-        self.dummies = 0  # steps that this rank computed nothing in
         self.waves = 0  # times that the group has begun to take steps
         self._group, self._wake = group, wake
         self._come: dict[int, Come] = {}  # at the first rank: who is at the step
@@ -89,7 +88,6 @@ class Lockstep:
 
     async def meet(self, duration_s: float, works: bool) -> float:
         """Wait until all ranks are at this step. Returns how long it takes, seconds. Raises EngineDead."""
-        self.dummies += not works
         met = self._met = self._awaited()
         self.waves += not self._stepping
         self.running = self._stepping = True

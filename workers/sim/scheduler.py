@@ -95,8 +95,7 @@ class SimScheduler(Engine):
     def prompt_limit(self, beside_s: float) -> int | None:
         if self.board is not None:
             return self.board.budget(self.batch.sequences, self.pending_tokens, self.profile.max_num_batched_tokens)
-        prefills = any(stay.phase == "prefill" for stay in (*self.prefilling, *self.waiting[:1]))
-        return self._times.prompt_tokens() if prefills and self.batch.sequences else None
+        return self._times.prompt_tokens() if self.prompt_for_another() is not None else None
 
     @property
     def step_tokens(self) -> int:
@@ -167,14 +166,9 @@ class SimScheduler(Engine):
 
     def prefix_changes(self) -> PrefixDelta | None:
         """Since it was last called."""
-        kv, cleared = self.kv, self._cleared
-        if not (kv.dirty or cleared):
-            return None
-        stored = [key for key in kv.dirty if kv.holds(key)]
-        removed = [key for key in kv.dirty if not kv.holds(key)]
-        kv.dirty.clear()
-        self._cleared = False
-        return PrefixDelta(stored, removed, cleared)
+        cleared, self._cleared = self._cleared, False
+        stored, removed, _ = self.kv.take_changes()
+        return PrefixDelta(stored, removed, cleared) if stored or removed or cleared else None
 
     # ---- called by the model -----------------------------------------------------------------------------------
 

@@ -244,7 +244,7 @@ class GroupLink:
         try:
             async with asyncio.timeout(_ANSWER_S):
                 reader, writer = await asyncio.open_connection(place.host, place.port)
-        except (OSError, TimeoutError) as error:
+        except (OSError, ValueError, OverflowError) as error:  # the last two: it has named no address
             return f"{in_url(place.host)}:{place.port} is not reached ({str(error) or 'no answer'}); see workers.ports"
         peer = self._peers[first] = _Peer(writer)
         peer.send(Come(place.token, self._id, self.ranks, self._generation, self._at.reached_at, self._release))

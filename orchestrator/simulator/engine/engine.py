@@ -112,6 +112,11 @@ class Engine:
 
     # ---- steps -----------------------------------------------------------------------------------------------
 
+    def prompt_for_another(self) -> Stay | None:
+        """The first prompt that the next step could compute, if such are for other engines and others decode beside."""
+        prompts = (*self.prefilling, *self.waiting[:1]) if self.batch.sequences else ()
+        return prompts[0] if any(stay.phase == "prefill" for stay in prompts) else None
+
     def prompt_limit(self, beside_s: float) -> int | None:
         """The most prompt tokens of the next step, which takes `beside_s` without any; None: as many as fit."""
         return None

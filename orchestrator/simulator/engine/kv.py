@@ -34,8 +34,11 @@ class KVPool:
         """Whether the device has it."""
         return key in self._cached or (key in self._refs and key not in self.unwritten)
 
-    def hosts(self, key: int) -> bool:
-        return key in self._host
+    def take_changes(self) -> tuple[list[int], list[int], list[int]]:
+        """Since the last call: keys that the device has got, that are gone, and that only the host tier has still."""
+        dirty, self.dirty = self.dirty, set()
+        stored, left = [key for key in dirty if self.holds(key)], [key for key in dirty if not self.holds(key)]
+        return stored, [key for key in left if key not in self._host], [key for key in left if key in self._host]
 
     def held_units(self, keys: Sequence[int]) -> int:
         """How many leading units of a prompt the device or the host tier has."""

@@ -16,6 +16,18 @@ def load(name, sequence, free, seen=0):
     return WorkerLoad(name, sequence, 100, free, 1, 0, 0, 1.0, seen={"f": seen})
 
 
+def crowd(count, free, **info):
+    """So many decode workers of a large fleet. `free`: their free blocks, and `info`: of their entries, by number."""
+    fleet = Fleet("f", decode_choice("kv_blocks").static_score)
+    for i in range(count):
+        fleet.upsert(worker(f"d{i}", **{name: value(i) for name, value in info.items()}), now=0.0)
+        fleet.workers[f"d{i}"].connected = True
+        fleet.take_load(load(f"d{i}", 1, free=free(i)), now=0.0)
+        if i == count // 4:
+            fleet.apply_changes()  # others come later
+    return fleet
+
+
 def test_placements_count_until_a_report_has_seen_them():
     fleet = fleet_of(worker("d"))
     view = fleet.workers["d"]
@@ -125,12 +137,7 @@ def test_candidates_are_ready_connected_decode_workers_and_avoidance_is_a_prefer
 
 
 def test_large_fleet_shortlist_follows_changes():
-    choose = decode_choice("kv_blocks")
-    fleet = Fleet("f", choose.static_score)
-    for i in range(200):
-        fleet.upsert(worker(f"d{i}"), now=0.0)
-        fleet.workers[f"d{i}"].connected = True
-        fleet.take_load(load(f"d{i}", 1, free=50), now=0.0)
+    choose, fleet = decode_choice("kv_blocks"), crowd(200, lambda i: 50)
     request = RequestInfo("r", prompt_tokens=160, max_new_tokens=16, arrived_at=0.0)
     fleet.take_load(load("d150", 2, free=99), now=1.0)
     candidates = fleet.candidates().decode
@@ -212,11 +219,7 @@ def test_a_prefill_worker_without_a_decode_worker_of_its_place_is_unusable():
 
 
 def test_a_large_fleet_offers_the_best_workers_of_a_domain():
-    fleet = Fleet("f", decode_choice("kv_blocks").static_score)
-    for i in range(200):
-        fleet.upsert(worker(f"d{i}", pairs_within=f"r{i % 50}"), now=0.0)
-        fleet.workers[f"d{i}"].connected = True
-        fleet.take_load(load(f"d{i}", 1, free=i), now=1.0)
+    fleet = crowd(200, lambda i: i, pairs_within=lambda i: f"r{i % 50}")
     assert {c.worker_id for c in fleet.candidates(domain="0:r7").decode} == {"d7", "d57", "d107", "d157"}
     assert fleet.candidates(domain="1").decode == []
     assert len(fleet.candidates().decode) < 20
@@ -229,13 +232,8 @@ def test_a_large_fleet_offers_the_best_workers_of_a_domain():
 
 
 def test_a_large_fleet_offers_the_best_workers_near_a_prefill_worker():
-    fleet = Fleet("f", decode_choice("kv_blocks").static_score)
-    for i in range(200):
-        fleet.upsert(worker(f"d{i}", host=f"h{i // 8}", labels=(f"rack=r{i // 40}",)), now=0.0)
-        fleet.workers[f"d{i}"].connected = True
-        fleet.take_load(load(f"d{i}", 1, free=99 if i >= 120 else 50), now=0.0)
-        if i == 50:
-            fleet.apply_changes()
+    places = {"host": lambda i: f"h{i // 8}", "labels": lambda i: (f"rack=r{i // 40}",)}
+    fleet = crowd(200, lambda i: 99 if i >= 120 else 50, **places)
     fleet.upsert(worker("p", Role.PREFILL, host="h0", labels=("rack=r0",)), now=0.0)
     assert not {c.worker_id for c in fleet.candidates().decode} & {f"d{i}" for i in range(40)}
     candidates = fleet.candidates(near="p").decode
@@ -273,11 +271,7 @@ def test_fastest_link_is_that_of_the_workers_that_are_there():
 
 
 def test_a_large_fleet_offers_few_workers_to_a_request_that_avoids_some():
-    fleet = Fleet("f", decode_choice("kv_blocks").static_score)
-    for i in range(100):
-        fleet.upsert(worker(f"d{i}", pairs_within=f"r{i % 2}"), now=0.0)
-        fleet.workers[f"d{i}"].connected = True
-        fleet.take_load(load(f"d{i}", 1, free=i), now=1.0)
+    fleet = crowd(100, lambda i: i, pairs_within=lambda i: f"r{i % 2}")
     found = {c.worker_id for c in fleet.candidates(avoid=["d99"]).decode}
     assert "d98" in found and "d99" not in found and len(found) < 20
     best = [f"d{i}" for i in range(80, 100)]

@@ -170,14 +170,6 @@ async def test_a_cancelled_caller_does_not_shift_the_answers(redis):
     assert await redis.get("a") == b"1"
 
 
-async def test_functions_are_loaded_again_by_a_server_that_lost_them(redis):
-    assert await redis.call(QUEUE, "depth", "pd:{x}:") == [0, 0, 0]
-    await redis.execute_command("FUNCTION FLUSH")
-    assert await asyncio.gather(*(redis.call(QUEUE, "depth", "pd:{x}:") for _ in range(20))) == [[0, 0, 0]] * 20
-    libraries = await redis.execute_command("FUNCTION LIST", "LIBRARYNAME", "pd_queue_*")
-    assert len(libraries) == 1
-
-
 async def test_an_emptied_server_compiles_a_library_once_for_all_its_clients(server):
     """Each time takes a millisecond of the server's one thread: thousands of clients saw it away, and came again."""
     admin = await connect(server.url, 30.0)
@@ -259,9 +251,7 @@ async def test_clients_of_a_server_that_restarts_do_not_come_back_at_one_moment(
     """When each asks again, of twenty that have failed together; of their subscriptions too."""
     with socket.create_server(("127.0.0.1", 0)) as closed:
         url = f"{scheme}://127.0.0.1:{closed.getsockname()[1]}"
-    clients = [Redis(connection_pool=(servers := Servers(url, 2.0)).pool) for _ in range(20)]
-    for client in clients:
-        client.url, client.servers = url, servers
+    clients = [Redis(url, Servers(url, 2.0)) for _ in range(20)]
     loop, means = asyncio.get_running_loop(), []
     for _ in range(5):
         pauses = []

@@ -314,7 +314,8 @@ async def test_the_leases_of_a_dead_worker_end_and_count_as_deliveries(make, cla
     assert sorted((await queue.sweep()).returned) == ["a", "b"]
     assert await ids(queue, "dead") == ["a", "b"] and await queue.expire_leases("nobody") == 0
     assert await queue.expire_leases("dead") == 2
-    assert sorted(failed[0] for failed in (await queue.sweep()).failed) == ["a", "b"]
+    assert sorted((await queue.sweep()).failed) == [("a", 1, "f1"), ("b", 1, "f1")]
+    assert (await dropped(redis, queue))["failed"] == 2
 
 
 async def test_a_window_drops_what_is_corrupt_or_orphaned(make, claimers, redis):
@@ -361,22 +362,6 @@ async def test_returned_job_keeps_its_score(make, redis):
 
 
 # ---- sweeping --------------------------------------------------------------------------------------------------
-
-
-async def test_an_expired_lease_returns_the_job_until_it_fails(make, redis):
-    queue = make(max_deliveries=2)
-    await queue.enqueue(job("a", attempt=7))
-    [first] = await claim_head(queue, "w", ALL, 1)
-    await expire_lease(redis, queue, "a")
-    assert await queue.sweep() == SweepResult(["a"], [], [])
-    assert not await queue.ack("w", "a", 7), "its holder came back too late"
-    assert await queue.depth() == QueueDepth(1, 100, 0)
-    [second] = await claim_head(queue, "w2", ALL, 1)
-    assert (first.job.deliveries, second.job.deliveries) == (1, 2)
-    await expire_lease(redis, queue, "a")
-    assert await queue.sweep() == SweepResult([], [("a", 7, "f1")], [])
-    assert await show(queue, "a") is None
-    assert (await dropped(redis, queue))["failed"] == 1
 
 
 async def test_a_lease_runs_out_by_the_servers_clock(make):
@@ -461,6 +446,7 @@ DAMAGE = {
     "tokens are negative": lambda redis, key: redis.hset(key, "uncached", "-5"),
     "attempt is a fraction": lambda redis, key: redis.hset(key, "attempt", "1.5"),
     "no arrival": lambda redis, key: redis.hset(key, "arrived_at", ""),
+    "arrival is nan": lambda redis, key: redis.hset(key, "arrived_at", "nan"),
     "reply_to is not text": lambda redis, key: redis.hset(key, "reply_to", b"\xff\xfe"),
 }
 
@@ -503,6 +489,18 @@ async def test_a_corrupt_job_can_be_enqueued_and_cancelled_afresh(make, redis, d
     await DAMAGE[damage](redis, queue.keys.job("a"))
     await queue.cancel("a", 2)
     assert await queue.depth() == QueueDepth(0, 0, 0)
+
+
+@pytest.mark.parametrize("score", ["nan", "", "x"])
+async def test_a_claimed_job_whose_place_is_no_number_goes_back_by_its_arrival(make, redis, score):
+    queue = make()
+    for request_id in "ab":
+        await queue.enqueue(job(request_id, 100))
+    await claim_head(queue, "w", ALL, 1)
+    await redis.hset(queue.keys.job("a"), "score", score)
+    await expire_lease(redis, queue, "a")
+    assert (await queue.sweep()).returned == ["a"]
+    assert await ids(queue) == ["a", "b"]
 
 
 async def test_a_claimed_job_whose_hash_is_gone_ends_with_its_lease(make, redis):

@@ -192,42 +192,6 @@ async def test_claimer_with_room_is_registered_as_waiting(queues):
     assert not queue.waits and await waiters(queues) == 0
 
 
-@pytest.mark.parametrize(("tokens", "jobs"), [(5, 2), (10, 1)])
-async def test_claimer_without_room_takes_no_wake_up(queues, tokens, jobs):
-    queue = await queues()
-    await queue.enqueue(job("a", tokens=5))
-    claims, _ = await queue.claim("w", tokens, jobs, 32, "idle", 60)
-    assert len(claims) == 1
-    assert not queue.waits and await waiters(queues) == 0
-
-
-async def test_claimer_that_left_jobs_is_not_waiting(queues):
-    queue = await queues()
-    for name in ("a", "b"):
-        await queue.enqueue(job(name, tokens=7))
-    claims, _ = await queue.claim("w", 10, 2, 32, "idle", 60)
-    assert len(claims) == 1
-    assert not queue.waits and await waiters(queues) == 0
-
-
-async def test_one_job_wakes_one_of_many(queues):
-    sleepers, other = [await queues() for _ in range(5)], await queues()
-    for sleeper in sleepers:
-        await sleeper.wait_for_work(10)
-    tasks = [asyncio.create_task(sleeper.wait_for_work(60)) for sleeper in sleepers]
-    await waiting_are(queues, 5)
-    await other.enqueue(job("a"))
-    done, pending = await asyncio.wait(tasks, timeout=15, return_when=asyncio.FIRST_COMPLETED)
-    assert len(done) == 1
-    assert await waiters(queues) == 4
-    await other.enqueue(job("b"))
-    done, pending = await asyncio.wait(pending, timeout=15, return_when=asyncio.FIRST_COMPLETED)
-    assert len(done) == 1
-    for task in pending:
-        task.cancel()
-    await asyncio.gather(*pending, return_exceptions=True)
-
-
 async def wakes(queues, *names):
     """`names` as (name, how it claims, and True where it leaves what waits); they wait in this order. Returns their
     tasks by name."""
@@ -439,14 +403,6 @@ async def test_waiters_of_another_hosts_clock_are_no_idle_workers(queues):
     assert [claim.job.request_id for claim in claims] == ["r"] and queue.share_tokens is None
 
 
-async def test_rest_of_wave_wakes_idle_worker(queues):
-    queue = await queues(waiter="a")
-    tasks = await wakes(queues, ("idler", "idle"))
-    await queues.redis.zadd(queue.keys.queue, {"r0": 1.0, "r1": 2.0})
-    assert await queue.claim("a", ALL, 9, 0, "busy") == ([], [])
-    assert await first_of(tasks) == "idler"
-
-
 async def test_worker_that_leaves_all_jobs_wakes_nobody_and_waits(queues):
     queue = await queues(waiter="a")
     await queue.enqueue(job("theirs"))
@@ -459,13 +415,6 @@ async def test_worker_that_leaves_all_jobs_wakes_nobody_and_waits(queues):
     assert [claim.job.request_id for claim in await claim_head(other, "b", ALL, 9)] == ["theirs"], "a was not idle"
     await queue.enqueue(job("mine", reply_to="f2"))
     assert [claim.job.request_id for claim in await claim_head(queue, "a", ALL, 9)] == ["mine"]
-
-
-async def test_a_busy_worker_beside_idle_ones_waits_for_the_next_job(queues):
-    queue = await queues(waiter="a")
-    await queues.redis.zadd(f"{Keys(queues.namespace).prefix}told", {"b": time.time() + 60})
-    assert await queue.claim("a", ALL, 9, 32, "busy", wait_s=60) == ([], [])
-    assert queue.waits and await waiters(queues) == 1
 
 
 async def test_a_waiter_can_be_woken_by_its_own_process(queues):
@@ -496,28 +445,6 @@ async def test_a_dead_waiter_is_passed_over(queues):
     await asyncio.wait_for(tasks[1], DEADLINE_S)
     tasks[0].cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
-
-
-async def test_a_returned_job_wakes_too(queues):
-    queue, waiter = await queues(), await queues()
-    await queue.enqueue(job("a"))
-    await claim_head(queue, "w", ALL, 1)
-    await waiter.wait_for_work(10)
-    waiting = asyncio.create_task(waits(waiter, 30))
-    await waiting_are(queues, 1)
-    await queue.release("w", "a", 1)
-    assert await waiting < 15
-
-
-async def test_claiming_worker_takes_no_wake_up(queues):
-    busy, idler, other = await queues(), await queues(), await queues()
-    await busy.wait_for_work(10)  # ended by its new subscription, still registered as idle
-    assert await claim_head(busy, "w", ALL, 1) == []
-    await idler.wait_for_work(10)
-    waiting = asyncio.create_task(waits(idler, 30))
-    await waiting_are(queues, 1)
-    await other.enqueue(job("a"))
-    assert await waiting < 15
 
 
 async def test_wait_without_work_times_out(queues):

@@ -129,30 +129,12 @@ def test_arbitrary_fields_are_read_or_refused(damage):
         worker_from_fields("w", worker_to_fields(worker("w")) | damage)
 
 
-async def test_worker_is_listed_until_it_leaves(registry):
-    a, b = worker("a"), worker("b", Role.DECODE)
-    await registry.join(a, TTL_S)
-    await registry.join(b, TTL_S)
-    assert await registry.workers() == {"a": a, "b": b}
-    await registry.leave("a")
-    await registry.leave("a")
-    assert await registry.workers() == {"b": b}
-
-
 async def test_refreshing_keeps_a_worker_and_updates_it(registry, redis):
     await registry.join(worker("a"), 0.5)
     draining = worker("a", state=WorkerState.DRAINING, role=Role.DECODE)
     assert (await registry.refresh(draining, TTL_S)).orders == WorkerOrders()
     assert await redis.pttl(registry.keys.worker("a")) > 30_000
     assert await registry.workers() == {"a": draining}
-
-
-async def test_a_lost_index_heals(registry, redis):
-    await registry.join(worker("a"), TTL_S)
-    await redis.delete(registry.keys.workers)
-    assert await registry.workers() == {}
-    await registry.refresh(worker("a"), TTL_S)
-    assert set(await registry.workers()) == {"a"}
 
 
 IDENTITY_CHANGES = {
@@ -283,12 +265,6 @@ async def test_simultaneous_joins_admit_one_identity(server, registry):
     assert len({info.identity for info in (await registry.workers()).values()}) == 1
     for client in clients:
         await client.aclose()
-
-
-async def test_a_restarted_worker_takes_its_own_place(registry):
-    await registry.join(worker("a"), TTL_S)
-    await registry.join(worker("a", block_size=64), TTL_S)
-    assert (await registry.workers())["a"].identity.block_size == 64
 
 
 @pytest.mark.parametrize(
@@ -545,6 +521,21 @@ async def test_workers_whose_entries_run_out_together_may_come_back(registry, re
 
 
 @pytest.mark.slow
+async def test_departures_and_events_are_told_by_a_host_whose_clock_is_behind_that_of_the_one_that_lost_them(
+    registry, redis
+):
+    for name in ("me", "left"):
+        await registry.join(worker(name), TTL_S)
+    await registry.leave("left")
+    ahead = f"{round(time.time() * 1000) + 3_600_000}-0"
+    told = await registry.refresh(worker("me"), TTL_S, ahead)
+    assert told.departed == [departed(worker("left"))]
+    assert (await registry.refresh(worker("me"), TTL_S, told.last_departure)).departed == []
+    events = await (log := EventLog(redis, registry.keys.prefix[4:-2])).read(ahead)
+    assert [event.type for event in events] == ["joined", "joined", "left"]
+    assert await log.read(events[-1].id) == []
+
+
 async def test_many_departures_take_several_heartbeats(registry):
     await registry.join(worker("me"), TTL_S)
     told = await registry.refresh(worker("me"), TTL_S)
@@ -581,6 +572,32 @@ async def test_heartbeat_reports_decode_of_generation(registry):
     again = msgspec.structs.replace(again, generation=1, kv=msgspec.structs.replace(again.kv, engine_id="another"))
     await registry.join(again, TTL_S)
     assert await decodes(new) and not await decodes(worker("p0"))
+
+
+async def test_of_a_generation_that_has_gone_nothing_is_kept(registry, redis):
+    """Each rollout, and each restart, makes another one."""
+    for generation in range(3):
+        await registry.join(worker("w", generation=generation), TTL_S)
+        assert await redis.smembers(f"{registry.keys.prefix}domains") == {b"%d" % generation}
+    await registry.leave("w")
+    assert not await redis.exists(f"{registry.keys.prefix}domains")
+
+
+async def test_a_departure_is_told_also_where_redis_had_lost_where_the_worker_was(registry, redis):
+    me, other = worker("p"), worker("d", Role.DECODE)
+    for info in (me, other, worker("of-another", generation=1)):
+        await registry.join(info, TTL_S)
+    await redis.delete(f"{registry.keys.prefix}endpoints")
+    again = Registry(redis, registry.keys.prefix[4:-2])  # in each process the next full heartbeat writes all
+    await again.refresh(other, TTL_S)
+    heard = (await registry.refresh(me, TTL_S)).last_departure
+    await registry.leave("d")
+    told = await registry.refresh(me, TTL_S, heard)
+    assert told.departed == [departed(other)] and not told.decodes
+    await registry.join(other, TTL_S)
+    await redis.delete(f"{registry.keys.prefix}endpoints")
+    await registry.leave("d")
+    assert not (await registry.refresh(me, TTL_S)).decodes, "it left before it had written all again"
 
 
 async def test_a_heartbeat_tells_whether_a_worker_of_its_place_decodes(registry):
@@ -645,12 +662,16 @@ async def test_corrupt_orders_are_no_orders(registry, redis):
     assert (await registry.refresh(worker("a"), TTL_S)).orders == WorkerOrders()
 
 
-async def test_orders_for_unknown_worker_are_refused(registry):
+async def test_orders_for_unknown_worker_are_refused(registry, redis):
     await registry.join(worker("a"), TTL_S)
     for order in (WorkerOrders(role=Role.DECODE), WorkerOrders(drain=True), WorkerOrders(restart=True)):
         assert await registry.steer(Seen(), {"a": order, "ghost": order}, DesiredRatio(1, 1)) is None
     reading = await registry.read()
     assert reading.orders == {} and reading.desired is None, "all, or nothing"
+    await redis.set(registry.keys.worker("ghost"), "no entry of a worker")
+    orders = {"a": WorkerOrders(drain=True), "ghost": WorkerOrders(drain=True)}
+    assert await registry.steer(Seen(), orders) is None and (await registry.read()).orders == {}
+    await redis.delete(registry.keys.worker("ghost"))
     await registry.clear_orders("ghost", 3)
     assert set(await registry.workers()) == {"a"}
 
@@ -756,18 +777,12 @@ async def test_every_change_is_published_once(registry, watcher):
     for told, change in enumerate(changes, 2):
         await change()
         await watcher.until(told)
+        if told == 2:
+            await registry.refresh(worker("a"), TTL_S)  # a heartbeat is no change
     await registry.leave("a")
     await registry.refresh_frontend(Frontend("g", "http://x", "1"), TTL_S)
     await watcher.until(9)
     assert watcher.told == 9, "one that is gone does not leave again"
-
-
-async def test_a_heartbeat_that_changes_nothing_is_not_published(registry, watcher):
-    await registry.join(worker("a"), TTL_S)
-    await registry.refresh(worker("a"), TTL_S)
-    await registry.leave("a")
-    await watcher.until(3)
-    assert watcher.told == 3
 
 
 async def test_expiry_is_published_without_a_call(registry, redis, watcher):
@@ -817,7 +832,7 @@ async def test_watching_survives_a_killed_server(tmp_path):
 # ---- launchers -------------------------------------------------------------------------------------------------
 
 
-async def test_each_worker_id_is_claimed_once(registry):
+async def test_each_worker_id_is_claimed_once(registry, redis):
     """Whatever its role: that may change."""
     await registry.join(worker("worker-1"), TTL_S)
     for launcher in ("a", "b"):
@@ -833,6 +848,9 @@ async def test_each_worker_id_is_claimed_once(registry):
     await registry.leave_launcher("b")
     assert await registry.launchers() == {"a": Launcher({"worker-0": Role.DECODE}, 3, 7)}
     assert await claim_ids(registry, "c", Role.PREFILL) == ["worker-2"], "what is held no more is free"
+    for launcher in ("a", "c"):
+        await redis.set(f"{registry.keys.prefix}launcher:{launcher}", "no entry of a launcher")
+    assert await registry.claim_id("c", Role.DECODE, TTL_S, "worker-3")
 
 
 async def test_to_claim_many_ids_costs_what_one_does(registry, redis):

@@ -280,17 +280,6 @@ async def test_a_frontend_that_registers_late_is_let_in_when_it_tries_again(flee
     assert (await received(late.receive()))[1] == Welcome()
 
 
-async def test_members_are_known_while_redis_is_away(fleet):
-    frontend = fleet.frontend("f")
-    await greeted(fleet, "f")
-    fleet.away = True
-    fleet.frontend("unknown")
-    await silent(fleet.worker.receive())
-    frontend.disconnect("w")
-    frontend.connect("w", fleet.worker.request_address, fleet.worker.load_address, fleet.keys.public)
-    await greeted(fleet, "f")
-
-
 @contextlib.asynccontextmanager
 async def strangers(fleet, count, keys=None):
     """They connect again and again, each time with a new key, or with `keys`."""
@@ -324,14 +313,14 @@ async def test_strangers_hold_up_no_frontend_while_redis_is_away(fleet):
     known = fleet.frontend("known")
     await greeted(fleet, "known")
     fleet.away, fleet.find_s = True, 0.5
+    fleet.frontend("unknown")
     async with strangers(fleet, 100):
         await until(lambda: fleet.finds > 3)
         known.disconnect("w")
         known.connect("w", fleet.worker.request_address, fleet.worker.load_address, fleet.keys.public)
-        await greeted(fleet, "known")
+        await greeted(fleet, "known")  # and not the unknown one, until Redis is back
         fleet.away, fleet.find_s = False, 0.0
-        fleet.frontend("new")
-        await greeted(fleet, "new")
+        await greeted(fleet, "unknown")
 
 
 async def test_a_refused_key_is_looked_up_now_and_then_only_and_forgotten(fleet):

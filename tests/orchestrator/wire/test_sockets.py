@@ -1,11 +1,16 @@
 """Messages as frames: whole, in parts, in turns, torn, and too large."""
 
+import asyncio
+
 import msgspec
 import pytest
+import zmq
+import zmq.asyncio
+from support_wait import DEADLINE_S
 
 from orchestrator.wire import sockets
 from orchestrator.wire.messages import MessageError
-from orchestrator.wire.sockets import Assembler, Part, frames_of
+from orchestrator.wire.sockets import Assembler, Part, Reader, Woken, frames_of
 
 
 @pytest.fixture
@@ -41,15 +46,38 @@ def test_a_missing_part_is_an_error_and_the_next_message_is_read(small):
     assert [assembler.take([frame]) for frame in frames_of(long(b"b"))][-1] == long(b"b")
 
 
-def test_of_several_messages_without_their_first_parts_each_is_told_once(small):
-    assembler, told = Assembler(), 0
-    for parts in zip(*(frames_of(long(letter))[2:] for letter in (b"a", b"b", b"c")), strict=True):
-        for part in parts:
-            try:
-                assert assembler.take([part]) is None
-            except MessageError:
-                told += 1
-    assert told == 3
+def test_of_several_broken_messages_each_is_told_once(small):
+    """A connection broke while messages of many were on their way: their parts come in turns."""
+    assembler, told = Assembler(), []
+    for frame in [
+        frame for parts in zip(*(frames_of(long(b"a"))[1:] for _ in range(5)), strict=True) for frame in parts
+    ]:
+        try:
+            assert assembler.take([frame]) is None
+        except MessageError as error:
+            told.append(str(error))
+    assert len(told) == 5
+
+
+async def test_a_wake_up_is_not_lost_that_comes_when_nobody_waits_or_a_message_has_just_woken_the_reader():
+    """A connection that breaks takes with it what has come on it, and only the wake-up says so."""
+    context = zmq.asyncio.Context()
+    socket = sockets.make(context, zmq.PULL)
+    reader = Reader(socket)
+    try:
+        reader.wake()
+        with pytest.raises(Woken):
+            await asyncio.wait_for(reader.next(), DEADLINE_S)
+        waits = asyncio.create_task(reader.next())
+        while reader._waiting is None:
+            await asyncio.sleep(0)
+        reader._waiting.set_result(None)  # as `look`, of a message that is gone by the time it is read
+        reader.wake()
+        with pytest.raises(Woken):
+            await asyncio.wait_for(waits, DEADLINE_S)
+    finally:
+        reader.close()
+        context.destroy(linger=0)
 
 
 def test_parts_that_end_are_forgotten(small, monkeypatch):

@@ -83,6 +83,14 @@ async def test_other_engine_at_address_is_refused(pair: tuple[End, End]) -> None
     assert (event, engine) == ("unreachable", "an-earlier-process") and "engine other is here now" in why
 
 
+@pytest.mark.parametrize(("host", "port"), [("127.0.0.1", 1 << 20), ("x" * 70, 1)])
+async def test_peer_that_names_no_address_is_unreachable(pair: tuple[End, End], host: str, port: int) -> None:
+    one, _ = pair
+    one.connections.connect(wire.Endpoint("odd", host, port))
+    await until(lambda: one.events)
+    assert one.events[0][:2] == ("unreachable", "odd")
+
+
 async def test_silent_peer_is_given_up(pair: tuple[End, End], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connections, "CONNECT_TIMEOUT_S", 0.05)
     accepted: list[asyncio.StreamWriter] = []

@@ -197,6 +197,7 @@ async def test_who_is_no_rank_of_it_is_not_let_in(group: Ranks) -> None:
     assert not first.link._peers
 
 
+NO_PORT = b'{"host":"127.0.0.1","port":1048576,"token":"t"}'
 OTHERS, UNSAID = ["", "protocol 9 with vLLM 0.1"], "an older release that does not say which"
 
 
@@ -239,6 +240,18 @@ async def test_rank_does_not_join_a_first_one_of_another_release_that_would_let_
     with pytest.raises(EngineStartFailed, match=f"d runs {release or UNSAID}, d.1 protocol .* one release"):
         await joins.meets()
     server.close()
+
+
+@pytest.mark.parametrize("place", [b"{}", b'{"host":"h","port":"1","token":3}', b"\xff", NO_PORT])
+async def test_rank_waits_where_the_first_one_says_what_cannot_be_read(group: Ranks, place: bytes) -> None:
+    """As after an upgrade: the first one's next attempt, or another first one, says what can be."""
+    redis = await connect(group.url, 5)
+    await redis.set(Registry(redis, group.namespace).keys.rendezvous("d"), place)
+    joins = await group.begin("d.1")
+    await asyncio.sleep(0.1)
+    assert not joins.started.done()
+    ranks = [await group.begin("d"), joins, await group.begin("d.2")]
+    assert [each.rank for each in await asyncio.gather(*(rank.meets() for rank in ranks))] == [0, 1, 2]
 
 
 @pytest.mark.parametrize("release", OTHERS)

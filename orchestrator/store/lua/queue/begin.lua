@@ -47,9 +47,12 @@ local function clock()
   return time[1] + time[2] / 1000000
 end
 
--- A count as stored text, or nil: 'nan', '-1', '1.5' and absent fields are no counts.
-local function count(text)
+-- A time or a count as stored text, or nil: 'nan', 'inf', '-1' and absent fields are none, '1.5' is no count.
+local function amount(text)
   local value = text and tonumber(text)
-  if value and value >= 0 and value < 9007199254740992 and value % 1 == 0 then return value end
-  return nil
+  return value and value >= 0 and value < 9007199254740992 and value or nil
+end
+local function count(text)
+  local value = amount(text)
+  return value and value % 1 == 0 and value or nil
 end

@@ -80,7 +80,7 @@ end
 local function glance(q, claims, id)
   local fields = try('HMGET', q.job .. id, 'state', 'tokens', 'arrived_at', 'cached')
   if not fields.err and fields[1] == 'waiting' then
-    local tokens, arrived_at = count(fields[2]), tonumber(fields[3] or '')
+    local tokens, arrived_at = count(fields[2]), amount(fields[3])
     if tokens and arrived_at and claims.now - arrived_at <= claims.grace_s then
       return tokens, claims.now - arrived_at, fields[4] or ''
     end

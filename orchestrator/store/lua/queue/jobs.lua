@@ -6,7 +6,7 @@ local function parse_job(fields)
   if fields.err then return nil end
   local job = {
     state = fields[1], attempt = count(fields[2]), tokens = count(fields[3]), uncached = count(fields[4]),
-    arrived_at = tonumber(fields[5] or ''), deliveries = count(fields[6]), reply_to = fields[7], cached = fields[8] or ''
+    arrived_at = amount(fields[5]), deliveries = count(fields[6]), reply_to = fields[7], cached = fields[8] or ''
   }
   local sound = job.attempt and job.tokens and job.uncached and job.arrived_at and job.deliveries and job.reply_to
   return sound and job or nil

@@ -94,7 +94,8 @@ local function requeue(q, id, job, deliveries, ttl_s, now)
   call('ZREM', q.claims .. job.claimed_by, id)
   call('HDEL', q.job .. id, 'claimed_by', 'lease_until', 'score')
   call('HSET', q.job .. id, 'state', 'waiting', 'deliveries', deliveries)
-  place(q, id, tonumber(job.score or '') or job.arrived_at, job.uncached, ttl_s)
+  local score = tonumber(job.score or '')
+  place(q, id, score == score and score or job.arrived_at, job.uncached, ttl_s) -- 'nan' is not even itself
   wake(q, job.cached, now)
 end
 

@@ -41,6 +41,14 @@ local function typed(key, wanted)
   return key
 end
 
+-- Behind which entry of a stream somebody wants the others who knows this one. One that is later than all there are is of
+-- a server that has lost its data, and whose clock was ahead: what is here has come since.
+local function known_entry(key, id)
+  local function ms(entry) return tonumber(string.match(entry, '^%d+')) or 0 end
+  local newest = redis.call('XREVRANGE', key, '+', '-', 'COUNT', 1)[1]
+  return newest and ms(newest[1]) < ms(id) and '0-0' or id
+end
+
 -- Tells frontends and launchers that something has changed; of the desired ratio also what it is now. Workers do not listen:
 -- all would hear of each change.
 local function publish(prefix, ratio) redis.call('PUBLISH', prefix .. 'events', ratio and cjson.encode(ratio) or '') end

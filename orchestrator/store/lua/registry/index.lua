@@ -9,6 +9,8 @@ end
 local function leave_domain(prefix, domain, id)
   redis.call('SREM', typed(domain_key(prefix, domain), 'set'), id)
   redis.call('SREM', typed(decoders_key(prefix, domain), 'set'), id)
+  local left = redis.call('EXISTS', domain_key(prefix, domain))
+  if left == 0 then redis.call('SREM', typed(prefix .. 'domains', 'set'), domain) end
 end
 
 -- Takes a worker out of it, and keeps where it was for those that exchange KV with its engine.
@@ -17,8 +19,9 @@ local function depart(prefix, id)
   redis.call('ZREM', typed(prefix .. 'changed', 'zset'), id)
   redis.call('HDEL', prefix .. 'endpoints', id)
   bump(prefix)
+  local domains = kept and { kept[#ENDPOINT] } or redis.call('SMEMBERS', typed(prefix .. 'domains', 'set'))
+  for _, domain in ipairs(domains) do leave_domain(prefix, domain, id) end
   if not kept then return end
-  leave_domain(prefix, kept[#ENDPOINT], id)
   local claims = redis.pcall('ZCARD', prefix .. 'claims:' .. id)
   local departed = { id, kept[1], kept[2], kept[3], kept[4], type(claims) == 'number' and claims > 0 }
   local key = typed(prefix .. 'departed', 'stream')
@@ -29,8 +32,8 @@ end
 -- Notes a worker that is there. `fresh`: its hash is new, or another than before.
 local function note_worker(prefix, id, mine, fresh, ttl_s)
   local key, domain = typed(prefix .. 'endpoints', 'hash'), mine.domain or '0'
-  if fresh then
-    local before, endpoint = endpoint_of(prefix, id), {}
+  local before, endpoint = endpoint_of(prefix, id), {}
+  if fresh or not before then
     if before and before[1] ~= mine.kv_engine_id then depart(prefix, id) end -- another process had this id
     if before and before[#ENDPOINT] ~= domain then leave_domain(prefix, before[#ENDPOINT], id) end
     for i, name in ipairs(ENDPOINT) do endpoint[i] = mine[name] or '' end

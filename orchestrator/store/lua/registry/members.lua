@@ -17,7 +17,7 @@ local function put_member(keys, args)
   local engine = kind == 'worker' and not joining and redis.call('HGET', key, 'kv_engine_id')
   if engine and engine ~= mine.kv_engine_id then return { 'taken' } end
   if names > 0 and (joining or not known) then
-    local refused = misfit(prefix, kind, id, identity, tonumber(args[6]), mine)
+    local refused = misfit(prefix, id, identity, tonumber(args[6]), mine)
     if refused then return refused end
   end
 
@@ -94,7 +94,7 @@ local function tell(keys, id, heard)
   local decodes = not mixed or redis.call('SCARD', decoders_key(prefix, domain)) > 0
   local rows, last = {}, heard
   if heard ~= '' then
-    for i, entry in ipairs(redis.call('XRANGE', key, '(' .. heard, '+', 'COUNT', TOLD)) do
+    for i, entry in ipairs(redis.call('XRANGE', key, '(' .. known_entry(key, heard), '+', 'COUNT', TOLD)) do
       last, rows[i] = entry[1], entry[2][2]
     end
   else
@@ -192,11 +192,11 @@ local function take_ids(prefix, launcher, ttl_ms, roles, wanted, name)
   live(prefix, 'worker')
   for _, id in ipairs(redis.call('SMEMBERS', index_key(prefix, 'worker'))) do taken[id] = true end -- who may come back too
   for _, other in ipairs(live(prefix, 'launcher')) do
-    local theirs = redis.call('HGET', member_key(prefix, 'launcher', other), 'ids') or ''
-    for id in string.gmatch(theirs, '([^ =]+)=') do taken[id] = true end
+    local theirs = redis.pcall('HGET', member_key(prefix, 'launcher', other), 'ids')
+    for id in string.gmatch(type(theirs) == 'string' and theirs or '', '([^ =]+)=') do taken[id] = true end
   end
   if taken[wanted] then return ids end
-  local key = member_key(prefix, 'launcher', launcher)
+  local key = typed(member_key(prefix, 'launcher', launcher), 'hash')
   local mine = redis.call('HGET', key, 'ids')
   if mine and mine ~= '' then held[1] = mine end
   for i, role in ipairs(roles) do

@@ -59,7 +59,7 @@ local function holds(prefix, plan)
   if plan.set_at and plan.set_at ~= (found and found[4] or '') then return false end
   if plan.leader and plan.leader ~= redis.call('GET', typed(leader_key(prefix), 'string')) then return false end
   for _, told in ipairs(plan.orders) do
-    if redis.call('EXISTS', member_key(prefix, told[1], told[2])) == 0 then return false end
+    if redis.call('TYPE', member_key(prefix, told[1], told[2])).ok ~= 'hash' then return false end
   end
   return true
 end
@@ -152,8 +152,9 @@ end
 -- args: the id of the last event that is known ('-' for none), how many at most. Returns the newest of those after it,
 -- oldest first, as rows of id and of fields and values.
 local function noted(keys, args)
-  local after = args[1] == '-' and '-' or '(' .. args[1]
-  local newest, rows = redis.call('XREVRANGE', keys[1] .. 'noted', '+', after, 'COUNT', args[2]), {}
+  local key = keys[1] .. 'noted'
+  local after = args[1] == '-' and '-' or '(' .. known_entry(key, args[1])
+  local newest, rows = redis.call('XREVRANGE', key, '+', after, 'COUNT', args[2]), {}
   for i = #newest, 1, -1 do rows[#rows + 1] = newest[i] end
   return rows
 end
