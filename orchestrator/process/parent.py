@@ -32,11 +32,12 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def started_ticks(pid: int) -> int | None:
-    """When a process started, in clock ticks since boot (proc(5), field 22); None when there is none, or a zombie."""
+    """When a process started, in clock ticks since boot (proc(5), field 22); None when there is none, or a zombie.
+    Raises OSError where this process cannot look, since it has too many files open."""
     try:
         # Its name is any bytes that it has chosen.
         fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
-    except OSError:
+    except (FileNotFoundError, ProcessLookupError, PermissionError):  # there is none of ours
         return None
     return None if fields[0] == "Z" else int(fields[19])
 
@@ -62,8 +63,11 @@ def local_pid(identity: str) -> int | None:
 
 def has_ended(identity: str) -> bool:
     """Whether the process ran here and has ended. False also where that cannot be known."""
-    pid = local_pid(identity)
-    return pid is not None and str(started_ticks(pid)) != identity.rpartition("/")[2]
+    with contextlib.suppress(OSError):
+        if (pid := local_pid(identity)) is not None:
+            ticks = started_ticks(pid)
+            return ticks is None or str(ticks) != identity.rpartition("/")[2]
+    return False
 
 
 def _pid_namespace() -> str:

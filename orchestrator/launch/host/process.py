@@ -103,8 +103,8 @@ class Process(Protocol):
     async def wait(self) -> int:
         """Wait until it and its process group have ended. Returns the exit code, negative for a signal."""
 
-    async def stop(self, timeout_s: float) -> None:
-        """Send SIGTERM, and SIGKILL after `timeout_s`. Returns when it is gone. Idempotent."""
+    async def stop(self, timeout_s: float, number: signal.Signals = signal.SIGTERM) -> None:
+        """Send this signal, and SIGKILL after `timeout_s`. Returns when it is gone. Idempotent."""
 
     def kill(self) -> None:
         """Kill it and its process group, at once."""
@@ -147,15 +147,22 @@ class LocalProcess:
             self._spec.exit_file.unlink(missing_ok=True)
             env[EXIT_REASON_FILE] = str(self._spec.exit_file)
         reader, writer = os.pipe()
-        lines, pipe = await _reading(reader)
         try:
-            self._process = await self._forked(env, writer) or await self._executed(env, writer)
+            lines, pipe = await _reading(reader)
+            try:
+                self._process = await self._forked(env, writer) or await self._executed(env, writer)
+            finally:
+                if self._process is None:
+                    pipe.close()
         finally:
             os.close(writer)
-            if self._process is None:
-                pipe.close()
-        self.identity = identity_of(self._process.pid)
         self._pump = asyncio.create_task(self._read(lines, pipe), name=f"log-{self.name}")
+        try:
+            self.identity = identity_of(self._process.pid)
+        except OSError:  # nobody would know it
+            self.kill()
+            await self.wait()
+            raise
 
     async def _forked(self, env: dict[str, str], output: int) -> ForkedProcess | None:
         """None where it has to be executed."""
@@ -202,11 +209,11 @@ class LocalProcess:
         self._pump.cancel()
         return code
 
-    async def stop(self, timeout_s: float) -> None:
-        """Send SIGTERM, and SIGKILL after `timeout_s`. Returns when it is gone. Idempotent."""
+    async def stop(self, timeout_s: float, number: signal.Signals = signal.SIGTERM) -> None:
+        """Send this signal, and SIGKILL after `timeout_s`. Returns when it is gone. Idempotent."""
         if self._process is None:
             return
-        self.signal(signal.SIGTERM)
+        self.signal(number)
         try:
             async with asyncio.timeout(timeout_s):
                 await self._process.wait()
