@@ -182,7 +182,7 @@ class RedisServer:
             try:
                 await self._own.stop()
                 await self._own.start(self._folder, port=urlsplit(self.url).port or 0)
-            except (EmbeddedRedisError, OSError) as error:
+            except Exception as error:  # too many files are open, say: without it the queue would be away for ever
                 pause_s = backoff_s(crashes, self._config.launcher)
                 log.error("redis: %s; trying again in %.1f s", error, pause_s)
                 await asyncio.sleep(pause_s)

@@ -15,7 +15,7 @@ from support_wait import DEADLINE_S
 
 from orchestrator.config.settings import Config, LauncherConfig, parse_config
 from orchestrator.launch.console import Console
-from orchestrator.launch.fleet_processes import FleetProcesses
+from orchestrator.launch.fleet_processes import FleetProcesses, StartFailed
 from orchestrator.launch.host.local_machine import LocalMachine
 from orchestrator.launch.host.process import LocalProcess, ProcessSpec
 from orchestrator.launch.machines import Setup
@@ -180,3 +180,12 @@ async def test_a_process_that_would_fail_again_is_not_said_to_restart(tmp_path: 
     process.name = "frontend-0"
     fleet._show(process)
     fleet._console.stage.assert_called_once_with("frontend-0", shown, done=False)
+
+
+async def test_a_start_ends_where_an_endpoint_never_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    config = parse_config({"model": "m", "engine": "sim", "workers": {"start_timeout_s": 0.2}})
+    fleet = processes_of(config, AsyncMock(), LocalMachine(config), tmp_path)
+    monkeypatch.setattr(fleet, "_answers", AsyncMock(return_value=False))
+    async with asyncio.timeout(DEADLINE_S):
+        with pytest.raises(StartFailed, match=r"^http://127.0.0.1:8000: does not answer, .*; see frontend.host"):
+            await fleet.until_ready()

@@ -73,6 +73,23 @@ def test_a_full_disk_is_said_and_what_was_not_written_is_written_once_there_is_r
     assert RunFolder("a").config() == new and file.exists()
 
 
+def test_what_several_models_run_is_written_down_together():
+    folder = RunFolder("a")
+    folder.claim()
+    for model, names in (("a", {"x"}), ("b", {"y"})):
+        folder.note_started([StartedProcess(f"{model}-worker-0", "here/1/1")], frozenset(names), model)
+    assert [process.name for process in folder._read_list("processes.json", list[StartedProcess])] == [
+        "a-worker-0",
+        "b-worker-0",
+    ]
+    assert folder.shared_memory == {"x", "y"}
+    folder.note_started([], frozenset(), "a")
+    assert "a-worker-0" not in (folder.path / "processes.json").read_text() and folder.shared_memory == {"y"}
+    folder.forget_model("b")
+    folder.note_started([], frozenset(), "a")
+    assert (folder.path / "processes.json").read_text() == "[]"
+
+
 def test_a_disk_that_is_full_when_a_fleet_starts_is_named_and_the_folder_removed(tmp_path):
     """A process's limit on the size of files stands for the disk: both refuse to write to a file that is open."""
     code = """
