@@ -278,6 +278,7 @@ async def test_a_start_that_fails_leaves_no_descriptor_open(monkeypatch: pytest.
         raise OSError(errno.ENOMEM, "full")
 
     monkeypatch.setattr(asyncio.get_running_loop(), "connect_read_pipe", full)
+    gc.collect()
     before = os.listdir("/proc/self/fd")
     with pytest.raises(OSError, match="full"):
         await LocalProcess(python("pass"), Mock()).start()
