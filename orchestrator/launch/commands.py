@@ -90,9 +90,9 @@ def frontend_spec(setup: Setup, name: str, index: int) -> ProcessSpec:
         arguments += ["--config", str(setup.config_file), "--generation", str(setup.generation)]
     env = _environment(config, name)
     if config.frontend.most_replicas > 1:
-        # The counters of all frontends lie in one place, so that whichever is scraped answers for all. The folder must
-        # exist before they import prometheus_client. It has our pid: counters of an earlier launcher do not count.
-        metrics = folder / f"metrics-{os.getpid()}"
+        # The counters of all frontends of a host lie in one place, so that whichever is scraped answers for all. The
+        # folder must exist before they import prometheus_client. It ends with the last of them, or with its launcher.
+        metrics = folder / "metrics"
         make_folder(metrics)
         env["PROMETHEUS_MULTIPROC_DIR"] = str(metrics)
     return _spec(name, _program(config, _FRONTEND, arguments), env, folder)

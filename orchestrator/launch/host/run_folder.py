@@ -102,8 +102,10 @@ class RunFolder:
             left = self._read_list(_PROCESSES, list[StartedProcess])
             self.shared_memory = frozenset(self._read_list(_SHARED_MEMORY, list[str]))
             for path in self.path.iterdir():
+                if path.is_dir():  # counters of its frontends
+                    shutil.rmtree(path, ignore_errors=True)
                 # The lists of what is left stay until they are written anew: this launcher may be killed, too.
-                if path.name not in (_LOCK, _PROCESSES, _SHARED_MEMORY) and not path.is_dir():
+                elif path.name not in (_LOCK, _PROCESSES, _SHARED_MEMORY):
                     path.unlink(missing_ok=True)
             self._hold(lock)
         return left

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
+import shutil
 from collections import deque
 from pathlib import Path
 from typing import Union
@@ -177,8 +177,10 @@ class Runner:
         said = process.exit_reason
         for file in self._files:
             file.unlink(missing_ok=True)
-        with contextlib.suppress(OSError):  # others use the folder
-            os.rmdir(self._files[0].parent)
+        folder = self._files[0].parent
+        with contextlib.suppress(OSError):
+            if not any(path.is_file() for path in folder.iterdir()):  # nobody else's: the counters of all are left
+                shutil.rmtree(folder)
         self._changed.set()
         return encode(Ended(ended.result(), said.text if said else None, bool(said and said.final)))
 

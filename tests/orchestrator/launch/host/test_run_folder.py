@@ -221,6 +221,8 @@ program = [sys.executable, "-c", "import time; time.sleep(60)"]
 child = subprocess.Popen(program, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
 folder.note_started([StartedProcess("worker", identity_of(child.pid))], {"psm_a"})
 (folder.path / "socket").touch()
+(folder.path / "metrics").mkdir()
+(folder.path / "metrics" / "counter_7.db").touch()
 print(child.pid, flush=True)
 os.kill(os.getpid(), signal.SIGKILL)
 """
@@ -235,7 +237,7 @@ def test_processes_of_killed_launcher_are_ended():
     left = folder.claim()
     assert [process.name for process in left] == ["worker"]
     assert folder.shared_memory == {"psm_a"}
-    assert not (folder.path / "socket").exists()
+    assert not (folder.path / "socket").exists() and not (folder.path / "metrics").exists()
     assert end_processes(left, patience_s=5) == ["worker"]
     assert started_ticks(orphan) is None
     folder.remove()
