@@ -108,6 +108,7 @@ class FrontendServer(uvicorn.Server):
     """
 
     draining = False
+    _idle_end_s = math.inf
 
     def __init__(self, config: uvicorn.Config, client_timeout_s: float) -> None:
         super().__init__(config)
@@ -130,6 +131,10 @@ class FrontendServer(uvicorn.Server):
                     connection.transport.abort()  # to close it would wait until the client has read
         return await super().on_tick(counter)
 
+    def end_idle(self) -> None:
+        """Nobody else serves: idle connections are not waited for."""
+        self._idle_end_s = 0.0
+
     async def drain(self, listeners: Sequence[socket.socket], within_s: float = math.inf) -> None:
         """Take no new connections, close each one after an answer that says so, and return when none is left.
 
@@ -137,7 +142,7 @@ class FrontendServer(uvicorn.Server):
         An answer that has begun cannot say any more that it is the last. Its connection stays open: the next answer
         says so, or the connection is closed when it has been idle for a while. `within_s`: the caller waits no longer.
         """
-        idle_end_s = min(_IDLE_END_S, _IDLE_PART * within_s)
+        self._idle_end_s = min(self._idle_end_s, _IDLE_END_S, _IDLE_PART * within_s)
         self.draining = True
         ends = (b"connection", b"close")
         self.config.encoded_headers.append(ends)
@@ -160,9 +165,9 @@ class FrontendServer(uvicorn.Server):
             listener.close()
         began = time.monotonic()
         while self.server_state.connections:
-            if (now := time.monotonic()) - began > idle_end_s:
+            if (now := time.monotonic()) - began > self._idle_end_s:
                 for connection in list(self.server_state.connections):
-                    if not isinstance(connection, BoundedHttp) or connection.idle_s(now) > idle_end_s:
+                    if not isinstance(connection, BoundedHttp) or connection.idle_s(now) > self._idle_end_s:
                         connection.shutdown()  # of a WebSocket: it tells the client
             await asyncio.sleep(_LOOK_S)
 

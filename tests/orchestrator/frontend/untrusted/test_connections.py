@@ -375,6 +375,18 @@ async def kept_alive() -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.Stre
         writer.close()
 
 
+async def test_no_idle_connection_is_waited_for_once_nobody_else_serves() -> None:
+    async with asyncio.timeout(DEADLINE_S), served(app) as (server, listener):
+        idle, idle_writer = await asyncio.open_connection(*listener.getsockname())
+        draining = asyncio.create_task(server.drain([listener], 2 * DEADLINE_S))
+        await asyncio.sleep(0.5)
+        assert not draining.done()
+        server.end_idle()
+        assert await idle.read() == b""
+        await draining
+        idle_writer.close()
+
+
 async def test_connection_whose_next_request_has_come_is_not_idle() -> None:
     """The process did not run while it came, and looks for idle connections before it reads."""
     async with kept_alive() as (reader, writer, connection):
