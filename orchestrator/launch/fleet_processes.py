@@ -143,9 +143,7 @@ class FleetProcesses:
                     if (up_s > _CONNECT_S or self.watch.snapshot.connected()) and await self._answers(client):
                         return
                     if up_s > self.config.workers.start_timeout_s:
-                        raise StartFailed(
-                            f"{self.url}: does not answer, though all processes are ready; see frontend.host"
-                        )
+                        raise StartFailed(f"{self.url}/ready: is not, though all processes are; see frontend.host")
                     self.watch.read_soon()
                 await asyncio.sleep(_POLL_S)
 

@@ -22,6 +22,7 @@ from orchestrator.config.access import secured
 from orchestrator.config.engine_args import check_installed
 from orchestrator.config.models import SECTION, fleet_namespace, shared_part
 from orchestrator.config.settings import Config, ConfigError, LoggingConfig, Refused
+from orchestrator.config.values import masked
 from orchestrator.launch.announcement import announce
 from orchestrator.launch.commands import to_import
 from orchestrator.launch.console import Console, ConsoleHandler, LogFile
@@ -104,12 +105,12 @@ async def _run(
         config = next(iter(models.values()))
         server = RedisServer(config, folder.path)
         stack.push_async_callback(server.stop)
-        console.stage("redis", "starting" if server.is_embedded else "connecting")
+        console.stage("redis", "starting" if server.url == "embedded" else "connecting")
         redis = await stop.or_done(server.start())
         if redis is None:
             return
         stack.push_async_callback(redis.aclose)
-        console.stage("redis", server.shown_url, done=True)
+        console.stage("redis", masked(server.url), done=True)
         port = config.frontend.port
         if config.launcher.kind == "local":
             held, port = hold_port(config.frontend.host, port)

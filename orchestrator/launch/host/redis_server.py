@@ -19,7 +19,6 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from orchestrator.config.settings import Config, ConfigError
-from orchestrator.config.values import masked
 from orchestrator.launch.supervise import backoff_s
 from orchestrator.process.control_group import find_memory
 from orchestrator.process.files import Foreign, make_folder, open_own
@@ -148,14 +147,6 @@ class RedisServer:
         self._config = config
         self._folder = folder
         self._own = EmbeddedRedis(on_socket=True) if config.redis.url == "embedded" else None
-
-    @property
-    def is_embedded(self) -> bool:
-        return self._own is not None
-
-    @property
-    def shown_url(self) -> str:
-        return masked(self.url)
 
     async def start(self) -> Redis:
         """Start the embedded server if it is used. Returns a connection to Redis. Raises ConfigError."""

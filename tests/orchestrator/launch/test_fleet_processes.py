@@ -187,5 +187,5 @@ async def test_a_start_ends_where_an_endpoint_never_answers(tmp_path: Path, monk
     fleet = processes_of(config, AsyncMock(), LocalMachine(config), tmp_path)
     monkeypatch.setattr(fleet, "_answers", AsyncMock(return_value=False))
     async with asyncio.timeout(DEADLINE_S):
-        with pytest.raises(StartFailed, match=r"^http://127.0.0.1:8000: does not answer, .*; see frontend.host"):
+        with pytest.raises(StartFailed, match=r"^http://127.0.0.1:8000/ready: is not, .*; see frontend.host"):
             await fleet.until_ready()
