@@ -213,13 +213,12 @@ async def test_lines_of_any_length_arrive_and_progress_bars_as_their_last_state(
     assert lines[-2:] == ["100%", "no newline"]
 
 
-async def test_exit_reason_goes_before_last_output(tmp_path):
+async def test_exit_reason_goes_before_last_output():
     code = (
         "import sys; from orchestrator.process.parent import report_exit;"
         "report_exit('worker', 'model: no\\n such folder', final=False); print('noise at exit'); sys.exit(2)"
     )
-    spec = ProcessSpec("child", [sys.executable, "-c", code], exit_file=tmp_path / "child.exit")
-    child = Child("", spec=spec)
+    child = Child(code)
     await until(lambda: child.exits)
     assert child.exits[0] == Exit(2, "model: no such folder", was_ready=False, said=True)
     assert describe(child.exits[0]) == "ended with exit code 2 (model: no such folder)"
@@ -228,11 +227,10 @@ async def test_exit_reason_goes_before_last_output(tmp_path):
     await child.ended()
 
 
-async def test_final_exit_waits_longest_pause(tmp_path):
+async def test_final_exit_waits_longest_pause():
     report = "report_exit('worker', 'no such model', final=True)"
     code = f"from orchestrator.process.parent import report_exit; {report}; exit(2)"
-    spec = ProcessSpec("child", [sys.executable, "-c", code], exit_file=tmp_path / "child.exit")
-    child = Child("", LauncherConfig(restart_backoff_max_s=300), spec=spec)
+    child = Child(code, LauncherConfig(restart_backoff_max_s=300))
     await until(lambda: child.process.stage is Stage.PAUSING)
     assert child.exits == [Exit(2, "no such model", was_ready=False, said=True, final=True)]
     await asyncio.sleep(0.2)  # many times the first pause
@@ -290,17 +288,6 @@ async def test_a_process_may_end_with_any_code():
     child = Child("print('a shell says this'); raise SystemExit(127)")
     await until(lambda: child.exits)
     assert child.exits[0] == Exit(127, "a shell says this", was_ready=False)
-    child.process.request_stop()
-    await child.ended()
-
-
-async def test_exit_reason_of_earlier_process_is_ignored(tmp_path):
-    file = tmp_path / "child.exit"
-    file.write_text("final said long ago")
-    spec = ProcessSpec("child", [sys.executable, "-c", "print('last line'); raise SystemExit(1)"], exit_file=file)
-    child = Child("", spec=spec)
-    await until(lambda: child.exits)
-    assert child.exits[0] == Exit(1, "last line", was_ready=False)
     child.process.request_stop()
     await child.ended()
 
