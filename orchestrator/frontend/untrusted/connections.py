@@ -167,8 +167,10 @@ class FrontendServer(uvicorn.Server):
         while self.server_state.connections:
             if (now := time.monotonic()) - began > self._idle_end_s:
                 for connection in list(self.server_state.connections):
-                    if not isinstance(connection, BoundedHttp) or connection.idle_s(now) > self._idle_end_s:
+                    if not isinstance(connection, BoundedHttp):
                         connection.shutdown()  # of a WebSocket: it tells the client
+                    elif connection.idle_s(now) > self._idle_end_s:
+                        connection.end()
             await asyncio.sleep(_LOOK_S)
 
     @contextlib.contextmanager
@@ -196,6 +198,13 @@ class BoundedHttp(HttpToolsProtocol):
         """How long there has been no request; 0 while there is one, or a part of one has come."""
         answering = self.cycle is not None and not self.cycle.response_complete
         return 0.0 if answering or self._unfinished or _unread(self.transport) else now - self._free_since
+
+    def end(self) -> None:
+        """Close it. Over TLS the client has to say that it has heard so, which one that uses it no more does not."""
+        if self.transport.is_closing() and not self.transport.get_write_buffer_size():
+            self.transport.abort()
+        else:
+            self.shutdown()
 
     def end_with_next_answer(self) -> None:
         """Let the answer that has not begun yet say that it is the last."""
