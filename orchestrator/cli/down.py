@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import time
@@ -12,7 +13,7 @@ from orchestrator.cli.handle import OUT, JsonOption, WholeFleetOption, namespace
 from orchestrator.config.settings import Refused
 from orchestrator.launch.host.leftovers import end_processes, remove_shared_memory
 from orchestrator.launch.host.run_folder import RunFolder, abandoned_namespaces, held_namespaces
-from orchestrator.process.parent import local_pid, started_ticks
+from orchestrator.process.parent import has_ended, local_pid
 
 _KILL_AFTER_S = 60.0
 _EXIT_AFTER_S = 5.0  # how long the interpreter may run on after the fleet has ended
@@ -37,24 +38,30 @@ def down(namespace: WholeFleetOption = None, as_json: JsonOption = False) -> Non
             raise Refused(f"no fleet runs in namespace {namespace!r}")
         _remove_killed(folder, as_json)
         return
-    if launcher is None:
+    if launcher is None or has_ended(launcher):  # not written yet: what is there is of one before
         raise Refused(f"the fleet in namespace {namespace!r} is just starting or ending; try again")
     pid = local_pid(launcher)
     if pid is None:
         raise Refused(f"the fleet in namespace {namespace!r} runs in another container: run `orchestrator down` there")
-    ticks = started_ticks(pid)
-    os.kill(pid, signal.SIGTERM)
+    _send(launcher, signal.SIGTERM)
     if not folder.wait_until_free(_KILL_AFTER_S):
         if not as_json:
             OUT.print(f"process {pid} did not end within {_KILL_AFTER_S:g} s; killing it")
-        os.kill(pid, signal.SIGKILL)
+        _send(launcher, signal.SIGKILL)
         folder.wait_until_free(_KILL_AFTER_S)
         _remove_killed(folder, as_json)
         return
     deadline = time.monotonic() + _EXIT_AFTER_S
-    while ticks is not None and started_ticks(pid) == ticks and time.monotonic() < deadline:
+    while not has_ended(launcher) and time.monotonic() < deadline:
         time.sleep(0.01)
     say({"namespace": namespace, "ended": "in order"}, f"fleet {namespace!r} ended", as_json)
+
+
+def _send(identity: str, number: signal.Signals) -> None:
+    """Its pid may be another's once it has ended."""
+    if (pid := local_pid(identity)) is not None and not has_ended(identity):
+        with contextlib.suppress(ProcessLookupError):  # just now
+            os.kill(pid, number)
 
 
 def _remove_killed(folder: RunFolder, as_json: bool) -> None:

@@ -239,11 +239,12 @@ def check_writable(*files: Path | None) -> None:
             raise Refused(f"{file}: cannot be written; name a file in an existing folder")
 
 
-def number(text: str) -> float:
-    """Parse one number. Raises ValueError, also for one that is not finite: a run at that rate would never end."""
-    if not math.isfinite(read := float(text)):
-        raise ValueError(f"expected a finite number, got {text!r}")
-    return read
+def positive_numbers(text: str) -> list[float]:
+    """Those of `2,4,8`; none for any other text, nor where one is infinite: a run at that rate would never end."""
+    with contextlib.suppress(ValueError):
+        numbers = [float(part) for part in text.split(",")]
+        return numbers if all(0 < number < math.inf for number in numbers) else []
+    return []
 
 
 def say(value: Any, shown: RenderableType, as_json: bool) -> None:

@@ -19,7 +19,7 @@ from orchestrator.cli.handle import (
     retry_while_away,
     say,
 )
-from orchestrator.cli.look.views import fields_view, queue_view
+from orchestrator.cli.look.views import plain_table, queue_view
 from orchestrator.config.settings import Refused
 from orchestrator.store.operator.log_levels import ALL, LogLevels
 from orchestrator.store.operator.shown import peek, show
@@ -131,7 +131,7 @@ def queue_show(
     job = ask(find_fleet(namespace, redis), lambda fleet: show(fleet.queue, request_id))
     if job is None:
         raise Refused(f"request {request_id!r} is not in the queue: it was never queued, or is done")
-    say(job, fields_view(job), as_json)
+    say(job, plain_table(("", ""), ((name, str(value)) for name, value in job.items())), as_json)
 
 
 async def _set_level(fleet: OpenFleet, namespace: str, level: str | None, process: str) -> None:

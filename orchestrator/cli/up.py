@@ -22,6 +22,7 @@ from orchestrator.config.settings import ConfigError, Refused, overridden, read_
 from orchestrator.launch.console import Console
 from orchestrator.launch.host.run_folder import FleetRunning, Ready, RunFolder
 from orchestrator.launch.launcher import launch
+from orchestrator.process.parent import local_pid
 
 DEMO_FILE = Path(__file__).parents[1] / "config" / "demo" / "demo-1p1d-cpu.yaml"
 app = typer.Typer()
@@ -83,7 +84,13 @@ def start_detached(namespace: str, arguments: list[str], as_json: bool) -> None:
             ready = _show_until_ready(launcher, folder, shown, as_json)
         except KeyboardInterrupt:
             launcher.terminate()
-            launcher.wait(_SIGNAL_WAIT_S)
+            try:
+                launcher.wait(_SIGNAL_WAIT_S)
+            except subprocess.TimeoutExpired:
+                raise ConfigError(
+                    f"process {launcher.pid} still ends the fleet; wait for it with `orchestrator down --namespace "
+                    f"{namespace}`, which kills it in the end"
+                ) from None
             raise
     if as_json:
         where = {"namespace": namespace, "pid": launcher.pid, "log": str(folder.log_path)}
@@ -95,8 +102,10 @@ def start_detached(namespace: str, arguments: list[str], as_json: bool) -> None:
 def _show_until_ready(launcher: subprocess.Popen[bytes], folder: RunFolder, shown: IO[bytes], quiet: bool) -> Ready:
     last = rest = b""
     while True:
-        # Asked before the output is read, so that everything written before the exit is shown.
-        ended, ready = launcher.poll() is not None, folder.ready()
+        # Asked before the output is read, so that everything written before the exit is shown. Until the folder is this
+        # launcher's it may tell of another fleet: one that was killed, or that somebody else starts.
+        ended, ours = launcher.poll() is not None, local_pid(folder.launcher() or "") == launcher.pid
+        ready = folder.ready() if ours else None
         *lines, rest = (rest + (shown.read() or b"")).split(b"\n")
         for line in lines:
             last = line.strip() or last

@@ -51,7 +51,7 @@ def resolve_model(name: str, say: Say | None = None) -> str:
         return str(_demo_folder(say or _say_on_stderr))
     if _REMOTE.match(name):
         return name
-    folder = Path(name).expanduser()
+    folder = _path(name)
     if folder.is_dir():
         if not (folder / "config.json").is_file() and not (folder / "params.json").is_file():
             raise ConfigError(f"model: folder {name!r} has no config.json; name a Hugging Face model folder")
@@ -94,8 +94,8 @@ def find_model(name: str, say: Say | None = None) -> str:
 def read_model_config(name: str) -> dict[str, Any]:
     """The config.json of a model that is here: a folder, or in the Hugging Face cache. Empty for one that is not, or
     cannot be read."""
-    file: object = Path(name).expanduser() / "config.json"
-    if name == DEMO or not Path(name).expanduser().is_dir():
+    file: object = _path(name) / "config.json"
+    if name == DEMO or not _path(name).is_dir():
         hub = "huggingface_hub"
         if name == DEMO or not _HUB_NAME.match(name) or importlib.util.find_spec(hub) is None:
             return {}
@@ -105,6 +105,11 @@ def read_model_config(name: str) -> dict[str, Any]:
     except (OSError, ValueError):
         return {}
     return read if isinstance(read, dict) else {}
+
+
+def _path(name: str) -> Path:
+    """`~` stays where nobody has that home: Path's own method would raise."""
+    return Path(os.path.expanduser(name))
 
 
 def _reach_hub() -> None:
@@ -122,8 +127,11 @@ def _reach_hub() -> None:
 
 
 def cache_root() -> Path:
-    """Links are followed: the cache may be on another disk."""
-    return (Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pd-orchestrator").resolve()
+    """Links are followed: the cache may be on another disk. Raises ConfigError."""
+    cache = _path(os.environ.get("XDG_CACHE_HOME") or "~/.cache")
+    if str(cache).startswith("~"):
+        raise ConfigError(f"model: 'demo' cannot be kept in {cache}: this user has no home; set XDG_CACHE_HOME")
+    return (cache / "pd-orchestrator").resolve()
 
 
 def _demo_folder(say: Say) -> Path:

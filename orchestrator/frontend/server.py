@@ -173,8 +173,14 @@ async def serve(
     collect_garbage_seldom()
     server = http_server(app, config, drain_s)
     told_to_end = asyncio.Event()
+
+    def told(number: signal.Signals) -> None:
+        if number == signal.SIGINT:  # unlike SIGTERM it says that nobody else serves
+            server.end_idle()
+        told_to_end.set()
+
     for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, told_to_end.set)
+        asyncio.get_running_loop().add_signal_handler(number, told, number)
     served = asyncio.create_task(server.serve(sockets=[listener]))
     following = asyncio.create_task(app.edge.access.follow_keys())
     url = advertised_url(config, listener.getsockname()[:2], redis_url)

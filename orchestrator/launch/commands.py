@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 import msgspec
 
@@ -76,7 +75,7 @@ def worker_spec(setup: Setup, role: Role, worker_id: str, share: Share, ranks: S
         **environment(config, role),
     }
     program = _program(config, _WORKER, arguments)
-    return _spec(worker_id, program, env, folder, forked=config.engine == "vllm")
+    return ProcessSpec(worker_id, program.command, env, program if config.engine == "vllm" else None)
 
 
 def frontend_spec(setup: Setup, name: str, index: int) -> ProcessSpec:
@@ -90,16 +89,13 @@ def frontend_spec(setup: Setup, name: str, index: int) -> ProcessSpec:
         arguments += ["--config", str(setup.config_file), "--generation", str(setup.generation)]
     env = _environment(config, name)
     if config.frontend.most_replicas > 1:
-        # The counters of all frontends lie in one place, so that whichever is scraped answers for all. The folder must
-        # exist before they import prometheus_client. It has our pid: counters of an earlier launcher do not count.
-        metrics = folder / f"metrics-{os.getpid()}"
+        # The counters of all frontends of a host lie in one place, so that whichever is scraped answers for all. The
+        # folder must exist before they import prometheus_client. It ends with the last of them, or with its launcher.
+        metrics = folder / "metrics"
         make_folder(metrics)
         env["PROMETHEUS_MULTIPROC_DIR"] = str(metrics)
-    return _spec(name, _program(config, _FRONTEND, arguments), env, folder)
-
-
-def _spec(name: str, program: Forkable, env: dict[str, str], folder: Path, forked: bool = True) -> ProcessSpec:
-    return ProcessSpec(name, program.command, env, folder / f"{name}.exit", program if forked else None)
+    program = _program(config, _FRONTEND, arguments)
+    return ProcessSpec(name, program.command, env, program)
 
 
 def to_import(config: Config) -> list[tuple[Forkable, dict[str, str]]]:

@@ -171,11 +171,14 @@ class Console:
         self._rows[name] = (stage, since, now if done else None)
         if self._live is None:
             took = f" after {now - since:.1f} s" if done and now - since >= 0.1 else ""
-            self._write(f"{name}: {stage}{took}")
+            self.say(f"{name}: {stage}{took}")
 
-    def say(self, text: str) -> None:
+    def say(self, line: str) -> None:
         """Print a line of the launcher."""
-        self._write(text)
+        if self._live is not None:
+            self._live.console.print(Text.from_ansi(line), soft_wrap=True)
+        else:
+            self._outlet.write(line + "\n")
 
     def note(self, shown: str, logged: str) -> None:
         """A line of the launcher's own log, as it is shown and as it stands in the log file."""
@@ -209,13 +212,7 @@ class Console:
         prefix = f"[{name}]"
         if self._colour:
             prefix = f"\x1b[{_COLOURS.get(name.partition('-')[0], 34)}m{prefix}\x1b[0m"
-        self._write(f"{prefix} {line}")
-
-    def _write(self, line: str) -> None:
-        if self._live is not None:
-            self._live.console.print(Text.from_ansi(line), soft_wrap=True)
-        else:
-            self._outlet.write(line + "\n")
+        self.say(f"{prefix} {line}")
 
     def _table(self) -> Table:
         table = Table.grid(padding=(0, 2))

@@ -27,7 +27,7 @@ from orchestrator.launch.registry_watch import RegistryWatch, Snapshot
 from orchestrator.launch.rollout import RolloutRunner, cannot_start
 from orchestrator.launch.supervise import Stage, Supervised, describe
 from orchestrator.process.parent import has_ended, local_pid
-from orchestrator.process.tasks import cancelled
+from orchestrator.process.tasks import Turns, cancelled
 from orchestrator.process.ticks import ticks
 from orchestrator.store.planned import BY_HAND, Seen, decided, of_launchers
 from orchestrator.store.registry import Registry
@@ -135,35 +135,30 @@ class FleetProcesses:
         own = httpx.AsyncClient(timeout=_READY_REQUEST_TIMEOUT_S, trust_env=False, verify=False)  # noqa: S501
         async with own as client:
             up_at: float | None = None  # monotonic
+            said = False
             while True:
-                processes = self._processes()
-                for process in processes:
-                    self._check_start(process)
-                if self.url and all(process.stage is Stage.READY for process in processes):
+                if self._up(self._processes()) and self.url:
                     self._came_up = True
                     up_at = up_at or time.monotonic()
-                    late = time.monotonic() - up_at > _CONNECT_S
-                    if (late or self.watch.snapshot.connected()) and await self._answers(client):
+                    up_s = time.monotonic() - up_at
+                    if (up_s > _CONNECT_S or self.watch.snapshot.connected()) and await self._answers(client):
                         return
+                    if up_s > _CONNECT_S and not said:
+                        said = True
+                        log.warning("%s/ready is not, though all processes here are: it waits for decode", self.url)
                     self.watch.read_soon()
                 await asyncio.sleep(_POLL_S)
 
     async def until_started(self) -> None:
         """Returns when all workers are up. Raises StartFailed."""
-        while True:
-            workers = [slot.process for slot in self._pool.slots.values()]
-            for process in workers:
-                self._check_start(process)
-            if all(process.stage is Stage.READY for process in workers):
-                self._came_up = True
-                return
+        while not self._up([slot.process for slot in self._pool.slots.values()]):
             await asyncio.sleep(_POLL_S)
+        self._came_up = True
 
     async def until_served(self) -> None:
         """Returns when all frontends of this launcher serve this model. Raises StartFailed."""
         while not self.frontends.renewed:
-            for process in self.frontends.of_generation(self.frontends.setup.generation):
-                self._check_start(process)
+            self._up(self.frontends.of_generation(self.frontends.setup.generation))
             await asyncio.sleep(_POLL_S)
 
     async def _answers(self, client: httpx.AsyncClient) -> bool:
@@ -223,8 +218,10 @@ class FleetProcesses:
             self._pool.supervise(unit, role or taken[unit])
 
     async def _refresh_machines(self) -> None:
+        turns = Turns(log, "the machines")
         async for _ in ticks(_MACHINES_EVERY_S):
-            await self._machines.refresh()
+            with turns.turn():
+                await self._machines.refresh()
 
     async def remove_dead_entries(self) -> None:
         """Take workers and launchers that ran here and do not any more out of the registry: a different fleet could not
@@ -317,6 +314,12 @@ class FleetProcesses:
             shown = "cannot work as it is"
         self._console.stage(process.name, f"{role}{shown}", done=process.stage in (Stage.READY, Stage.ENDED))
         self.watch.read_soon()
+
+    def _up(self, processes: list[Supervised]) -> bool:
+        """Raises StartFailed."""
+        for process in processes:
+            self._check_start(process)
+        return all(process.stage is Stage.READY for process in processes)
 
     def _check_start(self, process: Supervised) -> None:
         """Raises StartFailed if a process reports that it cannot work, or crashes again and again."""

@@ -19,9 +19,10 @@ from typing import Any, TypeVar
 import msgspec
 
 from orchestrator.config.access import secured
-from orchestrator.config.engine_args import check_engine_args, check_environment, check_installed
+from orchestrator.config.engine_args import check_installed
 from orchestrator.config.models import SECTION, fleet_namespace, shared_part
 from orchestrator.config.settings import Config, ConfigError, LoggingConfig, Refused
+from orchestrator.config.values import masked
 from orchestrator.launch.announcement import announce
 from orchestrator.launch.commands import to_import
 from orchestrator.launch.console import Console, ConsoleHandler, LogFile
@@ -47,21 +48,18 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def launch(models: Mapping[str, Config], tree: Mapping[str, Any], console: Console) -> None:
-    """Run until SIGINT, SIGTERM or SIGHUP. Leaves nothing behind but a log. `models`: as `load_models` returns them,
-    from this `tree`.
+    """Run until SIGINT, SIGTERM or SIGHUP. Leaves nothing behind but a log. `models`: of this `tree`, and checked.
 
     Raises ConfigError when the fleet cannot come up.
     """
-    check_environment()
-    for config in models.values():
-        check_engine_args(config)
     config = next(iter(models.values()))
     folder = RunFolder(fleet_namespace(models))
     forks = ForkServers()
-    with _logging_to(console, config.logging), _signals_interrupt() as heard:
+    with _logging_to(console, config.logging), Signals() as signals:
         try:
             models = _with_operator_key(models, folder)
-            _clean_up_after_killed(folder, folder.claim(), console)
+            with signals.held():  # the folder names what is to be cleaned up, and is removed after a signal
+                _clean_up_after_killed(folder, folder.claim(), console)
             if config.launcher.kind == "local":
                 for each in models.values():
                     check_installed(each)
@@ -75,15 +73,14 @@ def launch(models: Mapping[str, Config], tree: Mapping[str, Any], console: Conso
             _open_log(folder, config.logging.format, console)
             with _connected(config, console):
                 found = {name: locate_model(name, each, console) for name, each in models.items()}
-                if heard:  # the exception was lost in a callback, such as those of imports
+                if signals.came:  # the exception was lost in a callback, such as those of imports
                     raise KeyboardInterrupt
-                asyncio.run(_run(models, tree, found, folder, console, forks))
+                asyncio.run(_run(models, tree, found, folder, console, forks, signals))
         except KeyboardInterrupt:
             console.stop_progress()
             console.say("Stopped before anything was started")
         finally:
-            for number in _end_signals():  # the rest takes a moment, and another signal would interrupt it
-                signal.signal(number, signal.SIG_IGN)
+            signals.ignore()  # the rest takes a moment, and another one would interrupt it
             console.close()
             forks.close()
             remove_shared_memory(folder.shared_memory)
@@ -97,20 +94,23 @@ async def _run(
     folder: RunFolder,
     console: Console,
     forks: ForkServers,
+    signals: Signals,
 ) -> None:
     """`found`: where each model is. Raises ConfigError, RedisAway."""
     adopt_orphans()
     stop = _Stop(console)
+    signals.act = partial(asyncio.get_running_loop().call_soon_threadsafe, stop.signalled)
     async with contextlib.AsyncExitStack() as stack:
+        stack.callback(signals.ignore)
         config = next(iter(models.values()))
         server = RedisServer(config, folder.path)
         stack.push_async_callback(server.stop)
-        console.stage("redis", "starting" if server.is_embedded else "connecting")
+        console.stage("redis", "starting" if server.url == "embedded" else "connecting")
         redis = await stop.or_done(server.start())
         if redis is None:
             return
         stack.push_async_callback(redis.aclose)
-        console.stage("redis", server.shown_url, done=True)
+        console.stage("redis", masked(server.url), done=True)
         port = config.frontend.port
         if config.launcher.kind == "local":
             held, port = hold_port(config.frontend.host, port)
@@ -126,16 +126,15 @@ async def _run(
         await stop.or_done(fleet.start())
         if stop.came:
             return
-        watching = asyncio.create_task(fleet.watch(), name="fleet-watch")
+        fleet.watch()
         keeping = asyncio.create_task(server.keep_running(fleet.read_soon), name="redis-keeper")
         levelled = follow_log_level(builder.levels.values(), "launcher", logging.getLogger("pd"))
         following = asyncio.create_task(levelled, name="log-level")
-        for task in (watching, keeping, following):
-            stack.push_async_callback(cancelled, task)
-        await stop.or_done(fleet.until_ready(), watching)
+        stack.push_async_callback(cancelled, keeping, following)
+        await stop.or_done(fleet.until_ready())
         if not stop.came:
             announce(fleet.models, builder.device, folder, console)
-            await stop.or_done(_follow_models(redis, listed, fleet, builder, tree, folder.namespace), watching)
+            await stop.or_done(_follow_models(redis, listed, fleet, builder, tree, folder.namespace))
 
 
 async def _list_models(redis: Redis, models: Mapping[str, Config], tree: Mapping[str, Any]) -> ModelList | None:
@@ -210,6 +209,43 @@ def _connected(config: Config, console: Console) -> Iterator[None]:
         disconnect()
 
 
+class Signals:
+    """What a signal that ends a fleet does, from the begin of a launcher to its end. At first it raises
+    KeyboardInterrupt, as Ctrl-C does. Under nohup a terminal that is closed ends none."""
+
+    def __init__(self) -> None:
+        self.came = False
+        self.act: Callable[[], object] = self._interrupt
+
+    def __enter__(self) -> Signals:
+        ends = [it for it in _SIGNALS if it != signal.SIGHUP or signal.getsignal(it) != signal.SIG_IGN]
+        self._before = {number: signal.signal(number, self._hear) for number in ends}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _hear(self, number: int, frame: object) -> None:
+        self.came = True
+        self.act()
+
+    def _interrupt(self) -> None:
+        raise KeyboardInterrupt
+
+    def ignore(self) -> None:
+        self.act = lambda: None
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """One that comes meanwhile interrupts afterwards."""
+        self.ignore()
+        yield
+        self.act = self._interrupt
+        if self.came:
+            raise KeyboardInterrupt
+
+
 class _Stop:
     """Signals while the fleet runs: the first ends it in order, the second at once."""
 
@@ -218,10 +254,8 @@ class _Stop:
         self._event = asyncio.Event()
         self._first_at = 0.0  # monotonic
         self._console = console
-        for number in _end_signals():
-            asyncio.get_running_loop().add_signal_handler(number, self._signalled)
 
-    def _signalled(self) -> None:
+    def signalled(self) -> None:
         self._console.stop_progress()
         now = time.monotonic()
         if self._event.is_set():
@@ -238,12 +272,9 @@ class _Stop:
     def came(self) -> bool:
         return self._event.is_set()
 
-    async def or_done(self, doing: Coroutine[Any, Any, T], watching: asyncio.Task[None] | None = None) -> T | None:
-        """The result of `doing`; None if a signal came first. Raises what it, or `watching`, raised."""
-        watched = [asyncio.shield(watching)] if watching is not None else []
-        async with first_of(doing, self._event.wait(), *watched) as task:
-            if watching is not None and watching.done():
-                watching.result()
+    async def or_done(self, doing: Coroutine[Any, Any, T]) -> T | None:
+        """The result of `doing`; None if a signal came first. Raises what it raised."""
+        async with first_of(doing, self._event.wait()) as task:
             return task.result() if task.done() else None
 
 
@@ -258,22 +289,11 @@ def _open_log(folder: RunFolder, form: LogFormat, console: Console) -> None:
 
 
 def _clean_up_after_killed(folder: RunFolder, left: list[StartedProcess], console: Console) -> None:
-    """End and remove what a launcher of this namespace left when it was killed.
-
-    A signal interrupts afterwards, because the folder, which names what is left, is then removed.
-    """
-    heard: list[int] = []
-    before = {number: signal.signal(number, lambda number, _: heard.append(number)) for number in _end_signals()}
-    try:
-        ended = end_processes(left)
-        removed = remove_shared_memory(folder.shared_memory)
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    """End and remove what a launcher of this namespace left when it was killed."""
+    ended = end_processes(left)
+    removed = remove_shared_memory(folder.shared_memory)
     if ended or removed:
         console.say(f"cleaned up after a launcher that was killed: {', '.join(ended + removed)}")
-    if heard:
-        raise KeyboardInterrupt
 
 
 @contextlib.contextmanager
@@ -288,25 +308,3 @@ def _logging_to(console: Console, settings: LoggingConfig) -> Iterator[None]:
     finally:
         logger.removeHandler(handler)
         logger.setLevel(level)
-
-
-def _end_signals() -> list[signal.Signals]:
-    """Those that end a fleet. Under nohup a terminal that is closed ends none."""
-    return [number for number in _SIGNALS if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN]
-
-
-@contextlib.contextmanager
-def _signals_interrupt() -> Iterator[list[int]]:
-    """Outside of the event loop each of our signals raises KeyboardInterrupt, as Ctrl-C does. Yields what came."""
-    heard: list[int] = []
-
-    def interrupt(number: int, _: object) -> None:
-        heard.append(number)
-        raise KeyboardInterrupt
-
-    before = {number: signal.signal(number, interrupt) for number in _end_signals()}
-    try:
-        yield heard
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

@@ -6,18 +6,21 @@ Keeps the last reading while Redis is away; the next one says that it was. Decid
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Awaitable, Callable
 
 import msgspec
 
-from orchestrator.process.tasks import cancelled
+from orchestrator.process.tasks import Turns, cancelled
 from orchestrator.process.ticks import left_s, until_told
 from orchestrator.store.client import RedisAway
 from orchestrator.store.configuration import Rollout
 from orchestrator.store.planned import Reading
 from orchestrator.store.registry import Frontend, Registry
 from orchestrator.types import WorkerState
+
+log = logging.getLogger("pd.launcher")
 
 _SETTLE_S = 0.1  # changes come in bursts
 _READ_EVERY_S = 1.0
@@ -49,16 +52,19 @@ class RegistryWatch:
         self._registry = registry
         self._on_read = on_read
         self._changed = asyncio.Event()
+        self._turns = Turns(log, "what the registry asks for")
 
     def read_soon(self) -> None:
         """Something else changed: read without waiting for the next regular reading."""
         self._changed.set()
 
     async def run(self) -> None:
+        """Runs until cancelled."""
         listener = asyncio.create_task(self._listen(), name="fleet-events")
         try:
             while True:
-                await self.read()
+                with self._turns.turn():
+                    await self.read()
                 if await until_told(self._changed, left_s(_READ_EVERY_S)):
                     await asyncio.sleep(_SETTLE_S)
                     self._changed.clear()

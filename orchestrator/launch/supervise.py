@@ -102,14 +102,13 @@ class Supervised:
         self._on_stage = on_stage
         self._on_exit = on_exit
         self._process: Process | None = None
-        self._not_started: OSError | None = None  # why not
+        self._not_started: Exception | None = None  # why not
         self._ready_at = 0.0
         self._missed_s = 0.0  # for so long it has not been in the registry
         self._ready = asyncio.Event()
         self._wanted = True
-        self._stopping = asyncio.Event()
+        self._stopping, self._stop_by = asyncio.Event(), signal.SIGTERM
         self._restart_now = asyncio.Event()
-        self._stop_timeout_s = config.stop_timeout_s
 
     @property
     def pid(self) -> int:
@@ -176,11 +175,9 @@ class Supervised:
             else:
                 asyncio.get_running_loop().call_later(within_s, self._stopping.set)
 
-    def request_stop(self, timeout_s: float | None = None) -> None:
-        """End it now: SIGTERM, and SIGKILL after `timeout_s` (default: launcher.stop_timeout_s)."""
-        self._wanted = False
-        if timeout_s is not None:
-            self._stop_timeout_s = timeout_s
+    def request_stop(self, by: signal.Signals = signal.SIGTERM) -> None:
+        """End it now: by this signal, and by SIGKILL after launcher.stop_timeout_s."""
+        self._wanted, self._stop_by = False, by
         self._stopping.set()
 
     def restart_now(self) -> None:
@@ -213,10 +210,13 @@ class Supervised:
                 else:
                     await self._pause()
         finally:
-            if self._process is not None and self._process.running:
-                self._process.kill()
-                await self._process.wait()
+            await self._end_what_runs()
             self._enter(Stage.ENDED)
+
+    async def _end_what_runs(self) -> None:
+        if self._process is not None and self._process.running:
+            self._process.kill()
+            await self._process.wait()
 
     async def _placed(self) -> bool:
         """Wait for room. False when it was told to end meanwhile."""
@@ -240,7 +240,7 @@ class Supervised:
         self._ready.clear()
         self.started_at = time.monotonic()
         self._enter(Stage.STARTING)
-        self._process = None
+        self._process, self._not_started = None, None
         try:
             self._process = self._make()
             async with first_of(self._process.start(), self._stopping.wait()) as starting:
@@ -249,9 +249,12 @@ class Supervised:
                 starting.result()
             async with first_of(self._process.wait(), self._stopping.wait(), self._wait_until_late()) as exited:
                 if not exited.done():
-                    await self._process.stop(self._stop_timeout_s)
+                    await self._process.stop(self._config.stop_timeout_s, self._stop_by)
                 return await exited
-        except OSError as error:
+        except Exception as error:
+            if not isinstance(error, OSError):  # a defect, or no more threads: it must not end what keeps it running
+                log.exception("%s: could not be started, or waited for", self.name)
+            await self._end_what_runs()
             self._not_started = error
             return _NOT_STARTED
 
@@ -284,9 +287,9 @@ class Supervised:
 
     def _describe_exit(self, code: int) -> Exit:
         ready = self._ready.is_set()
-        if code == _NOT_STARTED:
-            never = isinstance(self._not_started, CannotRun)
-            return Exit(code, str(self._not_started), ready, said=never, final=never)
+        if (why := self._not_started) is not None:
+            never = isinstance(why, CannotRun)
+            return Exit(code, str(why), ready, said=never, final=never)
         if self._process is not None and (said := self._process.exit_reason) is not None:
             return Exit(code, said.text, ready, said=True, final=said.final)
         return Exit(code, (self.last_lines or ["no output"])[-1], ready)

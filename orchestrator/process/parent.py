@@ -17,26 +17,23 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
-from orchestrator.process.files import read_text, write_text
-
 PARENT = "PD_PARENT"  # environment variable: the parent's pid, to notice a parent that died before this process checked
-# Environment variable: the file for the reason of the exit, like a container's termination message.
-EXIT_REASON_FILE = "PD_EXIT_REASON_FILE"
-_FINAL, _PASSING = "final", "passing"  # the first word in that file
 # The exit code of a process that asks to be started again: nothing is wrong with it (EX_TEMPFAIL of sysexits.h).
 EXIT_AGAIN = 75
-ALIVE = "\x05 alive without Redis"  # a line for the parent, which nobody is shown
+# Lines for the parent, which nobody is shown: that this process lives, and why it ends, which follows the last two.
+ALIVE, _FINAL, _PASSING = "\x05 alive without Redis", "\x05 ends for good: ", "\x05 ends for now: "
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _POLL_S, _INSIST_S = 0.5, 0.2
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def started_ticks(pid: int) -> int | None:
-    """When a process started, in clock ticks since boot (proc(5), field 22); None when there is none, or a zombie."""
+    """When a process started, in clock ticks since boot (proc(5), field 22); None when there is none, or a zombie.
+    Raises OSError where this process cannot look, since it has too many files open."""
     try:
         # Its name is any bytes that it has chosen.
         fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
-    except OSError:
+    except (FileNotFoundError, ProcessLookupError, PermissionError):  # there is none of ours
         return None
     return None if fields[0] == "Z" else int(fields[19])
 
@@ -62,8 +59,11 @@ def local_pid(identity: str) -> int | None:
 
 def has_ended(identity: str) -> bool:
     """Whether the process ran here and has ended. False also where that cannot be known."""
-    pid = local_pid(identity)
-    return pid is not None and str(started_ticks(pid)) != identity.rpartition("/")[2]
+    with contextlib.suppress(OSError):
+        if (pid := local_pid(identity)) is not None:
+            ticks = started_ticks(pid)
+            return ticks is None or str(ticks) != identity.rpartition("/")[2]
+    return False
 
 
 def _pid_namespace() -> str:
@@ -132,18 +132,13 @@ def tell_alive() -> None:
 
 
 def report_exit(program: str, reason: str, final: bool) -> None:
-    """Print why this process ends as one line on standard error, and write it to the parent's file if there is one."""
+    """Print why this process ends as one line on standard error, and tell the parent, if there is one."""
     line = " ".join(reason.split())
-    print(f"{program}: {line}", file=sys.stderr, flush=True)
-    if path := os.environ.get(EXIT_REASON_FILE):
-        with contextlib.suppress(OSError):  # the folder is gone, and so is the parent
-            write_text(Path(path), f"{_FINAL if final else _PASSING} {line}")
+    told = f"\n{_FINAL if final else _PASSING}{line}" if PARENT in os.environ else ""
+    print(f"{program}: {line}{told}", file=sys.stderr, flush=True)
 
 
-def read_exit_reason(path: Path) -> ExitReason | None:
-    """The reason that a process reported; None when it reported none, for instance because it was killed."""
-    try:
-        kind, _, text = read_text(path).partition(" ")
-    except OSError:
-        return None
-    return ExitReason(text, kind == _FINAL) if text else None
+def exit_reason_in(line: str) -> ExitReason | None:
+    """What a process told with this line of its output of why it ends; None for any other line."""
+    kind = next((kind for kind in (_FINAL, _PASSING) if line.startswith(kind)), None)
+    return ExitReason(line.removeprefix(kind), kind == _FINAL) if kind is not None else None

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from concurrent.futures import Future
 from typing import Any, Generic, TypeVar
 
@@ -78,6 +79,25 @@ def in_background(call: Callable[[], Any]) -> None:
             call()
 
     threading.Thread(target=run, name="pd-call", daemon=True).start()
+
+
+class Turns:
+    """Those of a loop that must go on whatever one of them meets: a defect, or a system without a free descriptor."""
+
+    def __init__(self, log: logging.Logger, what: str) -> None:
+        self._log, self._what = log, what
+        self._said = ""
+
+    @contextlib.contextmanager
+    def turn(self) -> Iterator[None]:
+        """What is raised in it is logged, but not twice in a row."""
+        try:
+            yield
+            self._said = ""
+        except Exception as error:
+            if (said := repr(error)) != self._said:
+                self._said = said
+                self._log.exception("%s: failed, and is tried again", self._what)
 
 
 class Asked(Generic[T]):

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Annotated
 
-import msgspec
 import typer
 from rich.text import Text
 
@@ -24,7 +23,7 @@ from orchestrator.cli.handle import (
     print_json,
 )
 from orchestrator.config.models import load_models
-from orchestrator.config.settings import Refused
+from orchestrator.config.settings import Config, Refused
 
 app = typer.Typer()
 doctor_app = typer.Typer(help="Check this host, Redis and the KV paths between workers.", invoke_without_command=True)
@@ -48,17 +47,22 @@ def doctor(
     if context.invoked_subcommand is not None:
         return
     configs = list(load_models(config, set_).values()) if config is not None else []
-    checks = _Shown(as_json)
-    checks.all(host_checks(configs))
-    if not host:
-        named = redis or next((each.redis.url for each in configs if each.redis.url != "embedded"), None)
-        try:
-            models: list[str | None] = [*models_here(namespace)]
-            for model in models or [namespace]:
-                asyncio.run(checks.each(redis_checks(find_fleet(model, named))))
-        except Refused:
-            checks.all([Check("Redis", "ok", "not checked: no fleet runs here and none was named")])
-    checks.end()
+    _report(_all_checks(configs, host, namespace, redis), as_json)
+
+
+async def _all_checks(
+    configs: Sequence[Config], host: bool, namespace: str | None, redis: str | None
+) -> AsyncIterator[Check]:
+    for check in host_checks(configs):
+        yield check
+    named = redis or next((each.redis.url for each in configs if each.redis.url != "embedded"), None)
+    try:
+        models: list[str | None] = [*models_here(namespace)]
+        for model in [] if host else models or [namespace]:
+            async for check in redis_checks(find_fleet(model, named)):
+                yield check
+    except Refused:
+        yield Check("Redis", "ok", "not checked: no fleet runs here and none was named")
 
 
 @doctor_app.command("kv")
@@ -70,7 +74,7 @@ def kv(
     as_json: JsonOption = False,
 ) -> None:
     """Check whether worker A can send KV to worker B, and how fast."""
-    _Shown(as_json).of_fleet(kv_checks(find_fleet(namespace, redis), source, target))
+    _report(kv_checks(find_fleet(namespace, redis), source, target), as_json)
 
 
 @doctor_app.command("ports")
@@ -81,40 +85,26 @@ def ports(
     as_json: JsonOption = False,
 ) -> None:
     """Check whether this host reaches each port of the fleet's processes on another host."""
-    _Shown(as_json).of_fleet(port_checks(find_fleet(namespace, redis), host))
+    _report(port_checks(find_fleet(namespace, redis), host), as_json)
 
 
-class _Shown:
-    """Each check is printed when it is known: some take seconds."""
+def _report(checks: AsyncIterator[Check], as_json: bool) -> None:
+    """Each is printed when it is known: some take seconds. Raises typer.Exit with 1 where one failed."""
 
-    def __init__(self, as_json: bool) -> None:
-        self._as_json = as_json
-        self._checks: list[Check] = []
+    async def shown() -> list[Check]:
+        return [show_check(check, as_json) async for check in checks]
 
-    def of_fleet(self, checks: AsyncIterator[Check]) -> None:
-        """All there are. Raises typer.Exit with 1 where one failed."""
-        asyncio.run(self.each(checks))
-        self.end()
+    found = asyncio.run(shown())
+    if as_json:
+        print_json(found)
+    if any(check.level == "fail" for check in found):
+        raise typer.Exit(1)
 
-    def all(self, checks: Iterable[Check]) -> None:
-        for check in checks:
-            self._add(check)
 
-    async def each(self, checks: AsyncIterator[Check]) -> None:
-        async for check in checks:
-            self._add(check)
-
-    def _add(self, check: Check) -> None:
-        self._checks.append(check)
-        if not self._as_json:
-            line = Text.assemble((f"{check.level:<4}", _COLOURS[check.level]), f"  {check.name:<14} {check.said}")
-            if check.fix:
-                line.append(f"  → {check.fix}", "dim")
-            OUT.print(line, soft_wrap=True)
-
-    def end(self) -> None:
-        """Raises typer.Exit with 1 where a check failed."""
-        if self._as_json:
-            print_json(msgspec.to_builtins(self._checks))
-        if any(check.level == "fail" for check in self._checks):
-            raise typer.Exit(1)
+def show_check(check: Check, as_json: bool = False) -> Check:
+    if not as_json:
+        line = Text.assemble((f"{check.level:<4}", _COLOURS[check.level]), f"  {check.name:<14} {check.said}")
+        if check.fix:
+            line.append(f"  → {check.fix}", "dim")
+        OUT.print(line, soft_wrap=True)
+    return check

@@ -129,11 +129,6 @@ def queue_view(rows: list[dict[str, Any]], depth: dict[str, int]) -> RenderableT
     return Group(Text(_queue_line(depth)), *([plain_table(names, cells, right=names[1:-1])] if rows else []))
 
 
-def fields_view(fields: dict[str, Any]) -> RenderableType:
-    """The fields of one job, a line each."""
-    return plain_table(("", ""), ((name, str(value)) for name, value in fields.items()))
-
-
 # How often people need a key: most fleets set some of the first ones. Keys that are named nowhere are of the second
 # group, but for sections that few need.
 OFTEN, SOMETIMES, SELDOM = "set by most fleets", "set by some fleets", "seldom needed"

@@ -13,7 +13,7 @@ import msgspec
 import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from orchestrator.cli.handle import OUT, check_writable, console, number
+from orchestrator.cli.handle import OUT, check_writable, console, positive_numbers
 from orchestrator.cli.look.views import plain_table
 from orchestrator.cli.trial.simulate import parse_load
 from orchestrator.config.settings import ConfigError
@@ -154,11 +154,9 @@ async def _run_with_progress(load: Load, server: str, run: Callable[[Callable[[S
 
 def parse_rates(text: str | None) -> list[float]:
     """Raises ConfigError."""
-    try:
-        found = [number(part) for part in text.split(",")] if text is not None else []
-    except ValueError:
-        found = [0.0]
-    if any(rate <= 0 for rate in found):
+    if text is None:
+        return []
+    if not (found := positive_numbers(text)):
         raise ConfigError(f"--rate: expected numbers above 0 as in 2,4,8, got {text!r}")
     return found
 

@@ -10,7 +10,7 @@ import msgspec
 import typer
 from rich.table import Table
 
-from orchestrator.cli.handle import ModelOption, console, number
+from orchestrator.cli.handle import ModelOption, console, positive_numbers
 from orchestrator.cli.trial.live import live_load, live_profile
 from orchestrator.cli.trial.simulate import objectives, parse_configuration, parse_load, parse_profile, progress_bar
 from orchestrator.config.settings import ConfigError
@@ -73,13 +73,10 @@ def _rate(text: str | None, own: float) -> float | None:
     """Requests per second; None for `goodput`. Raises ConfigError."""
     if text == "goodput":
         return None
-    try:
-        value = own if text is None else number(text)
-    except ValueError:
-        value = 0.0
-    if value <= 0:
+    found = [own] if text is None else positive_numbers(text)
+    if len(found) != 1:
         raise ConfigError(f"--rate: expected more than 0 requests per second, or goodput, got {text!r}")
-    return value
+    return found[0]
 
 
 def _simulate(question: Question, workers: int, rate: float | None) -> tuple[list[Outcome], str]:

@@ -16,7 +16,7 @@ import typer
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from orchestrator.cli.handle import ModelOption, console, number
+from orchestrator.cli.handle import ModelOption, console, positive_numbers
 from orchestrator.config.models import load_model
 from orchestrator.config.settings import Config, ConfigError, SLOConfig, overridden, parse_config
 from orchestrator.simulator import faults
@@ -282,10 +282,7 @@ def _rates(sweep: str | None, rate: float | None, load: Load) -> tuple[list[floa
     key, _, values = sweep.partition("=")
     if key == "rate" and values == "goodput":
         return [start, 2 * start], True
-    try:
-        rates = [number(value) for value in values.split(",")]
-    except ValueError:
-        rates = []
-    if key != "rate" or not rates or min(rates) <= 0:
+    rates = positive_numbers(values)
+    if key != "rate" or not rates:
         raise ConfigError(f"--sweep: expected rate=10,20,40 or rate=goodput, got {sweep!r}")
     return rates, False

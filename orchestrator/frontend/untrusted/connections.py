@@ -110,6 +110,7 @@ class FrontendServer(uvicorn.Server):
     """
 
     draining = False
+    _idle_end_s = math.inf
 
     def __init__(self, config: uvicorn.Config, client_timeout_s: float) -> None:
         super().__init__(config)
@@ -132,6 +133,10 @@ class FrontendServer(uvicorn.Server):
                     connection.transport.abort()  # to close it would wait until the client has read
         return await super().on_tick(counter)
 
+    def end_idle(self) -> None:
+        """Nobody else serves: idle connections are not waited for."""
+        self._idle_end_s = 0.0
+
     async def drain(self, listeners: Sequence[socket.socket], within_s: float = math.inf) -> None:
         """Take no new connections, close each one after an answer that says so, and return when none is left.
 
@@ -139,7 +144,7 @@ class FrontendServer(uvicorn.Server):
         An answer that has begun cannot say any more that it is the last. Its connection stays open: the next answer
         says so, or the connection is closed when it has been idle for a while. `within_s`: the caller waits no longer.
         """
-        idle_end_s = min(_IDLE_END_S, _IDLE_PART * within_s)
+        self._idle_end_s = min(self._idle_end_s, _IDLE_END_S, _IDLE_PART * within_s)
         self.draining = True
         ends = (b"connection", b"close")
         self.config.encoded_headers.append(ends)
@@ -163,10 +168,12 @@ class FrontendServer(uvicorn.Server):
         began = time.monotonic()
         await asyncio.sleep(_LOOK_S)  # one that was accepted last is among the connections in the next turn of the loop
         while self.server_state.connections:
-            if (now := time.monotonic()) - began > idle_end_s:
+            if (now := time.monotonic()) - began > self._idle_end_s:
                 for connection in list(self.server_state.connections):
-                    if not isinstance(connection, BoundedHttp) or connection.idle_s(now) > idle_end_s:
+                    if not isinstance(connection, BoundedHttp):
                         connection.shutdown()  # of a WebSocket: it tells the client
+                    elif connection.idle_s(now) > self._idle_end_s:
+                        connection.end()
             await asyncio.sleep(_LOOK_S)
 
     @contextlib.contextmanager
@@ -194,6 +201,13 @@ class BoundedHttp(HttpToolsProtocol):
         """How long there has been no request; 0 while there is one, or a part of one has come."""
         answering = self.cycle is not None and not self.cycle.response_complete
         return 0.0 if answering or self._unfinished or _unread(self.transport) else now - self._free_since
+
+    def end(self) -> None:
+        """Close it. Over TLS the client has to say that it has heard so, which one that uses it no more does not."""
+        if self.transport.is_closing() and not self.transport.get_write_buffer_size():
+            self.transport.abort()
+        else:
+            self.shutdown()
 
     def end_with_next_answer(self) -> None:
         """Let the answer that has not begun yet say that it is the last."""

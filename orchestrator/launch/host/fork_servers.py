@@ -100,9 +100,11 @@ class ForkServers:
                 return None
             reply = await server.ask(order, output)
             if reply is not None and reply.pid:
-                with contextlib.suppress(ProcessLookupError):
+                try:
                     return ForkedProcess(reply.pid)
-                return None
+                except OSError:  # too many files are open, say: nobody would know of it
+                    _end(reply.pid)
+                    return None
             server.close()
             if self._servers.get(key) is server:
                 del self._servers[key]
@@ -177,9 +179,7 @@ class _ForkServer:
         if not answer.done():
             answer.set_result(reply)
         elif reply.pid:  # whoever asked has gone
-            with contextlib.suppress(ProcessLookupError, ChildProcessError):
-                os.kill(reply.pid, signal.SIGKILL)
-                os.waitpid(reply.pid, 0)
+            _end(reply.pid)
 
     def close(self) -> None:
         """Idempotent. Whoever waits gets no answer but what has come."""
@@ -194,6 +194,12 @@ class _ForkServer:
         while self._asked:
             if not (answer := self._asked.popleft()).done():
                 answer.set_result(None)
+
+
+def _end(pid: int) -> None:
+    with contextlib.suppress(ProcessLookupError, ChildProcessError):
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
 
 
 def _can_watch() -> bool:

@@ -16,13 +16,12 @@ import socket
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Protocol
 
 import msgspec
 
 from orchestrator.launch.host.fork_servers import Forkable, ForkedProcess, ForkServers
-from orchestrator.process.parent import ALIVE, EXIT_REASON_FILE, PARENT, ExitReason, identity_of, read_exit_reason
+from orchestrator.process.parent import ALIVE, PARENT, ExitReason, exit_reason_in, identity_of
 
 _PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 _READ_BYTES = 1 << 16
@@ -36,13 +35,12 @@ _NEVER = (errno.ENOENT, errno.ENOTDIR, errno.EACCES, errno.ENOEXEC)
 
 
 class ProcessSpec(msgspec.Struct, frozen=True):
-    """What to start. `env` is added to this process's environment. The child may write its exit reason to
-    `exit_file`. `forkable`: the same command, where its imports take long."""
+    """What to start. `env` is added to this process's environment. `forkable`: the same command, where its imports take
+    long."""
 
     name: str
     command: list[str]
     env: dict[str, str] = {}
-    exit_file: Path | None = None
     forkable: Forkable | None = None
 
 
@@ -103,8 +101,8 @@ class Process(Protocol):
     async def wait(self) -> int:
         """Wait until it and its process group have ended. Returns the exit code, negative for a signal."""
 
-    async def stop(self, timeout_s: float) -> None:
-        """Send SIGTERM, and SIGKILL after `timeout_s`. Returns when it is gone. Idempotent."""
+    async def stop(self, timeout_s: float, number: signal.Signals = signal.SIGTERM) -> None:
+        """Send this signal, and SIGKILL after `timeout_s`. Returns when it is gone. Idempotent."""
 
     def kill(self) -> None:
         """Kill it and its process group, at once."""
@@ -134,6 +132,7 @@ class LocalProcess:
         self._pump: asyncio.Task[None] | None = None
         self._gone = False  # with its process group: the pid may be another's by now
         self.lost, self.told_alive_at = False, 0.0
+        self.exit_reason: ExitReason | None = None
         self.identity = ""  # see orchestrator.process.parent; empty until it is started
 
     @property
@@ -143,19 +142,23 @@ class LocalProcess:
     async def start(self) -> None:
         """Start it. Raises OSError, CannotRun."""
         env = whole_environment(self._spec.env)
-        if self._spec.exit_file is not None:
-            self._spec.exit_file.unlink(missing_ok=True)
-            env[EXIT_REASON_FILE] = str(self._spec.exit_file)
         reader, writer = os.pipe()
-        lines, pipe = await _reading(reader)
         try:
-            self._process = await self._forked(env, writer) or await self._executed(env, writer)
+            lines, pipe = await _reading(reader)
+            try:
+                self._process = await self._forked(env, writer) or await self._executed(env, writer)
+            finally:
+                if self._process is None:
+                    pipe.close()
         finally:
             os.close(writer)
-            if self._process is None:
-                pipe.close()
-        self.identity = identity_of(self._process.pid)
         self._pump = asyncio.create_task(self._read(lines, pipe), name=f"log-{self.name}")
+        try:
+            self.identity = identity_of(self._process.pid)
+        except OSError:  # nobody would know it
+            self.kill()
+            await self.wait()
+            raise
 
     async def _forked(self, env: dict[str, str], output: int) -> ForkedProcess | None:
         """None where it has to be executed."""
@@ -187,11 +190,6 @@ class LocalProcess:
     def running(self) -> bool:
         return self._process is not None and self._process.returncode is None
 
-    @property
-    def exit_reason(self) -> ExitReason | None:
-        """The reason that it gave for its end, if any."""
-        return read_exit_reason(self._spec.exit_file) if self._spec.exit_file is not None else None
-
     async def wait(self) -> int:
         """Wait until it and its process group have ended. Returns the exit code, negative for a signal."""
         assert self._process is not None and self._pump is not None, "start it first"
@@ -202,11 +200,11 @@ class LocalProcess:
         self._pump.cancel()
         return code
 
-    async def stop(self, timeout_s: float) -> None:
-        """Send SIGTERM, and SIGKILL after `timeout_s`. Returns when it is gone. Idempotent."""
+    async def stop(self, timeout_s: float, number: signal.Signals = signal.SIGTERM) -> None:
+        """Send this signal, and SIGKILL after `timeout_s`. Returns when it is gone. Idempotent."""
         if self._process is None:
             return
-        self.signal(signal.SIGTERM)
+        self.signal(number)
         try:
             async with asyncio.timeout(timeout_s):
                 await self._process.wait()
@@ -251,6 +249,9 @@ class LocalProcess:
     def _pass_on(self, line: bytes) -> None:
         # A progress bar redraws itself in one line: keep its last state.
         text = line.rstrip(b"\r").rpartition(b"\r")[2].decode(errors="replace").rstrip()
+        if (said := exit_reason_in(text)) is not None:
+            self.exit_reason = said
+            return
         if text == ALIVE:
             self.told_alive_at = time.monotonic()
         elif text:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 from collections import deque
 from collections.abc import Sequence
 
@@ -81,8 +82,8 @@ class ProcessGroup:
             for wait in waits:
                 wait.cancel()
 
-    async def stop(self, timeout_s: float) -> None:
-        await asyncio.gather(*(part.stop(timeout_s) for part in self.parts))
+    async def stop(self, timeout_s: float, number: signal.Signals = signal.SIGTERM) -> None:
+        await asyncio.gather(*(part.stop(timeout_s, number) for part in self.parts))
 
     def kill(self) -> None:
         for part in self.parts:

@@ -19,7 +19,6 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from orchestrator.config.settings import Config, ConfigError
-from orchestrator.config.values import masked
 from orchestrator.launch.supervise import backoff_s
 from orchestrator.process.control_group import find_memory
 from orchestrator.process.files import Foreign, make_folder, open_own
@@ -149,14 +148,6 @@ class RedisServer:
         self._folder = folder
         self._own = EmbeddedRedis(on_socket=True) if config.redis.url == "embedded" else None
 
-    @property
-    def is_embedded(self) -> bool:
-        return self._own is not None
-
-    @property
-    def shown_url(self) -> str:
-        return masked(self.url)
-
     async def start(self) -> Redis:
         """Start the embedded server if it is used. Returns a connection to Redis. Raises ConfigError."""
         try:
@@ -182,7 +173,7 @@ class RedisServer:
             try:
                 await self._own.stop()
                 await self._own.start(self._folder, port=urlsplit(self.url).port or 0)
-            except (EmbeddedRedisError, OSError) as error:
+            except Exception as error:  # too many files are open, say: without it the queue would be away for ever
                 pause_s = backoff_s(crashes, self._config.launcher)
                 log.error("redis: %s; trying again in %.1f s", error, pause_s)
                 await asyncio.sleep(pause_s)

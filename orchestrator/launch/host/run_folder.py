@@ -14,6 +14,7 @@ import os
 import shutil
 import time
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 from typing import IO, TypeVar
 
@@ -81,6 +82,7 @@ class RunFolder:
         self.operator_key_path = self.path / "operator.key"
         self._lock: IO[str] | None = None
         self._texts: dict[str, str] = {}  # texts by file name, as last written
+        self._noted: dict[str, tuple[list[StartedProcess], frozenset[str]]] = {}  # by model
         self._complaint = ""
 
     # ---- the launcher's side -----------------------------------------------------------------------------------
@@ -100,8 +102,10 @@ class RunFolder:
             left = self._read_list(_PROCESSES, list[StartedProcess])
             self.shared_memory = frozenset(self._read_list(_SHARED_MEMORY, list[str]))
             for path in self.path.iterdir():
+                if path.is_dir():  # counters of its frontends
+                    shutil.rmtree(path, ignore_errors=True)
                 # The lists of what is left stay until they are written anew: this launcher may be killed, too.
-                if path.name not in (_LOCK, _PROCESSES, _SHARED_MEMORY) and not path.is_dir():
+                elif path.name not in (_LOCK, _PROCESSES, _SHARED_MEMORY):
                     path.unlink(missing_ok=True)
             self._hold(lock)
         return left
@@ -125,6 +129,7 @@ class RunFolder:
 
     def forget_model(self, model: str) -> None:
         """Remove the files of one of several models, which has ended. A fleet runs on without its folder."""
+        self._noted.pop(model, None)
         with contextlib.suppress(OSError):
             for path in (self.path / _config_file(model), *self.path.glob(f"config-{model}-*.yaml")):
                 generation = path.stem.removeprefix(f"config-{model}-")
@@ -133,15 +138,19 @@ class RunFolder:
                     path.unlink(missing_ok=True)
             self._write(_MODELS, msgspec.json.encode([other for other in self.models() if other != model]).decode())
 
-    def note_started(self, processes: list[StartedProcess], shared_memory: frozenset[str] = frozenset()) -> None:
-        """Record the started processes. Call it often: it also restores files that a logout or a cleaner of temporary
-        files removed. A fleet runs on without its folder, so a failure is only logged, once.
+    def note_started(
+        self, processes: list[StartedProcess], shared_memory: frozenset[str] = frozenset(), model: str = ""
+    ) -> None:
+        """Record the started processes of a model. Call it often: it also restores files that a logout or a cleaner of
+        temporary files removed. A fleet runs on without its folder, so a failure is only logged, once.
         """
-        self.shared_memory = shared_memory
+        self._noted[model] = processes, shared_memory
+        started, names = zip(*self._noted.values(), strict=True)
+        self.shared_memory = frozenset().union(*names)
         try:
             self._keep_lock()
-            self._write(_PROCESSES, msgspec.json.encode(processes).decode())
-            self._write(_SHARED_MEMORY, msgspec.json.encode(sorted(shared_memory)).decode())
+            self._write(_PROCESSES, msgspec.json.encode([*chain.from_iterable(started)]).decode())
+            self._write(_SHARED_MEMORY, msgspec.json.encode(sorted(self.shared_memory)).decode())
             self._complaint = ""
         except (OSError, ConfigError) as error:
             if str(error) != self._complaint:

@@ -3,33 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Coroutine, Mapping
 from typing import Any
 
 from orchestrator.launch.fleet_processes import FleetProcesses
-from orchestrator.launch.host.run_folder import StartedProcess
 from orchestrator.process.tasks import cancelled
-
-Note = Callable[[list[StartedProcess], frozenset[str]], None]
-
-
-class NotesOfModels:
-    """Writes down together what each model's processes tell of themselves."""
-
-    def __init__(self, note: Note) -> None:
-        self._note = note
-        self._of: dict[str, tuple[list[StartedProcess], frozenset[str]]] = {}
-
-    def of(self, model: str) -> Note:
-        def noted(started: list[StartedProcess], shared_memory: frozenset[str]) -> None:
-            self._of[model] = started, shared_memory
-            everything = [process for processes, _ in self._of.values() for process in processes]
-            self._note(everything, frozenset().union(*(names for _, names in self._of.values())))
-
-        return noted
-
-    def forget(self, model: str) -> None:
-        self._of.pop(model, None)
 
 
 class ModelsProcesses:
@@ -37,7 +15,6 @@ class ModelsProcesses:
 
     def __init__(self, models: Mapping[str, FleetProcesses]) -> None:
         self.models = dict(models)
-        self._tasks: asyncio.TaskGroup | None = None  # while they are watched
         self._watching: dict[str, asyncio.Task[None]] = {}
 
     @property
@@ -52,19 +29,13 @@ class ModelsProcesses:
         for fleet in reversed(self.models.values()):  # the first starts the frontends, with what all models run
             await fleet.start()
 
-    async def watch(self) -> None:
-        """Runs until cancelled. Raises what the first that fails raises."""
-        try:
-            async with asyncio.TaskGroup() as self._tasks:
-                for name in self.models:
-                    self._watch(name)
-                await asyncio.Event().wait()
-        except BaseExceptionGroup as failed:
-            raise failed.exceptions[0] from None
+    def watch(self) -> None:
+        """Until they end."""
+        for name in self.models:
+            self._watch(name)
 
     def _watch(self, name: str) -> None:
-        assert self._tasks is not None
-        self._watching[name] = self._tasks.create_task(self.models[name].watch.run(), name=f"watch-{name}")
+        self._watching[name] = asyncio.create_task(self.models[name].watch.run(), name=f"watch-{name}")
 
     async def add(self, name: str, fleet: FleetProcesses) -> None:
         """Start the workers of one more model, while all are watched. Raises ConfigError, RedisAway."""
@@ -90,6 +61,7 @@ class ModelsProcesses:
 
     async def end(self) -> None:
         """Frontends first, then the workers of all models, at once. Returns when all are gone."""
+        await cancelled(*self._watching.values())
         for fleet in self.models.values():
             await fleet.frontends.close()
         await asyncio.gather(*(fleet.end() for fleet in self.models.values()))

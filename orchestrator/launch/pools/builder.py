@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import shutil
 from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -22,8 +22,8 @@ from orchestrator.launch.host.machine import MachineShares
 from orchestrator.launch.host.process import cannot_run
 from orchestrator.launch.host.run_folder import RunFolder
 from orchestrator.launch.machines import Machines, Setup
-from orchestrator.launch.pools.all_models import NotesOfModels
 from orchestrator.launch.pools.frontend_pool import FrontendPool
+from orchestrator.process.tasks import in_thread
 from orchestrator.store.client import Redis
 from orchestrator.store.operator.log_levels import LogLevels
 from orchestrator.store.operator.models import forget_namespace
@@ -62,7 +62,6 @@ class ModelBuilder:
         self._folder, self._console = folder, console
         self._redis, self._redis_url, self._port = redis, redis_url, port
         self._forks = forks
-        self._notes = NotesOfModels(folder.note_started)
         self._frontends: FrontendPool | None = None  # of all models
         self.device = ""  # what the engines compute on
 
@@ -80,7 +79,7 @@ class ModelBuilder:
             Registry(self._redis, config.namespace),
             machines,
             self._console,
-            self._notes.of(name),
+            partial(self._folder.note_started, model=name),
             self._setup(name, config, 0),
             self._preparing(name, machines),
             self._frontends,
@@ -93,7 +92,7 @@ class ModelBuilder:
         config = model_config(name, section, shared, self.configs, check_engine_args)
         config = msgspec.structs.replace(config, security=self._first.security)
         check_installed(config)
-        found = await asyncio.to_thread(locate_model, name, config, self._console)
+        found = await in_thread(partial(locate_model, name, config, self._console))
         if self._shares is not None:
             self._shares.add(config)
         return self.build(name, config, found)
@@ -111,7 +110,6 @@ class ModelBuilder:
         if (config := self.configs.pop(name, None)) is not None and self._shares is not None:
             self._shares.remove(config)
         self.levels.pop(name, None)
-        self._notes.forget(name)
 
     def _machines(self, config: Config) -> Machines:
         """Those on this machine share it."""
@@ -129,7 +127,7 @@ class ModelBuilder:
             """Raises ConfigError."""
             if changed.python is not None and not machines.remote and shutil.which(changed.python) is None:
                 raise ConfigError(f"python: {cannot_run(changed.python)}")  # before any worker is drained for it
-            found = await asyncio.to_thread(locate_model, name, changed, self._console)
+            found = await in_thread(partial(locate_model, name, changed, self._console))
             resolved = resolve(changed, found, self._redis_url, self._port)
             return self._setup(name, resolved, generation)
 

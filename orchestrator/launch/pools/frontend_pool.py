@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import itertools
 import logging
+import signal
 from collections import deque
 from collections.abc import Callable, Sequence
 
@@ -106,7 +107,7 @@ class FrontendPool:
         self._config = config
         self._machines = machines
         self._on_line = on_line
-        self._closed = False
+        self._closed, self._alone = False, True  # no frontend of another launcher, or of nobody, is in the registry
         self._placed: list[_Placed] = []
 
     @property
@@ -153,6 +154,7 @@ class FrontendPool:
                     placed.process.mark_ready()
             else:
                 placed.process.missed(snapshot.looked_s, self._config.workers.timeout_s)
+        self._alone = registered.keys() <= {placed.process.last_identity for placed in self._placed}
         nodes = [] if self._closed else self._machines.frontend_nodes()
         if nodes is None:
             return  # those that were taken over serve on
@@ -166,10 +168,11 @@ class FrontendPool:
             await self._fill([placed for placed in self._placed if placed.node == node and placed.stays], node)
 
     async def close(self) -> None:
-        """End all, at once. Returns when their processes are gone."""
+        """End all, at once. Returns when their processes are gone. By SIGINT those that serve are told that nobody
+        else does: their clients have nowhere else to go, and idle connections are not waited for."""
         self._closed = True
         for placed in self._placed:
-            placed.process.request_stop()
+            placed.process.request_stop(signal.SIGINT if self._alone and placed.ready else signal.SIGTERM)
         await asyncio.gather(*(placed.task for placed in self._placed if placed.task), return_exceptions=True)
 
     def _replicas(self, node: str) -> int:
@@ -234,7 +237,12 @@ class FrontendPool:
             return self._machines.frontend(name, index, node, setup, self._on_line)
 
         async def deregister(process: Supervised) -> None:
-            await _deregister(process, placed.registries)
+            """Take it out of its models' registries at once, so that its waiting jobs are swept."""
+            with contextlib.suppress(RedisAway):
+                for registry in placed.registries:
+                    for frontend in (await registry.frontends()).values():
+                        if frontend.process == process.last_identity:
+                            await registry.leave_frontend(frontend.id)
 
         process = Supervised(
             name, make, self._config.launcher, self._config.workers.start_timeout_s, self._show, deregister
@@ -253,15 +261,6 @@ class FrontendPool:
     def _show(self, process: Supervised) -> None:
         if self.first is not None:
             self.first.on_stage(process)
-
-
-async def _deregister(process: Supervised, registries: Sequence[Registry]) -> None:
-    """Take it out of its models' registries at once, so that its waiting jobs are swept."""
-    with contextlib.suppress(RedisAway):
-        for registry in registries:
-            for frontend in (await registry.frontends()).values():
-                if frontend.process == process.last_identity:
-                    await registry.leave_frontend(frontend.id)
 
 
 def _generations(setup: Setup) -> dict[str, int]:

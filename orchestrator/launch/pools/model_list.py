@@ -8,6 +8,7 @@ sees that all is done says so in the list.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
@@ -19,7 +20,7 @@ from orchestrator.config.settings import ConfigError
 from orchestrator.launch.fleet_processes import FleetProcesses
 from orchestrator.launch.pools.all_models import ModelsProcesses
 from orchestrator.process.parent import has_ended
-from orchestrator.process.tasks import cancelled
+from orchestrator.process.tasks import Turns, cancelled
 from orchestrator.process.ticks import left_s
 from orchestrator.store.client import Redis, RedisAway
 from orchestrator.store.operator.models import ListedModel, ModelList, ModelState, ModelStore
@@ -63,16 +64,15 @@ class ModelFollower:
         self._store, self._fleet = store, fleet
         self._make, self._forget = make, forget
         self._known = listed
+        self._turns = Turns(log, "the list of models")
         self._doing: dict[str, asyncio.Task[None]] = {}  # what is done for a model, which takes long
 
     async def run(self) -> None:
         """Runs until cancelled."""
         try:
             while True:
-                try:
+                with self._turns.turn(), contextlib.suppress(RedisAway):
                     await self._follow()
-                except RedisAway as error:
-                    log.debug("the list of models: %s", error)
                 await asyncio.sleep(left_s(_EVERY_S))
         finally:
             await cancelled(*self._doing.values())

@@ -260,8 +260,12 @@ class WorkerPool:
         try:
             await slot.process.run()
         finally:
-            await self._machines.give_back(slot.process.name)  # before its id is free
-            self.slots.pop(slot.process.name, None)
+            try:
+                await self._machines.give_back(slot.process.name)  # before its id is free
+            except Exception:  # else the slot would leave for ever
+                log.exception("%s: what it has of its machine is not given back", slot.process.name)
+            finally:
+                self.slots.pop(slot.process.name, None)
 
     async def _deregister(self, process: Supervised) -> None:
         """Take it out of the registry at once: the others need not wait for its time to live to run out."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import signal
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -100,8 +101,8 @@ class RayProcess:
         self._release()
         return code
 
-    async def stop(self, timeout_s: float) -> None:
-        """See LocalProcess.stop. `wait` returns in bounded time then."""
+    async def stop(self, timeout_s: float, number: signal.Signals = signal.SIGTERM) -> None:
+        """See LocalProcess.stop; it is SIGTERM whatever is asked. `wait` returns in bounded time then."""
         if (runner := self._runner) is not None:
             asyncio.get_running_loop().call_later(timeout_s + _ENDS_WITHIN_S, self._given_up.set)
             with contextlib.suppress(RayError):

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
+import shutil
 from collections import deque
-from pathlib import Path
 from typing import Union
 
 import msgspec
@@ -22,7 +21,7 @@ from orchestrator.config.settings import Config, ConfigError
 from orchestrator.launch.commands import frontend_spec, resolve, worker_spec
 from orchestrator.launch.host.leftovers import SharedMemory
 from orchestrator.launch.host.machine import Share
-from orchestrator.launch.host.process import CannotRun, LocalProcess, ProcessSpec, adopt_orphans
+from orchestrator.launch.host.process import CannotRun, LocalProcess, adopt_orphans
 from orchestrator.launch.host.run_folder import base_folder
 from orchestrator.launch.machines import Setup
 from orchestrator.process.files import make_folder, write_text
@@ -87,7 +86,6 @@ class Runner:
 
     def __init__(self) -> None:
         self._process: LocalProcess | None = None
-        self._files: list[Path] = []
         self._lines: deque[str] = deque(maxlen=_KEPT_LINES)
         self._changed = asyncio.Event()
         self._ended: asyncio.Task[bytes] | None = None
@@ -150,8 +148,8 @@ class Runner:
             spec = worker_spec(setup, order.role, order.name, Share(), order.ranks)
         else:
             spec = frontend_spec(setup, order.name, order.index)
-        self._files = [file, *([spec.exit_file] if spec.exit_file is not None else [])]
-        process = LocalProcess(ProcessSpec(spec.name, spec.command, spec.env, spec.exit_file), self._hear)
+        self._file = file
+        process = LocalProcess(spec, self._hear)
         await process.start()
         return process
 
@@ -175,10 +173,11 @@ class Runner:
             await asyncio.wait({ended}, timeout=_LOOK_EVERY_S)
         await asyncio.to_thread(shared.remove_files_of, process.pid)
         said = process.exit_reason
-        for file in self._files:
-            file.unlink(missing_ok=True)
-        with contextlib.suppress(OSError):  # others use the folder
-            os.rmdir(self._files[0].parent)
+        self._file.unlink(missing_ok=True)
+        folder = self._file.parent
+        with contextlib.suppress(OSError):
+            if not any(path.is_file() for path in folder.iterdir()):  # nobody else's: the counters of all are left
+                shutil.rmtree(folder)
         self._changed.set()
         return encode(Ended(ended.result(), said.text if said else None, bool(said and said.final)))
 

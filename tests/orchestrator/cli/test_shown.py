@@ -13,7 +13,7 @@ from rich.console import Console as RichConsole
 from support_redis import fresh_namespace, job, running_server
 
 from orchestrator.cli.config import show
-from orchestrator.cli.doctor.command import _Shown
+from orchestrator.cli.doctor.command import show_check
 from orchestrator.cli.doctor.host import Check
 from orchestrator.cli.look import status as status_module
 from orchestrator.cli.look.logs import _print_event
@@ -54,7 +54,7 @@ def test_the_queue_names_a_request_as_its_client_did(tmp_path: Path, capsys: pyt
 
 def test_the_doctor_shows_addresses_in_brackets(capsys: pytest.CaptureFixture[str]) -> None:
     said = "prefill-0: [fd00::5]:20000: Connect call failed"
-    _Shown(False).all([Check("KV port", "fail", said, "[a/b] in the firewall")])
+    show_check(Check("KV port", "fail", said, "[a/b] in the firewall"))
     assert capsys.readouterr().out == f"fail  KV port        {said}  → [a/b] in the firewall\n"
 
 

@@ -23,7 +23,7 @@ def test_folders_names_and_urls_are_taken_as_they_are(tmp_path):
     assert resolve_model("s3://bucket/model") == "s3://bucket/model"
 
 
-@pytest.mark.parametrize("name", ["/no/such/folder", "./models/mine", "~/nowhere", "a/b/c"])
+@pytest.mark.parametrize("name", ["/no/such/folder", "./models/mine", "~/nowhere", "~nobody-has-this-name/m", "a/b/c"])
 def test_folders_that_do_not_exist_are_refused(name):
     with pytest.raises(ConfigError, match="does not exist; name a folder"):
         resolve_model(name)

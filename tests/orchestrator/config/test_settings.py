@@ -323,23 +323,6 @@ def test_a_refused_value_is_shown_in_short_and_without_its_password(tmp_path):
     assert "hidden" not in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("more", "line"),
-    [
-        ("{engine_args: {data_parallel_size: two}}", r"data_parallel_size: expected an integer >= 1, got 'two'"),
-        ("{engine_args: {data_parallel_size: 0}}", r"data_parallel_size: expected an integer >= 1, got 0"),
-        ("{engine_args: {data_parallel_rank: 1}}", r"data_parallel_rank: is set by the fleet; set data_parallel_size"),
-        (
-            "{decode: {engine_args: {data_parallel_size: 2}}}",
-            r"^workers.decode.engine_args.data_parallel_size: 2 for decode, and 1 for prefill: ratio.mode auto changes",
-        ),
-    ],
-)
-def test_groups_that_a_fleet_cannot_have_are_refused(tmp_path, more, line):
-    with pytest.raises(ConfigError, match=line):
-        check_engine_args(load(tmp_path, f"model: demo\nworkers: {more}"))
-
-
 MIXTRAL = {"num_attention_heads": 8, "num_hidden_layers": 2, "num_local_experts": 4}
 DENSE = {"num_attention_heads": 9, "num_hidden_layers": 30, "num_experts": 0}
 SEES = {"text_config": {"num_attention_heads": 12, "num_hidden_layers": 4}, "vision_config": {"num_attention_heads": 5}}
@@ -435,6 +418,7 @@ def test_group_on_a_ray_cluster_needs_a_network_of_its_own(tmp_path):
     ("argument", "others", "said"),
     [
         ("data_parallel_size: 0", "", "expected an integer >= 1, got 0"),
+        ("data_parallel_size: two", "", "expected an integer >= 1, got 'two'"),
         ("data_parallel_size: 4", "", "4 for {role}, and 1 for {other}: ratio.mode auto"),
         ("data_parallel_size: 4", "data_parallel_size: 2", "4 for {role}, and 2 for {other}: ratio.mode auto"),
         ("dtype: float32", "dtype: bfloat16", "'float32' for {role}, and 'bfloat16' for {other}; set it once"),

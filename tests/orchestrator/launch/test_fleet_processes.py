@@ -14,6 +14,7 @@ from support_steering import set_desired
 from support_wait import DEADLINE_S
 
 from orchestrator.config.settings import Config, LauncherConfig, parse_config
+from orchestrator.launch import fleet_processes
 from orchestrator.launch.console import Console
 from orchestrator.launch.fleet_processes import FleetProcesses
 from orchestrator.launch.host.local_machine import LocalMachine
@@ -180,3 +181,15 @@ async def test_a_process_that_would_fail_again_is_not_said_to_restart(tmp_path: 
     process.name = "frontend-0"
     fleet._show(process)
     fleet._console.stage.assert_called_once_with("frontend-0", shown, done=False)
+
+
+async def test_a_start_says_once_that_only_the_endpoint_is_not_ready(tmp_path: Path, monkeypatch, caplog):
+    """The workers that decode may be on a host whose launcher is started later."""
+    monkeypatch.setattr(fleet_processes, "_CONNECT_S", 0.0)
+    config = parse_config({"model": "m", "engine": "sim"})
+    fleet = processes_of(config, AsyncMock(), LocalMachine(config), tmp_path)
+    fleet._answers = AsyncMock(side_effect=[False] * 4 + [True])  # type: ignore[method-assign]
+    async with asyncio.timeout(DEADLINE_S):
+        await fleet.until_ready()
+    (line,) = caplog.messages
+    assert line.startswith("http://127.0.0.1:8000/ready is not, though all processes here are")

@@ -4,12 +4,16 @@ import asyncio
 import os
 import signal
 from pathlib import Path
+from subprocess import SubprocessError
+from typing import Any
 
 import pytest
+from support_wait import DEADLINE_S
 
 from orchestrator.config.settings import parse_config
 from orchestrator.launch.host import redis_server
 from orchestrator.launch.host.redis_server import EmbeddedRedis, RedisServer
+from orchestrator.process.tasks import cancelled
 from orchestrator.store.client import RedisAway, connect
 
 pytestmark = pytest.mark.slow  # a server of its own
@@ -44,4 +48,29 @@ async def test_embedded_server_has_a_share_of_the_memory(tmp_path: Path, monkeyp
         assert (told["maxmemory"], told["maxmemory_policy"]) == (bound, "noeviction")
     finally:
         await redis.aclose()
+        await server.stop()
+
+
+async def test_a_server_that_cannot_be_started_again_now_is_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    config = parse_config({"model": "m", "engine": "sim", "launcher": {"restart_backoff_max_s": 0.01}})
+    server = RedisServer(config, tmp_path)
+    await (await server.start()).aclose()
+    assert server._own is not None and (pid := server._own.pid) is not None
+    spawn, refusals = redis_server._spawn, [OSError(24, "Too many open files"), SubprocessError("no process")]
+
+    def refusing(*where: Any) -> Any:
+        if refusals:
+            raise refusals.pop()
+        return spawn(*where)
+
+    monkeypatch.setattr(redis_server, "_spawn", refusing)
+    again = asyncio.Event()
+    keeping = asyncio.create_task(server.keep_running(again.set))
+    try:
+        os.kill(pid, signal.SIGKILL)
+        async with asyncio.timeout(DEADLINE_S):
+            await again.wait()
+        assert server._own.alive and not refusals
+    finally:
+        await cancelled(keeping)
         await server.stop()

@@ -1,6 +1,7 @@
 """What a launcher reads from one snapshot of the registry."""
 
 import asyncio
+import errno
 from typing import Any
 from unittest.mock import AsyncMock
 
@@ -8,9 +9,10 @@ import msgspec
 import pytest
 from support_redis import Server, fresh_namespace, worker
 from support_steering import order_restart
-from support_wait import DEADLINE_S
+from support_wait import DEADLINE_S, until
 
 from orchestrator.launch.registry_watch import RegistryWatch, Snapshot
+from orchestrator.process.tasks import cancelled
 from orchestrator.store.client import Redis, RedisAway
 from orchestrator.store.planned import loading_by_hand
 from orchestrator.store.registry import Frontend, Registry
@@ -89,6 +91,16 @@ async def test_the_reading_after_an_outage_says_so_once_it_was_acted_upon(server
             await watch.read()
             await asyncio.sleep(0.01)
     assert seen == [False, True, True, False]
+
+
+async def test_a_reading_that_cannot_be_acted_upon_does_not_end_the_watch(redis: Redis):
+    """With it the whole fleet would end: for want of a descriptor, say."""
+    act = AsyncMock(side_effect=[OSError(errno.EMFILE, "Too many open files"), None])
+    watch = RegistryWatch(Registry(redis, fresh_namespace()), act)
+    running = asyncio.create_task(watch.run())
+    await until(lambda: act.await_count == 2 or running.done())
+    assert not running.done()
+    await cancelled(running)
 
 
 async def test_nobody_is_missed_while_the_registry_is_not_read(redis: Redis):

@@ -1,5 +1,6 @@
 """Who orders what in a rollout of several launchers: a real registry, launchers without processes."""
 
+import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,7 +11,7 @@ import msgspec
 import pytest
 from support_redis import fresh_namespace, worker
 
-from orchestrator.config.settings import Config, parse_config
+from orchestrator.config.settings import Config, ConfigError, parse_config
 from orchestrator.config.shared import shared
 from orchestrator.launch.machines import Setup
 from orchestrator.launch.registry_watch import Snapshot
@@ -47,7 +48,11 @@ class Leader:
     """The launcher that orders; snapshots are handed to it."""
 
     def __init__(self, config: Config, registry: Registry) -> None:
+        self.cannot = ""  # why it cannot prepare
+
         async def prepare(changed: Config, generation: int) -> Setup:
+            if self.cannot:
+                raise ConfigError(self.cannot)
             return Setup(generation, changed, Path("unused"))
 
         self.workers, frontends = (Nobody(Setup(0, config, Path("unused"))) for _ in range(2))
@@ -115,6 +120,22 @@ async def test_launcher_that_cannot_prepare_rolls_back(leader: Leader):
     leader.now += 2
     await leader.sees(behind)
     assert await phase(leader) == (Phase.BACK, f"nothing has changed for {PATIENCE_S:g} s: launcher b is not prepared")
+
+
+async def test_a_launcher_that_cannot_go_back_says_why_once(leader: Leader, caplog: pytest.LogCaptureFixture):
+    forward = await leader.registry.rollout.read()
+    assert forward is not None and await leader.registry.rollout.change(forward, forward.given_up("aborted"))
+    leader.cannot = "model: 'm' is gone"
+    for _ in range(9):
+        await leader.sees({})
+        await asyncio.sleep(0)
+    assert [record.exc_text for record in caplog.records if record.exc_text and leader.cannot in record.exc_text][
+        1:
+    ] == []
+    assert leader.cannot in caplog.text and leader.workers.setup.generation == 1
+    leader.cannot = ""
+    while leader.workers.setup.generation:
+        await leader.sees({})
 
 
 async def test_unrestarted_worker_stops_further_replacements(leader: Leader):

@@ -1,9 +1,12 @@
 """Supervision of real child processes: output, restarts with growing pauses, ends that leave nothing."""
 
 import asyncio
+import errno
+import gc
 import os
 import signal
 import sys
+from unittest.mock import AsyncMock, Mock
 
 import pytest
 from support_wait import DEADLINE_S, until
@@ -11,6 +14,7 @@ from support_wait import DEADLINE_S, until
 from orchestrator.config.settings import LauncherConfig
 from orchestrator.launch import supervise
 from orchestrator.launch import supervise as supervise_module
+from orchestrator.launch.host import process as process_module
 from orchestrator.launch.host.process import (
     LocalProcess,
     ProcessSpec,
@@ -209,13 +213,12 @@ async def test_lines_of_any_length_arrive_and_progress_bars_as_their_last_state(
     assert lines[-2:] == ["100%", "no newline"]
 
 
-async def test_exit_reason_goes_before_last_output(tmp_path):
+async def test_exit_reason_goes_before_last_output():
     code = (
         "import sys; from orchestrator.process.parent import report_exit;"
         "report_exit('worker', 'model: no\\n such folder', final=False); print('noise at exit'); sys.exit(2)"
     )
-    spec = ProcessSpec("child", [sys.executable, "-c", code], exit_file=tmp_path / "child.exit")
-    child = Child("", spec=spec)
+    child = Child(code)
     await until(lambda: child.exits)
     assert child.exits[0] == Exit(2, "model: no such folder", was_ready=False, said=True)
     assert describe(child.exits[0]) == "ended with exit code 2 (model: no such folder)"
@@ -224,11 +227,10 @@ async def test_exit_reason_goes_before_last_output(tmp_path):
     await child.ended()
 
 
-async def test_final_exit_waits_longest_pause(tmp_path):
+async def test_final_exit_waits_longest_pause():
     report = "report_exit('worker', 'no such model', final=True)"
     code = f"from orchestrator.process.parent import report_exit; {report}; exit(2)"
-    spec = ProcessSpec("child", [sys.executable, "-c", code], exit_file=tmp_path / "child.exit")
-    child = Child("", LauncherConfig(restart_backoff_max_s=300), spec=spec)
+    child = Child(code, LauncherConfig(restart_backoff_max_s=300))
     await until(lambda: child.process.stage is Stage.PAUSING)
     assert child.exits == [Exit(2, "no such model", was_ready=False, said=True, final=True)]
     await asyncio.sleep(0.2)  # many times the first pause
@@ -237,31 +239,55 @@ async def test_final_exit_waits_longest_pause(tmp_path):
     await child.ended()
 
 
-async def test_failed_specification_is_a_crash():
-    def make() -> LocalProcess:
-        raise FileNotFoundError(2, "No such file or directory", "/gone/metrics")
-
-    exits: list[Exit | None] = []
-
-    async def left(process: Supervised) -> None:
-        exits.append(process.last_exit)
-
-    process = Supervised("child", make, FAST, 30.0, lambda process: None, left)
+@pytest.mark.parametrize(
+    "error", [FileNotFoundError(2, "none", "/gone/metrics"), RuntimeError("no new thread")], ids=str
+)
+async def test_whatever_keeps_it_from_being_started_is_a_crash(error: Exception, caplog: pytest.LogCaptureFixture):
+    process = Supervised("child", Mock(side_effect=error), FAST, 30.0, Mock(), AsyncMock())
     task = asyncio.create_task(process.run())
-    await until(lambda: len(exits) >= 2)
-    assert exits[0] is not None and "/gone/metrics" in exits[0].reason
+    await until(lambda: process.crashes >= 2)
+    assert process.last_exit is not None and process.last_exit.reason == str(error)
+    assert ("child: could not be started" in caplog.text) == isinstance(error, RuntimeError), "a defect is shown whole"
     process.request_stop()
     async with asyncio.timeout(DEADLINE_S):
         await task
 
 
-async def test_exit_reason_of_earlier_process_is_ignored(tmp_path):
-    file = tmp_path / "child.exit"
-    file.write_text("final said long ago")
-    spec = ProcessSpec("child", [sys.executable, "-c", "print('last line'); raise SystemExit(1)"], exit_file=file)
-    child = Child("", spec=spec)
+async def test_a_process_of_which_nobody_can_read_who_it_is_runs_no_more(monkeypatch: pytest.MonkeyPatch):
+    pids: list[int] = []
+
+    def no_descriptor(pid: int) -> str:
+        pids.append(pid)
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(process_module, "identity_of", no_descriptor)
+        child = Child("import time; time.sleep(60)")
+        await until(lambda: len(child.exits) >= 2)
+    assert "Too many open files" in child.exits[0].reason
+    await until(lambda: child.process.pid)
+    assert [started_ticks(pid) for pid in pids] == [None] * len(pids)
+    child.process.request_stop()
+    await child.ended()
+
+
+async def test_a_start_that_fails_leaves_no_descriptor_open(monkeypatch: pytest.MonkeyPatch):
+    async def full(*_: object) -> None:
+        raise OSError(errno.ENOMEM, "full")
+
+    monkeypatch.setattr(asyncio.get_running_loop(), "connect_read_pipe", full)
+    gc.collect()
+    before = os.listdir("/proc/self/fd")
+    with pytest.raises(OSError, match="full"):
+        await LocalProcess(python("pass"), Mock()).start()
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) == len(before)
+
+
+async def test_a_process_may_end_with_any_code():
+    child = Child("print('a shell says this'); raise SystemExit(127)")
     await until(lambda: child.exits)
-    assert child.exits[0] == Exit(1, "last line", was_ready=False)
+    assert child.exits[0] == Exit(127, "a shell says this", was_ready=False)
     child.process.request_stop()
     await child.ended()
 

@@ -11,7 +11,6 @@ import pytest
 
 from orchestrator.process import files
 from orchestrator.process.files import Foreign, check_own, make_folder, open_own, read_text, write_text
-from orchestrator.process.parent import EXIT_REASON_FILE, read_exit_reason, report_exit
 
 ANOTHER = 54_321
 
@@ -84,16 +83,13 @@ def test_roots_files_are_as_good_where_asked(tmp_path: Path, monkeypatch: pytest
         check_own(tmp_path)
 
 
-def test_what_is_made_is_for_this_user_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_what_is_made_is_for_this_user_only(tmp_path: Path):
     make_folder(tmp_path / "a" / "b")
     write_text(tmp_path / "a" / "b" / "f", "x")
     open_own(tmp_path / "a" / "b" / "g", "x").close()
-    monkeypatch.setenv(EXIT_REASON_FILE, str(tmp_path / "a" / "b" / "h"))
-    report_exit("test", "why", final=True)
     made = list((tmp_path / "a").rglob("*"))
-    assert len(made) == 4
+    assert len(made) == 3
     assert {stat.S_IMODE(path.stat().st_mode) for path in made} == {0o700, 0o600}
-    assert read_exit_reason(tmp_path / "a" / "b" / "h") == ("why", True)
 
 
 def test_a_pipe_in_the_place_of_a_file_holds_up_nobody(tmp_path: Path):
@@ -108,12 +104,11 @@ def test_a_file_that_a_killed_writer_left_is_replaced(tmp_path: Path):
     assert [path.name for path in tmp_path.iterdir()] == ["f"] and read_text(tmp_path / "f") == "whole"
 
 
-def test_an_exit_reason_is_not_written_through_a_link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_file_is_not_written_through_a_link(tmp_path: Path):
     (tmp_path / "mine").write_text("precious")
     (tmp_path / "run").mkdir(0o700)
-    (tmp_path / "run" / "w.exit").symlink_to(tmp_path / "mine")
-    monkeypatch.setenv(EXIT_REASON_FILE, str(tmp_path / "run" / "w.exit"))
-    report_exit("test", "why", final=False)
+    (tmp_path / "run" / "w").symlink_to(tmp_path / "mine")
+    write_text(tmp_path / "run" / "w", "why")
     assert (tmp_path / "mine").read_text() == "precious"
 
 

@@ -1,5 +1,6 @@
 """No process outlives its parent: real grandchildren, whose parent is killed."""
 
+import errno
 import os
 import signal
 import subprocess
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 from support_wait import DEADLINE_S
 
-from orchestrator.process.parent import has_ended, own_identity
+from orchestrator.process.parent import PARENT, exit_reason_in, has_ended, identity_of, own_identity, report_exit
 
 ROOT = Path(__file__).parents[3]
 
@@ -107,3 +108,32 @@ def test_ended_process_is_distinguished():
     assert not has_ended(own)
     assert has_ended(f"{place}/{pid}/{int(ticks) - 1}"), "another process has its number now"
     assert not has_ended(f"another-machine/{pid}/{int(ticks) - 1}") and not has_ended("what a person typed")
+
+
+@pytest.mark.parametrize("final", [True, False])
+def test_why_it_ends_is_told_to_a_parent_alone(
+    final: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv(PARENT, raising=False)
+    report_exit("worker", "no\nmodel", final)
+    assert capsys.readouterr().err == "worker: no model\n"
+    monkeypatch.setenv(PARENT, "1")
+    report_exit("worker", "no\nmodel", final)
+    shown, told = capsys.readouterr().err.splitlines()
+    assert exit_reason_in(shown) is None and exit_reason_in(told) == ("no model", final)
+
+
+def test_what_had_ended_before_it_was_asked_who_it_is_has_ended() -> None:
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    assert has_ended(identity_of(gone.pid))
+
+
+def test_nothing_has_ended_that_cannot_be_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    place, pid, ticks = own_identity().split("/")
+
+    def read_text(path: Path, **_: object) -> str:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(Path, "read_text", read_text)
+    assert not has_ended(f"{place}/{pid}/{int(ticks) - 1}")

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 
 import pytest
 from support_wait import DEADLINE_S
 
-from orchestrator.process.tasks import cancelled, first_of, in_thread
+from orchestrator.process.tasks import Turns, cancelled, first_of, in_thread
 
 
 async def never() -> None:
@@ -64,3 +65,15 @@ async def test_what_a_call_in_a_thread_returns_once_nobody_waits_is_given_back()
     async with asyncio.timeout(DEADLINE_S):
         assert await unwanted.get() == "made"
     assert await in_thread(lambda: 1, unwanted=unwanted.put_nowait) == 1 and unwanted.empty()
+
+
+def test_a_loop_goes_on_and_says_once_what_its_turns_meet(caplog: pytest.LogCaptureFixture):
+    turns = Turns(logging.getLogger("pd.launcher"), "a thing")
+    for error in (OSError("full"), OSError("full"), KeyError("x"), None, KeyError("x")):
+        with turns.turn():
+            if error is not None:
+                raise error
+    assert [record.exc_info[0] for record in caplog.records if record.exc_info] == [OSError, KeyError, KeyError]
+    assert caplog.messages == ["a thing: failed, and is tried again"] * 3
+    with pytest.raises(asyncio.CancelledError), turns.turn():
+        raise asyncio.CancelledError

@@ -4,16 +4,20 @@ So is whoever connects while one of two frontends of a port ends. A client that 
 
 import asyncio
 import contextlib
+import http.client
 import logging
 import math
 import os
 import socket
+import ssl
 import threading
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 from unittest.mock import AsyncMock
 
 import pytest
+from support_tls import make_certificate
 from support_wait import DEADLINE_S
 
 pytest.importorskip("uvicorn")
@@ -52,9 +56,11 @@ async def app(scope: dict[str, Any], receive: Any, send: Any) -> None:
 
 
 @contextlib.asynccontextmanager
-async def served(app: Any, client_timeout_s: float = 60.0) -> AsyncIterator[tuple[FrontendServer, socket.socket]]:
+async def served(
+    app: Any, client_timeout_s: float = 60.0, **tls: Any
+) -> AsyncIterator[tuple[FrontendServer, socket.socket]]:
     listener = socket.create_server(("127.0.0.1", 0))
-    config = uvicorn.Config(app, http=BoundedHttp, lifespan="off", log_config=None, access_log=False)
+    config = uvicorn.Config(app, http=BoundedHttp, lifespan="off", log_config=None, access_log=False, **tls)
     server = FrontendServer(config, client_timeout_s)
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     try:
@@ -432,6 +438,39 @@ async def kept_alive() -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.Stre
         assert isinstance(connection, BoundedHttp)
         yield reader, writer, connection
         writer.close()
+
+
+async def test_no_idle_connection_is_waited_for_once_nobody_else_serves() -> None:
+    async with asyncio.timeout(DEADLINE_S), served(app) as (server, listener):
+        idle, idle_writer = await asyncio.open_connection(*listener.getsockname())
+        draining = asyncio.create_task(server.drain([listener], 2 * DEADLINE_S))
+        await asyncio.sleep(0.5)
+        assert not draining.done()
+        server.end_idle()
+        assert await idle.read() == b""
+        await draining
+        idle_writer.close()
+
+
+async def test_a_client_that_does_not_hear_that_its_connection_ends_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Over TLS it would have to answer: one whose connection lies in a pool reads nothing."""
+    monkeypatch.setattr(asyncio.constants, "SSL_SHUTDOWN_TIMEOUT", 10 * DEADLINE_S)  # type: ignore[attr-defined]
+    certificate, key = make_certificate(tmp_path, "IP:127.0.0.1")
+    async with served(app, ssl_certfile=certificate, ssl_keyfile=key) as (server, listener):
+        trust = ssl.create_default_context(cafile=certificate)
+        client = http.client.HTTPSConnection(*listener.getsockname(), context=trust)
+
+        def ask() -> bytes:
+            client.request("GET", "/")
+            return client.getresponse().read()
+
+        await asyncio.to_thread(ask)
+        server.end_idle()
+        async with asyncio.timeout(DEADLINE_S):
+            await server.drain([listener], 10 * DEADLINE_S)
+        client.close()
 
 
 async def test_connection_whose_next_request_has_come_is_not_idle() -> None:

@@ -15,6 +15,7 @@ from support_wait import until
 from orchestrator.launch.host import fork_servers
 from orchestrator.launch.host.fork_servers import Forkable, ForkServers
 from orchestrator.launch.host.process import LocalProcess, ProcessSpec, adopt_orphans
+from orchestrator.process.parent import started_ticks
 
 TELLS = """
 import heavy, os, sys
@@ -125,6 +126,24 @@ async def test_modules_are_imported_once_for_each_environment_that_they_may_read
     assert all(run.was_forked for run in runs)
     assert [run.lines[0].split()[-2:] for run in runs] == [["None", "None"], ["None", "3"], ["b", "None"]]
     assert len(forks._servers) == 2, "the device is a process's own; any other variable may be read by an import"
+
+
+async def test_a_forked_process_that_cannot_be_watched_is_ended(
+    modules: Path, forks: ForkServers, monkeypatch: pytest.MonkeyPatch
+):
+    """It would run unseen beside the one that is executed in its place."""
+    pids: list[int] = []
+
+    def no_descriptor(pid: int) -> None:
+        pids.append(pid)
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(fork_servers, "ForkedProcess", no_descriptor)
+    waiting = Run(modules, forks, "waits")
+    await waiting.process.start()
+    assert len(pids) == 1 and waiting.process.pid not in pids
+    assert started_ticks(pids[0]) is None
+    await waiting.process.stop(5)
 
 
 async def test_a_module_that_has_changed_is_imported_again(modules: Path, forks: ForkServers):

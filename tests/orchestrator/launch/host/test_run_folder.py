@@ -73,6 +73,23 @@ def test_a_full_disk_is_said_and_what_was_not_written_is_written_once_there_is_r
     assert RunFolder("a").config() == new and file.exists()
 
 
+def test_what_several_models_run_is_written_down_together():
+    folder = RunFolder("a")
+    folder.claim()
+    for model, names in (("a", {"x"}), ("b", {"y"})):
+        folder.note_started([StartedProcess(f"{model}-worker-0", "here/1/1")], frozenset(names), model)
+    assert [process.name for process in folder._read_list("processes.json", list[StartedProcess])] == [
+        "a-worker-0",
+        "b-worker-0",
+    ]
+    assert folder.shared_memory == {"x", "y"}
+    folder.note_started([], frozenset(), "a")
+    assert "a-worker-0" not in (folder.path / "processes.json").read_text() and folder.shared_memory == {"y"}
+    folder.forget_model("b")
+    folder.note_started([], frozenset(), "a")
+    assert (folder.path / "processes.json").read_text() == "[]"
+
+
 def test_a_disk_that_is_full_when_a_fleet_starts_is_named_and_the_folder_removed(tmp_path):
     """A process's limit on the size of files stands for the disk: both refuse to write to a file that is open."""
     code = """
@@ -204,6 +221,8 @@ program = [sys.executable, "-c", "import time; time.sleep(60)"]
 child = subprocess.Popen(program, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
 folder.note_started([StartedProcess("worker", identity_of(child.pid))], {"psm_a"})
 (folder.path / "socket").touch()
+(folder.path / "metrics").mkdir()
+(folder.path / "metrics" / "counter_7.db").touch()
 print(child.pid, flush=True)
 os.kill(os.getpid(), signal.SIGKILL)
 """
@@ -218,7 +237,7 @@ def test_processes_of_killed_launcher_are_ended():
     left = folder.claim()
     assert [process.name for process in left] == ["worker"]
     assert folder.shared_memory == {"psm_a"}
-    assert not (folder.path / "socket").exists()
+    assert not (folder.path / "socket").exists() and not (folder.path / "metrics").exists()
     assert end_processes(left, patience_s=5) == ["worker"]
     assert started_ticks(orphan) is None
     folder.remove()

@@ -1,31 +1,12 @@
-"""The processes of several models, as those of one: what is written down, and who begins and ends first."""
+"""The processes of several models, as those of one: who begins and ends first."""
 
 import asyncio
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
-from support_wait import until
 
 from orchestrator.launch.fleet_processes import StartFailed
-from orchestrator.launch.host.run_folder import StartedProcess
-from orchestrator.launch.pools.all_models import ModelsProcesses, NotesOfModels
-
-
-def test_what_models_note_is_written_down_together() -> None:
-    note = Mock()
-    notes = NotesOfModels(note)
-    of_a, of_b = (notes.of(name) for name in "ab")
-    of_a([StartedProcess("a-worker-0", "1")], frozenset({"x"}))
-    of_b([StartedProcess("b-worker-0", "2")], frozenset({"y"}))
-    of_a([], frozenset())
-    calls = [call.args for call in note.call_args_list]
-    written = [([process.name for process in started], names) for started, names in calls]
-    assert written == [
-        (["a-worker-0"], {"x"}),
-        (["a-worker-0", "b-worker-0"], {"x", "y"}),
-        (["b-worker-0"], {"y"}),
-    ]
+from orchestrator.launch.pools.all_models import ModelsProcesses
 
 
 class OfOneModel:
@@ -76,7 +57,3 @@ async def test_a_model_that_does_not_start_ends_the_start() -> None:
     with pytest.raises(StartFailed, match="b did not start"):
         await ModelsProcesses(models).until_ready()
     assert seen == ["a is not waited for"]
-    watching = asyncio.create_task(ModelsProcesses(models).watch())
-    await asyncio.sleep(0)
-    watching.cancel()
-    await until(watching.done, "it ends")

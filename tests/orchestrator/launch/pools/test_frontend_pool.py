@@ -9,6 +9,7 @@ from pathlib import Path
 from unittest.mock import AsyncMock
 
 import msgspec
+import pytest
 from support_wait import DEADLINE_S, until
 
 from orchestrator.config.settings import Config, parse_config
@@ -94,6 +95,32 @@ async def test_frontends_that_were_taken_over_serve_on_while_the_machines_are_no
         await until(lambda: not pool.processes, "its node is gone")
     finally:
         await pool.close()
+
+
+class Tells(Sleepers):
+    """Its frontends end with the number of the signal that ends them."""
+
+    def frontend(self, name: str, index: int, node: str, setup: Setup, on_line: OnLine) -> LocalProcess:
+        code = (
+            "import signal, sys\nfor n in (2, 15): signal.signal(n, lambda n, _: sys.exit(n))\nprint(0)\nsignal.pause()"
+        )
+        return LocalProcess(ProcessSpec(name, [sys.executable, "-uc", code + "\n" * 9]), on_line)
+
+
+@pytest.mark.parametrize(
+    ("others", "url", "number"),
+    [([], "http://x", signal.SIGINT), (["elsewhere"], "http://x", signal.SIGTERM), ([], "", signal.SIGTERM)],
+)
+async def test_frontends_that_serve_are_told_whether_others_do_when_they_end(others: list[str], url: str, number: int):
+    adopt_orphans()
+    pool = pool_on(Tells(), heartbeat_s=5.0)
+    await pool.update(Snapshot())
+    (process,) = pool.processes
+    await until(lambda: process.last_lines, "it has said what signals mean to it")
+    names = {process.last_identity, *others}
+    await pool.update(Snapshot(frontends={name: Frontend(name, url, name) for name in names}))
+    await pool.close()
+    assert process.last_exit is not None and process.last_exit.code == number
 
 
 class Noted(Sleepers):

@@ -170,3 +170,22 @@ async def _until(world: World, name: str, state: str) -> None:
     while await world.state(name) != state:
         assert asyncio.get_running_loop().time() < deadline, (name, state, world.seen)
         await asyncio.sleep(0.02)
+
+
+async def test_a_list_that_cannot_be_followed_once_is_followed_on(world: World) -> None:
+    fails = [OSError(24, "Too many open files")]
+
+    class Failing(ModelStore):
+        async def read(self) -> ModelList | None:
+            if fails:
+                raise fails.pop()
+            return await super().read()
+
+    world.store = Failing(world.redis, world.fleet)
+    async with world.launcher():
+        await until(lambda: not fails)
+        world.store = ModelStore(world.redis, world.fleet)
+        await world.frontend("a")
+        await world.frontend("c")
+        await world.change("c", ListedModel({}, ModelState.ADDING))
+        await _until(world, "c", "serving")

@@ -307,3 +307,13 @@ def test_a_unit_that_finds_no_room_to_start_again_is_missed():
     }
     pool.slots["runs"] = Mock(process=Mock(stage=supervise.Stage.STARTING, last_exit=None))
     assert pool.waiting_for_room == {"new"}
+
+
+async def test_a_worker_whose_machine_takes_nothing_back_leaves_all_the_same(caplog: pytest.LogCaptureFixture) -> None:
+    config = parse_config({"model": "m", "engine": "sim"})
+    machines = Mock(give_back=AsyncMock(side_effect=ValueError("no such place")))
+    pool = WorkerPool(config, AsyncMock(), machines, Mock(), Mock(), Setup(0, config, Path("c.yaml")))
+    machines.worker.side_effect = OSError("nothing runs here")
+    pool.supervise("worker-0", Role.DECODE)
+    await pool.close()
+    assert not pool.slots and "worker-0: what it has of its machine is not given back" in caplog.text

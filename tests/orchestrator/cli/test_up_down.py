@@ -1,0 +1,73 @@
+"""`up --detach` and `down` beside what another launcher of this namespace has left, or is about to write."""
+
+import errno
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from support_cli import SIM, orchestrator, refused
+
+from orchestrator.cli import down, up
+from orchestrator.launch.host.run_folder import Ready, RunFolder
+from orchestrator.process.parent import identity_of
+
+SAYS_NOTHING_FOR_LONG = "import sys, time; time.sleep(0.5); print('orchestrator: no luck'); sys.exit(2)"
+
+
+@pytest.fixture(autouse=True)
+def own_base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+
+
+@pytest.fixture
+def other() -> Iterator[subprocess.Popen[bytes]]:
+    with subprocess.Popen(["sleep", "600"]) as process:
+        yield process
+        process.kill()
+
+
+def test_the_fleet_of_a_killed_launcher_is_not_taken_for_the_one_that_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    killed = RunFolder("a")
+    killed.claim()
+    killed.note_ready(Ready("http://127.0.0.1:1", "demo", "1P1D"))
+    assert killed._lock is not None
+    killed._lock.close()  # as the kernel does when it ends
+    assert not killed.is_held and killed.ready() is not None
+
+    def popen(command: list[str], **options: object) -> subprocess.Popen[bytes]:
+        return subprocess.Popen([sys.executable, "-c", SAYS_NOTHING_FOR_LONG], stdout=subprocess.PIPE)
+
+    monkeypatch.setattr(up, "subprocess", SimpleNamespace(Popen=popen, DEVNULL=0, PIPE=0, STDOUT=0))
+    assert refused("up", SIM, "--set", "namespace=a", "--detach") == "orchestrator: no luck"
+
+
+def test_down_ends_no_process_that_has_the_pid_of_a_launcher_before(other: subprocess.Popen[bytes]) -> None:
+    """A launcher has the folder, and has not written yet which process it is."""
+    folder = RunFolder("a")
+    folder.claim()
+    place, pid, ticks = identity_of(other.pid).split("/")
+    (folder.path / "launcher").write_text(f"{place}/{pid}/{int(ticks) - 1}\n")
+    assert "just starting or ending; try again" in refused("down", "--namespace", "a")
+    assert other.poll() is None
+    folder.remove()
+
+
+def test_down_waits_for_a_launcher_that_has_just_ended(
+    other: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = RunFolder("a")
+    folder.claim()
+    (folder.path / "launcher").write_text(f"{identity_of(other.pid)}\n")
+
+    def ended(pid: int, number: int) -> None:
+        other.terminate()
+        other.wait()
+        folder.remove()
+        raise ProcessLookupError(errno.ESRCH, "No such process")
+
+    monkeypatch.setattr(down, "os", SimpleNamespace(kill=ended))
+    done = orchestrator("down", "--namespace", "a")
+    assert done.returncode == 0 and "ended" in done.stdout, done.stderr
