@@ -156,6 +156,19 @@ async def test_a_lost_index_heals(registry, redis):
     assert set(await registry.workers()) == {"a"}
 
 
+async def test_a_departure_is_told_after_the_places_of_workers_were_lost(registry, redis):
+    others = Registry(redis, registry.keys.prefix[4:-2])
+    for each, name in ((registry, "a"), (others, "b")):
+        await each.join(worker(name), TTL_S)
+    heard = (await registry.refresh(worker("a"), TTL_S)).last_departure
+    await redis.delete(f"{registry.keys.prefix}endpoints")
+    for _ in range(STAYS + 2):
+        await others.refresh(worker("b"), TTL_S)
+    await others.leave("b")
+    told = await registry.refresh(worker("a"), TTL_S, heard)
+    assert [departed.worker_id for departed in told.departed] == ["b"]
+
+
 IDENTITY_CHANGES = {
     "model": "other",
     "dtype": "bfloat16",

@@ -26,10 +26,10 @@ local function depart(prefix, id)
   redis.call('EXPIRE', key, INDEX_S)
 end
 
--- Notes a worker that is there. `fresh`: its hash is new, or another than before.
+-- Notes a worker that is there. `fresh`: its hash is new, or another than before. So is what Redis has lost of it here.
 local function note_worker(prefix, id, mine, fresh, ttl_s)
   local key, domain = typed(prefix .. 'endpoints', 'hash'), mine.domain or '0'
-  if fresh then
+  if fresh or redis.call('HEXISTS', key, id) == 0 then
     local before, endpoint = endpoint_of(prefix, id), {}
     if before and before[1] ~= mine.kv_engine_id then depart(prefix, id) end -- another process had this id
     if before and before[#ENDPOINT] ~= domain then leave_domain(prefix, before[#ENDPOINT], id) end
