@@ -125,7 +125,12 @@ class VllmEngine:
         return await measure_speed(self, model.get_vocab_size(), most_tokens, scheduling.max_num_seqs, compiles(config))
 
     def _start_blocking(self) -> tuple[EngineCoreClient, Any]:
-        config = build_config(self._setup, self._group)
+        try:
+            config = build_config(self._setup, self._group)
+        except (OSError, RuntimeError, ValueError, TypeError):
+            raise
+        except Exception as error:  # of a section that is text, say
+            raise ValueError(f"vLLM refuses workers.engine_args: {type(error).__name__}: {error}") from error
         return start_client(config, self._setup, self._kv_keys.secret if self._kv_keys else ""), config
 
     async def stop(self) -> None:

@@ -188,6 +188,24 @@ def test_unsupported_devices_and_buffers_are_refused(
         connector.PushConnector.refuse_unsupported(config)
 
 
+@pytest.mark.parametrize("error", [AttributeError("'str' object has no items"), AssertionError("one rank")])
+def test_whatever_vllm_raises_for_arguments_is_told_as_their_refusal(
+    monkeypatch: pytest.MonkeyPatch, model: Path, error: Exception
+) -> None:
+    """As an AttributeError for `speculative_config: ngram`. Else a worker would end with a traceback, and be started
+    again for ever."""
+    from workers.vllm_engine import engine
+
+    def refuse(*arguments: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(engine, "build_config", refuse)
+    place = {"kv_host": "127.0.0.1", "kv_port": 1, "kv_advertise": "127.0.0.1"}
+    setup = engine.Setup(model=str(model), engine_args={}, engine_id="e", kv=KVConfig(), **place)
+    with pytest.raises(ValueError, match=f"workers.engine_args: {type(error).__name__}: {error}"):
+        engine.VllmEngine(setup)._start_blocking()
+
+
 def test_the_identity_names_what_must_agree(model: Path) -> None:
     from workers.vllm_engine.identity import identity_of
 
