@@ -75,6 +75,7 @@ class EngineIdentity(msgspec.Struct, frozen=True):
     engine_version: str
     protocol: int
     revision: str = ""  # of the model: a commit where it is known
+    weights: str = ""  # stands for the files of a model that is a folder
     quantization: str = ""  # of the weights
     attention_backend: str = ""  # decides the layout of KV blocks
     speculation: str = ""  # the drafter, where it has KV of its own

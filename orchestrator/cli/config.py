@@ -13,11 +13,10 @@ from rich.text import Text
 
 from orchestrator.cli.handle import OUT, JsonOption, NamespaceOption, SetOption, find_fleet, print_json, say
 from orchestrator.cli.look.views import config_keys, how_often, keys_view, plain, plain_table
-from orchestrator.config.access import SECRETS
 from orchestrator.config.engine_args import check_engine_args
+from orchestrator.config.explain import shown
 from orchestrator.config.models import SECTION, chosen_model, load_model, load_models, tree_of
 from orchestrator.config.settings import Config, ConfigError, Refused, leaves, read_tree, value_at
-from orchestrator.config.values import masked
 from orchestrator.config.yaml_text import line_of
 from orchestrator.launch.host.machine import find_cores, find_gpus
 from orchestrator.process.files import CONFIG_BYTES, read_plain_file
@@ -95,14 +94,7 @@ def _effective(config: Config, origins: dict[str, str], otherwise: str) -> Itera
         value, usual = (value_at(part, key) for part in (tree, defaults))
         named = [origin for given, origin in origins.items() if given == key or given.startswith(key + ".")]
         origin = named[-1] if named else "default" if value == usual else otherwise
-        yield {"key": key, "value": _shown(key, value), "from": origin}
-
-
-def _shown(key: str, value: Any) -> Any:
-    """The value without what lets somebody in: a key, or the password in a URL."""
-    if key in SECRETS and value:
-        return ["***"] * len(value) if isinstance(value, list) else "***"
-    return masked(value) if isinstance(value, str) else value
+        yield {"key": key, "value": shown(key, value), "from": origin}
 
 
 @config_app.command("init")

@@ -6,6 +6,7 @@ import ast
 import math
 import re
 import reprlib
+from collections.abc import Mapping
 from typing import Any, get_args
 
 import msgspec
@@ -23,6 +24,18 @@ _KINDS = {
     "object": "a section",
     "array": "a list",
 }
+
+
+_SECRET = re.compile(r"(^|\.)env\.|(_token|password|secret|api_key)$")  # a name, as `a.b`
+
+
+def shown(key: str, value: Any) -> Any:
+    """The value without what lets somebody in: a key, a password, an environment variable."""
+    if isinstance(value, Mapping):
+        return {name: shown(f"{key}.{name}", part) for name, part in value.items()}
+    if value and (key in SECRETS or _SECRET.search(key)):
+        return ["***"] * len(value) if isinstance(value, list) else "***"
+    return masked(value) if isinstance(value, str) else value
 
 
 def kind_of(value: object) -> str:

@@ -13,6 +13,7 @@ from orchestrator.config.access import read_api_keys
 from orchestrator.config.settings import Config, ConfigError
 
 MEDIA_CONNECTOR = "VLLM_MEDIA_CONNECTOR"  # vLLM's variable: what fetches the media that a request names by URL
+_KEEPS_RESPONSES = "VLLM_ENABLE_RESPONSES_API_STORE"  # vLLM's variable: its server keeps what /v1/responses answers
 _NO_ACCESS_LOG = "frontends write no access log; each request has a line of the logger pd.request"
 _PARSER = "frontends parse HTTP with httptools, whose limits are fixed; limit headers in a proxy"
 _SUPERVISOR = "the launcher supervises the fleet; remove it"
@@ -47,7 +48,7 @@ _DEFAULT_LOG_LEVEL = "warning"
 
 
 def check_server_args(config: Config) -> None:
-    """Raises ConfigError for an argument that a frontend cannot honour, and for TLS files that cannot be used."""
+    """Raises ConfigError for an argument that frontends cannot honour, and for TLS files that cannot be used."""
     arguments = config.frontend.server_args
     for name in arguments:
         if name in _REFUSED:
@@ -66,6 +67,11 @@ def check_server_args(config: Config) -> None:
         raise ConfigError(f"frontend.server_args.{others[0]}: needs ssl_certfile, the server's certificate")
     if uses_tls(config):
         _check_tls(arguments)
+    if config.frontend.replicas != 1 and os.environ.get(_KEEPS_RESPONSES, "0") not in ("", "0"):
+        raise ConfigError(
+            f"frontend.replicas: expected 1 with {_KEEPS_RESPONSES}, got {config.frontend.replicas}: what one frontend "
+            "keeps is unknown to the others; unset the variable, or set this to 1"
+        )
     try:
         read_api_keys(config.security)
     except (OSError, ValueError) as error:

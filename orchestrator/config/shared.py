@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from orchestrator.config.engine_args import check_engine_args, engine_args
+from orchestrator.config.explain import shown
 from orchestrator.config.settings import UNKNOWN, Config, Refused, leaves, parse_config, value_at
 from orchestrator.config.simulated import simulated
 from orchestrator.types import Role
@@ -77,7 +78,7 @@ def changed(running: Mapping[str, Any], config: Config | None, tree: dict[str, A
             if config is None and is_now is UNKNOWN:  # it is not of the part that hosts share
                 continue
             if is_now != value_at(msgspec.to_builtins(new), key):
-                now = "unset" if is_now is UNKNOWN else repr(is_now)
+                now = "unset" if is_now is UNKNOWN else repr(shown(key, is_now))
                 raise Refused(f"{key}: a rollout cannot change it ({now} now); leave it, or start a second fleet")
     name, name_now = new.served_model_name or new.model, running["served_model_name"]
     if name != name_now:
@@ -96,7 +97,7 @@ def changes(running: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[str]
         if key == "model" and new[key] == running["served_model_name"]:
             continue  # its name, of which the launcher made the folder
         values = (value_at(tree, key) for tree in (running, new))
-        before, after = ("(unset)" if value is UNKNOWN else repr(value) for value in values)
+        before, after = ("(unset)" if value is UNKNOWN else repr(shown(key, value)) for value in values)
         yield key if ".env." in key else f"{key}: {before} -> {after}"
 
 

@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import Coroutine
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -96,7 +97,7 @@ class VllmEngine:
             await warm_up(self, model.get_vocab_size(), config.scheduler_config.max_num_seqs, compiles(config))
         speed = await self._measure(config) if self._profile and generates else EngineSpeed()
         return EngineInfo(
-            identity=identity_of(self._setup.model, config, facts["attention_backend"]),
+            identity=await in_thread(partial(identity_of, self._setup.model, config, facts["attention_backend"])),
             kv=KVEndpoint(
                 engine_id=facts["engine_id"],
                 host=self._setup.kv_advertise,
@@ -124,7 +125,12 @@ class VllmEngine:
         return await measure_speed(self, model.get_vocab_size(), most_tokens, scheduling.max_num_seqs, compiles(config))
 
     def _start_blocking(self) -> tuple[EngineCoreClient, Any]:
-        config = build_config(self._setup, self._group)
+        try:
+            config = build_config(self._setup, self._group)
+        except (OSError, RuntimeError, ValueError, TypeError):
+            raise
+        except Exception as error:  # of a section that is text, say
+            raise ValueError(f"vLLM refuses workers.engine_args: {type(error).__name__}: {error}") from error
         return start_client(config, self._setup, self._kv_keys.secret if self._kv_keys else ""), config
 
     async def stop(self) -> None:

@@ -11,6 +11,7 @@ import hashlib
 import re
 import typing
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -36,6 +37,9 @@ _KV_SETTINGS = {
     "swa_bounded_replay": "cache_config",
 }
 _DIGITS = 16
+# Of a file of weights, which may have hundreds of gigabytes, so many samples are read.
+_WEIGHTS, _CONFIGURATION = (".safetensors", ".bin", ".pt", ".pth", ".gguf"), ("config.json", "params.json")
+_SAMPLES, _SAMPLE_BYTES = 128, 4096
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")  # of a function, say: it differs between processes
 
 
@@ -54,12 +58,28 @@ def identity_of(model: str, config: VllmConfig, attention_backend: str) -> Engin
         protocol=PROTOCOL_VERSION,
         messages=vllm_schema(),
         revision=getattr(its.hf_config, "_commit_hash", None) or its.revision or "",
+        weights=_weights(Path(model)),
         quantization=str(its.quantization or ""),
         attention_backend=attention_backend,
         speculation=msgspec.json.encode(drafts, enc_hook=str, order="sorted").decode() if drafts is not None else "",
         kv_settings=_kv_settings(config),
         kv_copies=_kv_copies(its, config.parallel_config.tensor_parallel_size),
     )
+
+
+def _weights(model: Path) -> str:
+    """A short hash of the files of a model's folder, or of its one file: KV of other weights would be wrong. Empty for
+    a model of a hub, whose revision is known, and for one that is not there any more."""
+    files, digest = sorted(model.iterdir()) if model.is_dir() else [model], hashlib.sha256()
+    read = [file for file in files if file.is_file() and (file.suffix in _WEIGHTS or file.name in _CONFIGURATION)]
+    for file in read:
+        size = file.stat().st_size
+        digest.update(f"{file.name}\0{size}\0".encode(errors="surrogatepass"))
+        with file.open("rb") as opened:
+            for place in range(0, size, max(_SAMPLE_BYTES, size // _SAMPLES)):
+                opened.seek(place)
+                digest.update(opened.read(_SAMPLE_BYTES))
+    return digest.hexdigest()[:_DIGITS] if read else ""
 
 
 def _kv_settings(config: VllmConfig) -> str:

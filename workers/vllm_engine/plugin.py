@@ -34,6 +34,7 @@ from workers.vllm_engine.codec.withheld import give_back_withheld
 from workers.vllm_engine.loop import name_socket, steps_of, waker_of
 from workers.vllm_engine.patches import (
     cache_only_what_is_computed,
+    draw_on,
     free_what_did_not_come,
     patch_as_configured,
     patch_cpu_engines,
@@ -120,6 +121,7 @@ def register() -> None:
         cache_only_what_is_computed()
         free_what_did_not_come()
         give_back_withheld()
+        draw_on()
         patch_cpu_engines()
     EngineCore.pd_load = _pd_load
     EngineCore.pd_describe = _pd_describe

@@ -108,6 +108,15 @@ def custom_processors(config: VllmConfig) -> bool:
     return bool(config.model_config.logits_processors or entry_points(group=LOGITSPROCS_GROUP))
 
 
+def counts_marks(config: VllmConfig) -> bool:
+    """Whether thinking begins or ends with several tokens. Where the prompt ends with a part of a mark, or begins with
+    a long one, vLLM counts a budget otherwise."""
+    reasoning = config.reasoning_config
+    return reasoning is not None and any(
+        len(mark or ()) > 1 for mark in (reasoning.reasoning_start_token_ids, reasoning.reasoning_end_token_ids)
+    )
+
+
 def _limited(request: EngineCoreRequest) -> list[tuple[dict[str, Limit], Any]]:
     sampling = request.sampling_params
     return [(REQUEST_LIMITS, request)] + ([(SAMPLING_LIMITS, sampling)] if sampling is not None else [])
@@ -151,16 +160,19 @@ class VllmCodec:
         custom_processors: bool = False,
         classes: Mapping[str, SLOClass] | None = None,
         media: MediaRules = MediaRules(),
+        counts_marks: bool = False,
     ) -> None:
         """`custom_processors`: whether the engines run logits processors of the operator. They may count generated
-        tokens, so no answer is continued elsewhere. `classes`: of objectives, by name."""
+        tokens, so no answer is continued elsewhere. `counts_marks`: no answer with a budget for thinking is.
+        `classes`: of objectives, by name."""
         self._custom_processors, self._classes, self._media = custom_processors, classes or {}, media
+        self._counts_marks = counts_marks
         self._encoder = MsgpackEncoder()
         self._decoder = MsgpackDecoder(EngineCoreOutputs)
 
     @classmethod
     def of(cls, config: VllmConfig, classes: Mapping[str, SLOClass] | None = None) -> VllmCodec:
-        return cls(custom_processors(config), classes, MediaRules.of(config))
+        return cls(custom_processors(config), classes, MediaRules.of(config), counts_marks(config))
 
     def read(self, request: EngineCoreRequest, block_size: int) -> ParsedRequest:
         """Raises VLLMValidationError for a request that a fleet cannot serve."""
@@ -176,7 +188,8 @@ class VllmCodec:
         local_only = local_only_reason(request)
         if request.mm_features and not self._media.remote:
             local_only = local_only or "multimodal"
-        resumable = not self._custom_processors and can_continue(request)
+        budget = self._counts_marks and sampling is not None and sampling.thinking_token_budget is not None
+        resumable = not self._custom_processors and not budget and can_continue(request)
         info = RequestInfo(
             id=request.request_id,
             prompt_tokens=len(request.prompt_token_ids or ()),
@@ -211,9 +224,10 @@ class VllmCodec:
 
     def _encode(self, request: EngineCoreRequest) -> list[bytes]:
         if (sampling := request.sampling_params) is not None and sampling.extra_args:
-            # The router decides where KV comes from, not the client; and engines report a cached block only once.
-            sampling.extra_args.pop("kv_transfer_params", None)
-            sampling.extra_args.pop("kv_cache_report_mode", None)
+            # The router decides where KV comes from and what goes on, not the client; and engines report a cached block
+            # only once.
+            for ours in ("kv_transfer_params", "kv_cache_report_mode", "pd_drawn"):
+                sampling.extra_args.pop(ours, None)
         try:
             frames = [bytes(frame) for frame in self._encoder.encode(request)]
         except OverflowError as error:  # vLLM's own engine core client raises it too, as a server error

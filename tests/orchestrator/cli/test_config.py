@@ -87,8 +87,12 @@ def test_keys_and_passwords_are_not_shown(tmp_path: Path):
     file.write_text(
         "model: demo\nredis: {url: 'redis://user:hidden@10.0.0.1:6379'}\n"
         "security: {operator_key: hidden, api_keys: [hidden, hidden]}\n"
+        "workers: {env: {HF_TOKEN: hidden}, engine_args: {hf_token: hidden, max_num_batched_tokens: 8}}\n"
+        "frontend: {server_args: {ssl_certfile: c.pem, ssl_keyfile_password: hidden}}\n"
     )
     rows = shown(str(file))
     assert rows["redis.url"][0] == "redis://user:***@10.0.0.1:6379"
     assert (rows["security.operator_key"][0], rows["security.api_keys"][0]) == ("***", ["***", "***"])
+    assert rows["workers.engine_args"][0] == {"hf_token": "***", "max_num_batched_tokens": 8}
+    assert rows["workers.env"][0] == {"HF_TOKEN": "***"}
     assert "hidden" not in runner.invoke(app, ["config", "show", str(file)]).output

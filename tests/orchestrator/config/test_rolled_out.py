@@ -40,10 +40,12 @@ def test_rollout_shows_changes_without_secrets():
     """Also what the fleet was started with by `--set`, and the new file lacks."""
     started = resolve(parse_config(FILE | {"ratio": {"mode": "off"}}), "/models/demo", "redis://h:1", 8123)
     running = Version(3, shared(started))
-    workers = FILE["workers"] | {"engine_args": {"max_num_seqs": 8}, "env": {"HF_TOKEN": "hf_secret"}}
+    arguments = {"max_num_seqs": 8, "hf_token": "hf_secret"}
+    workers = FILE["workers"] | {"engine_args": arguments, "env": {"HF_TOKEN": "hf_secret"}}
     assert list(changes(running.config, changed(running.config, started, with_(workers=workers)))) == [
         "workers.engine_args.max_model_len: 4096 -> (unset)",
         "workers.engine_args.max_num_seqs: (unset) -> 8",
+        "workers.engine_args.hf_token: (unset) -> '***'",
         "workers.env.HF_TOKEN",
         "ratio.mode: 'off' -> 'auto'",
     ]
@@ -69,6 +71,18 @@ def test_rollout_shows_changes_without_secrets():
 def test_fixed_keys_are_refused_by_name(sections: dict[str, Any], why: str):
     with pytest.raises(Refused, match=why):
         changed(VERSION.config, RUNNING, with_(**sections))
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [{"security": {"api_keys": ["new"]}}, {"redis": {"url": "redis://h:2"}}, {"security": {"operator_key": "new"}}],
+)
+def test_what_is_refused_shows_no_secret(sections: dict[str, Any]):
+    secrets = {"api_keys": ["hidden"], "operator_key": "hidden"}
+    running = resolve(parse_config(FILE | {"security": secrets}), "/models/demo", "redis://:hidden@h:1", 8123)
+    with pytest.raises(Refused, match=r"a rollout cannot change it \(.*\*\*\*.* now\)") as refused:
+        changed(VERSION.config, running, with_(**sections))
+    assert "hidden" not in str(refused.value)
 
 
 def test_new_frontends_need_the_port_of_the_old_ones():

@@ -1,13 +1,14 @@
 """What vLLM's server takes is honoured by a frontend, or refused by name with the mend."""
 
 import ssl
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 from support_tls import make_certificate
 
 from orchestrator.config.engine_args import check_engine_args, to_command_line
-from orchestrator.config.server_args import needs_client_certificate, uses_tls, uvicorn_options
+from orchestrator.config.server_args import check_server_args, needs_client_certificate, uses_tls, uvicorn_options
 from orchestrator.config.settings import Config, ConfigError, parse_config
 
 
@@ -35,6 +36,20 @@ def config(**server_args: object) -> Config:
 def test_unsupported_server_arguments_are_refused(arguments, line):
     with pytest.raises(ConfigError, match=rf"^frontend\.server_args\..*{line}"):
         check_engine_args(config(**arguments))
+
+
+def test_responses_are_kept_by_one_frontend_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By vLLM in the memory of its process: whoever asks for one reaches any frontend."""
+    frontends: tuple[int | str, ...] = (1, 2, "auto")
+    one, *several = [parse_config({"model": "m", "frontend": {"replicas": number}}) for number in frontends]
+    for value, refused in ((None, False), ("0", False), ("1", True)):
+        if value is not None:
+            monkeypatch.setenv("VLLM_ENABLE_RESPONSES_API_STORE", value)
+        check_server_args(one)
+        for config in several:
+            line = r"frontend\.replicas: expected 1 .* unset the variable"
+            with pytest.raises(ConfigError, match=line) if refused else nullcontext():
+                check_server_args(config)
 
 
 def test_tls_and_log_level_reach_uvicorn(tmp_path: Path):

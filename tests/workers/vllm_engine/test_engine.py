@@ -338,16 +338,18 @@ async def test_a_silent_peer_does_not_delay_handshakes_with_others(model: Path, 
 
 
 @in_one_mode
-async def test_a_continuation_goes_on_where_the_tokens_end(pair, reference) -> None:
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 1.0, "seed": 5}], ids=["greedy", "seeded"])
+async def test_a_continuation_goes_on_where_the_tokens_end(pair, reference, sampling: dict[str, Any]) -> None:
     prefill, decode = pair
-    body = frames(prompt(120, 8), 12, min_tokens=12)
-    whole = await expected(reference, "whole", body)
-    await decode.decode("rest", body, resume_tokens=whole[:5])
-    assert await decode.done("rest") == whole[5:]
-    request = EngineRequest("rest-2", Phase.PREFILL, body, resume_tokens=whole[:7])
+    body, key = frames(prompt(120, 8), 12, min_tokens=12, **sampling), f"rest-{len(sampling)}"
+    whole = await expected(reference, f"whole-{key}", body)
+    await decode.decode(key, body, resume_tokens=whole[:5])
+    assert await decode.done(key) == whole[5:]
+    request = EngineRequest(f"{key}-2", Phase.PREFILL, body, resume_tokens=whole[:7])
     await prefill.engine.submit(request)
-    await decode.decode("rest-2", body, prefill.source("rest-2"), resume_tokens=whole[:7])
-    assert await decode.done("rest-2") == whole[7:]
+    await decode.decode(f"{key}-2", body, prefill.source(f"{key}-2"), resume_tokens=whole[:7])
+    assert await decode.done(f"{key}-2") == whole[7:]
+    assert prefill.tokens[f"{key}-2"] == whole[7:8]
     await assert_no_leaks(prefill, decode)
 
 

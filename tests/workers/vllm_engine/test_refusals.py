@@ -1,5 +1,6 @@
 """Settings with which KV would be lost or wrong are refused before a model is loaded, in one line with the mend."""
 
+import shutil
 import tomllib
 import types
 from collections.abc import Callable
@@ -187,6 +188,24 @@ def test_unsupported_devices_and_buffers_are_refused(
         connector.PushConnector.refuse_unsupported(config)
 
 
+@pytest.mark.parametrize("error", [AttributeError("'str' object has no items"), AssertionError("one rank")])
+def test_whatever_vllm_raises_for_arguments_is_told_as_their_refusal(
+    monkeypatch: pytest.MonkeyPatch, model: Path, error: Exception
+) -> None:
+    """As an AttributeError for `speculative_config: ngram`. Else a worker would end with a traceback, and be started
+    again for ever."""
+    from workers.vllm_engine import engine
+
+    def refuse(*arguments: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(engine, "build_config", refuse)
+    place = {"kv_host": "127.0.0.1", "kv_port": 1, "kv_advertise": "127.0.0.1"}
+    setup = engine.Setup(model=str(model), engine_args={}, engine_id="e", kv=KVConfig(), **place)
+    with pytest.raises(ValueError, match=f"workers.engine_args: {type(error).__name__}: {error}"):
+        engine.VllmEngine(setup)._start_blocking()
+
+
 def test_the_identity_names_what_must_agree(model: Path) -> None:
     from workers.vllm_engine.identity import identity_of
 
@@ -201,6 +220,36 @@ def test_the_identity_names_what_must_agree(model: Path) -> None:
     named = other.first_difference(one)
     assert named is not None and named[0] == "kv_settings"
     assert '"hf_overrides":{"rope_theta":5.0}' in str(named[1]) and "hf_overrides" not in str(named[2])
+
+
+def test_the_identity_names_the_files_of_a_model(model: Path, tmp_path: Path) -> None:
+    """Also where they are replaced under one name, and have the same sizes."""
+    from workers.vllm_engine.identity import identity_of
+
+    config = build(model)
+
+    def weights(folder: Path | str) -> str:
+        return identity_of(str(folder), config, "CPU_ATTN").weights
+
+    copied = Path(shutil.copytree(model, tmp_path / "copied"))
+    (copied / "README.md").write_text("A copy.")
+    (file,) = copied.glob("*.safetensors")
+    before = file.read_bytes()
+    middle, end = len(before) // 2, len(before) - 1
+    seen = [weights(model), weights(copied)]
+    assert seen[0] == seen[1] != ""
+    for begin, size in ((middle, len(before) // 50), (0, 10)):  # a fiftieth of the weights; the names of tensors
+        changed = bytes(255 - byte for byte in before[begin : begin + size])
+        file.write_bytes(before[:begin] + changed + before[begin + size :])
+        seen.append(weights(copied))
+    file.write_bytes(before[:end])
+    seen.append(weights(copied))
+    file.write_bytes(before)
+    assert weights(copied) == seen[0]
+    (copied / "config.json").write_text((model / "config.json").read_text().replace("10000.0", "20000.0"))
+    seen.append(weights(copied))
+    assert len(set(seen)) == len(seen) - 1
+    assert weights("organisation/model") == ""
 
 
 def test_every_setting_that_the_table_of_connector_checks_calls_refused_is_tried_here() -> None:

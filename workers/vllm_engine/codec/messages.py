@@ -16,6 +16,7 @@ from vllm.v1.serial_utils import MsgpackDecoder
 
 from orchestrator.types import KVCounters, KVSource
 from workers.engine import EngineRequest, EngineStep, InvalidEngineRequest, Phase, PrefixDelta
+from workers.vllm_engine.patches import DRAWN
 from workers.vllm_engine.plugin import PREFIX_STATS, TOKENS_LEFT_STATS
 
 
@@ -122,7 +123,7 @@ def _one_token(core: EngineCoreRequest, what: str) -> None:
 def _continue(core: EngineCoreRequest, tokens: list[int]) -> None:
     """Continue after `tokens`: they join the prompt, and the limits shrink by them.
 
-    Exact for greedy sampling. A seeded request continues with a new generator, and penalties see `tokens` as prompt.
+    Exact for greedy and seeded sampling, without drafts that are accepted by chance. Penalties see `tokens` as prompt.
     """
     sampling = _sampling(core, "continued")
     if core.prompt_token_ids is None:
@@ -139,6 +140,7 @@ def _continue(core: EngineCoreRequest, tokens: list[int]) -> None:
             )
         sampling.max_tokens -= len(tokens)
     sampling.min_tokens = max(0, sampling.min_tokens - len(tokens))
+    sampling.extra_args = {**(sampling.extra_args or {}), DRAWN: len(tokens)}
     if sampling.trace_decode_token_ids is not None:  # which tokens are to be generated, by their number
         sampling.trace_decode_token_ids = sampling.trace_decode_token_ids[len(tokens) :] or None
     sampling.prompt_logprobs = None

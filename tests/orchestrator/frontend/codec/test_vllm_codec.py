@@ -1,6 +1,6 @@
 """What the router needs of vLLM's requests and outputs: which first tokens are certain, and cut at the first."""
 
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -238,6 +238,51 @@ def test_what_a_parameter_permits(codec, sampling: dict[str, Any], local: str | 
     assert (parsed.info.local_only, parsed.resumable) == (local, resumable)
 
 
+@pytest.mark.parametrize(
+    ("start", "end", "resumable"), [([1], [2], True), ([1], [2, 3], False), ([1, 4], [2], False), (None, None, True)]
+)
+def test_a_budget_for_thinking_is_counted_on_between_marks_of_one_token(
+    start: list[int] | None, end: list[int] | None, resumable: bool
+) -> None:
+    """By vLLM's own count, which takes up what is thought in the prompt."""
+    from types import SimpleNamespace
+
+    from orchestrator.frontend.codec.vllm_codec import VllmCodec, counts_marks
+
+    marks = SimpleNamespace(reasoning_start_token_ids=start, reasoning_end_token_ids=end)
+    codec = VllmCodec(counts_marks=counts_marks(cast(Any, SimpleNamespace(reasoning_config=marks))))
+    assert codec.read(request(thinking_token_budget=4), 16).resumable is resumable
+    assert codec.read(request(), 16).resumable
+    if start and end:
+        whole = thought(start, end, 0)
+        others = [taken for taken in range(1, 12) if thought(start, end, taken) != whole]
+        assert (others == []) is resumable, others
+
+
+def thought(start: list[int], end: list[int], taken: int) -> list[int]:
+    """Twelve tokens of a model that thinks from the first on, with a budget of four. After `taken` of them the answer
+    is continued elsewhere."""
+    from types import SimpleNamespace
+
+    import torch
+    from vllm.v1.sample.thinking_budget_state import ThinkingBudgetStateHolder
+
+    tokens: list[int] = []
+    for begin, stop in ((0, taken), (taken, 12)):
+        marks = SimpleNamespace(reasoning_start_token_ids=start, reasoning_end_token_ids=end)
+        holder = ThinkingBudgetStateHolder(cast(Any, marks), 1, 0, torch.device("cpu"), False)
+        answer: list[int] = []
+        added = [(0, SimpleNamespace(thinking_token_budget=4), [7, *tokens], answer)]
+        holder.sync_batch(cast(Any, SimpleNamespace(removed=[], added=added, moved=[])))
+        for place in range(begin, stop):
+            logits = torch.zeros(1, 40)
+            logits[0, start[place] if place < len(start) else 10 + place] = 1.0
+            holder.update_state([answer], None, None)
+            answer.append(int(holder.apply_to_logits(logits, False, None).argmax()))
+        tokens += answer
+    return tokens
+
+
 def test_a_request_that_reads_no_cache_is_not_looked_up_in_one(codec) -> None:
     made = request(skip_reading_prefix_cache=True)
     made.prompt_token_ids = list(range(64))
@@ -257,8 +302,8 @@ def test_custom_logits_processors_may_count_tokens() -> None:
 
 
 # Fields that permit both, whatever they are. Of media it depends on the model (`MediaRules`). Of sampling parameters:
-# the worker shrinks limits and cuts the trace by the tokens sent; a budget for thinking and the repetition penalty
-# count the prompt too; a seed starts anew.
+# the worker shrinks limits, cuts the trace by the tokens sent, and draws on from a seed; the repetition penalty counts
+# the prompt too, and so does a budget for thinking, for which `counts_marks` says what it permits.
 REQUEST_FREE = frozenset(
     """request_id sampling_params arrival_time lora_request cache_salt data_parallel_rank prompt_is_token_ids
     client_index current_wave priority trace_headers resumable external_req_id reasoning_ended reasoning_parser_kwargs
@@ -289,7 +334,7 @@ def test_every_field_of_a_request_is_known() -> None:
 
 
 def test_client_cannot_set_kv_transfer_params(codec) -> None:
-    made = request(extra_args={"kv_transfer_params": {"a": 1}, "kv_cache_report_mode": "full", "own": 2})
+    made = request(extra_args={"kv_transfer_params": {"a": 1}, "kv_cache_report_mode": "full", "pd_drawn": 9, "own": 2})
     codec.read(made, 0)
     assert made.sampling_params.extra_args == {"own": 2}
 
