@@ -18,8 +18,10 @@ import pytest
 # Nothing in the suite needs a hub; a test that would ask one fails at once instead of after retries. Here, because the
 # hub's client reads this once, when the first module that imports it is collected.
 os.environ |= {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
-# More engines than cores run at once, and threads of one spin while they wait for each other. Before torch is imported.
+# More engines than cores run at once. Threads of one that has several shall not spin while they wait for each other.
+# Before torch is imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 # Files that others may write are refused; what tests write stands for what nobody else could.
 os.umask(0o022)
