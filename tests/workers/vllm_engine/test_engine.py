@@ -272,11 +272,11 @@ async def test_many_requests_with_aborts_on_both_sides(pair, reference) -> None:
         if key not in aborted:
             assert await decode.done(key) == await expected(reference, key, body), key
 
-    for start in range(0, 120, 12):
+    for start in range(0, 60, 12):
         await asyncio.gather(*(one(number) for number in range(start, start + 12)))
     await assert_no_leaks(prefill, decode)
-    assert len(aborted) > 5
-    assert decode.engine.kv_totals["pd_verified"] - verified > 50
+    assert len(aborted) > 2
+    assert decode.engine.kv_totals["pd_verified"] - verified > 25
 
 
 @in_one_mode

@@ -170,7 +170,7 @@ async def test_aborts_at_any_moment_leave_no_block_pinned(pair, plain: Driver) -
     await local(prefill, "warm", tokens)
     for number in range(10):
         for driver in pair:
-            await flood(driver, f"abort-{number}") if number % 3 == 0 else None
+            await flood(driver, f"abort-{number}") if number % 5 == 0 else None
         key, body = f"abort-{number}", frames([*tokens, *prompt(20, 60 + number)], 30)
         await prefill.prefill(key, body)
         await decode.decode(key, body, prefill.source(key) if number % 2 else None)
@@ -224,7 +224,7 @@ async def test_what_is_loaded_to_be_lent_and_not_wanted_is_given_back(pair) -> N
     holder, asker = pair
     tokens = prompt(PROMPT, 22)
     await local(holder, "own-22", tokens)
-    for number in range(8):
+    for number in range(4):
         await flood(holder, f"evicts-22-{number}")
         key = f"unwanted-{number}~"
         await fetch(holder, asker, key, frames(tokens), whole_blocks(PROMPT))
