@@ -93,7 +93,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: places.get(f"{item.path.parent.name}/{item.path.stem}", len(places)))
 
 
-def pytest_collection_finish() -> None:
+def pytest_collection_finish(session: pytest.Session) -> None:
+    if any("vllm_engine" in item.path.parts and item.get_closest_marker("vllm") for item in session.items):
+        import workers.vllm_engine.engine  # noqa: F401 - no test's time: beside others it takes a minute
+
     gc.freeze()  # engine processes, which are forked from this one, share what is loaded
     gc.enable()
 
