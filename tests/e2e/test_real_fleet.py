@@ -11,7 +11,7 @@ import time
 
 import psutil
 import pytest
-from support_fleet import START_TIMEOUT_S, RunningFleet, descendants, running_fleet, small_model, token_prompt
+from support_fleet import START_TIMEOUT_S, RunningFleet, descendants, running_fleet, token_prompt
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -55,15 +55,10 @@ def reused(usage: dict) -> int:
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return f"model={small_model(tmp_path_factory.mktemp('model') / 'small')}"
-
-
-@pytest.fixture(scope="module")
 def aggregated(model):
     """Greedy and (to the others) seeded answers and usage of decode workers only: prompts are prefilled where they
     decode."""
-    with running_fleet("aggregated-cpu.yaml", *ENGINE, model, "workers.decode.replicas=1") as fleet:
+    with running_fleet("aggregated-cpu.yaml", *ENGINE, f"model={model}", "workers.decode.replicas=1") as fleet:
         greedy = asyncio.run(fleet.ask_all(PROMPTS, concurrency=8, max_tokens=MAX_TOKENS))
         seeded = asyncio.run(fleet.ask_all(OTHERS, concurrency=8, max_tokens=MAX_TOKENS, **SEEDED))
         for answer in greedy + seeded:
@@ -84,7 +79,7 @@ def fleet(model, truth):
     routing = ("routing.remote_prefill_min_tokens=32", "routing.first_token=prefill")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_SERVER_DEV_MODE", "1")  # for /pause
-        with running_fleet("demo-1p1d-cpu.yaml", *ENGINE, model, *routing) as running:
+        with running_fleet("demo-1p1d-cpu.yaml", *ENGINE, f"model={model}", *routing) as running:
             yield running
 
 

@@ -46,14 +46,6 @@ async def pair(model: Path, request: pytest.FixtureRequest) -> AsyncIterator[tup
     await decode.stop()
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def reference(model: Path) -> AsyncIterator[Driver]:
-    """An engine without prefix caching, which always computes everything itself."""
-    engine = await Driver.start(model, name="reference", enable_prefix_caching=False)
-    yield engine
-    await engine.stop()
-
-
 async def expected(reference: Driver, key: str, body: list[bytes]) -> list[int]:
     key = f"{key}-{next(COUNT)}"  # the reference engine serves every transfer mode's turn
     await reference.decode(key, body)
