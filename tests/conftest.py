@@ -18,8 +18,10 @@ import pytest
 # Nothing in the suite needs a hub; a test that would ask one fails at once instead of after retries. Here, because the
 # hub's client reads this once, when the first module that imports it is collected.
 os.environ |= {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
-# More engines than cores run at once, and threads of one spin while they wait for each other. Before torch is imported.
+# More engines than cores run at once. Threads of one that has several shall not spin while they wait for each other.
+# Before torch is imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 # Files that others may write are refused; what tests write stands for what nobody else could.
 os.umask(0o022)
@@ -91,7 +93,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: places.get(f"{item.path.parent.name}/{item.path.stem}", len(places)))
 
 
-def pytest_collection_finish() -> None:
+def pytest_collection_finish(session: pytest.Session) -> None:
+    if any("vllm_engine" in item.path.parts and item.get_closest_marker("vllm") for item in session.items):
+        import workers.vllm_engine.engine  # noqa: F401 - no test's time: beside others it takes a minute
+
     gc.freeze()  # engine processes, which are forked from this one, share what is loaded
     gc.enable()
 

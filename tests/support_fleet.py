@@ -14,8 +14,9 @@ import tempfile
 import threading
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Self
 
 import psutil
@@ -47,11 +48,12 @@ class RunningFleet(FleetClient):
         folder: Path = ROOT,
         start_timeout_s: float = START_TIMEOUT_S,
         forked: bool = True,
+        constants: Mapping[str, float] = MappingProxyType({}),
     ) -> None:
         """`config`: a file in configs/, or none. `options`: of `up`. `namespace`: made up by default. `terminal`: the
         launcher writes to one, else to a pipe. `program`: `orchestrator` as it is called, in `folder`. `forked`: that
-        of this checkout need not import vLLM (`support_forked`); benchmarks, which pytest does not run, start what
-        users start."""
+        of this checkout need not import vLLM (`support_forked`, which also has `constants`); benchmarks, which pytest
+        does not run, start what users start."""
         self.program, self.folder = program, folder
         self.namespace = namespace or f"test-{uuid.uuid4().hex[:8]}"
         self.log: list[str] = []
@@ -68,7 +70,7 @@ class RunningFleet(FleetClient):
         self.process: subprocess.Popen[bytes] | ForkedLauncher
         self._forked = forked and program == CHECKOUT and "PYTEST_VERSION" in os.environ
         if self._forked:
-            self.process = ForkedLauncher(up, folder, theirs)
+            self.process = ForkedLauncher(up, folder, theirs, constants=constants)
         else:
             self.process = subprocess.Popen(
                 [*program, *up], cwd=folder, stdout=theirs, stderr=theirs, start_new_session=True

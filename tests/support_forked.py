@@ -22,7 +22,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -49,11 +49,13 @@ _BY_VLLM |= {"VLLM_MAX_N_SEQUENCES", "VLLM_SSM_CONV_STATE_LAYOUT", "VLLM_WORKER_
 
 
 class _Start(msgspec.Struct):
-    """A command line from its module on; where; with which environment. `nohup`: SIGHUP is ignored."""
+    """A command line from its module on; where; with which environment. `constants`: of modules, by their whole names,
+    for all of its processes. `nohup`: SIGHUP is ignored."""
 
     arguments: list[str]
     folder: str
     env: dict[str, str]
+    constants: Mapping[str, float] = {}
     nohup: bool = False
 
 
@@ -76,12 +78,20 @@ class ForkedLauncher:
     _server: socket.socket | None = None
     _process: subprocess.Popen[bytes] | None = None
 
-    def __init__(self, arguments: Sequence[str], folder: Path, output: int, errors: int = -1) -> None:
-        """`arguments`: of `orchestrator`. `output`, `errors`: where it writes to; by default to one place."""
+    def __init__(
+        self,
+        arguments: Sequence[str],
+        folder: Path,
+        output: int,
+        errors: int = -1,
+        constants: Mapping[str, float] = MappingProxyType({}),
+    ) -> None:
+        """`arguments`: of `orchestrator`. `output`, `errors`: where it writes to; by default to one place. `constants`:
+        see `_Start`."""
         self.returncode: int | None = None
         self._told, tell = os.pipe()
         nohup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
-        start = _Start(list(arguments), str(folder), _users(os.environ), nohup)
+        start = _Start(list(arguments), str(folder), _users(os.environ), dict(constants), nohup)
         descriptors = [output, output if errors < 0 else errors, tell]
         socket.send_fds(self._serving(), [msgspec.msgpack.encode(start)], descriptors)
         os.close(tell)
@@ -231,6 +241,9 @@ def _watched(
     os.chdir(start.folder)
     os.environ.clear()
     os.environ.update(start.env)
+    for name, value in start.constants.items():
+        module, _, constant = name.rpartition(".")
+        setattr(importlib.import_module(module), constant, value)
     if start.arguments[0] != "up":
         return lambda: _command(start.arguments)
     if start.nohup:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import pytest
 from support_client import nobody_fails
 from support_fleet import ROOT, RunningFleet, running_fleet, token_prompt
-from support_second_host import HERE, THERE, HandWorker, cut, redis_between, running_second_host
+from support_second_host import HERE, THERE, HandWorker, cut
 
 pytestmark = [pytest.mark.vllm, pytest.mark.topology, pytest.mark.timeout(600)]
 
@@ -29,18 +29,6 @@ SETS = (
     "routing.remote_prefill_min_tokens=100",
     "workers.engine_args.enable_prefix_caching=false",
 )
-
-
-@pytest.fixture(scope="module")
-def second_host() -> Iterator[list[str]]:
-    with running_second_host() as command:
-        yield command
-
-
-@pytest.fixture(scope="module")
-def redis_url(second_host: list[str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    with redis_between(tmp_path_factory.mktemp("redis")) as url:
-        yield url
 
 
 @pytest.fixture(scope="module")

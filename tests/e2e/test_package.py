@@ -8,6 +8,7 @@ import pty
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tarfile
 import tomllib
 import zipfile
@@ -40,6 +41,18 @@ def uv(*arguments: str) -> subprocess.CompletedProcess[str]:
                 environment[variable] = ",".join(ast.literal_eval(value).split())
     command = [str(Path(sys.executable).with_name("uv")), *arguments]
     return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=INSTALL_TIMEOUT_S)
+
+
+def compiled(environment: Path) -> None:
+    """What Python has compiled for this environment serves the other one, whose files are the same: it would take half
+    a minute. The project's own is compiled there."""
+    ours = Path(sysconfig.get_path("purelib"))
+    theirs = Path(sysconfig.get_path("purelib", vars={"base": str(environment)}))
+    for folder in ours.rglob("__pycache__"):
+        target = theirs / folder.relative_to(ours)
+        if target.parent.is_dir():
+            with contextlib.suppress(OSError):  # another file system
+                shutil.copytree(folder, target, copy_function=os.link)
 
 
 def done(ended: subprocess.CompletedProcess[str]) -> None:
@@ -79,6 +92,7 @@ def programs(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     if uv(*install, *asked).returncode != 0:  # no configured index has the CPU build of torch
         done(uv(*install, "--torch-backend", "cpu", *asked))
     done(uv(*install, "--no-deps", DEMO_WHEEL))
+    compiled(environment)
     yield environment / "bin"
     shutil.rmtree(environment)  # some gigabytes
 

@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 from support_fleet import RunningFleet, token_prompt, with_operators_key
 from support_ray import FakeCluster, fake_cluster, processes_of
-
-from orchestrator.launch.host.redis_server import EmbeddedRedis
+from support_redis import Server
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.topology, pytest.mark.timeout(600)]
 
@@ -23,24 +22,16 @@ ADDRESSES = ("127.0.0.2", "127.0.0.3")
 
 
 @pytest.fixture(scope="module")
-def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedRedis]:
-    server = EmbeddedRedis()
-    asyncio.run(server.start(tmp_path_factory.mktemp("redis")))
-    yield server
-    asyncio.run(server.stop())
-
-
-@pytest.fixture(scope="module")
-def cluster(store: EmbeddedRedis) -> Iterator[FakeCluster]:
-    with fake_cluster(store.url) as cluster:
+def cluster(server: Server) -> Iterator[FakeCluster]:
+    with fake_cluster(server.url) as cluster:
         assert (cluster.add(GPUS), cluster.add(GPUS)) == ADDRESSES
         yield cluster
 
 
 @pytest.fixture(scope="module")
-def fleet(store: EmbeddedRedis, cluster: FakeCluster) -> Iterator[RunningFleet]:
+def fleet(server: Server, cluster: FakeCluster) -> Iterator[RunningFleet]:
     sets = (
-        f"redis.url={store.url}",
+        f"redis.url={server.url}",
         "redis.timeout_s=5",
         "launcher.kind=ray",
         f"launcher.address={cluster.address}",

@@ -14,7 +14,7 @@ from support_client import nobody_fails
 from support_experts import EXPERTS, experts
 from support_fleet import START_TIMEOUT_S, RunningFleet, running_fleet, token_prompt, with_operators_key
 from support_ray import FakeCluster, fake_cluster, processes_of
-from support_redis import Server, running_server
+from support_redis import Server
 
 from orchestrator.store.client import connect
 from orchestrator.store.registry import Registry
@@ -25,12 +25,6 @@ GPUS = 3  # of a node; a rank takes one
 NODES, SIZE, SHAPE = 2, 2, (2, 4)  # 1 prefill group and 2 decode groups: one of the three is on both nodes
 PROMPTS = [token_prompt(200 + 300 * seed, seed) for seed in range(6)]
 MAX_TOKENS, USERS = 60, 4
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with running_server(tmp_path_factory.mktemp("redis")) as server:
-        yield server
 
 
 @pytest.fixture(scope="module")

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 from support_client import Answer, FleetClient
-from support_fleet import START_TIMEOUT_S, RunningFleet, operators_key, small_model, token_prompt, with_operators_key
+from support_fleet import START_TIMEOUT_S, RunningFleet, operators_key, token_prompt, with_operators_key
 from support_ray import FakeCluster, fake_cluster, processes_of
-from support_redis import Server, running_server
+from support_redis import Server
 
 from orchestrator.store.client import connect
 from orchestrator.store.registry import Registry
@@ -72,21 +72,15 @@ def tokens_of(answers: list[Answer]) -> list[list[int]]:
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with running_server(tmp_path_factory.mktemp("redis")) as server:
-        yield server
-
-
-@pytest.fixture(scope="module")
 def cluster(server: Server) -> Iterator[FakeCluster]:
     with fake_cluster(server.url, 2, GPUS) as cluster:
         yield cluster
 
 
 @pytest.fixture(scope="module")
-def fleet(server: Server, cluster: FakeCluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayFleet]:
+def fleet(server: Server, cluster: FakeCluster, model: str) -> Iterator[RayFleet]:
     sets = [
-        f"model={small_model(tmp_path_factory.mktemp('model') / 'small')}",
+        f"model={model}",
         f"redis.url={server.url}",
         "redis.timeout_s=5",
         "launcher.kind=ray",

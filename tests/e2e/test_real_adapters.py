@@ -15,7 +15,7 @@ from typing import Any
 import httpx
 import psutil
 import pytest
-from support_fleet import START_TIMEOUT_S, RunningFleet, descendants, running_fleet, small_model, token_prompt
+from support_fleet import START_TIMEOUT_S, RunningFleet, descendants, running_fleet, token_prompt
 from support_models import LORA_RANK, lora_adapter
 from support_vllm import Driver
 
@@ -96,11 +96,6 @@ async def plain(model: str, adapters: list[Path | None]) -> list[list[list[int]]
         answers.append(given)
     await driver.stop()
     return answers
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return small_model(tmp_path_factory.mktemp("model") / "small")
 
 
 @pytest.fixture(scope="module")

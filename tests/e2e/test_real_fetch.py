@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import pytest
-from support_fleet import START_TIMEOUT_S, RunningFleet, descendants, running_fleet, small_model, token_prompt
+from support_fleet import START_TIMEOUT_S, RunningFleet, descendants, running_fleet, token_prompt
 from support_second_host import THERE, HandWorker, redis_between, running_second_host
 from support_vllm import Driver, frames
 
@@ -33,7 +33,7 @@ SETTINGS = (
     "kv.verify=true",
     "kv.transfer_timeout_s=5",
 )
-CONVERSATIONS, TURNS, MAX_TOKENS, FIRST_TOKENS, MORE_TOKENS = 6, 3, 24, 1600, 120
+CONVERSATIONS, TURNS, MAX_TOKENS, FIRST_TOKENS, MORE_TOKENS = 4, 3, 24, 1600, 120
 LONGEST = FIRST_TOKENS + TURNS * (MAX_TOKENS + MORE_TOKENS)
 ROUNDS = max(2, -(-int(os.environ.get("PD_FETCH_REQUESTS", 0)) // (CONVERSATIONS * TURNS)))
 FIRST_SEEDS = range(0, 100 * ROUNDS, 100)  # of the prompts of a round without faults, and of those with them
@@ -52,11 +52,6 @@ async def converse(ask: Callable[[list[int]], Awaitable[list[int]]], seed: int) 
             said[-1].append(answer)
             history += answer + token_prompt(MORE_TOKENS, seed=1000 + 10 * turn + number)
     return said
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory) -> str:
-    return small_model(tmp_path_factory.mktemp("model") / "small")
 
 
 @pytest.fixture(scope="module")

@@ -11,25 +11,13 @@ from pathlib import Path
 
 import pytest
 from support_fleet import ROOT, RunningFleet, running_fleet, token_prompt
-from support_second_host import HERE, THERE, HandWorker, cut, redis_between, running_second_host
+from support_second_host import HERE, THERE, HandWorker, cut
 
 from orchestrator.process.parent import EXIT_AGAIN
 
 pytestmark = [pytest.mark.vllm, pytest.mark.topology, pytest.mark.timeout(300)]
 
 PROMPTS = [token_prompt(20 + 173 * i % 1800, seed=i) for i in range(20)]
-
-
-@pytest.fixture(scope="module")
-def second_host() -> Iterator[list[str]]:
-    with running_second_host() as command:
-        yield command
-
-
-@pytest.fixture(scope="module")
-def redis_url(second_host: list[str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    with redis_between(tmp_path_factory.mktemp("redis")) as url:
-        yield url
 
 
 @pytest.fixture(scope="module")

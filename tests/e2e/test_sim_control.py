@@ -147,13 +147,13 @@ def test_who_connects_while_one_of_two_frontends_gets_sigterm_is_answered(fleet)
             if not ending.is_set():
                 ended.wait(0.1)  # leaves cores to the frontend that starts
 
-    with ThreadPoolExecutor(16) as crowd:
-        for _ in range(16):
+    with ThreadPoolExecutor(8) as crowd:
+        for _ in range(8):
             crowd.submit(connects_again_and_again)
         try:
             for pid in listening(fleet, url.port):
                 ending.set()
-                enough = answers.total() + 500
+                enough = answers.total() + 200
                 fleet.until(lambda enough=enough: answers.total() > enough, "many connect")
                 os.kill(pid, signal.SIGTERM)
                 fleet.until(lambda pid=pid: not psutil.pid_exists(pid), "it ended")

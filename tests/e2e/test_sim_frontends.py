@@ -21,13 +21,17 @@ from orchestrator.store.registry import Registry
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
 PROMPTS = [token_prompt(20, seed=i) for i in range(40)]
-CROWD = 640  # requests in flight: more than one frontend is to have
+# A frontend is to have fewer requests than of the product's own (`decisions/test_frontend_count.py`), and a quiet
+# minute is short.
+LIMITS = {"GROW_REQUESTS": 64, "SHRINK_REQUESTS": 24, "SHRINK_AFTER_S": 10.0}
+CROWD = 80  # requests in flight: more than one frontend is to have
 
 
 @pytest.fixture(scope="module")
 def fleet() -> Iterator[RunningFleet]:
-    sets = ("frontend.replicas=auto", "frontend.max_replicas=2", "sim.step_base_ms=400", "workers.decode.replicas=3")
-    with running_fleet("sim-2p2d.yaml", *sets) as running:
+    sets = ("frontend.replicas=auto", "frontend.max_replicas=2", "sim.step_base_ms=200", "workers.decode.replicas=3")
+    limits = {f"orchestrator.launch.decisions.fleet_size.{name}": value for name, value in LIMITS.items()}
+    with running_fleet("sim-2p2d.yaml", *sets, constants=limits) as running:
         yield running
 
 

@@ -7,8 +7,6 @@ import math
 import os
 import signal
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,8 +16,10 @@ import httpx
 import pytest
 from support_client import LONG_STEPS, nobody_fails
 from support_fleet import ROOT, token_prompt
+from support_here import as_main, start_here
 from support_many_models import Models
 from support_servers import free_port
+from support_wait import DEADLINE_S
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
@@ -46,13 +46,13 @@ def took_ms(fleet: Models, model: str, since: float, until: float = math.inf) ->
 
 
 async def test_each_request_is_served_by_workers_of_its_model(fleet: Models) -> None:
-    answered = {name: fleet.of(name).ask_all(PROMPTS * 5, concurrency=16) for name in MODELS}
+    answered = {name: fleet.of(name).ask_all(PROMPTS * 2, concurrency=16) for name in MODELS}
     answers = dict(zip(answered, await asyncio.gather(*answered.values()), strict=True))
     for name, those in answers.items():
         assert [(a.status, a.error) for a in those if not a.ok] == []
         ended = fleet.at(name).until(
             lambda name=name: (
-                fleet.at(name).metric("pd_requests_total", model_name=name, outcome="finished") >= len(PROMPTS) * 5
+                fleet.at(name).metric("pd_requests_total", model_name=name, outcome="finished") >= len(PROMPTS) * 2
             ),
             "all are counted for their model",
         )
@@ -149,16 +149,15 @@ async def test_a_model_is_rolled_out_by_itself_and_frontends_follow(fleet: Model
 def test_a_frontend_that_no_launcher_starts_serves_all_models(fleet: Models, tmp_path: Path) -> None:
     file, port = tmp_path / "fleet.yaml", free_port()
     file.write_text(f"namespace: {fleet.namespace}\n" + (ROOT / "configs" / CONFIG).read_text())
-    command = [sys.executable, "-m", "orchestrator.frontend.server", "--config", str(file), "--port", str(port)]
+    arguments = ("--config", str(file), "--port", str(port), "--redis", fleet.redis_url())
     output = (tmp_path / "output").open("w")
-    frontend = subprocess.Popen(
-        [*command, "--redis", fleet.redis_url()], cwd=ROOT, stdout=output, stderr=subprocess.STDOUT
-    )
+    program = as_main("orchestrator.frontend.server", *arguments)
+    frontend = start_here(program, output.fileno(), output.fileno())
     url = f"http://127.0.0.1:{port}"
     try:
 
         def serves() -> bool:
-            assert frontend.poll() is None, (tmp_path / "output").read_text()
+            assert frontend.is_alive(), (tmp_path / "output").read_text()
             with contextlib.suppress(httpx.HTTPError):
                 return all(httpx.get(f"{url}/ready", timeout=10).json()["models"].values())
             return False
@@ -169,6 +168,7 @@ def test_a_frontend_that_no_launcher_starts_serves_all_models(fleet: Models, tmp
         shown = fleet.steer_one("large", "status", "--json", "--redis", fleet.redis_url()).stdout
         assert json.loads(shown)["model"] == "large"
     finally:
-        frontend.send_signal(signal.SIGTERM)
-        assert frontend.wait(60) == 0, (tmp_path / "output").read_text()
+        frontend.terminate()
+        frontend.join(DEADLINE_S)
+        assert frontend.exitcode == 0, (tmp_path / "output").read_text()
         output.close()

@@ -3,8 +3,6 @@
 import contextlib
 import os
 import socket
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,6 +10,7 @@ import httpx
 import psutil
 import pytest
 from support_fleet import ROOT, RunningFleet, descendants, running_fleet
+from support_here import as_main, run_here
 from support_tls import make_certificate
 
 from orchestrator.frontend.access import OPEN
@@ -173,9 +172,8 @@ def test_a_key_is_exchanged_while_the_fleet_runs(fleet: RunningFleet, keys: Path
     "module", ["orchestrator.frontend.server --redis redis://127.0.0.1:1 --config", "orchestrator.cli.main up"]
 )
 def test_nothing_starts_that_would_unpickle_messages(module: str) -> None:
-    command = [sys.executable, "-m", *module.split(), str(ROOT / "configs" / "sim-2p2d.yaml")]
-    environment = {**os.environ, "VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
-    ended = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=100)
+    config = str(ROOT / "configs" / "sim-2p2d.yaml")
+    ended = run_here(as_main(*module.split(), config), VLLM_ALLOW_INSECURE_SERIALIZATION="1")
     assert ended.returncode == 2
     assert "VLLM_ALLOW_INSECURE_SERIALIZATION: messages between hosts are never unpickled" in ended.stderr
     assert "Traceback" not in ended.stderr

@@ -12,8 +12,7 @@ from support_fleet import RunningFleet, running_fleet, token_prompt
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
 TTFT_S = 2.0
-# With the flood so long that 2% of the answers are one, which a pause of the machine may delay.
-ALONE_S, FLOODED_S = 30.0, 60.0
+ALONE_S, FLOODED_S = 15.0, 30.0
 # A prompt of 2,000 tokens takes 0.4 s, so a prefill worker computes 2.5 a second: 0.8 for each of three tenants.
 CALM = {"a": 0.4, "b": 0.4}
 FLOOD = {"flood": 8.0}
@@ -75,6 +74,6 @@ async def test_a_tenant_that_floods_delays_nobody_and_is_refused_what_the_others
     print(f"in time {in_time} of {len(beside)}; the flood: {len(served)} answered, {len(refused)} refused")
     # The flood's own share raises it by about a fifth; without shares it is many times as long.
     assert statistics.median(beside) <= 1.6 * statistics.median(before)
-    assert in_time >= 0.98 * len(beside)
+    assert in_time >= len(beside) - 1, "one a pause of the machine may delay"
     assert {(answer.status, answer.retry_after_s > 0) for answer in refused} == {(429, True)}
     assert len(served) >= 0.8 * FLOODED_S * sum(CALM.values()), "the flood has its share, which is that of both others"

@@ -4,8 +4,10 @@ import subprocess
 import sys
 
 import pytest
+from support_here import as_main, run_here
 
-SERVER = pytest.param("orchestrator.frontend.server", marks=pytest.mark.vllm)
+FRONTEND = "orchestrator.frontend.server"
+SERVER = pytest.param(FRONTEND, marks=pytest.mark.vllm)
 PROGRAMS = [
     "orchestrator.cli.main",
     "orchestrator.config.demo.convert",
@@ -19,6 +21,8 @@ pytestmark = pytest.mark.slow
 
 
 def ran(module: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    if module == FRONTEND:
+        return run_here(as_main(module, *arguments))  # it would import vLLM anew
     return subprocess.run([sys.executable, "-m", module, *arguments], capture_output=True, text=True, timeout=100)
 
 

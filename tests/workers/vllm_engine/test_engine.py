@@ -46,14 +46,6 @@ async def pair(model: Path, request: pytest.FixtureRequest) -> AsyncIterator[tup
     await decode.stop()
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def reference(model: Path) -> AsyncIterator[Driver]:
-    """An engine without prefix caching, which always computes everything itself."""
-    engine = await Driver.start(model, name="reference", enable_prefix_caching=False)
-    yield engine
-    await engine.stop()
-
-
 async def expected(reference: Driver, key: str, body: list[bytes]) -> list[int]:
     key = f"{key}-{next(COUNT)}"  # the reference engine serves every transfer mode's turn
     await reference.decode(key, body)
@@ -272,11 +264,11 @@ async def test_many_requests_with_aborts_on_both_sides(pair, reference) -> None:
         if key not in aborted:
             assert await decode.done(key) == await expected(reference, key, body), key
 
-    for start in range(0, 120, 12):
+    for start in range(0, 60, 12):
         await asyncio.gather(*(one(number) for number in range(start, start + 12)))
     await assert_no_leaks(prefill, decode)
-    assert len(aborted) > 5
-    assert decode.engine.kv_totals["pd_verified"] - verified > 50
+    assert len(aborted) > 2
+    assert decode.engine.kv_totals["pd_verified"] - verified > 25
 
 
 @in_one_mode

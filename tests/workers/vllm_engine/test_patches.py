@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support_here import run_here
 from support_vllm import scheduler_of
 from support_wait import DEADLINE_S
 
@@ -90,20 +91,19 @@ def test_only_tokens_with_an_adapter_get_its_weights(monkeypatch: pytest.MonkeyP
     assert torch.allclose(linear[3], torch.cat(of_nine))
 
 
-_INSPECTION = """
-import subprocess
-from vllm.model_executor.models import registry
-from workers.vllm_engine.patches import patch_cpu_engines
-patch_cpu_engines()
-subprocess.run = None  # as vLLM would call it
-print(registry.ModelRegistry.models["LlamaForCausalLM"].inspect_model_cls().supports_pp)
-"""
+def inspects() -> None:
+    from vllm.model_executor.models import registry
+
+    from workers.vllm_engine.patches import patch_cpu_engines
+
+    registry._run_in_subprocess = None  # whatever an engine of another test has made of it
+    patch_cpu_engines()
+    subprocess.run = None  # as vLLM would call it
+    print(registry.ModelRegistry.models["LlamaForCausalLM"].inspect_model_cls().supports_pp)
 
 
 def test_no_process_is_started_to_find_out_what_a_model_can_do(tmp_path: Path) -> None:
-    env = os.environ | {"VLLM_CACHE_ROOT": str(tmp_path)}
-    command = [sys.executable, "-c", _INSPECTION]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, env=env)
+    done = run_here(inspects, VLLM_CACHE_ROOT=str(tmp_path))
     assert done.stdout.split()[-1:] == ["True"], done.stderr
     assert list((tmp_path / "modelinfos").iterdir()), "the next process finds it"
 
