@@ -18,6 +18,7 @@ from orchestrator.policy.ratio.caches import Caches, caches_of
 from orchestrator.policy.ratio.load import (
     INTERVAL_S,
     MIN_WINDOWS_S,
+    NEARLY,
     WINDOW_S,
     LoadSample,
     caches_filling,
@@ -117,7 +118,9 @@ def desired_ratio(
     The whole window and both halves must call for a change in the same direction, so that a burst moves nobody. A move
     to decode needs two samples, a move to prefill ten seconds of them unless requests end between two samples, because
     a decode worker can do both. For the same reason any number of workers goes to decode at once, and at most
-    `max_step` (default: `_max_move_to_prefill`) to prefill.
+    `max_step` (default: `_max_move_to_prefill`) to prefill. Under overload a move to decode that gains less than
+    `SURE_GAIN` needs the whole window: at the peak of a load that swings it would be for little, and too few workers
+    would prefill after it.
     """
     if not window or current.prefill + current.decode < config.min_prefill + config.min_decode:
         return None
@@ -140,6 +143,9 @@ def desired_ratio(
         if more < 0 or (more > 0 and (least_s > 0 or quick) and not caches_filling(part)):
             found = _decision(part, current, split, more, slo)
             gain = found.headroom_after / max(1e-9, found.headroom_before) - 1
+            whole = sum(sample.period_s for sample in part) >= NEARLY * WINDOW_S or _decode_overloaded(part, split)
+            if more < 0 and found.headroom_before < 1 and gain < SURE_GAIN and not whole:
+                continue
             if since_s >= COOL_DOWN_S or more * went > 0 or gain >= BACK_GAIN:
                 return found
     return None
@@ -219,7 +225,7 @@ def _best_prefill(
     less.
 
     With `overloaded` the current split is left even for one with less headroom, because the sequences that decode now
-    do not fit on its decode workers; but not for one without prefill workers.
+    do not fit in its decode workers' memory; but not for one without prefill workers.
     """
     total = current.prefill + current.decode
     arriving = traffic(window)
@@ -313,10 +319,10 @@ def _traffic_after(arriving: Traffic, caches: Caches | None, current: Split, mor
 
 
 def _decode_overloaded(window: Sequence[LoadSample], current: Split) -> bool:
-    """Whether decode workers had more sequences than they can hold throughout the window, by more than chance: the
-    number is about Poisson."""
+    """Whether decode workers had more sequences than their memory can hold throughout the window, by more than chance:
+    the number is about Poisson. Those are preempted and computed again. What lacks a place in a batch only waits."""
     return all(
-        sample.sequences - Z_95 * math.sqrt(sample.sequences) > sample.max_sequences * current.decode
+        sample.sequences - Z_95 * math.sqrt(sample.sequences) > sample.memory_sequences * current.decode
         for sample in window
     )
 

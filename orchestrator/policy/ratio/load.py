@@ -20,6 +20,7 @@ MIN_ENDED_SHARE = 0.25  # lower bound of ended requests over arrived ones, in th
 MIN_REQUESTS = 20  # in half a window: fewer tell too little about lengths
 INTERVAL_S = 2.0  # between two samples
 WINDOW_S, WINDOW_SAMPLES = 60.0, 30  # that must agree; fewer where many requests arrive
+NEARLY = 0.95  # of a window's seconds: periods vary
 # A window is the shortest one that has one of these lengths (s) and this many requests, which tell the mean of
 # exponential sizes to a tenth. A shorter window may be one burst, and needs more requests.
 MIN_WINDOWS_S, ENOUGH_REQUESTS, ENOUGH_OF_A_BURST = (10.0, 20.0, 40.0), 100, 200
@@ -52,6 +53,7 @@ class LoadSample(msgspec.Struct, frozen=True):
     prefill_s_per_token: float
     step: tuple[float, float]  # a decode step, measured: fixed seconds, and seconds per sequence
     max_sequences: float  # on one decode worker, by batch size or memory
+    memory_sequences: float = math.inf  # the same by memory alone
     worker_tokens: float = 0.0  # for which one worker caches KV, on its device or in its host tier, which copies that
     reuse: Reuse = Reuse()  # of the prompts that arrived
     link_s_per_token: float = 0.0  # `Observation`'s
@@ -104,6 +106,7 @@ class LoadSampler:
             prefill_s_per_token=predictor.s_per_token,
             step=self._step(predictor.mean_itl_s(now.decode_workers)),
             max_sequences=max(1.0, min(now.worker_sequences, by_memory)),
+            memory_sequences=max(1.0, by_memory),
             worker_tokens=max(now.worker_tokens, now.host_tokens),
             reuse=reuse,
             link_s_per_token=now.link_s_per_token,
@@ -142,7 +145,7 @@ def recent(window: Sequence[LoadSample], least_s: float = MIN_WINDOWS_S[0]) -> S
     for start in range(len(window) - 1, -1, -1):
         seconds += window[start].period_s
         requests += window[start].offered.requests
-        if seconds >= 0.95 * least_s and requests >= enough and start <= len(window) - 2:
+        if seconds >= NEARLY * least_s and requests >= enough and start <= len(window) - 2:
             return window[start:]
     return window if len(window) >= WINDOW_SAMPLES else ()
 

@@ -132,6 +132,17 @@ def test_where_few_more_would_be_in_time_the_split_must_bear_more_load_too(monke
     assert (decide(CODE, CODE, CODE) is not None) == moved
 
 
+@pytest.mark.parametrize(("in_time", "samples", "moved"), [(1.05, 5, (6,)), (1.05, 6, (2, 6)), (1.15, 5, (2, 6))])
+@pytest.mark.parametrize("prefill", [2, 6])
+def test_where_few_more_would_be_in_time_the_whole_window_must_say_so_for_decode(
+    monkeypatch, prefill, in_time, samples, moved
+):
+    for measure in ("headroom", "multiple"):
+        found = {True: 0.8 * in_time, False: 0.8}
+        monkeypatch.setattr(decision, measure, lambda traffic, prefills, *_, found=found: found[prefills == prefill])
+    assert (decide(*[CODE] * samples) is not None) == (prefill in moved)
+
+
 @pytest.mark.parametrize(("gain", "went"), [(gain, went) for gain in (0.03, 0.15) for went in (-1, 0, 1)])
 def test_a_change_is_taken_back_within_a_cool_down_only_for_a_large_gain(monkeypatch, gain, went):
     """Where requests end within two seconds it may go on the same way. One that others made stays for a cool-down."""
@@ -220,7 +231,9 @@ def test_each_decode_worker_helps_overloaded_fleet():
 
 def test_split_without_room_for_sequences_is_left():
     by_chance, too_many = 4 * 256 + 50, 4 * 256 + 60  # a standard deviation is 33 sequences
-    code = [msgspec.structs.replace(CODE, sequences=n) for n in (by_chance, too_many)]
+    waiting = msgspec.structs.replace(CODE, sequences=too_many)
+    assert decide(waiting, waiting) is None, "they lack places in the batch, and only wait"
+    code = [msgspec.structs.replace(CODE, sequences=n, memory_sequences=256.0) for n in (by_chance, too_many)]
     assert decide(code[0], code[0]) is None, "more would prefill, by what arrives, and have no room"
     assert decide(code[1], code[1]).after.prefill == 3, "five workers hold it"
     assert decide(code[0], code[1]) is None, "it may pass"
@@ -230,7 +243,7 @@ def test_split_keeps_sequences_that_are_too_many_by_chance():
     """Few sequences with long prompts fill the memory of decode workers. Another split would bear no more."""
     for sequences, moved in ((140, False), (160, True)):
         summaries = msgspec.structs.replace(offering(110, 8000, 330), sequences=sequences, step=(0.0084, 0.00057))
-        summaries = msgspec.structs.replace(summaries, max_sequences=32.0)
+        summaries = msgspec.structs.replace(summaries, max_sequences=32.0, memory_sequences=32.0)
         assert (decide(summaries, summaries, summaries) is not None) == moved
 
 
@@ -238,11 +251,11 @@ def test_last_prefill_worker_stays_in_overload():
     """It holds back long prompts. Without it the split would have less headroom."""
     last = DesiredRatio(1, 7, set_at=-1000.0)
     mixed = offering(560, 1000, 500)
-    full = generating(mixed, 358_400, sequences=7 * 256 + 80)
+    full = msgspec.structs.replace(generating(mixed, 358_400, sequences=7 * 256 + 80), memory_sequences=256.0)
     found = traffic([full, full])
     assert headroom(found, 0, 8, SLO) < headroom(found, 1, 7, SLO) < 1
     assert decide(full, full, current=last) is None
-    stories = generating(STORIES, 1_200_000, sequences=7 * 256 + 80)
+    stories = msgspec.structs.replace(generating(STORIES, 1_200_000, 7 * 256 + 80), memory_sequences=256.0)
     assert decide(stories, stories, current=last).after.prefill == 0, "with more headroom it goes"
 
 

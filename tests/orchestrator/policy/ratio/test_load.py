@@ -75,17 +75,18 @@ def test_a_clock_that_was_set_back_gives_no_sample():
 
 
 @pytest.mark.parametrize(
-    ("changes", "sequences"),
+    ("changes", "sequences", "by_memory"),
     [
-        ({}, 64),  # its batch
-        ({"worker_tokens": 40_000}, 32),  # its memory, a fifth of it kept free, at 1000 tokens each
-        ({"worker_sequences": 7}, 7),
+        ({}, 64, 80),  # its batch
+        ({"worker_tokens": 40_000}, 32, 32),  # its memory, a fifth of it kept free, at 1000 tokens each
+        ({"worker_sequences": 7}, 7, 80),
     ],
 )
-def test_a_worker_is_full_by_its_batch_or_its_memory(changes, sequences):
+def test_a_worker_is_full_by_its_batch_or_its_memory(changes, sequences, by_memory):
     sampler = LoadSampler()
     sampler.sample(FIRST, Predictor())
-    assert sampler.sample(later(**changes), Predictor()).max_sequences == pytest.approx(sequences)
+    sample = sampler.sample(later(**changes), Predictor())
+    assert (sample.max_sequences, sample.memory_sequences) == pytest.approx((sequences, by_memory))
 
 
 def test_a_host_tier_makes_a_worker_cache_more_and_batch_no_more():
