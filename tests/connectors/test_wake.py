@@ -76,6 +76,39 @@ def test_what_was_closed_ends_no_further_wait() -> None:
     assert time.monotonic() - began > 0.04
 
 
+def test_looks_are_rare_only_while_descriptors_tell_of_messages(
+    connection: tuple[socket.socket, socket.socket, int],
+) -> None:
+    near, far, polled = connection
+    event = MessageEvent([polled])
+    often_s = event.look_s(1.0, connecting=False)
+
+    def message(told: bool) -> None:
+        if told:
+            near.send(b"landed")
+        assert not event.wait(0.001)
+        if told:
+            far.recv(16)
+        event.looked(found=True)
+
+    for _ in range(2):
+        for _ in range(40):
+            message(told=True)
+        assert event.look_s(1.0, connecting=False) > 2 * often_s
+        assert event.look_s(1.0, connecting=True) == often_s, "UCX connects by messages of which it may not tell"
+        message(told=False)  # it came as a wait ended
+        for _ in range(40):
+            event.wait(0.0001)  # not for descriptors
+            event.looked(found=True)
+            event.wait(0.001)
+            event.looked(found=False)
+        assert event.look_s(1.0, connecting=False) > 2 * often_s
+        for _ in range(40):
+            message(told=False)  # over RDMA
+        assert event.look_s(1.0, connecting=False) == often_s
+    assert event.look_s(0.0, connecting=False) < often_s, "by 1% of the wait"
+
+
 def test_a_message_over_nixl_ends_the_wait() -> None:
     pytest.importorskip("nixl._api")
     # In processes of their own: UCX stays where it has been loaded.
