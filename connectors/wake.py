@@ -38,13 +38,20 @@ class WakeEvent(threading.Event):
 
 
 def epolls() -> set[int]:
-    """The epoll instances of this process, by their descriptors."""
+    """The epoll instances of this process, by their descriptors, but for those with a timer, which are of no
+    connections: NIXL's telemetry has one, which can be read now and then without any message."""
     found = set[int]()
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):  # it has just been closed
-            if os.readlink(f"/proc/self/fd/{name}") == "anon_inode:[eventpoll]":
+            if os.readlink(f"/proc/self/fd/{name}") == "anon_inode:[eventpoll]" and not _has_timer(name):
                 found.add(int(name))
     return found
+
+
+def _has_timer(name: str) -> bool:
+    with open(f"/proc/self/fdinfo/{name}") as info:
+        watched = [line.split()[1] for line in info if line.startswith("tfd:")]
+    return any(os.readlink(f"/proc/self/fd/{one}") == "anon_inode:[timerfd]" for one in watched)
 
 
 class MessageEvent(threading.Event):

@@ -122,20 +122,24 @@ def test_a_message_over_nixl_ends_the_wait() -> None:
                 sender.stdin.write(f"{number}\n")
                 sender.stdin.flush()
                 looks.append(int(receiver.stdout.readline()))
+            undisturbed = receiver.stdout.readline()
         finally:
             for process in (receiver, sender):
                 assert process.stdin is not None
                 process.stdin.close()
     assert max(looks) < 100, "it came when there was something to read"
+    assert undisturbed.strip() == "True", "nothing else ends waits"
 
 
 def receive() -> None:
-    """Writes the agent's metadata, then for each message how often it looked. Ends with an error if one is missing."""
+    """Writes the agent's metadata, for each message how often it looked, and whether waits for none lasted. Ends with
+    an error if one is missing."""
     told, sys.stdout = sys.stdout, sys.stderr  # NIXL logs there
     from nixl._api import nixl_agent, nixl_agent_config
 
     before = epolls()
-    agent = nixl_agent("receiver", nixl_agent_config(enable_prog_thread=False, num_threads=0))
+    settings = nixl_agent_config(enable_prog_thread=False, num_threads=0, capture_telemetry=True)  # as vLLM's
+    agent = nixl_agent("receiver", settings)
     event = MessageEvent(epolls() - before)
     print(agent.get_agent_metadata().hex(), file=told, flush=True)
     deadline = time.monotonic() + LONG_S
@@ -146,6 +150,13 @@ def receive() -> None:
             looks, found = looks + 1, agent.get_new_notifs()
         assert found == {"sender": [str(number).encode()]}
         print(looks, file=told, flush=True)
+    lasted = []
+    for _ in range(8):  # UCX may have messages of its own
+        began = time.monotonic()
+        event.wait(0.5)
+        lasted.append(time.monotonic() - began > 0.4)
+        assert not agent.get_new_notifs()
+    print(sum(lasted) > len(lasted) / 2, file=told, flush=True)
 
 
 def send() -> None:
