@@ -132,9 +132,7 @@ class FakeWorker(PushWorker):
         self.handshakes: list[Exception | None] = []
         with patch.object(NixlPushConnectorWorker, "__init__", _init_without_an_engine):
             super().__init__(SimpleNamespace(rank=rank, tp_size=tp_size, **_CONFIG), "P", None)
-        self._push_writer_wake = SimpleNamespace(
-            set=lambda: None, clear=lambda: None, wait=lambda timeout: self._push_writer_stop.set()
-        )
+        self._push_writer_wake.wait = lambda timeout: self._push_writer_stop.set()
 
     def __del__(self) -> None: ...
 

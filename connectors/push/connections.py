@@ -141,9 +141,9 @@ class Connections(verify.Verifying):
             return False
         return True
 
-    def _receive(self) -> None:
-        looks_at = time.monotonic()
-        for agent, notifications in self.nixl_wrapper.get_new_notifs().items():
+    def _receive(self) -> bool:  # whether a message was there
+        looks_at, found = time.monotonic(), self.nixl_wrapper.get_new_notifs()
+        for agent, notifications in found.items():
             for notification in notifications:
                 if wire.is_stock_notice(notification):
                     continue
@@ -156,6 +156,7 @@ class Connections(verify.Verifying):
                 else:
                     self._run(functools.partial(self._on_message, message, agent))
         self._looked_at = looks_at
+        return bool(found)
 
     def _on_message(self, message: wire.Message, agent: str, now: float) -> Iterable[Any]:
         self._pings.answered(agent)

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 logger = init_logger("vllm.pd.push")
 
-_TICK_S, _CUT_AT_ONCE = 0.1, 4
+_TICK_S, _SOON_S, _CUT_AT_ONCE = 0.1, 0.005, 4
 _LENT_BYTES = 8 << 20  # of a prefix that is lent, so many at a time beside pushes: a push waits for no more
 
 
@@ -177,7 +177,7 @@ class PushWorker(Connections):
         tick_at, poll_s = 0.0, _TICK_S
         while not self._push_writer_stop.is_set():
             try:
-                self._receive()  # first: after a long stall, a withdrawal counts before anything more is posted
+                self._push_writer_wake.looked(self._receive())  # first: a withdrawal counts before more is posted
                 while not self._events.empty():
                     self._run(self._events.get())
                 self._poll_writes()
@@ -195,6 +195,8 @@ class PushWorker(Connections):
                     self._reconnect_lost()
                     self._forget_dead()
                 poll_s = self._poll_s()
+                if poll_s > _SOON_S and self._receive():  # it came while NIXL was used: no socket tells of it any more
+                    poll_s = 0.0
             except Exception:
                 logger.exception("KV transfer: unexpected error; the writer goes on")
             self._push_writer_wake.wait(poll_s)
@@ -202,11 +204,10 @@ class PushWorker(Connections):
 
     def take_cores(self) -> None:
         """Moves this thread to `writer_cores`. Where that fails it runs on its process's cores."""
-        if self.options.writer_cores:
+        if cores := self.options.writer_cores:
             try:
-                os.sched_setaffinity(threading.get_native_id(), self.options.writer_cores)
+                os.sched_setaffinity(threading.get_native_id(), cores)
             except OSError as error:
-                cores = self.options.writer_cores
                 logger.warning("KV is copied on the computing cores: cores %s cannot be used (%s)", cores, error)
 
     def _poll_s(self) -> float:
@@ -215,10 +216,9 @@ class PushWorker(Connections):
             return 0.0005
         if self._outbound.awaits_device or self._outbound.is_writing:
             return 0.001
-        if self._inbound.busy:  # a notice of which no socket tells comes late by 1% of the shortest wait at most
-            return min(0.004, max(0.001, 0.005 * (time.monotonic() - self._inbound.registered_at)))
-        if self._outbound.busy or self._writes or self._is_connecting:
-            return 0.005  # while prefill computes: registrations come in
+        if self._inbound.busy or self._outbound.busy or self._writes or self._is_connecting:
+            waited_s = time.monotonic() - self._inbound.registered_at if self._inbound.busy else 1.0
+            return self._push_writer_wake.look_s(waited_s, self._is_connecting)
         return 0.25  # such a message waits up to this long; this costs 0.2 % of a core
 
     def _carry_out(self, action: Any) -> None:

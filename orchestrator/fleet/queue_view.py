@@ -1,6 +1,7 @@
 """One frontend's view of the prefill queue: whether it is reachable, its depth, and its maintenance.
 
-The depth is polled, and corrected by the jobs that this frontend has enqueued since the last poll. After one failure
+The depth is polled, and corrected by the jobs that this frontend has enqueued since the last poll. While the queue is
+empty it is polled less often, until this frontend enqueues a job: an idle fleet spends most on polls. After one failure
 Redis counts as away until a poll succeeds, so that no further request waits for a time-out. Jobs in the queue wait a
 little longer, since a server that only paused has lost nothing.
 """
@@ -15,14 +16,15 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from orchestrator.process.ticks import left_s
+from orchestrator.process.ticks import left_s, until_told
 from orchestrator.store.client import RedisAway
 from orchestrator.store.queue import JobTooLarge, PrefillQueue, QueueFull
 from orchestrator.types import JobState, PrefillJob, QueueDepth
 
 log = logging.getLogger("pd.queue")
 
-POLL_S = 0.1
+POLL_S, EMPTY_POLL_S = 0.1, 0.5
+_EMPTY = QueueDepth(0, 0, 0)
 AWAY_GRACE_S = 1.5  # a queue that is out of reach for longer, from the first command that failed, is given up
 
 
@@ -34,12 +36,21 @@ class QueueView:
         self._depth: QueueDepth | None = None
         self._away_since: float | None = None
         self._server_run: str | None = None  # of the server that was polled last
+        self._stirred = asyncio.Event()  # a job was enqueued or a command failed, since the last poll
         self.polled = asyncio.Event()  # asked once, whether it answered or not
 
     @property
     def depth(self) -> QueueDepth | None:
         """The depth of the queue; None while it cannot be reached."""
         return self._depth
+
+    async def look(self) -> None:
+        """Poll now: `depth` may be as old as the last poll."""
+        if self._depth is not None:  # else `run` finds out when it can be reached again, and what is behind it then
+            try:
+                self._depth = await self._queue.poll()
+            except RedisAway as error:
+                self._note_away(error)
 
     async def enqueue(self, job: PrefillJob) -> str | None:
         """Returns None, or why the queue did not take the job."""
@@ -52,6 +63,7 @@ class QueueView:
         except RedisAway as error:
             self._note_away(error)
             return "queue_unavailable"
+        self._stirred.set()
         if (depth := self._depth) is not None:
             self._depth = msgspec.structs.replace(
                 depth, requests=depth.requests + 1, tokens=depth.tokens + job.uncached_tokens
@@ -110,7 +122,10 @@ class QueueView:
             if not given_up and self._patience_s() == 0:
                 given_up = True
                 on_away()
-            await asyncio.sleep(left_s(POLL_S))
+            if self._depth == _EMPTY:
+                await until_told(self._stirred, left_s(EMPTY_POLL_S))
+            else:
+                await asyncio.sleep(left_s(POLL_S))
 
     def _patience_s(self) -> float | None:
         """How much longer to wait before the queue is given up, seconds; None while it is reachable."""
@@ -125,6 +140,7 @@ class QueueView:
 
     def _note_away(self, error: RedisAway) -> None:
         self._depth = None
+        self._stirred.set()
         if self._away_since is None:
             log.warning("no prompt is prefilled remotely until Redis is back: %s", error)
             self._away_since = time.monotonic()

@@ -50,6 +50,7 @@ class PauseCalls:
         awaited however long they take (`wait`), or frozen (`keep`); then the engines are paused."""
         try:
             await self._set(mode, self._fleet.pause.state.engines)
+            await self._queue.look()  # others may have enqueued jobs until just now
             if mode == "wait":
                 await self._wait_while(self._busy)
             elif mode == "abort":

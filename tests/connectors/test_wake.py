@@ -76,6 +76,39 @@ def test_what_was_closed_ends_no_further_wait() -> None:
     assert time.monotonic() - began > 0.04
 
 
+def test_looks_are_rare_only_while_descriptors_tell_of_messages(
+    connection: tuple[socket.socket, socket.socket, int],
+) -> None:
+    near, far, polled = connection
+    event = MessageEvent([polled])
+    often_s = event.look_s(1.0, connecting=False)
+
+    def message(told: bool) -> None:
+        if told:
+            near.send(b"landed")
+        assert not event.wait(0.001)
+        if told:
+            far.recv(16)
+        event.looked(found=True)
+
+    for _ in range(2):
+        for _ in range(40):
+            message(told=True)
+        assert event.look_s(1.0, connecting=False) > 2 * often_s
+        assert event.look_s(1.0, connecting=True) == often_s, "UCX connects by messages of which it may not tell"
+        message(told=False)  # it came as a wait ended
+        for _ in range(40):
+            event.wait(0.0001)  # not for descriptors
+            event.looked(found=True)
+            event.wait(0.001)
+            event.looked(found=False)
+        assert event.look_s(1.0, connecting=False) > 2 * often_s
+        for _ in range(40):
+            message(told=False)  # over RDMA
+        assert event.look_s(1.0, connecting=False) == often_s
+    assert event.look_s(0.0, connecting=False) < often_s, "by 1% of the wait"
+
+
 def test_a_message_over_nixl_ends_the_wait() -> None:
     pytest.importorskip("nixl._api")
     # In processes of their own: UCX stays where it has been loaded.
@@ -89,20 +122,24 @@ def test_a_message_over_nixl_ends_the_wait() -> None:
                 sender.stdin.write(f"{number}\n")
                 sender.stdin.flush()
                 looks.append(int(receiver.stdout.readline()))
+            undisturbed = receiver.stdout.readline()
         finally:
             for process in (receiver, sender):
                 assert process.stdin is not None
                 process.stdin.close()
     assert max(looks) < 100, "it came when there was something to read"
+    assert undisturbed.strip() == "True", "nothing else ends waits"
 
 
 def receive() -> None:
-    """Writes the agent's metadata, then for each message how often it looked. Ends with an error if one is missing."""
+    """Writes the agent's metadata, for each message how often it looked, and whether waits for none lasted. Ends with
+    an error if one is missing."""
     told, sys.stdout = sys.stdout, sys.stderr  # NIXL logs there
     from nixl._api import nixl_agent, nixl_agent_config
 
     before = epolls()
-    agent = nixl_agent("receiver", nixl_agent_config(enable_prog_thread=False, num_threads=0))
+    settings = nixl_agent_config(enable_prog_thread=False, num_threads=0, capture_telemetry=True)  # as vLLM's
+    agent = nixl_agent("receiver", settings)
     event = MessageEvent(epolls() - before)
     print(agent.get_agent_metadata().hex(), file=told, flush=True)
     deadline = time.monotonic() + LONG_S
@@ -113,6 +150,13 @@ def receive() -> None:
             looks, found = looks + 1, agent.get_new_notifs()
         assert found == {"sender": [str(number).encode()]}
         print(looks, file=told, flush=True)
+    lasted = []
+    for _ in range(8):  # UCX may have messages of its own
+        began = time.monotonic()
+        event.wait(0.5)
+        lasted.append(time.monotonic() - began > 0.4)
+        assert not agent.get_new_notifs()
+    print(sum(lasted) > len(lasted) / 2, file=told, flush=True)
 
 
 def send() -> None:

@@ -319,15 +319,15 @@ def test_a_write_is_looked_after_each_millisecond_also_while_prefill_computes(pu
     near = wire.Endpoint("D", "host", 1, 1)
     worker.step(started=[Started("s", 2, 32)])
     worker.hear("D/0", order("s", 7, 8, decode=near))
-    assert worker._poll_s() == 0.005
+    assert worker._poll_s() == 0.004
     worker.step(computed=[Computed("s", 0, 0, ((1,),), False)])
     assert worker._poll_s() == 0.001 and not worker._outbound.awaits_writes
     worker.end_writes()
-    assert worker._poll_s() == 0.005
+    assert worker._poll_s() == 0.004
     worker.step(dead_engines=["D"])
     worker.step(computed=[Computed("s", 0, 1, ((2,),), True)])
     worker.step(finished=[Finished("s", True, True)])
-    assert worker._poll_s() == 0.005, "for a moment more: a connection was made"
+    assert worker._poll_s() == 0.004, "for a moment more: a connection was made"
     worker._connected_at = 0.0
     assert worker._poll_s() == 0.25
 
@@ -363,11 +363,11 @@ def test_what_is_said_over_a_new_connection_leaves_at_once_though_nothing_else_i
     worker.handshakes = [None]
     worker.step(met=[Met(NEAR, wire.Endpoint("P", "host", 2, 1))])
     worker.turn()
-    assert not worker._outbound.busy and worker._poll_s() == 0.005
+    assert not worker._outbound.busy and worker._poll_s() == 0.004
     worker._connected_at = 0.0
     assert worker._poll_s() == 0.25
     worker._lose("D", "its kernel says so")
-    assert worker._poll_s() == 0.005
+    assert worker._poll_s() == 0.004
 
 
 def test_nothing_is_written_over_a_connection_that_decode_has_cut(equal: Any) -> None:

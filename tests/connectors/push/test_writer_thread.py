@@ -12,6 +12,7 @@ import pytest
 from connectors.layers import StepLayers
 from connectors.push import wire
 from connectors.push.metadata import Computed, Finished, PushMetadata
+from connectors.wake import MessageEvent
 
 pytestmark = pytest.mark.vllm
 
@@ -64,7 +65,7 @@ def worker() -> Iterator[Any]:
         def __init__(self) -> None:
             super().__init__(0, 1)
             self.nixl_wrapper = Nixl()
-            self._push_writer_wake = threading.Event()
+            self._push_writer_wake = MessageEvent(())
             self.steps: list[LateEvent] = []
             self.know("D", 1, [0])
 
@@ -157,6 +158,32 @@ def test_registrations_and_withdrawals_are_answered_while_a_step_computes(worker
     worker.steps[1].happened.set()
     soon(lambda: (AGENT, wire.Landed("b-decode")) in nixl.sent, "the news that b has landed")
     assert len(nixl.posted) == 1  # nothing of a was written once decode had its answer
+
+
+def test_what_comes_while_the_thread_uses_nixl_is_read_before_it_sleeps(
+    worker: Any, nixl: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """UCX reads whatever is there when a message is sent: no socket tells of it any more."""
+    slept: list[float] = []
+    wait, send = worker._push_writer_wake.wait, nixl.send_notif
+
+    def waits(timeout_s: float) -> bool:
+        if not nixl.arrived.empty():
+            slept.append(timeout_s)
+        return bool(wait(timeout_s))
+
+    def sends(agent: str, **message: bytes) -> None:
+        send(agent, **message)
+        if (AGENT, wire.Gone("a-decode", "withdrawn by decode")) in nixl.sent and not slept:
+            nixl.send_notif = send
+            nixl.arrived.put(wire.Unregister("b", "b-decode", DECODE))
+
+    monkeypatch.setattr(worker._push_writer_wake, "wait", waits)
+    nixl.send_notif = sends
+    nixl.arrived.put(wire.Unregister("a", "a-decode", DECODE))
+    worker._push_writer_wake.set()
+    soon(lambda: (AGENT, wire.Gone("b-decode", "withdrawn by decode")) in nixl.sent, "the second answer")
+    assert all(timeout_s == 0 for timeout_s in slept)
 
 
 def test_the_thread_goes_on_after_an_event_that_could_not_be_asked(

@@ -25,6 +25,7 @@ class ScriptedQueue:
         self.failed = []
         self.run = "a"
         self.most = 10
+        self.polls = 0
 
     async def server_run(self):
         self._check()
@@ -44,6 +45,7 @@ class ScriptedQueue:
         self._check()
 
     async def poll(self):
+        self.polls += 1
         await self.answers.wait()
         self._check()
         return QueueDepth(len(self.jobs), sum(job.uncached_tokens for job in self.jobs), 0)
@@ -78,6 +80,50 @@ async def test_depth_includes_what_was_enqueued_since_the_last_poll(linked):
     await view.enqueue(job(100))
     await view.enqueue(job(50))
     assert view.depth == QueueDepth(2, 150, 0)
+
+
+@pytest.fixture
+def rests(monkeypatch):
+    monkeypatch.setattr(queue_view, "POLL_S", 0.01)
+    monkeypatch.setattr(queue_view, "EMPTY_POLL_S", 3600.0)
+
+
+async def test_an_empty_queue_is_left_alone_until_a_job_is_enqueued(rests, linked):
+    queue, view, _ = linked
+    for _ in range(2):
+        before = queue.polls
+        await asyncio.sleep(0.2)
+        assert queue.polls <= before + 1
+        await view.enqueue(job(100))
+        await until(lambda before=before: queue.polls > before + 5)  # others may claim it
+        queue.jobs.clear()
+        await until(lambda: view.depth == QueueDepth(0, 0, 0))
+        await asyncio.sleep(0.1)
+
+
+async def test_a_command_that_failed_has_an_empty_queue_polled(rests, linked):
+    queue, view, _ = linked
+    queue.away = True
+    await view.cancel("r", 1)
+    assert view.depth is None
+    queue.away = False
+    await until(lambda: view.depth is not None)
+
+
+async def test_what_others_have_enqueued_is_seen_by_a_look(rests, linked):
+    queue, view, told = linked
+    queue.jobs.append(job(100))
+    assert view.depth == QueueDepth(0, 0, 0)
+    await view.look()
+    assert view.depth == QueueDepth(1, 100, 0)
+    queue.away = True
+    await view.look()
+    assert view.depth is None
+    queue.away = False
+    await view.look()
+    assert view.depth is None, "another server may answer: what runs finds out"
+    await until(lambda: view.depth is not None)
+    assert not told.away
 
 
 async def test_full_queue_says_so_and_stays_reachable(linked):

@@ -1,10 +1,13 @@
-"""What a pause that drops the caches waits for."""
+"""What a pause waits for: the queue as it is by then, and where it drops the caches prompts and KV."""
+
+import asyncio
+from types import SimpleNamespace
 
 import msgspec
 import pytest
 
-from orchestrator.frontend.pause import moves_kv
-from orchestrator.types import Role, WorkerLoad
+from orchestrator.frontend.pause import PauseCalls, moves_kv
+from orchestrator.types import PauseState, QueueDepth, Role, WorkerLoad
 
 IDLE = WorkerLoad("w", 1, blocks_total=100, blocks_free=100, running=0, waiting=0, waiting_tokens=0, step_ms=1.0)
 
@@ -25,3 +28,29 @@ IDLE = WorkerLoad("w", 1, blocks_total=100, blocks_free=100, running=0, waiting=
 )
 def test_it_waits_for_prompts_and_kv_and_not_for_answers(role, said, waits):
     assert moves_kv(role, msgspec.structs.replace(IDLE, **said)) is waits
+
+
+class QueueOfOthers:
+    """Another frontend has enqueued a job since the last poll."""
+
+    depth = QueueDepth(0, 0, 0)
+
+    async def look(self):
+        self.depth = QueueDepth(1, 100, 0)
+
+
+@pytest.mark.parametrize("mode", ["wait", "abort", "keep"])
+async def test_jobs_count_that_others_have_enqueued_since_the_last_poll(mode):
+    told = SimpleNamespace(state=PauseState(), active=True)
+    fleet, queue = SimpleNamespace(pause=told, workers={}), QueueOfOthers()
+
+    async def call(name, state):
+        told.state = PauseState(*state)
+
+    pause = PauseCalls(fleet, SimpleNamespace(call=call), SimpleNamespace(requests={}), queue)
+    begins = asyncio.create_task(pause.begin(mode, clear_cache=True))
+    await asyncio.wait({begins}, timeout=0.2)
+    assert not begins.done() and not told.state.engines
+    queue.depth = QueueDepth(0, 0, 0)
+    await begins
+    assert told.state.engines
