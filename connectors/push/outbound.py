@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import Any, Union
 
 from connectors.push.actions import Chunk, Connect, Ended, Post, Release, Renew, Tell
-from connectors.push.records import EndedStream, EndedStreams, Links, PushStream
+from connectors.push.records import YIELD_S, EndedStream, EndedStreams, Links, PushStream, in_the_way
 from connectors.push.states import STREAM, STREAM_ENDS, Stream, StreamEvent
 from connectors.push.wire import Computing, Gone, Hello, Landed, Message, Register, Unregister
 
@@ -31,7 +31,7 @@ class Outbound:
         self.regions = 0  # of NIXL, in which a block has its layers
         self._lease_s = lease_s
         self._expect_s = expect_s
-        self._stepped_at = 0.0
+        self._stepped_at = self._yields_at = 0.0
         self._streams: dict[str, PushStream] = {}
         self._links = Links(hello)
         self._ended = EndedStreams()
@@ -110,8 +110,7 @@ class Outbound:
 
     def finish(self, key: str, now: float) -> list[Action]:
         """The prefill ended well and the scheduler holds its blocks until `Release`."""
-        stream = self._streams.get(key)
-        if stream is None:
+        if (stream := self._streams.get(key)) is None:
             return [Release(key)]
         stream.held, stream.computing = True, False
         if stream.state in STREAM_ENDS:
@@ -120,8 +119,7 @@ class Outbound:
 
     def abort(self, key: str, held: bool, why: str, now: float) -> list[Action]:
         """The prefill failed or was aborted. `held`: the scheduler keeps its blocks until `Release`."""
-        stream = self._streams.get(key)
-        if stream is None:
+        if (stream := self._streams.get(key)) is None:
             self._ended.add(key, EndedStream(Stream.DROPPED, why))
             return [Release(key)] if held else []
         stream.held, stream.computing = held, False
@@ -228,6 +226,9 @@ class Outbound:
                 actions += self._apply(stream, StreamEvent.GIVE_UP, now, _RUN_OUT)
             if stream.computing and stream.state is Stream.STREAMING and now >= stream.renew_at:
                 actions += self._renew(stream, now)
+        if now >= self._yields_at and (kept := in_the_way(list(self._streams.values()), now)) is not None:
+            self._yields_at = now + YIELD_S
+            actions += self._apply(kept, StreamEvent.GIVE_UP, now, "a prompt that decode waits for needs its room")
         return actions
 
     # ---- inside ------------------------------------------------------------------------------------------------
@@ -237,8 +238,7 @@ class Outbound:
 
     def _give_up_all(self, engine: str, why: str, now: float) -> list[Action]:
         self._links.pop(engine, None)
-        given_up = [self._apply(stream, StreamEvent.GIVE_UP, now, why) for stream in self._to(engine)]
-        return [action for actions in given_up for action in actions]
+        return [action for stream in self._to(engine) for action in self._apply(stream, StreamEvent.GIVE_UP, now, why)]
 
     def _renew(self, stream: PushStream, now: float) -> list[Action]:
         if self._stepped_at <= stream.registered_at:
@@ -337,8 +337,7 @@ class Outbound:
 
     def _end_and_describe(self, key: str) -> EndedStream | None:
         """End the stream, also if its prefill still runs."""
-        stream = self._streams.get(key)
-        if stream is None:
+        if (stream := self._streams.get(key)) is None:
             return self._ended.get(key)
         return stream.ended() if stream.state in STREAM_ENDS else None
 

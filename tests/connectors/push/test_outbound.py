@@ -125,6 +125,31 @@ def test_an_unwanted_prefill_is_released_when_its_lease_ends(started: Outbound) 
     assert told(started.register(ORDER, "D", 12.0)) == [Gone("r", "decode did not register within 10 s")]
 
 
+def test_leased_kv_gives_way_to_a_prompt_for_which_decode_keeps_blocks() -> None:
+    end = Outbound(lease_s=30, expect_s=30)
+    for at, key in enumerate(("longest", "later")):
+        end.start(key, 4, 100, at)
+        end.computed(key, [WHOLE], 0, True, at)
+        end.finish(key, at)
+    assert end.tick(5.0) == [], "nobody waits for room"
+    end.register(msgspec.structs.replace(ORDER, stream="waits"), "D", 5.0)
+    assert end.tick(5.9) == [], "it may be about to begin"
+    end.start("running", 4, 100, 5.9)
+    assert end.tick(8.0) == [], "a prompt is computed, whose end leaves room"
+    end.abort("running", False, "aborted", 8.0)
+    assert end.tick(8.1) == [Release("longest")]
+    assert end.tick(9.0) == [], "the room that it leaves may be enough"
+    end.start("waits", 4, 100, 9.0)
+    assert end.tick(15.0) == []
+    assert told(end.register(msgspec.structs.replace(ORDER, stream="longest"), "D", 15.0)) == [
+        Gone("r", "a prompt that decode waits for needs its room")
+    ]
+    assert posts(end.connected("D", True, ("D",), 15.0)) == []
+    end.register(msgspec.structs.replace(ORDER, stream="again"), "D", 15.0)
+    end.abort("waits", False, "aborted", 15.5)
+    assert end.tick(16.5) == [Release("later")]
+
+
 def test_a_preempted_prefill_posts_nothing_new_until_its_old_writes_are_over(end: Outbound) -> None:
     ship(end, chunk(0, 1, 2), 1.0)
     again = chunk(0, 7, 8)
