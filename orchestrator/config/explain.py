@@ -26,7 +26,8 @@ _KINDS = {
 }
 
 
-_SECRET = re.compile(r"(^|\.)env\.|(_token|password|secret|api_key)$")  # a name, as `a.b`
+# As `a.b`: of an environment variable, or of an argument of vLLM.
+_SECRET = re.compile(r"(^|\.)env\.|_args\..*(_token|password|secret|api_key)$")
 
 
 def shown(key: str, value: Any) -> Any:

@@ -145,7 +145,7 @@ class FleetProcesses:
                         return
                     if up_s > _CONNECT_S and not said:
                         said = True
-                        log.warning("%s/ready is not, though all processes here are: it waits for decode", self.url)
+                        log.warning("%s/ready is not, though all processes here are: it waits for others", self.url)
                     self.watch.read_soon()
                 await asyncio.sleep(_POLL_S)
 

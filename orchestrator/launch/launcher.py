@@ -71,7 +71,7 @@ def launch(models: Mapping[str, Config], tree: Mapping[str, Any], console: Conso
                     forks.prepare(program, whole_environment(env))
             console.start_progress()
             _open_log(folder, config.logging.format, console)
-            with _connected(config, console):
+            with _connected(config, console, signals):
                 found = {name: locate_model(name, each, console) for name, each in models.items()}
                 if signals.came:  # the exception was lost in a callback, such as those of imports
                     raise KeyboardInterrupt
@@ -194,7 +194,7 @@ def _with_previous_operator_key(config: Config, folder: RunFolder) -> Config:
 
 
 @contextlib.contextmanager
-def _connected(config: Config, console: Console) -> Iterator[None]:
+def _connected(config: Config, console: Console, signals: Signals) -> Iterator[None]:
     """To the Ray cluster, where there is one. Raises ConfigError."""
     if config.launcher.kind == "local":
         yield
@@ -203,6 +203,7 @@ def _connected(config: Config, console: Console) -> Iterator[None]:
 
     console.stage("ray", "connecting")
     console.stage("ray", connect(config), done=True)
+    signals.listen()  # Ray has set handlers of its own
     try:
         yield
     finally:
@@ -219,8 +220,13 @@ class Signals:
 
     def __enter__(self) -> Signals:
         ends = [it for it in _SIGNALS if it != signal.SIGHUP or signal.getsignal(it) != signal.SIG_IGN]
-        self._before = {number: signal.signal(number, self._hear) for number in ends}
+        self._before = {number: signal.getsignal(number) for number in ends}
+        self.listen()
         return self
+
+    def listen(self) -> None:
+        for number in self._before:
+            signal.signal(number, self._hear)
 
     def __exit__(self, *_: object) -> None:
         for number, handler in self._before.items():

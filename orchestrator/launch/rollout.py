@@ -19,7 +19,7 @@ from orchestrator.launch.pools.frontend_pool import OfModel
 from orchestrator.launch.pools.worker_pool import WorkerPool
 from orchestrator.launch.registry_watch import Snapshot
 from orchestrator.launch.supervise import Stage, Supervised, describe
-from orchestrator.process.tasks import Turns, cancelled
+from orchestrator.process.tasks import cancelled
 from orchestrator.store.configuration import Phase, Rollout, Version
 from orchestrator.store.fields import WorkerOrders
 from orchestrator.store.planned import Reading, loading_by_hand, of_launchers
@@ -119,7 +119,7 @@ class RolloutRunner:
         self._preparing: asyncio.Task[Setup] | None = None
         self._prepared_for = -1  # generation
         self._known: Rollout | None = None
-        self._turns = Turns(log, "the configuration to go back to")
+        self._cannot = ""  # go back: why, as it was said last
         self._replacer = Replacer(registry, config.workers.drain_timeout_s + config.workers.start_timeout_s)
         self.version = Version(workers.setup.generation, shared(config))  # what starts now
 
@@ -186,11 +186,13 @@ class RolloutRunner:
             if rollout.phase is Phase.FORWARD:
                 await self._replacer.give_up(rollout, str(error))
                 return
-            with self._turns.turn():
-                raise
+            if (why := str(error)) != self._cannot:
+                self._cannot = why
+                log.error("cannot go back to generation %d: %s; tried again", target.generation, why)
             return
         finally:
             self._preparing = None
+        self._cannot = ""
         log.info("workers start with generation %d from now on", target.generation)
         self._workers.setup, self.version = setup, target
         self._workers.restart_now()

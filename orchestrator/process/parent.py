@@ -134,8 +134,9 @@ def tell_alive() -> None:
 def report_exit(program: str, reason: str, final: bool) -> None:
     """Print why this process ends as one line on standard error, and tell the parent, if there is one."""
     line = " ".join(reason.split())
-    told = f"\n{_FINAL if final else _PASSING}{line}" if PARENT in os.environ else ""
-    print(f"{program}: {line}{told}", file=sys.stderr, flush=True)
+    told = f"{_FINAL if final else _PASSING}{line}\n" if PARENT in os.environ else ""
+    sys.stderr.write(f"{program}: {line}\n{told}")  # at once: others write to the same pipe
+    sys.stderr.flush()
 
 
 def exit_reason_in(line: str) -> ExitReason | None:

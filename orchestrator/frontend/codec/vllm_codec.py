@@ -224,10 +224,9 @@ class VllmCodec:
 
     def _encode(self, request: EngineCoreRequest) -> list[bytes]:
         if (sampling := request.sampling_params) is not None and sampling.extra_args:
-            # The router decides where KV comes from and what goes on, not the client; and engines report a cached block
-            # only once.
-            for ours in ("kv_transfer_params", "kv_cache_report_mode", "pd_drawn"):
-                sampling.extra_args.pop(ours, None)
+            # The router decides where KV comes from, not the client; and engines report a cached block only once.
+            sampling.extra_args.pop("kv_transfer_params", None)
+            sampling.extra_args.pop("kv_cache_report_mode", None)
         try:
             frames = [bytes(frame) for frame in self._encoder.encode(request)]
         except OverflowError as error:  # vLLM's own engine core client raises it too, as a server error

@@ -60,7 +60,7 @@ class ProcessGroup:
         for part in self.parts:
             try:
                 await part.start()
-            except (OSError, asyncio.CancelledError):
+            except BaseException:
                 self.kill()
                 await asyncio.gather(*(other.wait() for other in self.parts if other.running))
                 raise

@@ -138,9 +138,9 @@ class Runner:
         adopt_orphans()
         host = ray.util.get_node_ip_address()
         folder = base_folder() / f"{order.config.namespace}@{host}"  # its files have passwords and keys
+        config = await asyncio.to_thread(self._on_this_node, order.config, host)
         make_folder(base_folder())
         make_folder(folder)
-        config = await asyncio.to_thread(self._on_this_node, order.config, host)
         file = folder / f"{order.name}.yaml"
         write_text(file, yaml.safe_dump(msgspec.to_builtins(config), sort_keys=False))
         setup = Setup(order.generation, config, file)

@@ -96,3 +96,5 @@ def test_keys_and_passwords_are_not_shown(tmp_path: Path):
     assert rows["workers.engine_args"][0] == {"hf_token": "***", "max_num_batched_tokens": 8}
     assert rows["workers.env"][0] == {"HF_TOKEN": "***"}
     assert "hidden" not in runner.invoke(app, ["config", "show", str(file)]).output
+    file.write_text("model: demo\n")
+    assert not [key for key, (value, _) in shown(str(file)).items() if "***" in str(value)], "no key, no password"

@@ -136,3 +136,22 @@ def test_leftovers_are_ended_before_a_signal_is_heard(tmp_path: Path, monkeypatc
     monkeypatch.setattr(launcher, "_run", lambda *_: pytest.fail("it was started"))
     launcher.launch({"": config}, {}, Console())
     assert heard == ["ended"]
+
+
+def test_signals_are_heard_though_ray_sets_handlers_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = load_config(
+        ROOT / "configs" / "sim-2p2d.yaml", overrides=["launcher.kind=ray", "redis.url=redis://10.0.0.1"]
+    )
+
+    def connect(config: object) -> str:
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(15))
+        return "here"
+
+    monkeypatch.setattr("orchestrator.launch.ray.connection.connect", connect)
+    monkeypatch.setattr("orchestrator.launch.ray.connection.disconnect", lambda: None)
+    before = signal.getsignal(signal.SIGTERM)
+    with launcher.Signals() as signals, launcher._connected(config, Console(), signals):
+        signals.ignore()
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert signals.came
+    assert signal.getsignal(signal.SIGTERM) is before

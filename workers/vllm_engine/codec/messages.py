@@ -40,6 +40,8 @@ class RequestCodec:
         # goes before all that waits.
         core.priority = 0
         core.arrival_time = time.monotonic() + request.behind_s
+        if core.sampling_params is not None and core.sampling_params.extra_args:
+            core.sampling_params.extra_args.pop(DRAWN, None)  # ours to say
         if request.resume_tokens:
             _continue(core, request.resume_tokens)
         self._check_prompt(core)

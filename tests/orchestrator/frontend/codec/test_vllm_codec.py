@@ -334,7 +334,7 @@ def test_every_field_of_a_request_is_known() -> None:
 
 
 def test_client_cannot_set_kv_transfer_params(codec) -> None:
-    made = request(extra_args={"kv_transfer_params": {"a": 1}, "kv_cache_report_mode": "full", "pd_drawn": 9, "own": 2})
+    made = request(extra_args={"kv_transfer_params": {"a": 1}, "kv_cache_report_mode": "full", "own": 2})
     codec.read(made, 0)
     assert made.sampling_params.extra_args == {"own": 2}
 

@@ -4,6 +4,7 @@ import asyncio
 import os
 import signal
 import sys
+from unittest.mock import AsyncMock
 
 import pytest
 from support_wait import DEADLINE_S, until
@@ -54,10 +55,10 @@ async def test_all_are_stopped_together() -> None:
         assert await waiting == 0
 
 
-async def test_none_is_left_when_one_cannot_start() -> None:
-    ranks, _ = group(WAITS)
-    absent = LocalProcess(ProcessSpec("d.1", ["/no/such/program"]), lambda *_: None)
-    both = ProcessGroup([*ranks.parts, absent])
-    with pytest.raises(OSError, match="cannot be run"):
+@pytest.mark.parametrize("error", [OSError("cannot be run"), RuntimeError("cannot be run")])
+async def test_none_is_left_when_one_cannot_start(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    both, _ = group(WAITS, WAITS)
+    monkeypatch.setattr(both.parts[1], "start", AsyncMock(side_effect=error))
+    with pytest.raises(type(error), match="cannot be run"):
         await both.start()
     assert not both.running

@@ -56,6 +56,13 @@ def test_limits_shrink_by_the_tokens_that_are_out() -> None:
     assert (left.max_tokens, left.min_tokens) == (6, 0)
 
 
+def test_a_client_does_not_say_what_earlier_attempts_have_drawn() -> None:
+    from workers.vllm_engine.patches import DRAWN
+
+    assert given(extra_args={DRAWN: 10**12, "own": 1}).extra_args == {"own": 1}
+    assert given(5, 6, extra_args={DRAWN: "x"}).extra_args == {DRAWN: 2}
+
+
 def test_a_prefix_is_the_beginning_of_a_prompt_with_one_token_and_where_it_comes_from() -> None:
     from workers.vllm_engine.codec.messages import RequestCodec
 
