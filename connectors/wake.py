@@ -51,7 +51,11 @@ def epolls() -> set[int]:
 def _has_timer(name: str) -> bool:
     with open(f"/proc/self/fdinfo/{name}") as info:
         watched = [line.split()[1] for line in info if line.startswith("tfd:")]
-    return any(os.readlink(f"/proc/self/fd/{one}") == "anon_inode:[timerfd]" for one in watched)
+    for one in watched:
+        with contextlib.suppress(OSError):  # it has just been closed
+            if os.readlink(f"/proc/self/fd/{one}") == "anon_inode:[timerfd]":
+                return True
+    return False
 
 
 class MessageEvent(threading.Event):

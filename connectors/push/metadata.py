@@ -130,6 +130,7 @@ class Met:
 
 class PushMetadata(KVConnectorMetadata):
     def __init__(self) -> None:
+        self.arrived: set[str] = set()  # prefills, which have not been scheduled
         self.started: list[Started] = []
         self.computed: list[Computed] = []
         self.preempted: list[Preempted] = []

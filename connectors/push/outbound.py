@@ -11,7 +11,8 @@ from __future__ import annotations
 from typing import Any, Union
 
 from connectors.push.actions import Chunk, Connect, Ended, Post, Release, Renew, Tell
-from connectors.push.records import YIELD_S, EndedStream, EndedStreams, Links, PushStream, in_the_way
+from connectors.push.blocks.room import Room
+from connectors.push.records import EndedStream, EndedStreams, Links, PushStream
 from connectors.push.states import STREAM, STREAM_ENDS, Stream, StreamEvent
 from connectors.push.wire import Computing, Gone, Hello, Landed, Message, Register, Unregister
 
@@ -31,7 +32,7 @@ class Outbound:
         self.regions = 0  # of NIXL, in which a block has its layers
         self._lease_s = lease_s
         self._expect_s = expect_s
-        self._stepped_at = self._yields_at = 0.0
+        self._stepped_at, self.room = 0.0, Room()
         self._streams: dict[str, PushStream] = {}
         self._links = Links(hello)
         self._ended = EndedStreams()
@@ -68,6 +69,7 @@ class Outbound:
             ended = self._ended.pop(key, None)
             state = ended.state if ended else Stream.COMPUTING  # withdrawn before it began
             stream = self._streams[key] = PushStream(key, state, why=ended.why if ended else "")
+        self.room.begun(key)
         stream.total_blocks, stream.prompt_tokens, stream.computing = total_blocks, prompt_tokens, True
         stream.lent, stream.lease_s = lent, min(self._lease_s, _LENT_S) if lent else self._lease_s
         actions = self._apply(stream, StreamEvent.START, now, "")
@@ -92,10 +94,9 @@ class Outbound:
 
     def preempted(self, key: str, epoch: int, now: float) -> list[Action]:
         """The prefill lost its blocks and starts again. WRITEs in flight may read blocks of other requests."""
-        stream = self._streams.get(key)
-        if stream is None or epoch <= stream.epoch:
+        if (stream := self._streams.get(key)) is None or epoch <= stream.epoch:
             return []
-        stream.restart(epoch)
+        stream.restart(epoch, now)
         return self._apply(stream, StreamEvent.PREEMPTED, now, "")
 
     def stepped(self, now: float) -> list[Action]:
@@ -119,6 +120,7 @@ class Outbound:
 
     def abort(self, key: str, held: bool, why: str, now: float) -> list[Action]:
         """The prefill failed or was aborted. `held`: the scheduler keeps its blocks until `Release`."""
+        self.room.begun(key)
         if (stream := self._streams.get(key)) is None:
             self._ended.add(key, EndedStream(Stream.DROPPED, why))
             return [Release(key)] if held else []
@@ -191,8 +193,7 @@ class Outbound:
 
     def written(self, key: str, handle: Any, ok: bool, now: float) -> list[Action]:
         """A WRITE has ended and its handle is released."""
-        stream = self._streams.get(key)
-        if stream is None or stream.inflight.pop(handle, None) is None:
+        if (stream := self._streams.get(key)) is None or stream.inflight.pop(handle, None) is None:
             return []
         if not ok:
             stream.failed_epoch = stream.posted_over
@@ -226,9 +227,9 @@ class Outbound:
                 actions += self._apply(stream, StreamEvent.GIVE_UP, now, _RUN_OUT)
             if stream.computing and stream.state is Stream.STREAMING and now >= stream.renew_at:
                 actions += self._renew(stream, now)
-        if now >= self._yields_at and (kept := in_the_way(list(self._streams.values()), now)) is not None:
-            self._yields_at = now + YIELD_S
+        if (kept := self.room.in_the_way(self._streams.values(), self._stepped_at, now)) is not None:
             actions += self._apply(kept, StreamEvent.GIVE_UP, now, "a prompt that decode waits for needs its room")
+            actions.append(kept.account(False, now))  # so that the other ranks give it up too
         return actions
 
     # ---- inside ------------------------------------------------------------------------------------------------

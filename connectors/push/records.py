@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import zlib
 from collections import Counter, OrderedDict, deque
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Iterable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -27,7 +27,6 @@ _REMEMBERED = 2048
 _REMEMBERED_PEERS = 4096
 _PING_EVERY_S = 0.5
 _SILENT = 4  # pings in a row without an answer
-YIELD_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -97,10 +96,11 @@ class PushStream:
     why: str = ""
     first_post_at: float | None = None
     closed_at: float | None = None
+    lost_at: float | None = None  # preempted, and not computed again since
 
-    def restart(self, epoch: int) -> None:
+    def restart(self, epoch: int, now: float) -> None:
         """The prefill was preempted: nothing that was shipped counts."""
-        self.epoch = epoch
+        self.epoch, self.lost_at = epoch, now
         self.pending.clear()
         self.covered = 0
         self.covered_regions.clear()
@@ -108,6 +108,7 @@ class PushStream:
     def add(self, chunk: Chunk) -> None:
         """Queues `chunk` for shipping."""
         self.pending.append(chunk)
+        self.lost_at = None
         if chunk.whole:
             self.covered = self.total_blocks
         elif chunk.start <= self.covered:
@@ -181,17 +182,6 @@ class PushStream:
 
 def _is_computed(chunk: Chunk) -> bool:
     return chunk.ready is None or bool(chunk.ready.query())
-
-
-def in_the_way(streams: Sequence[PushStream], now: float) -> PushStream | None:
-    """The KV that has been leased longest, where nothing is computed and decode has kept blocks for a while for a
-    prompt that has not begun: there is no room here while the lease lasts, and decode may have none to end it."""
-    expected = [it.registered_at for it in streams if it.state is Stream.EXPECTED]
-    if not expected or now < min(expected) + YIELD_S or any(it.computing for it in streams):
-        return None
-    leased = [(it.closed_at, it) for it in streams if it.state is Stream.LEASED and it.closed_at is not None]
-    since, longest = min(leased, key=lambda of: of[0], default=(now, None))
-    return longest if now >= since + YIELD_S else None
 
 
 @dataclass(frozen=True)

@@ -114,6 +114,7 @@ class PushScheduler(NixlPushConnectorScheduler):
         params = request.kv_transfer_params
         if params is not None and params.get("do_remote_decode"):
             self._truncate_request_for_prefill(request)
+            self._next.arrived.add(request.request_id)
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int, bool]:
         params = request.kv_transfer_params
@@ -164,6 +165,7 @@ class PushScheduler(NixlPushConnectorScheduler):
     # ---- prefill: while it computes ----------------------------------------------------------------------------
 
     def _begin(self, request: Request) -> None:
+        self._next.arrived.discard(request.request_id)
         total = self._positions.count(request.num_prompt_tokens)
         self._prefills[request.request_id] = _Prefill(request, total, epoch=request.num_preemptions)
         self._next.started.append(Started(request.request_id, total, request.num_prompt_tokens))

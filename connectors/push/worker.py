@@ -64,6 +64,8 @@ class PushWorker(Connections):
             self._submit(functools.partial(self._on_dead, engine))
         for met in metadata.met:
             self._submit(functools.partial(self._meet, met.peer, met.here))
+        for key in metadata.arrived:
+            self._submit(functools.partial(self._outbound.room.arrived, key))
         self._begin(metadata)
         self._ship_earlier(metadata)
         for reserved in metadata.reserved:
@@ -196,7 +198,7 @@ class PushWorker(Connections):
                     self._forget_dead()
                 poll_s = self._poll_s()
                 if poll_s > _SOON_S and self._receive():  # it came while NIXL was used: no socket tells of it any more
-                    poll_s = 0.0
+                    self._push_writer_wake.set()
             except Exception:
                 logger.exception("KV transfer: unexpected error; the writer goes on")
             self._push_writer_wake.wait(poll_s)
@@ -223,12 +225,10 @@ class PushWorker(Connections):
 
     def _carry_out(self, action: Any) -> None:
         match action:
-            case do.Finish():
-                if not action.ok:
+            case do.Finish() | do.Release():
+                if isinstance(action, do.Finish) and not action.ok:
                     self._records.put(lambda s: s.record(PushStats.RECEIVES_FAILED))
                     self.reports.withdrawing_blocks = self._inbound.withdrawing_blocks  # this may be the last step
-                self._report(action)
-            case do.Release():
                 self._report(action)
             case do.Post():
                 self._post(action)

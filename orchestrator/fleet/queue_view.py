@@ -48,9 +48,11 @@ class QueueView:
         """Poll now: `depth` may be as old as the last poll."""
         if self._depth is not None:  # else `run` finds out when it can be reached again, and what is behind it then
             try:
-                self._depth = await self._queue.poll()
+                depth = await self._queue.poll()
             except RedisAway as error:
                 self._note_away(error)
+            else:
+                self._depth = depth if self._depth is not None else None
 
     async def enqueue(self, job: PrefillJob) -> str | None:
         """Returns None, or why the queue did not take the job."""

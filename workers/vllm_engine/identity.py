@@ -38,7 +38,8 @@ _KV_SETTINGS = {
 }
 _DIGITS = 16
 # Of a file of weights, which may have hundreds of gigabytes, so many samples are read.
-_WEIGHTS, _CONFIGURATION = (".safetensors", ".bin", ".pt", ".pth", ".gguf"), ("config.json", "params.json")
+_SAFE, _OTHERS, _CONFIGURATION = (".safetensors",), (".bin", ".pt", ".pth", ".gguf"), ("config.json", "params.json")
+_OF_TRAINING = ("training_args", "optimizer", "scheduler", "scaler")  # vLLM loads none of these either
 _SAMPLES, _SAMPLE_BYTES = 128, 4096
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")  # of a function, say: it differs between processes
 
@@ -71,7 +72,9 @@ def _weights(model: Path) -> str:
     """A short hash of the files of a model's folder, or of its one file: KV of other weights would be wrong. Empty for
     a model of a hub, whose revision is known, and for one that is not there any more."""
     files, digest = sorted(model.iterdir()) if model.is_dir() else [model], hashlib.sha256()
-    read = [file for file in files if file.is_file() and (file.suffix in _WEIGHTS or file.name in _CONFIGURATION)]
+    kinds = _SAFE if any(file.suffix in _SAFE for file in files) else _OTHERS  # as vLLM chooses
+    read = [file for file in files if file.is_file() and (file.suffix in kinds or file.name in _CONFIGURATION)]
+    read = [file for file in read if not file.name.startswith(_OF_TRAINING)]
     for file in read:
         size = file.stat().st_size
         digest.update(f"{file.name}\0{size}\0".encode(errors="surrogatepass"))

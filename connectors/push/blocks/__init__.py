@@ -1,1 +1,1 @@
-"""Where a prompt's blocks are, and which goes into which of decode's."""
+"""Where a prompt's blocks are, which goes into which of decode's, and whose make room."""

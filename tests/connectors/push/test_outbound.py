@@ -131,23 +131,41 @@ def test_leased_kv_gives_way_to_a_prompt_for_which_decode_keeps_blocks() -> None
         end.start(key, 4, 100, at)
         end.computed(key, [WHOLE], 0, True, at)
         end.finish(key, at)
-    assert end.tick(5.0) == [], "nobody waits for room"
+
+    def tick(now: float) -> list:
+        end.stepped(now)
+        return end.tick(now)
+
+    assert tick(5.0) == [], "nobody waits for room"
     end.register(msgspec.structs.replace(ORDER, stream="waits"), "D", 5.0)
-    assert end.tick(5.9) == [], "it may be about to begin"
-    end.start("running", 4, 100, 5.9)
-    assert end.tick(8.0) == [], "a prompt is computed, whose end leaves room"
-    end.abort("running", False, "aborted", 8.0)
-    assert end.tick(8.1) == [Release("longest")]
-    assert end.tick(9.0) == [], "the room that it leaves may be enough"
-    end.start("waits", 4, 100, 9.0)
-    assert end.tick(15.0) == []
-    assert told(end.register(msgspec.structs.replace(ORDER, stream="longest"), "D", 15.0)) == [
-        Gone("r", "a prompt that decode waits for needs its room")
-    ]
-    assert posts(end.connected("D", True, ("D",), 15.0)) == []
-    end.register(msgspec.structs.replace(ORDER, stream="again"), "D", 15.0)
-    end.abort("waits", False, "aborted", 15.5)
-    assert end.tick(16.5) == [Release("later")]
+    assert tick(6.5) == [], "the engine does not have it yet: its prefix is fetched, say"
+    end.room.arrived("waits", 6.6)
+    assert end.tick(8.0) == [], "the engine takes no steps"
+    end.start("running", 4, 100, 8.0)
+    assert tick(8.1) == [], "a prompt is computed, whose end leaves room"
+    end.abort("running", False, "aborted", 8.2)
+    why = "a prompt that decode waits for needs its room"
+    assert tick(8.3) == [Release("longest"), Ended("longest", False, 0.0, 8.3, why)]
+    assert tick(9.2) == [], "the room that it leaves may be enough"
+    end.start("waits", 4, 100, 9.2)
+    assert tick(9.4) == []
+    assert told(end.register(msgspec.structs.replace(ORDER, stream="longest"), "D", 9.5)) == [Gone("r", why)]
+    end.preempted("waits", 1, 9.6)
+    assert tick(10.5) == [], "it may be about to go on"
+    assert tick(10.7)[0] == Release("later"), "it found no room a second time"
+
+
+def test_leased_kv_stays_where_who_waits_for_room_is_computed_again() -> None:
+    end = Outbound(lease_s=30, expect_s=30)
+    for key in ("waits", "leased"):
+        end.start(key, 4, 100, 0.0)
+    end.register(msgspec.structs.replace(ORDER, stream="waits"), "D", 0.0)
+    end.computed("leased", [WHOLE], 0, True, 0.0)
+    end.finish("leased", 0.0)
+    end.preempted("waits", 1, 1.0)
+    end.computed("waits", [chunk(0, 1)], 1, False, 1.5)
+    end.stepped(9.0)
+    assert end.tick(9.0) == []
 
 
 def test_a_preempted_prefill_posts_nothing_new_until_its_old_writes_are_over(end: Outbound) -> None:

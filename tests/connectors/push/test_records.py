@@ -32,7 +32,7 @@ def test_stream_is_covered_once_all_regions_are_shipped(chunks: list[Chunk], cov
         stream.add(each)
     assert stream.is_covered(regions=2) is covered
     assert list(stream.pending) == chunks
-    stream.restart(epoch=1)
+    stream.restart(1, 0.0)
     assert not stream.is_covered(regions=2) and not stream.pending
 
 

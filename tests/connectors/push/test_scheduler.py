@@ -112,6 +112,20 @@ def test_truncated_prompt_has_same_blocks_on_both_ends(tokens: int, mamba: bool)
     assert held and bool(said and said["prompt_truncated"]) is truncated
 
 
+def test_a_prefill_that_waits_to_be_scheduled_is_told_and_one_that_is_scheduled_at_once_is_not() -> None:
+    prefill, nothing = scheduler(), SimpleNamespace(preempted_req_ids=None, kv_connector_block_state=None)
+    request = Request(32, do_remote_decode=True)
+    prefill.on_new_request(request)
+    assert prefill.build_connector_meta(nothing).arrived == {"x"}
+    prefill.update_state_after_alloc(request, None, 0)
+    assert not prefill.build_connector_meta(nothing).arrived
+    again = scheduler()
+    again.on_new_request(Request(32, do_remote_prefill=True, kv_source=SOURCE))
+    again.on_new_request(request)
+    again.update_state_after_alloc(request, None, 0)
+    assert not again.build_connector_meta(nothing).arrived
+
+
 def test_blocks_reserved_for_tokens_to_come_are_not_shipped() -> None:
     """A drafter has some; decode reserves none, and takes the last blocks for the prompt's."""
     from vllm.v1.request import RequestStatus

@@ -165,18 +165,19 @@ def test_what_comes_while_the_thread_uses_nixl_is_read_before_it_sleeps(
 ) -> None:
     """UCX reads whatever is there when a message is sent: no socket tells of it any more."""
     slept: list[float] = []
+    came = threading.Event()
     wait, send = worker._push_writer_wake.wait, nixl.send_notif
 
     def waits(timeout_s: float) -> bool:
-        if not nixl.arrived.empty():
+        if came.is_set() and not nixl.arrived.empty():
             slept.append(timeout_s)
         return bool(wait(timeout_s))
 
     def sends(agent: str, **message: bytes) -> None:
         send(agent, **message)
-        if (AGENT, wire.Gone("a-decode", "withdrawn by decode")) in nixl.sent and not slept:
-            nixl.send_notif = send
+        if (AGENT, wire.Gone("a-decode", "withdrawn by decode")) in nixl.sent and not came.is_set():
             nixl.arrived.put(wire.Unregister("b", "b-decode", DECODE))
+            came.set()
 
     monkeypatch.setattr(worker._push_writer_wake, "wait", waits)
     nixl.send_notif = sends

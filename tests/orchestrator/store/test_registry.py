@@ -522,7 +522,6 @@ async def test_workers_whose_entries_run_out_together_may_come_back(registry, re
     assert await redis.exists(standing) == 0
 
 
-@pytest.mark.slow
 async def test_departures_and_events_are_told_by_a_host_whose_clock_is_behind_that_of_the_one_that_lost_them(
     registry, redis
 ):
@@ -538,6 +537,7 @@ async def test_departures_and_events_are_told_by_a_host_whose_clock_is_behind_th
     assert await log.read(events[-1].id) == []
 
 
+@pytest.mark.slow
 async def test_many_departures_take_several_heartbeats(registry):
     await registry.join(worker("me"), TTL_S)
     told = await registry.refresh(worker("me"), TTL_S)
