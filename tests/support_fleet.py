@@ -14,7 +14,7 @@ import tempfile
 import threading
 import time
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Self
@@ -147,19 +147,34 @@ class RunningFleet(FleetClient):
         """The `pd.request` log lines so far."""
         return [json.loads(encoded) for line in self.process_lines() if (encoded := request_in(line))]
 
-    def until_remote(self, tokens: int = 300, attempts: int = 10) -> dict[str, Any]:
-        """The log line of a prompt of that length that was prefilled remotely. While a busy machine keeps the prefill
-        workers silent for a second others are asked; no other reason for a local prefill is taken."""
-        for seed in range(attempts):
+    def until_remote(self, tokens: int = 300) -> dict[str, Any]:
+        """The log line of a prompt of that length that was prefilled remotely."""
+
+        def ask(seed: int) -> dict[str, Any]:
             body = {"model": self.model, "prompt": token_prompt(tokens, 1000 + seed), "max_tokens": 4, "temperature": 0}
-            answer = self.http.post("/v1/completions", json=body)
-            assert answer.json()["usage"]["completion_tokens"] == 4, answer.text
-            (line,) = self.until(functools.partial(self.lines_of, answer.headers["x-request-id"]), "its log line")
+            answer: dict[str, Any] = self.http.post("/v1/completions", json=body).json()
+            assert answer["usage"]["completion_tokens"] == 4, answer
+            return answer
+
+        _, line = self.asked_remotely(ask)
+        assert line["prompt_tokens"] == tokens, line
+        return line
+
+    def asked_remotely(
+        self, ask: Callable[[int], dict[str, Any]], attempts: int = 10
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        """The answer to one of the prompts that `ask` sends by number, which was prefilled remotely, and its log line.
+        While a busy machine keeps the prefill workers silent for a second the next is asked; no other reason for a
+        local prefill is taken."""
+        for number in range(attempts):
+            answer = ask(number)
+            request_id = answer["id"].partition("-")[2]
+            (line,) = self.until(functools.partial(self.lines_of, request_id), "its log line")
             if line["reason"] not in ("prefill_worker_quiet", "no_prefill_worker"):
                 break
             time.sleep(0.5)
-        assert (line["outcome"], line["decision"], line["prompt_tokens"]) == ("finished", "remote", tokens), line
-        return line
+        assert (line["outcome"], line["decision"]) == ("finished", "remote"), line
+        return answer, line
 
     def lines_of(self, request_id: str) -> list[dict[str, Any]]:
         return [line for line in self.request_lines() if request_id in line["id"]]
