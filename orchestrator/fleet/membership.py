@@ -125,7 +125,7 @@ class Membership:
             for worker_id in self._unregistered & self._fleet.workers.keys():
                 view = self._fleet.workers[worker_id]
                 # Redis may have lost its data: keep the workers that still report.
-                silent = now - view.last_heard_at > 2 * TICK_S + min(1.0, self._silence_s / 4)
+                silent = now - view.last_heard_at > 2 * TICK_S + self._heartbeat_slack()
                 broken = view.disconnected_at is not None and not self._transport.is_coming(worker_id)
                 if silent or broken:
                     self._remove(worker_id, "it left the registry")
@@ -187,6 +187,9 @@ class Membership:
                 log.warning("left out worker %s: %s", info.id, error)
             return False
         return True
+
+    def _heartbeat_slack(self) -> float:
+        return min(1.0, self._silence_s / 4)
 
     def _remove(self, worker_id: str, why: str) -> None:
         log.warning("worker %s is gone: %s", worker_id, why)

@@ -12,10 +12,13 @@ from collections.abc import Collection
 from connectors.push.records import PushStream
 from connectors.push.states import Stream
 
-YIELD_S = 1.0
+YIELD_S = 1.0  # a prompt may wait so long for another reason: a step, or a lease that is about to be taken up
+_AWAITED = (Stream.EXPECTED, Stream.STREAMING)  # decode has registered, and the prompt is not computed
 
 
 class Room:
+    """Of one rank."""
+
     def __init__(self) -> None:
         self._unbegun: set[str] = set()  # the engine has them, and has not scheduled them yet
         self._next_at = 0.0
@@ -25,7 +28,7 @@ class Room:
         return ()
 
     def begun(self, key: str) -> None:
-        """Or ended."""
+        """The engine has scheduled it, or it has ended before."""
         self._unbegun.discard(key)
 
     def in_the_way(self, streams: Collection[PushStream], stepped_at: float, now: float) -> PushStream | None:
@@ -38,7 +41,7 @@ class Room:
         for it in streams:
             if it.lost_at is None and it.computing:
                 return None
-            if it.order is not None and (it.lost_at is not None or it.key in self._unbegun):
+            if it.state in _AWAITED and (it.lost_at is not None or it.key in self._unbegun):
                 waits_since = min(waits_since, it.registered_at if it.lost_at is None else it.lost_at)
         leased = [
             (it.closed_at, it.key, it) for it in streams if it.state is Stream.LEASED and it.closed_at is not None

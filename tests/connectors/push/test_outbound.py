@@ -168,6 +168,17 @@ def test_leased_kv_stays_where_who_waits_for_room_is_computed_again() -> None:
     assert end.tick(9.0) == []
 
 
+def test_leased_kv_stays_where_decode_has_withdrawn_what_waited_for_room(end: Outbound) -> None:
+    end.start("leased", 4, 100, 0.0)
+    end.computed("leased", [WHOLE], 0, True, 0.0)
+    end.finish("leased", 0.0)
+    ship(end, chunk(0, 1), 1.0)
+    end.preempted("s", 1, 2.0)
+    end.unregister(BACK, "D", 3.0)  # a WRITE is still in flight
+    end.stepped(9.0)
+    assert end.busy and end.tick(9.0) == []
+
+
 def test_a_preempted_prefill_posts_nothing_new_until_its_old_writes_are_over(end: Outbound) -> None:
     ship(end, chunk(0, 1, 2), 1.0)
     again = chunk(0, 7, 8)
