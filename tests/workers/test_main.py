@@ -47,7 +47,14 @@ from workers.main import main
         (["--redis", "redis://h", "--model", "m", "--engine", "sim", "--label", "a=b c"], "--label: expected text of"),
         (["--redis", "redis://h", "--model", "m", "--cores", "x"], "--cores: expected numbers like 0,1, got 'x'"),
         (["--redis", "redis://h", "--model", "m", "--cores", "99999"], "--cores: core 99999 is not available"),
-        (["--redis", "redis://h", "--model", "m", "--kv-port", "x"], "--kv-port: invalid int value: 'x'"),
+        (
+            ["--redis", "redis://h", "--model", "m", "--kv-port", "x"],
+            "--kv-port: expected a port from 0 to 65535, got 'x'",
+        ),
+        (
+            ["--redis", "redis://h", "--model", "m", "--health-port", "65536"],
+            "--health-port: expected a port from 0 to",
+        ),
         (
             ["--redis", "redis://127.0.0.1:1", "--model", "m", "--engine", "sim", "--bind", "192.0.2.7"],
             "--bind (workers.bind), workers.ports: cannot listen at '192.0.2.7'",
