@@ -32,6 +32,7 @@ from orchestrator.config.settings import (
 from orchestrator.config.shared import merged
 from orchestrator.config.simulated import simulated
 from orchestrator.config.values import HOST, strict_label
+from orchestrator.process.command_line import port_number
 from orchestrator.store.configuration import Version
 from orchestrator.store.servers import redis_elsewhere
 from orchestrator.types import Role
@@ -154,9 +155,9 @@ def _parser(role: Role) -> argparse.ArgumentParser:
     parser.add_argument("--advertise", help="address or name that frontends and other workers reach it at")
     parser.add_argument("--label", action="append", default=[], help="NAME=VALUE, in place of workers.labels.NAME")
     parser.add_argument("--config", type=Path, help="the fleet's YAML file")
-    parser.add_argument("--kv-port", type=int, default=0, help="port for KV handshakes; 0 takes a free one")
+    parser.add_argument("--kv-port", type=port_number, default=0, help="port for KV handshakes; 0 takes a free one")
     parser.add_argument("--ranks", help="of a data-parallel group: the ids of its workers in their order, as d,d.1")
-    parser.add_argument("--health-port", type=int, help="port that answers /live and /ready, for probes")
+    parser.add_argument("--health-port", type=port_number, help="port that answers /live and /ready, for probes")
     parser.add_argument("--cores", help="CPU cores to compute on, as 0,1")
     parser.add_argument("--die-with-parent", action="store_true", help="stop when the parent process dies")
     parser.add_argument("--id-claimed", action="store_true", help=argparse.SUPPRESS)

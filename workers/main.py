@@ -42,6 +42,7 @@ from workers.unit.link import GroupLink
 log = logging.getLogger("pd.worker")
 
 EXIT_FAILED, EXIT_USAGE = 1, 2
+_IMPORTS_S = 60.0  # for so long, at most, this process imports vLLM and renews no claim
 
 
 def prefill_main() -> None:
@@ -162,7 +163,7 @@ async def _run(parsed: WorkerSettings) -> int:
 
 async def _claim_id(registry: Registry, parsed: WorkerSettings) -> None:
     """Claim this worker's id before the model is loaded, which may take minutes. Raises IdInUse, RedisAway."""
-    worker_id, ttl_s = parsed.worker_id, parsed.config.workers.timeout_s
+    worker_id, ttl_s = parsed.worker_id, max(parsed.config.workers.timeout_s, _IMPORTS_S)
     if await registry.claim_id(BY_HAND + own_identity(), parsed.role, ttl_s, worker_id):
         return
     other = await registry.worker(worker_id)

@@ -12,7 +12,7 @@ import typer
 from orchestrator.cli.handle import OUT, JsonOption, WholeFleetOption, namespace_here, say
 from orchestrator.config.settings import Refused
 from orchestrator.launch.host.leftovers import end_processes, remove_shared_memory
-from orchestrator.launch.host.run_folder import RunFolder, abandoned_namespaces, held_namespaces
+from orchestrator.launch.host.run_folder import OtherRelease, RunFolder, abandoned_namespaces, held_namespaces
 from orchestrator.process.parent import has_ended, local_pid
 
 _KILL_AFTER_S = 60.0
@@ -65,7 +65,11 @@ def _send(identity: str, number: signal.Signals) -> None:
 
 
 def _remove_killed(folder: RunFolder, as_json: bool) -> None:
-    config = folder.config()
+    config, why = None, ""
+    try:
+        config = folder.config()
+    except OtherRelease as error:
+        why = f"; what it ran on a Ray cluster, if on one, runs on: {error}"
     left = folder.claim()
     end_processes(left)
     remove_shared_memory(folder.shared_memory)
@@ -75,4 +79,4 @@ def _remove_killed(folder: RunFolder, as_json: bool) -> None:
         end_fleet(config, config.launcher.stop_timeout_s)
     folder.remove()
     told = {"namespace": folder.namespace, "ended": "was killed"}
-    say(told, f"cleaned up after the launcher of {folder.namespace!r}, which was killed", as_json)
+    say(told, f"cleaned up after the launcher of {folder.namespace!r}, which was killed{why}", as_json)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Container, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -237,8 +238,8 @@ async def follow(
         if leader is not None:
             claimed = {name for holder in reading.launchers.values() for name in holder.workers}
             loading = len(claimed - reading.units.keys())
-            if await leader.follow(reading, rollout, loading, time.monotonic(), leads=True):
-                await leader.end(rollout)
+            if await retry_while_away(partial(leader.follow, reading, rollout, loading, time.monotonic(), leads=True)):
+                await retry_while_away(partial(leader.end, rollout))
         await asyncio.sleep(_LOOK_EVERY_S)
     raise Refused("no launcher tells of it any more; `orchestrator up` goes on with the rollout if it is in Redis")
 

@@ -9,6 +9,7 @@ import ast
 import difflib
 import functools
 import importlib.util
+import logging
 import os
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
@@ -33,7 +34,7 @@ _SERVER_FILE_0_32 = "entrypoints/launchers/cli_args.py"
 _SERVER_CLASSES = ("BaseFrontendArgs", "FrontendArgs")
 _GROUP = "data_parallel_size"
 _UNPICKLES, _SAME_IDS = "VLLM_ALLOW_INSECURE_SERIALIZATION", "VLLM_DISABLE_REQUEST_ID_RANDOMIZATION"
-_TRANSPORTS = "UCX_TLS"
+_TRANSPORTS, _LOG_LEVEL = "UCX_TLS", "PD_LOG_LEVEL"
 # The workers set these themselves.
 _RESERVED = {"model": "model", "kv_transfer_config": "kv.transfer", "served_model_name": "served_model_name"}
 _TENSOR, _STAGES, _SHARDS = "tensor_parallel_size", "pipeline_parallel_size", "decode_context_parallel_size"
@@ -98,8 +99,11 @@ def check_installed(config: Config) -> None:
 
 def check_environment(changes: Mapping[str, str] | None = None) -> None:
     """Check this process's environment, with `changes`. Raises ConfigError where vLLM would unpickle messages, which
-    could then run code, or give two requests one id, and for a key that no client can send."""
-    if {**os.environ, **(changes or {})}.get(_UNPICKLES, "0") not in ("", "0"):
+    could then run code, or give two requests one id; for a key that no client can send, and for no level of logs."""
+    env = {**os.environ, **(changes or {})}
+    if (level := env.get(_LOG_LEVEL, "INFO")).upper() not in logging.getLevelNamesMapping():
+        raise ConfigError(f"{_LOG_LEVEL}: expected DEBUG, INFO, WARNING or ERROR, got {level!r}; set one, or unset it")
+    if env.get(_UNPICKLES, "0") not in ("", "0"):
         raise ConfigError(f"{_UNPICKLES}: messages between hosts are never unpickled; unset it, and in workers.env")
     if os.environ.get(_SAME_IDS, "0") not in ("", "0"):
         raise ConfigError(f"{_SAME_IDS}: of two requests with one x-request-id one would never be answered; unset it")

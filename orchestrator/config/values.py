@@ -51,7 +51,7 @@ PATTERNS = {  # in words
 }
 
 _HOST_NAME = re.compile(r"(?=.*[A-Za-z])[A-Za-z0-9_][A-Za-z0-9_.-]{0,252}\Z")
-_REDIS_URLS = "'embedded', redis://, rediss:// or unix://, or with several hosts redis+sentinel:// or redis+cluster://"
+_REDIS_URLS = "redis://, rediss:// or unix://, or with several hosts redis+sentinel:// or redis+cluster://"
 
 
 def is_key(text: str) -> bool:
@@ -72,7 +72,7 @@ def find_wrong_address(redis_url: str, hosts: Mapping[str, str | None]) -> str |
     """The first value that is no address on any host: its key, what is expected, and the value. None if all may be."""
     try:
         if redis_url != "embedded":
-            check_redis_url(redis_url)
+            check_redis_url(redis_url, or_else="'embedded', ")
     except ValueError as error:
         return f"redis.url: {error}, got {masked(redis_url)!r}"
     for key, host in hosts.items():
@@ -86,11 +86,11 @@ def masked(url: str) -> str:
     return re.sub(r"(?<=password=)[^&]*", "***", re.sub(r"(?<=://)([^/@:]*):.*@", r"\1:***@", url))
 
 
-def check_redis_url(url: str) -> None:
-    """Raises ValueError for a URL that leads to no Redis, whatever runs."""
+def check_redis_url(url: str, or_else: str = "") -> None:
+    """Raises ValueError for a URL that leads to no Redis, whatever runs. `or_else`: what may stand in its place."""
     scheme, _, kind = url.partition("://")[0].partition("+")
     if "://" not in url or scheme not in ("redis", "rediss", "unix") or kind not in ("", "sentinel", "cluster"):
-        raise ValueError(f"expected {_REDIS_URLS}")
+        raise ValueError(f"expected {or_else}{_REDIS_URLS}")
     parts = urlsplit(url)
     if scheme == "unix":
         if kind or not parts.path.strip("/"):

@@ -58,7 +58,7 @@ from orchestrator.frontend.models.served import Served, as_listed, rolled_out_co
 from orchestrator.frontend.pages import FleetCollector
 from orchestrator.frontend.untrusted.connections import BoundedHttp, FrontendServer, listen
 from orchestrator.frontend.wiring import FleetConnection, FleetConnections, unless_ended
-from orchestrator.process.command_line import CommandLine
+from orchestrator.process.command_line import CommandLine, port_number
 from orchestrator.process.parent import die_with_parent, report_exit
 from orchestrator.process.telemetry.logs import set_up as set_up_logging
 from orchestrator.process.telemetry.metrics import Metrics, join_ended, recreate_missing_folder
@@ -282,7 +282,7 @@ def main() -> None:
     parser.add_argument("--redis", help="URL of the fleet's Redis; default: redis.url of --config, or PD_REDIS_URL")
     parser.add_argument("--config", type=Path)
     parser.add_argument("--index", type=int, default=0)
-    parser.add_argument("--port", type=int)
+    parser.add_argument("--port", type=port_number)
     parser.add_argument("--generation", type=int, help=argparse.SUPPRESS)
     # Of each model where there are several, instead of --config and --generation.
     parser.add_argument("--model", nargs=3, action="append", default=[], help=argparse.SUPPRESS)

@@ -305,7 +305,7 @@ class FleetProcesses:
 
     def _show(self, process: Supervised) -> None:
         self._looked_at = 0.0  # one that has loaded has all of its shared memory
-        if process.stage in (Stage.PAUSING, Stage.ENDED):
+        if not process.pid:  # what ran last has ended, though it may start again at once
             pids = (local_pid(part.identity) for part in process.parts)
             self._ended += [pid for pid in pids if pid is not None]
         role = f"{slot.role.value}, " if (slot := self._pool.slots.get(process.name)) is not None else ""

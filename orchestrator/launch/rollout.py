@@ -117,7 +117,7 @@ class RolloutRunner:
         self._workers, self._frontends = workers, frontends
         self._prepare = prepare
         self._preparing: asyncio.Task[Setup] | None = None
-        self._prepared_for = -1  # generation
+        self._prepared_for, self._prepare_by = -1, 0.0  # generation; monotonic
         self._known: Rollout | None = None
         self._cannot = ""  # go back: why, as it was said last
         self._replacer = Replacer(registry, config.workers.drain_timeout_s + config.workers.start_timeout_s)
@@ -151,7 +151,7 @@ class RolloutRunner:
         self._known = rollout
         target = rollout.target
         if self._workers.setup.generation != target.generation:
-            await self._switch(rollout)
+            await self._switch(rollout, snapshot.read_at)
             return
         if not rollout.under_way:
             self._replacer.forget()
@@ -169,16 +169,18 @@ class RolloutRunner:
         if leads and all_new and self._frontends.renewed and await self._replacer.end(rollout):
             log.info("all run generation %d", target.generation)
 
-    async def _switch(self, rollout: Rollout) -> None:
+    async def _switch(self, rollout: Rollout, now: float) -> None:
         """Let what starts from now on be of the target generation. Raises RedisAway."""
-        target = rollout.target
-        if self._preparing is None or self._prepared_for != target.generation:
-            if self._preparing is not None:
-                self._preparing.cancel()
-            self._prepared_for = target.generation
-            # A task: it may take minutes to fetch a model.
+        target, within_s = rollout.target, self._config.workers.start_timeout_s
+        if self._prepared_for != target.generation:
+            await cancelled(self._preparing)
+            self._preparing, self._prepared_for, self._prepare_by = None, target.generation, now + within_s
+        if self._preparing is None:  # a task: it may take minutes to fetch a model
             self._preparing = asyncio.create_task(self._set_up(target), name="rollout-setup")
         if not self._preparing.done():
+            if now > self._prepare_by and rollout.phase is Phase.FORWARD:
+                why = f"a launcher is not prepared within workers.start_timeout_s ({within_s:g} s)"
+                await self._replacer.give_up(rollout, why)
             return
         try:
             setup = self._preparing.result()

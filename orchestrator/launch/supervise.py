@@ -203,7 +203,7 @@ class Supervised:
                     break  # it left in order; reconcile.py decides whether another is needed
                 if self._process is not None and self._process.lost:
                     # It may still run, unseen: another process takes its place under another name.
-                    log.error("%s: its machine is gone (%s)", self.name, describe(self.last_exit))
+                    log.error("%s: is lost (%s)", self.name, describe(self.last_exit))
                     break
                 if code == EXIT_AGAIN and self._ready.is_set():
                     log.info("%s: drained to be started again", self.name)

@@ -11,6 +11,7 @@ from pathlib import Path
 import httpx
 import psutil
 import pytest
+from support_redis import fresh_namespace
 from support_steering import order_drain, order_restart
 from support_wait import DEADLINE_S, until
 from support_workers import ROOT, Workers
@@ -19,12 +20,14 @@ from orchestrator.config.settings import ConfigError, parse_config
 from orchestrator.config.shared import shared
 from orchestrator.launch.host.redis_server import EmbeddedRedis
 from orchestrator.process.parent import EXIT_AGAIN, own_identity
+from orchestrator.store.client import connect
 from orchestrator.store.configuration import Phase, Rollout, Version
 from orchestrator.store.planned import BY_HAND
+from orchestrator.store.registry import Registry
 from orchestrator.types import Role, WorkerState
 from orchestrator.wire.addresses import hold_port
 from workers.arguments import parse
-from workers.main import main
+from workers.main import _claim_id, main
 
 
 @pytest.mark.parametrize(
@@ -47,7 +50,14 @@ from workers.main import main
         (["--redis", "redis://h", "--model", "m", "--engine", "sim", "--label", "a=b c"], "--label: expected text of"),
         (["--redis", "redis://h", "--model", "m", "--cores", "x"], "--cores: expected numbers like 0,1, got 'x'"),
         (["--redis", "redis://h", "--model", "m", "--cores", "99999"], "--cores: core 99999 is not available"),
-        (["--redis", "redis://h", "--model", "m", "--kv-port", "x"], "--kv-port: invalid int value: 'x'"),
+        (
+            ["--redis", "redis://h", "--model", "m", "--kv-port", "x"],
+            "--kv-port: expected a port from 0 to 65535, got 'x'",
+        ),
+        (
+            ["--redis", "redis://h", "--model", "m", "--health-port", "65536"],
+            "--health-port: expected a port from 0 to",
+        ),
         (
             ["--redis", "redis://127.0.0.1:1", "--model", "m", "--engine", "sim", "--bind", "192.0.2.7"],
             "--bind (workers.bind), workers.ports: cannot listen at '192.0.2.7'",
@@ -303,6 +313,17 @@ async def test_sigterm_lets_a_short_request_end_and_a_second_does_not_wait(worke
     other.kill(signal.SIGTERM)
     assert await other.stopped() == 0
     assert endless.finish is None
+
+
+async def test_an_id_stays_claimed_while_vllm_is_imported(redis_server: EmbeddedRedis) -> None:
+    """That takes longer than `workers.timeout_s`, and nobody renews the claim meanwhile."""
+    redis, namespace = await connect(redis_server.url, 5.0), fresh_namespace()
+    registry, arguments = Registry(redis, namespace), ["--redis", redis_server.url, "--namespace", namespace]
+    await _claim_id(registry, parse(Role.DECODE, [*arguments, "--model", "m", "--engine", "sim", "--id", "d"]))
+    (holder,) = await registry.launchers()
+    assert await redis.pttl(f"{registry.keys.prefix}launcher:{holder}") > 30_000
+    await registry.leave_launcher(holder)
+    await redis.aclose()
 
 
 @pytest.mark.slow

@@ -19,14 +19,12 @@ def release_here() -> str:
     return f"protocol {PROTOCOL_VERSION} with vLLM {engine}"
 
 
-def other_release(other: str, runs: str, here: str, release: str) -> str | None:
-    """Why rank `other`, that `runs` this one, cannot be in a group with `here`; None if both have one release. Each
-    side asks: a release that does not ask yet may be at the other end. One that does not say what it is may be any."""
+def other_release(first: str, runs: str, here: str, release: str) -> str | None:
+    """Why `here` cannot be in a group whose first rank `runs` this release; None if both have one."""
     if runs == release:
         return None
-    runs = runs or "an older release that does not say which"
     return (
-        f"{other} runs {runs}, {here} {release}: start all ranks of a group with one release; after an upgrade of one "
+        f"{first} runs {runs}, {here} {release}: start all ranks of a group with one release; after an upgrade of one "
         "host, upgrade the others and start their ranks again"
     )
 

@@ -45,14 +45,13 @@ _ONE_HOST = "127.0.0.1"
 
 
 class Come(msgspec.Struct, frozen=True, tag="come"):
-    """From a rank to the first one. `host`: where others reach it. `release`: that it runs; older ones do not say."""
+    """From a rank to the first one. `host`: where others reach it."""
 
     token: str
     worker_id: str
     ranks: tuple[str, ...]
     generation: int
     host: str
-    release: str = ""
 
 
 class Met(msgspec.Struct, frozen=True, tag="met"):
@@ -113,7 +112,7 @@ class GroupLink:
         self.ranks, self._id, self.leads = ranks, worker_id, not ranks or worker_id == ranks[0]
         self._config, self._redis, self._at, self._generation = config, redis, at, generation
         self._registry = Registry(redis, config.namespace)
-        self._token, self._release = secrets.token_hex(16), release_here()
+        self._token = secrets.token_hex(16)
         self._silence_s = _SILENT_TIMEOUTS * max(config.workers.timeout_s, _BEAT_S)
         self.pauses: asyncio.Queue[PauseState] = asyncio.Queue()  # that other ranks tell
         self._peers: dict[str, _Peer] = {}  # the first rank has all others, they have it
@@ -160,7 +159,7 @@ class GroupLink:
         held, port = hold_port(self._at.bind, self._at.ports)
         with held:
             self._server = await asyncio.start_server(self._welcome, self._at.bind, port)
-        place, said = Rendezvous(self._at.reached_at, port, self._token, self._release), ""
+        place, said = Rendezvous(self._at.reached_at, port, self._token, release_here()), ""
         while not self._complete.is_set():
             if self._outdated:
                 raise EngineStartFailed("another rank has a newer configuration: start again with that")
@@ -208,9 +207,6 @@ class GroupLink:
                 log.warning("%s", why)
                 peer.send(Refused(why))
                 self._outdated |= come.ranks == self.ranks and come.generation > self._generation
-            elif other := other_release(come.worker_id, come.release, self._id, self._release):
-                log.warning("%s", other)
-                peer.send(Refused(other))
             elif self._met:
                 self._break(f"{come.worker_id} has started again")
             else:
@@ -240,29 +236,29 @@ class GroupLink:
             await asyncio.sleep(_BEAT_S)
 
     async def _ask(self, first: str, place: Rendezvous) -> Met | Refused | str:
-        """Come to this attempt, and wait for its other ranks. Returns a text where it came to nothing."""
+        """Come to this attempt, and wait for its other ranks. Returns a text where it came to nothing. Who runs another
+        release is refused here, not by the first rank: what they say to each other is what may differ."""
         try:
             async with asyncio.timeout(_ANSWER_S):
                 reader, writer = await asyncio.open_connection(place.host, place.port)
         except (OSError, ValueError, OverflowError) as error:  # the last two: it has named no address
             return f"{in_url(place.host)}:{place.port} is not reached ({str(error) or 'no answer'}); see workers.ports"
-        peer = self._peers[first] = _Peer(writer)
-        peer.send(Come(place.token, self._id, self.ranks, self._generation, self._at.reached_at, self._release))
-        ended, why = "it has ended", other_release(first, place.release, self._id, self._release)
+        peer, ended = _Peer(writer), "it has ended"
+        if why := other_release(first, place.release, self._id, release_here()):
+            peer.close()
+            return Refused(why)
+        self._peers[first] = peer
+        peer.send(Come(place.token, self._id, self.ranks, self._generation, self._at.reached_at))
         try:
             while line := await self._line(reader):
                 match _decode(line):
                     case Refused() as refused:
                         return refused
-                    case _ if why:  # that one does not know the rule
-                        return Refused(why)
                     case Met() as met:
                         self._met = True
                         self._tasks.append(asyncio.create_task(self._follow(first, reader, peer), name="ranks"))
                         return met
         except ValueError:
-            if why:
-                return Refused(why)
             ended = "its answer cannot be read"
         except (OSError, TimeoutError):
             pass

@@ -76,8 +76,9 @@ def _asked(namespace: str | None, redis: str | None, url: str | None, path: str,
     try:
         status, answer = fetch(at, path, operator_key(handle, at), _TIMEOUT_S, body)
     except UNANSWERED as error:
-        unknown = "; whether it was done is not known: look with `orchestrator lora list`" if body is not None else ""
-        raise Refused(f"{at}: {str(error) or type(error).__name__}{unknown}") from None
+        unknown = "whether it was done is not known: look with `orchestrator lora list`"
+        mend = "name a frontend of a running fleet by --url" if body is None else unknown
+        raise Refused(f"{at}: {str(error) or type(error).__name__}; {mend}") from None
     try:
         said = msgspec.json.decode(answer)
     except ValueError:

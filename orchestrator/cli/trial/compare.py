@@ -40,12 +40,14 @@ def profile_command(
     out: Annotated[Path, typer.Option("--out", help="The JSON file to write.")],
     name: Annotated[str, typer.Option("--name", help="Name of the profile.")] = "measured",
     lengths: Annotated[str, typer.Option("--lengths", help="Prompt lengths to measure.")] = "32,128,256,512,1024",
-    block_size: Annotated[int, typer.Option("--block-size", help="The engine's block size, tokens.")] = 16,
+    block_size: Annotated[int, typer.Option("--block-size", min=1, help="The engine's block size, tokens.")] = 16,
     batched_tokens: Annotated[
-        int, typer.Option("--batched-tokens", help="The engine's max_num_batched_tokens.")
+        int, typer.Option("--batched-tokens", min=1, help="The engine's max_num_batched_tokens.")
     ] = 2048,
-    kv_bytes: Annotated[int, typer.Option("--kv-bytes-per-token", help="Bytes of KV per token, all layers.")] = 46_080,
-    link_gb_per_s: Annotated[float, typer.Option("--link-gb-per-s", help="KV transfer rate, GB/s.")] = 1.0,
+    kv_bytes: Annotated[
+        int, typer.Option("--kv-bytes-per-token", min=1, help="Bytes of KV per token, all layers.")
+    ] = 46_080,
+    link_gb_per_s: Annotated[float, typer.Option("--link-gb-per-s", min=0.001, help="KV transfer rate, GB/s.")] = 1.0,
 ) -> None:
     """Measure a worker's timing on a running server, for the simulator. The server needs one worker, aggregated."""
     check_writable(out)

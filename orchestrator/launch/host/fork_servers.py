@@ -27,6 +27,7 @@ log = logging.getLogger("pd.launcher")
 
 _SERVER = "orchestrator.process.fork_server"
 _PATIENCE_S = 120.0  # for the imports, on a busy machine with a slow disk
+_ENDS_WITHIN_S = 5.0
 _EXIT_CODE_UNKNOWN = 255  # asyncio's, for a process that somebody else has waited for
 
 
@@ -186,7 +187,8 @@ class _ForkServer:
         if self._loop is not None and not self._loop.is_closed() and self._socket.fileno() >= 0:
             self._loop.remove_reader(self._socket)
         self._process.kill()
-        self._process.wait()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(_ENDS_WITHIN_S)
         with contextlib.suppress(OSError):
             while message := self._socket.recv(MAX_MESSAGE_BYTES):  # a process that it forked has an owner, or ends
                 self._answer(message)

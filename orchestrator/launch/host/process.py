@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import ctypes
 import errno
+import logging
 import os
 import signal
 import socket
@@ -22,6 +23,9 @@ import msgspec
 
 from orchestrator.launch.host.fork_servers import Forkable, ForkedProcess, ForkServers
 from orchestrator.process.parent import ALIVE, PARENT, ExitReason, exit_reason_in, identity_of
+from orchestrator.process.tasks import first_of
+
+log = logging.getLogger("pd.launcher")
 
 _PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 _READ_BYTES = 1 << 16
@@ -29,6 +33,7 @@ _MAX_LINE_BYTES = 1 << 16
 _KEPT_LINES = 100  # enough for a traceback
 # The helpers of a dead process (its engine, Python's resource tracker) have this long to end by themselves.
 _GROUP_PATIENCE_S = 3.0
+ENDS_WITHIN_S = 30.0  # a process that was killed: one that waits for a device never does
 _POLL_S = 0.02
 # Errors of execve(2): the program does not exist, is not a program, or we may not run it.
 _NEVER = (errno.ENOENT, errno.ENOTDIR, errno.EACCES, errno.ENOEXEC)
@@ -89,7 +94,7 @@ class Process(Protocol):
 
     @property
     def lost(self) -> bool:
-        """Whether its machine is gone. The process counts as ended then, though it may still run there."""
+        """Whether its machine is gone, or SIGKILL does not end it. It counts as ended then, though it may still run."""
 
     @property
     def exit_reason(self) -> ExitReason | None:
@@ -102,10 +107,10 @@ class Process(Protocol):
         """Wait until it and its process group have ended. Returns the exit code, negative for a signal."""
 
     async def stop(self, timeout_s: float, number: signal.Signals = signal.SIGTERM) -> None:
-        """Send this signal, and SIGKILL after `timeout_s`. Returns when it is gone. Idempotent."""
+        """Send this signal, and SIGKILL after `timeout_s`. Returns when it is gone, or lost. Idempotent."""
 
     def kill(self) -> None:
-        """Kill it and its process group, at once."""
+        """Kill it and its process group, at once. `wait` returns in bounded time then."""
 
 
 def adopt_orphans(adopt: bool = True) -> None:
@@ -131,6 +136,7 @@ class LocalProcess:
         self._process: asyncio.subprocess.Process | ForkedProcess | None = None
         self._pump: asyncio.Task[None] | None = None
         self._gone = False  # with its process group: the pid may be another's by now
+        self._given_up = asyncio.Event()  # for long after it was killed
         self.lost, self.told_alive_at = False, 0.0
         self.exit_reason: ExitReason | None = None
         self.identity = ""  # see orchestrator.process.parent; empty until it is started
@@ -188,12 +194,14 @@ class LocalProcess:
 
     @property
     def running(self) -> bool:
-        return self._process is not None and self._process.returncode is None
+        return self._process is not None and self._process.returncode is None and not self.lost
 
     async def wait(self) -> int:
         """Wait until it and its process group have ended. Returns the exit code, negative for a signal."""
         assert self._process is not None and self._pump is not None, "start it first"
-        code = await self._process.wait()
+        async with first_of(self._process.wait(), self._given_up.wait()) as ended:
+            self.lost = not ended.done()
+            code = -signal.SIGKILL if self.lost else ended.result()
         await self._end_group()
         # A process outside the group may hold the pipe open. Its lines are not worth waiting for.
         await asyncio.wait({self._pump}, timeout=1.0)
@@ -201,7 +209,7 @@ class LocalProcess:
         return code
 
     async def stop(self, timeout_s: float, number: signal.Signals = signal.SIGTERM) -> None:
-        """Send this signal, and SIGKILL after `timeout_s`. Returns when it is gone. Idempotent."""
+        """See Process."""
         if self._process is None:
             return
         self.signal(number)
@@ -210,7 +218,8 @@ class LocalProcess:
                 await self._process.wait()
         except TimeoutError:
             self.kill()
-            await self._process.wait()
+            async with first_of(self._process.wait(), self._given_up.wait()):
+                pass
         await self._end_group()
 
     def signal(self, number: signal.Signals) -> None:
@@ -219,8 +228,9 @@ class LocalProcess:
                 self._process.send_signal(number)
 
     def kill(self) -> None:
-        """Kill it and its process group, at once."""
+        """See Process."""
         if self._process is not None and not self._gone:
+            asyncio.get_running_loop().call_later(ENDS_WITHIN_S, self._given_up.set)
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
 
@@ -228,6 +238,10 @@ class LocalProcess:
         deadline = asyncio.get_running_loop().time() + _GROUP_PATIENCE_S
         killed = False
         while not self._gone and group_alive(self.pid):
+            if self._given_up.is_set():
+                what = "%s (process %d) has not ended within %g s of SIGKILL: it may still hold memory and devices"
+                log.error(what, self.name, self.pid, ENDS_WITHIN_S)
+                break
             if not killed and asyncio.get_running_loop().time() > deadline:
                 self.kill()
                 killed = True

@@ -126,17 +126,16 @@ class EmbeddedRedis:
         return why
 
     async def stop(self) -> None:
-        """End the server. Returns when the process is gone. Idempotent."""
+        """End the server. Returns when the process is gone, in bounded time. Idempotent."""
         process, self._process = self._process, None
         if process is None:
             return
-        process.terminate()
-        deadline = asyncio.get_running_loop().time() + _STOP_DEADLINE_S
-        while process.poll() is None:
-            if asyncio.get_running_loop().time() > deadline:
-                process.kill()
-                process.wait()
-            await asyncio.sleep(0.01)
+        loop = asyncio.get_running_loop()
+        for end in (process.terminate, process.kill):
+            end()
+            deadline = loop.time() + _STOP_DEADLINE_S
+            while process.poll() is None and loop.time() < deadline:
+                await asyncio.sleep(0.01)
 
 
 class RedisServer:

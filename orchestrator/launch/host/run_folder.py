@@ -50,6 +50,10 @@ class FleetRunning(ConfigError):
         )
 
 
+class OtherRelease(ConfigError):
+    """What a launcher of another release wrote, and this one cannot read. One line."""
+
+
 class StartedProcess(msgspec.Struct, frozen=True):
     """A process that the launcher started, as `orchestrator.process.parent` tells processes apart."""
 
@@ -261,14 +265,15 @@ class RunFolder:
         return self._read_list(_MODELS, list[str])
 
     def config(self, model: str = "") -> Config | None:
-        """The configuration of the model of this name; without one, that of the only model, or of the first."""
+        """The configuration of the model of this name; without one, that of the only model, or of the first. Raises
+        OtherRelease."""
         text = self._read(_config_file(model or next(iter(self.models()), "")))
         if not text:
             return None
         try:
             return parse_config(msgspec.json.decode(text))
-        except msgspec.DecodeError as error:
-            raise ConfigError(f"{self.path}: its configuration was written by another release: {error}") from None
+        except (msgspec.DecodeError, ConfigError) as error:
+            raise OtherRelease(f"{self.path}: its configuration was written by another release: {error}") from None
 
     def ready(self) -> Ready | None:
         """The content of the `Ready` line; None until the fleet is ready."""

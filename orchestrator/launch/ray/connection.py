@@ -57,7 +57,7 @@ def _check_address(address: str) -> None:
     if address == "auto":
         return
     host, _, port = address.rpartition(":")
-    if not host or not port.isdigit():
+    if not host or not port.isdecimal():
         raise ConfigError(f"launcher.address: expected HOST:PORT of the cluster's head, got {address!r}")
     try:
         socket.create_connection((host.strip("[]"), int(port)), _CONNECT_TIMEOUT_S).close()

@@ -143,14 +143,17 @@ class Runner:
         make_folder(folder)
         file = folder / f"{order.name}.yaml"
         write_text(file, yaml.safe_dump(msgspec.to_builtins(config), sort_keys=False))
-        setup = Setup(order.generation, config, file)
-        if isinstance(order, RunWorker):
-            spec = worker_spec(setup, order.role, order.name, Share(), order.ranks)
-        else:
-            spec = frontend_spec(setup, order.name, order.index)
-        self._file = file
-        process = LocalProcess(spec, self._hear)
-        await process.start()
+        self._file, setup = file, Setup(order.generation, config, file)
+        try:
+            if isinstance(order, RunWorker):
+                spec = worker_spec(setup, order.role, order.name, Share(), order.ranks)
+            else:
+                spec = frontend_spec(setup, order.name, order.index)
+            process = LocalProcess(spec, self._hear)
+            await process.start()
+        except OSError:
+            self._remove_file()
+            raise
         return process
 
     def _on_this_node(self, config: Config, host: str) -> Config:
@@ -173,13 +176,16 @@ class Runner:
             await asyncio.wait({ended}, timeout=_LOOK_EVERY_S)
         await asyncio.to_thread(shared.remove_files_of, process.pid)
         said = process.exit_reason
+        self._remove_file()
+        self._changed.set()
+        return encode(Ended(ended.result(), said.text if said else None, bool(said and said.final)))
+
+    def _remove_file(self) -> None:
         self._file.unlink(missing_ok=True)
         folder = self._file.parent
         with contextlib.suppress(OSError):
             if not any(path.is_file() for path in folder.iterdir()):  # nobody else's: the counters of all are left
                 shutil.rmtree(folder)
-        self._changed.set()
-        return encode(Ended(ended.result(), said.text if said else None, bool(said and said.final)))
 
     def _hear(self, _: str, line: str) -> None:
         self._lines.append(line)

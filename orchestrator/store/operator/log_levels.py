@@ -10,7 +10,7 @@ from orchestrator.process.ticks import left_s
 from orchestrator.store.client import Redis, RedisAway
 from orchestrator.store.keys import LEVELS_S, Keys
 
-ALL = "*"
+ALL, _CONFIGURED = "*", "configured"
 _EVERY_S = 2.0
 
 
@@ -21,21 +21,20 @@ class LogLevels:
         self._redis, self._key = redis, Keys(namespace).log_levels
 
     async def set(self, level: str | None, process: str = ALL) -> None:
-        """`level`: a name that `logging` knows; None: what the configuration says. A level for `ALL` replaces those of
-        single processes."""
+        """`level`: a name that `logging` knows; None: what the configuration says, also where all others have a level.
+        One for `ALL` replaces those of single processes."""
         if process == ALL:
             await self._redis.delete(self._key)
-        if level is None:
-            await self._redis.hdel(self._key, process)
-        else:
-            await self._redis.hset(self._key, process, level)
+        if level is not None or process != ALL:
+            await self._redis.hset(self._key, process, level or _CONFIGURED)
             await self._redis.expire(self._key, LEVELS_S)  # which members renew: it is not of the next fleet
 
     async def of(self, process: str) -> str | None:
-        """The level that was set for this process, else for all; None if none was."""
+        """The level that was set for this process, else for all; None if none was, or it goes by its configuration."""
         own, common = await self._redis.hmget(self._key, [process, ALL])
-        level = own or common
-        return level.decode() if isinstance(level, bytes) else level
+        found = own or common
+        level = found.decode() if isinstance(found, bytes) else found
+        return None if level == _CONFIGURED else level
 
 
 async def follow_log_level(levels: Iterable[LogLevels], process: str, logger: logging.Logger) -> None:

@@ -4,6 +4,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 from unittest.mock import Mock
 
 import msgspec
@@ -147,6 +148,23 @@ async def test_restart_continues_after_redis_outage(server: Server, fleet: OpenF
     await workers.all_restart("b")
     await restarting
     assert workers.shown[-1] == Event("done", workers=2)
+
+
+async def test_restart_orders_again_what_redis_did_not_take(fleet: OpenFleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was there when the command looked, and away when it ordered."""
+    workers, steer, away = ByHand(fleet, "a", "b"), fleet.registry.steer, [RedisAway("it fails over")]
+
+    async def first_away(*args: Any, **options: Any) -> list[str] | None:
+        if away:
+            raise away.pop()
+        return await steer(*args, **options)
+
+    monkeypatch.setattr(fleet.registry, "steer", first_away)
+    await workers.join("a", "b")
+    restarting = workers.restart()
+    await workers.all_restart("a", "b")
+    await restarting
+    assert not away and workers.shown[-1] == Event("done", workers=2)
 
 
 async def test_restart_waits_for_workers_that_a_redis_without_its_data_has_not_heard_of(fleet: OpenFleet) -> None:

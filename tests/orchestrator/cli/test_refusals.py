@@ -117,6 +117,18 @@ def test_an_environment_in_which_requests_may_have_the_same_id_is_refused(monkey
             check_environment()
 
 
+@pytest.mark.parametrize("level", ["loud", ""])
+def test_a_log_level_that_there_is_not_is_refused_before_each_process_would_end_at_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, level: str
+) -> None:
+    for known in ("debug", "ERROR"):
+        monkeypatch.setenv("PD_LOG_LEVEL", known)
+        check_environment()
+    monkeypatch.setenv("PD_LOG_LEVEL", level)
+    with pytest.raises(ConfigError, match=f"^PD_LOG_LEVEL: expected DEBUG, .*, got '{level}'; set one, or unset it"):
+        checked_models(written(tmp_path, "dtype: float32"))
+
+
 @pytest.mark.parametrize(
     ("transports", "taken"),
     [

@@ -1,6 +1,7 @@
 """`up --detach` and `down` beside what another launcher of this namespace has left, or is about to write."""
 
 import errno
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -11,7 +12,8 @@ import pytest
 from support_cli import SIM, orchestrator, refused
 
 from orchestrator.cli import down, up
-from orchestrator.launch.host.run_folder import Ready, RunFolder
+from orchestrator.config.settings import parse_config
+from orchestrator.launch.host.run_folder import Ready, RunFolder, StartedProcess
 from orchestrator.process.parent import identity_of
 
 SAYS_NOTHING_FOR_LONG = "import sys, time; time.sleep(0.5); print('orchestrator: no luck'); sys.exit(2)"
@@ -71,3 +73,20 @@ def test_down_waits_for_a_launcher_that_has_just_ended(
     monkeypatch.setattr(down, "os", SimpleNamespace(kill=ended))
     done = orchestrator("down", "--namespace", "a")
     assert done.returncode == 0 and "ended" in done.stdout, done.stderr
+
+
+def test_down_ends_what_a_killed_launcher_of_another_release_has_left() -> None:
+    """Its configuration may have keys that this one does not know."""
+    folder = RunFolder("a")
+    folder.claim()
+    folder.write_config(parse_config({"model": "m", "namespace": "a"}))
+    config = folder.path / "config.yaml"
+    config.write_text(config.read_text().replace('"model"', '"of_then": 1, "model"', 1))
+    with subprocess.Popen(["sleep", "600"], start_new_session=True) as left:
+        folder.note_started([StartedProcess("worker-0", identity_of(left.pid))])
+        assert folder._lock is not None
+        folder._lock.close()  # as the kernel does when it ends
+        done = orchestrator("down", "--namespace", "a")
+        assert left.wait(10) == -signal.SIGTERM
+    assert done.returncode == 0 and not folder.path.exists(), done.stderr
+    assert "written by another release: of_then: unknown key" in " ".join(done.stdout.split())

@@ -24,9 +24,9 @@ def test_redis_urls_are_taken(url: str) -> None:
 @pytest.mark.parametrize(
     ("url", "why"),
     [
-        ("localhost:6379", "expected 'embedded', redis://"),
-        ("http://h", "expected 'embedded', redis://"),
-        ("redis+raft://h", "expected 'embedded', redis://"),
+        ("localhost:6379", "expected redis://, rediss:// or unix://"),
+        ("http://h", "expected redis://, rediss:// or unix://"),
+        ("redis+raft://h", "expected redis://, rediss:// or unix://"),
         ("unix://", "expected the path of a socket"),
         ("unix+cluster:///a", "expected the path of a socket"),
         ("redis://h:0", "expected a port from 1 to 65535 in 'h:0'"),

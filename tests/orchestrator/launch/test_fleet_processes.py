@@ -177,10 +177,23 @@ async def test_a_process_that_would_fail_again_is_not_said_to_restart(tmp_path: 
     config = parse_config({"model": "m", "engine": "sim"})
     fleet = processes_of(config, Mock(), LocalMachine(config), tmp_path)
     fleet._console = Mock()
-    process = Mock(stage=Stage.PAUSING, last_exit=Exit(2, "why", was_ready=False, said=True, final=final), parts=())
+    end = Exit(2, "why", was_ready=False, said=True, final=final)
+    process = Mock(stage=Stage.PAUSING, last_exit=end, parts=(), pid=0)
     process.name = "frontend-0"
     fleet._show(process)
     fleet._console.stage.assert_called_once_with("frontend-0", shown, done=False)
+
+
+async def test_what_a_process_leaves_that_drained_to_start_again_is_removed(tmp_path: Path):
+    """It pauses before no start: a rollout has told it to."""
+    config = parse_config({"model": "m", "engine": "sim"})
+    fleet = processes_of(config, Mock(), LocalMachine(config), tmp_path)
+    fleet._shared_memory = Mock(remove_files_of=Mock(return_value=[]))
+    process = Mock(stage=Stage.STARTING, last_exit=None, parts=(Mock(identity=own_identity()),), pid=0)
+    process.name = "worker-0"
+    fleet._show(process)
+    await fleet.remove_shared_memory()
+    fleet._shared_memory.remove_files_of.assert_called_once_with(os.getpid())
 
 
 async def test_a_start_says_once_that_only_the_endpoint_is_not_ready(tmp_path: Path, monkeypatch, caplog):

@@ -6,6 +6,7 @@ import signal
 from pathlib import Path
 from subprocess import SubprocessError
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from support_wait import DEADLINE_S
@@ -74,3 +75,12 @@ async def test_a_server_that_cannot_be_started_again_now_is_later(tmp_path: Path
     finally:
         await cancelled(keeping)
         await server.stop()
+
+
+async def test_a_server_that_outlives_sigkill_holds_nobody_up(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(redis_server, "_STOP_DEADLINE_S", 0.05)
+    server = EmbeddedRedis()
+    server._process = stuck = Mock(poll=Mock(return_value=None))
+    async with asyncio.timeout(DEADLINE_S):
+        await server.stop()
+    stuck.kill.assert_called_once_with()

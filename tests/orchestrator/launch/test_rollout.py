@@ -48,9 +48,11 @@ class Leader:
     """The launcher that orders; snapshots are handed to it."""
 
     def __init__(self, config: Config, registry: Registry) -> None:
-        self.cannot = ""  # why it cannot prepare
+        self.cannot, self.hangs = "", False  # why it cannot prepare; that it never ends to
 
         async def prepare(changed: Config, generation: int) -> Setup:
+            if self.hangs:
+                await asyncio.Event().wait()
             if self.cannot:
                 raise ConfigError(self.cannot)
             return Setup(generation, changed, Path("unused"))
@@ -120,6 +122,23 @@ async def test_launcher_that_cannot_prepare_rolls_back(leader: Leader):
     leader.now += 2
     await leader.sees(behind)
     assert await phase(leader) == (Phase.BACK, f"nothing has changed for {PATIENCE_S:g} s: launcher b is not prepared")
+
+
+async def test_a_leader_that_never_gets_prepared_rolls_back(leader: Leader):
+    """As where the model's file system does not answer. Nobody else judges the one that leads."""
+    before = await leader.registry.rollout.read()
+    assert before is not None
+    leader.hangs = True
+    assert await leader.registry.rollout.change(before, Rollout(before.new, Version(2, before.new.config)))
+    await leader.sees({})
+    leader.now += PATIENCE_S / 2
+    await leader.sees({})
+    assert (await phase(leader))[0] is Phase.FORWARD
+    leader.now += 1
+    await leader.sees({})
+    why = f"a launcher is not prepared within workers.start_timeout_s ({PATIENCE_S / 2:g} s)"
+    assert await phase(leader) == (Phase.BACK, why)
+    assert await leader.sees({}) == {"decode-0"}, "it goes on to what it was prepared for"
 
 
 async def test_a_launcher_that_cannot_go_back_says_why_once(leader: Leader, caplog: pytest.LogCaptureFixture):

@@ -437,3 +437,27 @@ async def test_one_that_hangs_while_it_leaves_is_ended_long_before_it_would_have
     child.process.missed(2.0, timeout_s=1.0)
     await child.ended()
     assert [end.code for end in child.exits] == [-signal.SIGKILL], "and not started again"
+
+
+STAYS = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); signal.pause()"
+LEAVES_ONE = f"import signal, subprocess, sys; subprocess.Popen([sys.executable, '-c', {STAYS!r}]); signal.pause()"
+
+
+@pytest.mark.parametrize("stays", ["the process", "one of its group"])
+async def test_a_process_that_outlives_sigkill_holds_nobody_up(monkeypatch, caplog, stays):
+    """As one that waits for a device: its fleet ends all the same, and says so."""
+    monkeypatch.setattr(process_module, "ENDS_WITHIN_S", 0.3)
+    monkeypatch.setattr(process_module, "_GROUP_PATIENCE_S", 0.1)
+    child = Child(STAYS if stays == "the process" else LEAVES_ONE, LauncherConfig(stop_timeout_s=0.1))
+    await until(lambda: "up" in child.lines, "it runs")
+    pid = child.process.pid or child.process.parts[0].pid
+    with monkeypatch.context() as patched:
+        patched.setattr(process_module.os, "killpg", lambda group, number: None)
+        child.process.request_stop()
+        async with asyncio.timeout(DEADLINE_S):
+            await child.task
+    assert child.process.stage is Stage.ENDED and not child.process.pid
+    assert f"child (process {pid}) has not ended within 0.3 s of SIGKILL" in caplog.text
+    assert [part.lost for part in child.process.parts] == [stays == "the process"]
+    os.killpg(pid, signal.SIGKILL)
+    await until(lambda: not group_alive(pid), "it is gone")

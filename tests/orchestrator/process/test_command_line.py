@@ -46,7 +46,7 @@ def test_a_program_that_needs_arguments_names_them(module: str) -> None:
     [
         (["encode"], "invalid choice: 'encode'"),
         (["prefill"], "--model: required"),
-        (["prefill", "--model", "demo", "--kv-port", "x"], "invalid int value: 'x'"),
+        (["prefill", "--model", "demo", "--kv-port", "x"], "--kv-port: expected a port from 0 to 65535, got 'x'"),
     ],
 )
 def test_what_is_wrong_with_a_workers_command_line_is_named(arguments: list[str], told: str) -> None:

@@ -247,7 +247,8 @@ async def test_one_address_of_a_cluster_leads_to_the_others(cluster, connected):
     [
         ("redis+sentinel://h:1", "the service's name is missing"),
         ("redis+cluster://,h:1", "expected HOST:PORT"),
-        ("redis+magic://h:1", "expected 'embedded', redis://"),
+        ("redis+magic://h:1", "expected redis://"),
+        ("embedded", "expected redis://"),
         ("redis+sentinel://u:secret@h:port/s", "expected a port from 1 to 65535"),
     ],
 )

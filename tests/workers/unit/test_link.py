@@ -3,11 +3,11 @@
 import asyncio
 import json
 import os
-import re
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import pytest_asyncio
 from support_redis import fresh_namespace
@@ -21,9 +21,10 @@ from orchestrator.store.registry import Registry
 from orchestrator.wire.addresses import Listening
 from workers.engine import EngineDead, EngineStartFailed, Group
 from workers.unit import link as module
+from workers.unit.hosts import release_here
 from workers.unit.link import GroupLink
 
-RANKS = ("d", "d.1", "d.2")
+RANKS, OTHER = ("d", "d.1", "d.2"), "protocol 9 with vLLM 0.1"
 HERE, THERE = "127.0.0.1", "127.0.0.2"
 
 
@@ -197,49 +198,7 @@ async def test_who_is_no_rank_of_it_is_not_let_in(group: Ranks) -> None:
     assert not first.link._peers
 
 
-NO_PORT = b'{"host":"127.0.0.1","port":1048576,"token":"t"}'
-OTHERS, UNSAID = ["", "protocol 9 with vLLM 0.1"], "an older release that does not say which"
-
-
-@pytest.mark.parametrize("release", OTHERS)
-async def test_rank_of_another_release_is_not_let_in(
-    group: Ranks, release: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    first, other = await group.begin("d"), await group.begin("d.1")
-    other.link._release = release
-    why = f"d.1 runs {release or UNSAID}, d protocol .* start all ranks of a group with one release"
-    with pytest.raises(EngineStartFailed, match=why):
-        await other.meets()
-    assert re.search(why, caplog.text), "the first rank says so too"
-    assert not first.link._peers and not first.started.done()
-
-
-@pytest.mark.parametrize("release", OTHERS)
-@pytest.mark.parametrize(
-    "answer",
-    [
-        b'{"type":"beat"}\n',
-        b'{"type":"met","host":"h","port":1,"one_host":true,"rank":1}\n',
-        b'{"type":"met","host":"h","port":1,"one_host":true}\n',
-    ],
-)
-async def test_rank_does_not_join_a_first_one_of_another_release_that_would_let_it_in(
-    group: Ranks, release: str, answer: bytes
-) -> None:
-    """Before it has met others there, and where the answer is that of another release."""
-
-    async def let_in(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await reader.readline()
-        writer.write(answer)
-
-    server = await asyncio.start_server(let_in, HERE)
-    registry = Registry(await connect(group.url, 5), group.namespace)
-    port = server.sockets[0].getsockname()[1]
-    await registry.tell_rendezvous("d", Rendezvous(HERE, port, "token", release), 60)
-    joins = await group.begin("d.1")
-    with pytest.raises(EngineStartFailed, match=f"d runs {release or UNSAID}, d.1 protocol .* one release"):
-        await joins.meets()
-    server.close()
+NO_PORT = msgspec.json.encode(Rendezvous(HERE, 1 << 20, "t", release_here()))
 
 
 @pytest.mark.parametrize("place", [b"{}", b'{"host":"h","port":"1","token":3}', b"\xff", NO_PORT])
@@ -254,20 +213,41 @@ async def test_rank_waits_where_the_first_one_says_what_cannot_be_read(group: Ra
     assert [each.rank for each in await asyncio.gather(*(rank.meets() for rank in ranks))] == [0, 1, 2]
 
 
-@pytest.mark.parametrize("release", OTHERS)
 @pytest.mark.parametrize("outdated", ["d", "d.1"])
 async def test_ranks_that_a_group_over_hosts_refused_meet_once_all_have_one_release(
-    group: Ranks, outdated: str, release: str
+    group: Ranks, outdated: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As after an upgrade of its hosts one by one, whichever is the first."""
-    ranks = {name: await group.begin(name) for name in ("d", "d.1")}
-    ranks[outdated].link._release = release  # before it comes to say so
-    with pytest.raises(EngineStartFailed, match="upgrade the others and start their ranks again"):
-        await ranks["d.1"].meets()
+    redis = await connect(group.url, 5)
+    registry = Registry(redis, group.namespace)
+
+    async def began(name: str, release: str) -> Rank:
+        """As of this release, which the first rank has told."""
+        with monkeypatch.context() as patch:
+            patch.setattr(module, "release_here", lambda: release)
+            rank = await group.begin(name)
+            if name == "d":
+                await until(lambda: told(release), "the first rank waits")
+            else:
+                await asyncio.wait({rank.started})
+        return rank
+
+    async def told(release: str) -> bool:
+        place = await registry.rendezvous("d")
+        return place is not None and place.release == release
+
+    ours = release_here()
+    of_first, of_other = (OTHER, ours) if outdated == "d" else (ours, OTHER)
+    first, other = await began("d", of_first), await began("d.1", of_other)
+    why = f"d runs {of_first}, d.1 {of_other}: start all ranks of a group with one release; .* start their ranks again"
+    with pytest.raises(EngineStartFailed, match=why):
+        await other.meets()
+    assert not first.link._peers and not first.started.done()
     if outdated == "d":
-        await ranks["d"].dies()
-        ranks["d"] = await group.begin("d")
-    new = [ranks["d"], await group.begin("d.1"), await group.begin("d.2")]
+        await first.dies()
+        first = await began("d", ours)
+    await redis.aclose()
+    new = [first, await group.begin("d.1"), await group.begin("d.2")]
     assert [each.rank for each in await asyncio.gather(*(rank.meets() for rank in new))] == [0, 1, 2]
 
 

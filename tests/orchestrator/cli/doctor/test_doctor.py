@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import msgspec
 import pytest
@@ -34,6 +35,8 @@ def test_links_of_gpus_are_named():
 
 def test_rdma_ports_are_read_from_the_kernel(tmp_path: Path):
     assert host._rdma(tmp_path / "none").level == "warn"
+    (tmp_path / "irdma0").mkdir()  # one that shows no port
+    assert host._rdma(tmp_path).level == "warn"
     port = tmp_path / "mlx5_0" / "ports" / "1"
     port.mkdir(parents=True)
     (port / "rate").write_text("400 Gb/sec (4X NDR)\n")
@@ -41,6 +44,12 @@ def test_rdma_ports_are_read_from_the_kernel(tmp_path: Path):
     assert host._rdma(tmp_path).level == "fail"
     (port / "state").write_text("4: ACTIVE\n")
     assert host._rdma(tmp_path) == Check("RDMA", "ok", "mlx5_0 port 1 active, 400 Gb/sec (4X NDR)")
+
+
+def test_a_host_without_shared_memory_fails_that_check_alone(monkeypatch):
+    monkeypatch.setattr(host.shutil, "disk_usage", Mock(side_effect=FileNotFoundError))
+    check = host._shared_memory()
+    assert check.level == "fail" and "/dev/shm" in check.fix
 
 
 def test_missing_package_fails_with_fix():

@@ -82,4 +82,6 @@ def test_what_a_frontend_refuses_is_told(frontend: Frontend, status: int, said: 
 
 
 def test_a_frontend_that_does_not_answer_is_named() -> None:
-    assert "http://127.0.0.1:9: " in refused("lora", "add", "a", "/a", "--url", "http://127.0.0.1:9")
+    for command, mend in ((["add", "a", "/a"], "whether it was done is not known"), (["list"], "name a frontend of a")):
+        line = refused("lora", *command, "--url", "http://127.0.0.1:9")
+        assert "http://127.0.0.1:9: " in line and mend in line

@@ -4,6 +4,7 @@ import asyncio
 import errno
 import os
 import signal
+import subprocess
 import sys
 from pathlib import Path
 from unittest.mock import Mock
@@ -265,6 +266,16 @@ async def test_a_fork_server_ends_with_its_launcher(modules: Path):
     await asyncio.to_thread(server._process.wait, 60)
     assert not process.is_running()
     forks.close()
+
+
+async def test_a_fork_server_that_outlives_sigkill_holds_nobody_up(modules: Path):
+    forks = ForkServers()
+    assert await Run(modules, forks, "tells", "0").ended() == 0
+    (server,) = forks._servers.values()
+    process, server._process = server._process, Mock(wait=Mock(side_effect=subprocess.TimeoutExpired("x", 5)))
+    forks.close()
+    process.kill()
+    process.wait()
 
 
 def children_of_this_process() -> set[int]:

@@ -277,6 +277,19 @@ async def test_a_runner_replaces_a_file_that_was_there(runner, tmp_path: Path):
     assert not folder.exists()
 
 
+async def test_a_process_that_cannot_be_started_leaves_no_password_on_its_node(runner, tmp_path: Path, monkeypatch):
+    monkeypatch.setattr(runner_module, "worker_spec", lambda *_: ProcessSpec("worker-0", ["/no/such/program"]))
+    reply = decode_reply(await runner.start(encode(RunWorker(CONFIG, "worker-0", Role.DECODE))))
+    assert isinstance(reply, NotStarted) and reply.never
+    assert list((tmp_path / "pd-orchestrator").iterdir()) == []
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:²", "127.0.0.1"])
+def test_an_address_that_no_cluster_can_have_is_refused(address: str):
+    with pytest.raises(ConfigError, match="^launcher.address: "):
+        connection_module._check_address(address)
+
+
 @pytest.mark.parametrize("had", [None, [BUNDLE], [BUNDLE] * 2, [{"CPU": 1.0, "GPU": 4.0}]])
 @pytest.mark.parametrize("wanted", [None, [BUNDLE], [BUNDLE] * 2])
 async def test_what_the_cluster_has_is_made_what_is_wanted(groups, had, wanted):

@@ -21,7 +21,7 @@ async def test_level_for_all_replaces_single_levels(levels):
     await levels.set("DEBUG", "decode-0")
     assert [await levels.of(name) for name in ("decode-0", "decode-1")] == ["DEBUG", "WARNING"]
     await levels.set(None, "decode-0")
-    assert await levels.of("decode-0") == "WARNING"
+    assert [await levels.of(name) for name in ("decode-0", "decode-1")] == [None, "WARNING"], "as configured, alone"
     await levels.set("DEBUG", "decode-0")
     await levels.set(None)
     assert await levels.of("decode-0") is None
