@@ -24,7 +24,7 @@ class WorkerView:
     def __init__(self, info: WorkerInfo, last_heard_at: float, changed: set[str], numbers: Iterator[int]) -> None:
         """`changed` collects the ids of workers whose usability or load is not what it was; `numbers` number what is
         submitted."""
-        self.last_heard_at = self.reported_at = last_heard_at
+        self.added_at = self.last_heard_at = self.reported_at = last_heard_at
         self.load: WorkerLoad | None = None
         self.greeted = False  # it has answered `Hello`
         self.disconnected_at: float | None = None
