@@ -194,8 +194,10 @@ class Membership:
                 lost.append(info.id)
         if lost:
             self._on_lost(*lost)
-        self._unregistered = self._fleet.workers.keys() - registered.keys()
         views = self._fleet.workers.values()
+        for view in views:
+            view.registered = view.info.id in registered
+        self._unregistered = self._fleet.workers.keys() - registered.keys()
         hosted = (view.load.kv.host_blocks for view in views if view.load is not None)
         self._prefixes.index.make_room(sum(view.info.blocks_total for view in views) + sum(hosted))
 
