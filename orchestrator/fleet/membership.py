@@ -141,7 +141,10 @@ class Membership:
         unreached = {
             worker_id
             for worker_id, view in self._fleet.workers.items()
-            if not view.greeted and now - view.added_at > self._silence_s and not self._transport.is_coming(worker_id)
+            if not view.greeted
+            and view.disconnected_at is None
+            and now - view.added_at > self._silence_s
+            and not self._transport.is_coming(worker_id)
         }
         for worker_id in unreached - self._unreached:
             info = self._fleet.workers[worker_id].info

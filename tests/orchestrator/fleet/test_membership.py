@@ -276,9 +276,12 @@ async def test_a_worker_that_cannot_be_reached_is_told_of_once_and_again_once_it
     await asyncio.sleep(0.3)
     (line,) = told()
     assert line.startswith("worker w is registered, but no connection to tcp://127.0.0.1:1 comes about: it gets no")
-    await scene.start("w", "e2")
-    assert len(told()) == 1 and scene.fleet.workers["w"].connected
-    scene.registry.registered["w"] = msgspec.structs.replace(unreached, id="w")
+    worker = await scene.start("w", "e2")
+    await asyncio.sleep(1.0)  # so that it was there for as long
+    worker.die()
+    await until(lambda: scene.lost == ["w", "w"])
+    assert len(told()) == 1, "one whose connection breaks is gone: another line says so"
+    scene.registry.registered["w"] = unreached
     await scene.changed()
     await until(lambda: len(told()) == 2, "it is told of again")
 
