@@ -14,7 +14,6 @@ import socket
 from ipaddress import ip_address
 from pathlib import Path
 from typing import Any, NoReturn
-from urllib.parse import urlsplit
 
 import msgspec
 from msgspec.structs import replace
@@ -33,10 +32,11 @@ from orchestrator.config.shared import merged
 from orchestrator.config.simulated import simulated
 from orchestrator.config.values import HOST, strict_label
 from orchestrator.process.command_line import port_number
+from orchestrator.store.client import RedisAway
 from orchestrator.store.configuration import Version
 from orchestrator.store.servers import redis_elsewhere
 from orchestrator.types import Role
-from orchestrator.wire.addresses import Listening, address_towards, is_local, is_unspecified, resolve
+from orchestrator.wire.addresses import Listening, address_towards, hosts_in, is_local, is_unspecified, resolve
 
 
 class WorkerSettings(msgspec.Struct, frozen=True):
@@ -197,19 +197,34 @@ def _cores(text: str | None) -> list[int]:
 
 
 def listening_at(settings: WorkerSettings) -> Listening:
-    """Where this worker listens, and the address that it is registered with. Raises ConfigError."""
-    redis = urlsplit(settings.redis_url.partition(",")[0]).hostname  # of several hosts
-    bind = settings.bind if settings.bind != "auto" else address_towards(redis or "127.0.0.1")
-    given = settings.advertise or (address_towards(redis or "127.0.0.1") if is_unspecified(bind) else bind)
+    """Where this worker listens, and the address that it is registered with. Raises ConfigError, RedisAway."""
+    redis = hosts_in(settings.redis_url)
     try:
-        address, local_redis = resolve(given), is_local(settings.redis_url)
+        local_redis, here = is_local(settings.redis_url), address_towards(*redis)
     except OSError as error:
-        raise ConfigError(f"workers.advertise: {given!r} has no address ({error.strerror})") from None
+        raise RedisAway(
+            f"redis.url: {' and '.join(redis)} has no address now ({error.strerror}); mend the name, or its service"
+        ) from None
+    bind = _address("workers.bind", here if settings.bind == "auto" else settings.bind, here)
+    given = settings.advertise or (here if is_unspecified(bind) else bind)
+    address = _address("workers.advertise", given, bind)
     if is_unspecified(address):
         raise ConfigError(f"workers.advertise: expected the address of one host, got {given!r}")
+    if bind == "0.0.0.0" and ":" in address:  # noqa: S104 - compared with, not bound
+        raise ConfigError(
+            f'workers.bind: 0.0.0.0 listens at IPv4 only, but others would connect to {address}; set it to "::" or auto'
+        )
     if ip_address(address).is_loopback and not local_redis:
         raise ConfigError(
-            f"workers.bind: {given} is reached from this host alone, but Redis is elsewhere ({redis}); set it to an "
-            f"address of this host ({address_towards(redis or '')} leads to Redis), or to 0.0.0.0 for all"
+            f"workers.bind: {given} is reached from this host alone, but Redis is elsewhere ({', '.join(redis)}); set "
+            f"it to an address of this host ({here} leads to Redis), or to 0.0.0.0 for all"
         )
     return Listening(bind, address, port_range(settings.config))
+
+
+def _address(key: str, given: str, like: str) -> str:
+    """Of a name, once: where it has several each library would choose for itself. Raises ConfigError."""
+    try:
+        return resolve(given, like)
+    except OSError as error:
+        raise ConfigError(f"{key}: {given!r} has no address ({error.strerror})") from None

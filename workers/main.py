@@ -114,7 +114,8 @@ async def _rolled_out(parsed: WorkerSettings) -> Version | None:
 
 
 def _listen(parsed: WorkerSettings) -> tuple[Listening, socket.socket, int]:
-    """Where this worker listens, and a free port there, reserved until the socket is closed. Raises ConfigError."""
+    """Where this worker listens, and a free port there, reserved until the socket is closed. Raises ConfigError,
+    RedisAway."""
     listening = listening_at(parsed)
     try:
         return listening, *hold_port(listening.bind, listening.ports)

@@ -63,6 +63,7 @@ class Membership:
         self._registry_changed = asyncio.Event()
         self._unregistered: set[str] = set()
         self._bad_addresses: dict[str, str] = {}  # the logged reason by worker, so that it is logged once
+        self._unreached: set[str] = set()  # workers of which the log says that they have not been reached
         self.synced = asyncio.Event()  # the registry has been asked once
 
     async def run(self) -> None:
@@ -119,6 +120,7 @@ class Membership:
             for worker_id, view in self._fleet.workers.items():
                 if view.disconnected_at is not None and self._transport.is_coming(worker_id):
                     view.disconnected_at = now
+            self._tell_unreached(now)
             lost = self._fleet.silent(now, self._silence_s, RECONNECT_S)
             for worker_id in lost:
                 self._remove(worker_id, "it fell silent or its connection stayed broken")
@@ -132,6 +134,28 @@ class Membership:
                     lost.append(worker_id)
             if lost:
                 self._on_lost(*lost)
+
+    def _tell_unreached(self, now: float) -> None:
+        """Log each worker once that is registered, but cannot be reached: a firewall, or its host has another address
+        by now. Nothing is sent there, and the worker itself sees nothing wrong."""
+        unreached = {
+            worker_id
+            for worker_id, view in self._fleet.workers.items()
+            if not view.greeted
+            and view.disconnected_at is None
+            and now - view.added_at > self._silence_s
+            and not self._transport.is_coming(worker_id)
+        }
+        for worker_id in unreached - self._unreached:
+            info = self._fleet.workers[worker_id].info
+            log.warning(
+                "worker %s is registered, but no connection to %s comes about: it gets no requests; see "
+                "`orchestrator doctor ports %s`",
+                worker_id,
+                info.request_address,
+                info.host,
+            )
+        self._unreached = unreached
 
     async def _receive_reports(self) -> None:
         views, take_load = self._fleet.workers, self._fleet.take_load
@@ -173,8 +197,10 @@ class Membership:
                 lost.append(info.id)
         if lost:
             self._on_lost(*lost)
-        self._unregistered = self._fleet.workers.keys() - registered.keys()
         views = self._fleet.workers.values()
+        for view in views:
+            view.registered = view.info.id in registered
+        self._unregistered = self._fleet.workers.keys() - registered.keys()
         hosted = (view.load.kv.host_blocks for view in views if view.load is not None)
         self._prefixes.index.make_room(sum(view.info.blocks_total for view in views) + sum(hosted))
 

@@ -259,7 +259,7 @@ class Fleet:
         if self.ready(Role.PREFILL) > 0:
             return True
         decoded = self._decoded_domains()
-        able = (view.info for view in self.workers.values() if not view.quiet and view.info.domain in decoded)
+        able = [it.info for it in self.workers.values() if not it.quiet and it.may_claim and it.info.domain in decoded]
         return any(info.role is Role.PREFILL and info.state is WorkerState.READY for info in able)
 
     def silent(self, now: float, timeout_s: float, reconnect_s: float) -> list[str]:

@@ -24,12 +24,13 @@ class WorkerView:
     def __init__(self, info: WorkerInfo, last_heard_at: float, changed: set[str], numbers: Iterator[int]) -> None:
         """`changed` collects the ids of workers whose usability or load is not what it was; `numbers` number what is
         submitted."""
-        self.last_heard_at = self.reported_at = last_heard_at
+        self.added_at = self.last_heard_at = self.reported_at = last_heard_at
         self.load: WorkerLoad | None = None
         self.greeted = False  # it has answered `Hello`
         self.disconnected_at: float | None = None
         self.quiet = False  # silent for longer than a working one: slow, stopped or cut off
-        self._info, self._changed, self._numbers, self._connected = info, changed, numbers, False
+        self._info, self._changed, self._numbers = info, changed, numbers
+        self._connected, self._registered = False, True
         self._placed: deque[_Placed] = deque()
         self._placed_blocks = self._placed_tokens = 0
         self._candidate: Candidate | None = None
@@ -58,6 +59,18 @@ class WorkerView:
         self._connected = connected
         self._touch()
 
+    @property
+    def registered(self) -> bool:
+        """Whether Redis had it when it was read last. One that it has not may be cut off from Redis alone: it is heard,
+        and claims nothing."""
+        return self._registered
+
+    @registered.setter
+    def registered(self, registered: bool) -> None:
+        if registered is not self._registered:
+            self._registered = registered
+            self._touch()
+
     def disconnect(self, now: float) -> None:
         """Nothing may be sent to it until it answers a greeting, and it is given up unless that is soon. What was sent
         and no report has seen may be lost, and no report would say so: it is not counted any more."""
@@ -72,7 +85,13 @@ class WorkerView:
     @property
     def usable_as(self) -> Role | None:
         """Its role if it can get requests, else None."""
-        return self._info.role if self._connected and self._info.state is WorkerState.READY else None
+        usable = self._connected and self._info.state is WorkerState.READY and self.may_claim
+        return self._info.role if usable else None
+
+    @property
+    def may_claim(self) -> bool:
+        """Whether jobs reach it if it is a prefill worker."""
+        return self._registered or self._info.role is not Role.PREFILL
 
     def note_placed(self, context_tokens: int, compute_tokens: int) -> int:
         """Count a submission against this worker until a load report has seen it. Returns its sequence number.

@@ -25,7 +25,6 @@ import uuid
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import msgspec
 import uvicorn
@@ -65,7 +64,7 @@ from orchestrator.process.telemetry.metrics import Metrics, join_ended, recreate
 from orchestrator.store.client import Redis, RedisAway, connect
 from orchestrator.store.operator.log_levels import LogLevels, follow_log_level
 from orchestrator.store.servers import redis_elsewhere
-from orchestrator.wire.addresses import address_towards, in_url
+from orchestrator.wire.addresses import address_towards, hosts_in, in_url
 
 log = logging.getLogger("pd.frontend")
 
@@ -81,8 +80,7 @@ def advertised_url(config: Config, bound: tuple[str, int], redis_url: str) -> st
     """The URL of this frontend for others. If it listens on all addresses: the address from which it reaches Redis."""
     host, port = bound
     if ipaddress.ip_address(host).is_unspecified:
-        first = urlsplit(redis_url.partition(",")[0])  # the first of several hosts
-        host = address_towards(first.hostname or "127.0.0.1")
+        host = address_towards(*hosts_in(redis_url))
     return f"{'https' if uses_tls(config) else 'http'}://{in_url(host)}:{port}"
 
 

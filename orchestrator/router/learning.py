@@ -113,13 +113,21 @@ class Learning:
             tokens = max(1, prompt_tokens - request.cached_tokens) + decode.ahead_tokens
             tokens += request.placed.adapter_tokens if request.placed is not None else 0
             self.predictor.observe_local(decode.worker_id, tokens, now - decode.at)
-        elif prefill is not None and prefill.ended_at is not None:
-            connected = self._connected.setdefault(decode.worker_id, set())
-            if prefill.worker_id in connected:
-                exposed_s = max(0.0, now - prefill.ended_at)
-                self.predictor.observe_transfer(prompt_tokens, exposed_s)
-                self.predictor.links.observe(link, decode.lacking_tokens, exposed_s)
-            connected.add(prefill.worker_id)  # the first waits for the connection, and none after it does
+        else:
+            self.transferred(request, link, now)
+
+    def transferred(self, request: ActiveRequest, link: Link, now: float) -> None:
+        """Record how long the KV took after the end of its prefill; or, where the attempt is given up because it is
+        late, how long it has taken so far: or a link too slow for all prompts would never be known as such."""
+        decode, prefill, prompt_tokens = request.decode, request.prefill, request.parsed.info.prompt_tokens
+        if decode is None or prefill is None or prefill.ended_at is None or request.attempt > 1:
+            return
+        connected = self._connected.setdefault(decode.worker_id, set())
+        if prefill.worker_id in connected:
+            exposed_s = max(0.0, now - prefill.ended_at)
+            self.predictor.observe_transfer(prompt_tokens, exposed_s)
+            self.predictor.links.observe(link, decode.lacking_tokens, exposed_s)
+        connected.add(prefill.worker_id)  # the first waits for the connection, and none after it does
 
     def forget(self, worker_id: str) -> None:
         """The worker is gone: what was measured of it says nothing about another."""

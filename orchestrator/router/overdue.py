@@ -15,9 +15,9 @@ from orchestrator.config.settings import Config
 from orchestrator.fleet.queue_view import QueueView
 from orchestrator.fleet.view import Fleet
 from orchestrator.policy.placement import claim_timeout_s
-from orchestrator.policy.predict.predictor import Predictor
 from orchestrator.router.active_requests import ActiveRequests
 from orchestrator.router.dispatch import Dispatch
+from orchestrator.router.learning import Learning
 from orchestrator.router.request import ActiveRequest, State
 from orchestrator.types import JobState
 
@@ -42,10 +42,10 @@ class Overdue:
         queue: QueueView,
         requests: ActiveRequests,
         dispatch: Dispatch,
-        predictor: Predictor,
+        learning: Learning,
     ) -> None:
         self._routing, self._fleet, self._queue = config.routing, fleet, queue
-        self._requests, self._dispatch, self._predictor = requests, dispatch, predictor
+        self._requests, self._dispatch, self._learning = requests, dispatch, learning
         self._slo, self._resumed_at = config.slo, 0.0
         self._stalls: deque[tuple[float, float]] = deque(maxlen=MAX_STALLS)  # until when, and for how many seconds
         self._claimed: set[str] = set()  # request ids whose jobs had an unreported claim at the last look
@@ -71,6 +71,8 @@ class Overdue:
             elif active.state is State.TRANSFERRING and active.prefill_worker not in self._fleet.workers:
                 self._dispatch.retry(active, "prefill_worker_lost", charge=False)
             elif active.state is State.TRANSFERRING and self._kv_is_late(active, now, longest):
+                link = self._fleet.places.link(active.prefill_worker, active.decode_worker)
+                self._learning.transferred(active, link, now)
                 self._dispatch.retry(active, "kv_late")
             elif active.state in WITH_A_WORKER and self._makes_nothing(active, now):
                 self._dispatch.retry(active, "stalled", avoid=active.decode_worker)
@@ -117,7 +119,7 @@ class Overdue:
         if waited_s <= STALL_TIMEOUT_S or active.state is State.DECODING or active.decode is None:
             return waited_s > STALL_TIMEOUT_S
         tokens = active.parsed.info.prompt_tokens + active.decode.ahead_tokens
-        return waited_s > STALLED_PREFILLS * self._predictor.prefill_s(tokens)
+        return waited_s > STALLED_PREFILLS * self._learning.predictor.prefill_s(tokens)
 
     def _kv_is_late(self, active: ActiveRequest, now: float, longest: Mapping[str | None, int]) -> bool:
         """Whether KV should have arrived. False while the decode worker may lack memory for the request: blocks are
@@ -130,4 +132,4 @@ class Overdue:
         free_tokens = view.load.blocks_free * view.info.identity.block_size
         has_room = has_room and free_tokens >= longest[active.decode_worker]
         waited_s = self._waited_s(active.prefill.ended_at, now)
-        return has_room and waited_s > max(LATE_KV_S, self._predictor.prefill_s(tokens))
+        return has_room and waited_s > max(LATE_KV_S, self._learning.predictor.prefill_s(tokens))

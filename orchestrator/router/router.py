@@ -71,7 +71,7 @@ class Router:
         self._dispatch = Dispatch(
             config.routing, self._decider, fleet, transport, queue, prefixes, self._requests, metrics
         )
-        self._overdue = Overdue(config, fleet, queue, self._requests, self._dispatch, self.learning.predictor)
+        self._overdue = Overdue(config, fleet, queue, self._requests, self._dispatch, self.learning)
         self.requests, self.batches = self._requests.by_id, self._requests.batches
 
     # ---- what the server calls ---------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import ipaddress
 import random
@@ -58,26 +59,42 @@ def check_address(address: str) -> None:
         raise AddressError(f"{address!r} is not an address like tcp://127.0.0.1:5000") from None
 
 
-def resolve(host: str) -> str:
-    """The address of a name. An address is returned as it is. Raises OSError."""
-    return str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
+def addresses_of(*hosts: str) -> list[str]:
+    """Those of the first of these that has some, the best first. An address is its own. Raises OSError."""
+    for host in hosts[:-1]:
+        with contextlib.suppress(OSError):
+            return addresses_of(host)
+    return [str(found[0]) for *_, found in socket.getaddrinfo(hosts[-1], None, type=socket.SOCK_STREAM)]
+
+
+def resolve(host: str, like: str) -> str:
+    """The best address of a name, of the family of the address `like` where it has one of that. Raises OSError."""
+    found = addresses_of(host)
+    return next((address for address in found if _family(address) is _family(like)), found[0])
+
+
+def hosts_in(url: str) -> list[str]:
+    """The hosts that a server's URL names: none for a socket file, several for Sentinels and the nodes of a cluster, of
+    which some may have no address while they are away."""
+    named = urlsplit(url).netloc.rpartition("@")[2].split(",")
+    return [host for part in named if (host := urlsplit(f"//{part}").hostname)]
 
 
 def is_local(url: str) -> bool:
     """Whether a server's URL leads to this host only: a socket file, or a loopback address. Raises OSError."""
-    host = urlsplit(url).hostname
-    return host is None or ipaddress.ip_address(resolve(host)).is_loopback
+    hosts = hosts_in(url)
+    return not hosts or ipaddress.ip_address(addresses_of(*hosts)[0]).is_loopback
 
 
-def address_towards(host: str) -> str:
-    """This host's address on the route to `host`. Sends nothing: a datagram socket only looks the route up."""
-    try:
-        family, kind, _, _, address = socket.getaddrinfo(host, _ANY_PORT, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind) as probe:
-            probe.connect(address)
+def address_towards(*hosts: str) -> str:
+    """This host's address on the route to the first of these that has an address, else loopback. Sends nothing: a
+    datagram socket only looks the route up."""
+    with contextlib.suppress(OSError, IndexError):
+        address = addresses_of(*hosts)[0]
+        with socket.socket(_family(address), socket.SOCK_DGRAM) as probe:
+            probe.connect((address, _ANY_PORT))
             return str(probe.getsockname()[0])
-    except OSError:
-        return "127.0.0.1"
+    return "127.0.0.1"
 
 
 def hold_port(host: str, ports: range | None = None) -> tuple[socket.socket, int]:

@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import httpx
 import psutil
@@ -25,8 +26,8 @@ from orchestrator.store.configuration import Phase, Rollout, Version
 from orchestrator.store.planned import BY_HAND
 from orchestrator.store.registry import Registry
 from orchestrator.types import Role, WorkerState
-from orchestrator.wire.addresses import hold_port
-from workers.arguments import parse
+from orchestrator.wire.addresses import Listening, hold_port
+from workers.arguments import listening_at, parse
 from workers.main import _claim_id, main
 
 
@@ -461,6 +462,47 @@ def test_an_address_that_cannot_work_is_one_line(
     arguments = ["--redis", "redis://192.0.2.9:6379", "--model", "m", "--engine", "sim"]
     assert main(Role.DECODE, [*arguments, *more]) == 2
     assert line in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("redis", "options", "bind", "reached_at"),
+    [
+        ("redis://127.0.0.1", ["--bind", "both"], "127.0.0.1", "127.0.0.1"),
+        ("redis://[::1]", ["--bind", "both"], "::1", "::1"),
+        ("redis://127.0.0.1", ["--bind", "0.0.0.0", "--advertise", "both"], "0.0.0.0", "127.0.0.1"),
+        ("redis://127.0.0.1", ["--bind", "::", "--advertise", "both"], "::", "::1"),
+        ("redis+sentinel://away.invalid,127.0.0.1/s", ["--bind", "auto"], "127.0.0.1", "127.0.0.1"),
+    ],
+)
+def test_a_worker_is_registered_where_it_listens_also_under_a_name_of_both_families(
+    redis: str, options: list[str], bind: str, reached_at: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ask = socket.getaddrinfo
+
+    def look_up(host: str, *more: Any, **named: Any) -> list[Any]:
+        return [
+            found
+            for name in (("::1", "127.0.0.1") if host == "both" else (host,))
+            for found in ask(name, *more, **named)
+        ]
+
+    monkeypatch.setattr(socket, "getaddrinfo", look_up)
+    parsed = parse(Role.DECODE, ["--redis", redis, "--model", "m", "--engine", "sim", *options])
+    assert listening_at(parsed) == Listening(bind, reached_at)
+
+
+def test_a_name_of_redis_that_cannot_be_looked_up_is_no_wrong_configuration(capsys: pytest.CaptureFixture[str]) -> None:
+    """The name service may answer in a moment."""
+    arguments = ["--redis", "redis://:secret@away.invalid:6379", "--model", "m", "--engine", "sim", "--bind", "auto"]
+    assert main(Role.DECODE, arguments) == EXIT_AGAIN
+    err = capsys.readouterr().err
+    assert "redis.url: away.invalid has no address now (" in err and "secret" not in err
+
+
+def test_all_addresses_of_ipv4_are_not_registered_as_one_of_ipv6(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--redis", "redis://[::1]:1", "--model", "m", "--engine", "sim", "--bind", "0.0.0.0"]
+    assert main(Role.DECODE, arguments) == 2
+    assert "workers.bind: 0.0.0.0 listens at IPv4 only, but others would connect to ::1" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("way", ["environment", "workers.env"])

@@ -6,6 +6,7 @@ import random
 import pytest
 from support_bench import counted
 from support_doors import Doors
+from support_relay import Relay
 from support_router import RouterClient
 from support_steering import order_role
 from support_wait import until
@@ -34,6 +35,30 @@ async def ask_many(clients: list[RouterClient], count: int, at_once: int = 128) 
     async with asyncio.TaskGroup() as tasks:
         for number in range(count):
             tasks.create_task(one(number))
+
+
+async def test_a_prefill_worker_that_alone_is_cut_off_from_redis_keeps_no_prompt_waiting(workers: Workers) -> None:
+    """Frontends hear its reports and reach Redis themselves, but it claims no job."""
+    host, port = "127.0.0.1", int(workers.url.rpartition(":")[2])
+    relay = Relay(host, port)
+    async with relay.listening() as relayed:
+        await workers.spawn(Role.PREFILL, "--redis", f"redis://{host}:{relayed}")
+        await workers.spawn(Role.DECODE)
+        client = await workers.router(prefill=1, decode=1)
+
+        async def placed(first: int) -> tuple[str, str]:
+            await client.ask([first, *range(300)], 8)
+            line = client.connection.router.learning.recent.latest(1)[0]
+            return line.decision, line.reason
+
+        assert await placed(1) == ("remote", "long_prompt")
+        relay.cut()
+        assert await placed(2) == ("local", "no_prefill_worker"), "it does not wait until the job leaves the queue"
+        assert await placed(3) == ("local", "no_prefill_worker")
+        relay.target = host, port
+        await until(lambda: client.connection.fleet.ready(Role.PREFILL), "it is registered again")
+        assert await placed(4) == ("remote", "long_prompt")
+        await workers.assert_no_leaks()
 
 
 @pytest.mark.timeout(180)

@@ -20,7 +20,7 @@ from orchestrator.config.engine_args import environment
 from orchestrator.config.settings import Refused, parse_config
 from orchestrator.config.values import labels_of, link_of, masked
 from orchestrator.types import Role, WorkerInfo
-from orchestrator.wire.addresses import in_url, resolve
+from orchestrator.wire.addresses import addresses_of, in_url
 
 _PINGS = 20
 _CONNECT_S = 2.0
@@ -108,7 +108,7 @@ async def port_checks(handle: FleetHandle, host: str) -> AsyncIterator[Check]:
         loading = [name for holder in (await fleet.registry.launchers()).values() for name in holder.workers]
         waiting = {unit: place for unit in loading if (place := await fleet.registry.rendezvous(unit)) is not None}
     try:
-        address = resolve(host)
+        addresses = addresses_of(host)
     except OSError as error:
         raise Refused(f"{host!r} has no address ({error.strerror})") from None
     ports = [
@@ -122,12 +122,12 @@ async def port_checks(handle: FleetHandle, host: str) -> AsyncIterator[Check]:
     ]
     ports += [("Group", unit, f"tcp://{in_url(place.host)}:{place.port}") for unit, place in waiting.items()]
     ports += [("HTTP", frontend.id, frontend.url) for frontend in frontends.values() if frontend.url]
-    there = [(name, process, urlsplit(url)) for name, process, url in ports if urlsplit(url).hostname == address]
+    there = [(name, process, urlsplit(url)) for name, process, url in ports if urlsplit(url).hostname in addresses]
     if not there:
         hosts = sorted({urlsplit(url).hostname or "" for _, _, url in ports})
-        raise Refused(f"nothing of this fleet runs on {address}; its hosts: {', '.join(hosts) or 'none'}")
+        raise Refused(f"nothing of this fleet runs on {addresses[0]}; its hosts: {', '.join(hosts) or 'none'}")
     for name, process, at in there:
-        yield await _port(name, process, address, at.port or 0)
+        yield await _port(name, process, at.hostname or "", at.port or 0)
 
 
 def redis_memory(told: dict[str, Any]) -> Check:

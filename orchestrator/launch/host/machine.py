@@ -268,8 +268,9 @@ def check_bind(host: str) -> None:
     if host == "auto":
         return
     try:
-        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
-            probe.bind((host, 0))
+        family, kind, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.bind(address)
     except OSError as error:
         raise ConfigError(
             f"workers.bind: cannot listen at {host!r} ({error.strerror}); name an address of this host, 0.0.0.0 for "

@@ -263,6 +263,29 @@ async def test_a_worker_whose_load_cannot_be_heard_is_never_used_and_given_up(sc
     assert not any(used)
 
 
+@pytest.mark.slow
+async def test_a_worker_that_cannot_be_reached_is_told_of_once_and_again_once_it_was_there(scene, caplog):
+    unreached = worker_info("w", "e1", "tcp://127.0.0.1:1", "tcp://127.0.0.1:2")  # nothing listens there
+    scene.registry.registered["w"] = unreached
+
+    def told():
+        return [record.getMessage() for record in caplog.records if "no connection to" in record.getMessage()]
+
+    await scene.changed()
+    await until(told, "it is told of")
+    await asyncio.sleep(0.3)
+    (line,) = told()
+    assert line.startswith("worker w is registered, but no connection to tcp://127.0.0.1:1 comes about: it gets no")
+    worker = await scene.start("w", "e2")
+    await asyncio.sleep(1.0)  # so that it was there for as long
+    worker.die()
+    await until(lambda: scene.lost == ["w", "w"])
+    assert len(told()) == 1, "one whose connection breaks is gone: another line says so"
+    scene.registry.registered["w"] = unreached
+    await scene.changed()
+    await until(lambda: len(told()) == 2, "it is told of again")
+
+
 async def test_a_worker_with_a_bad_address_is_left_out_with_one_line(scene, caplog):
     scene.registry.registered["bad"] = msgspec.structs.replace(
         worker_info("bad", "e9"), request_address="tcp://nonsense"

@@ -578,6 +578,23 @@ async def test_late_kv_is_retried_when_there_is_room(full):
     assert bench.router.requests["r"].retries == ([] if full else ["kv_late"])
 
 
+async def test_of_kv_that_is_late_it_is_known_how_long_it_takes_at_least():
+    """Else the next prompts would take the same link, which is too slow for each of them, for ever."""
+    bench = Bench()
+    bench.lose("d1")
+    bench.fleet.take_load(load_of("d0", blocks_free=900), time.monotonic())
+    predictor, known_s = bench.router.learning.predictor, []
+    for name in ("first", "second"):
+        await bench.router.submit(FakeRequest(name, prompt_tokens=1000))
+        bench.claim(name)
+        bench.say("p0", Prefilled(name, 1, 0.2))
+        bench.router.check(time.monotonic() + 4)
+        assert bench.router.requests[name].retries == ["kv_late"]
+        known_s.append(predictor.transfer_s(1000))
+    assert known_s[0] < 0.1, "the first one may have waited for the connection"
+    assert 3.5 < known_s[1] < 5
+
+
 async def test_a_short_prompt_behind_a_long_one_that_waits_for_memory_is_not_late():
     """Its prompt would be computed once more, while prefill keeps the KV of both."""
     bench = Bench()
