@@ -53,6 +53,7 @@ class FakeCodec:
     def __init__(self):
         self.failures = {}  # by request id
         self.prompts = []  # (cached, created) tokens, as counted
+        self.dropped = []  # tokens that the client had, of each output of which it had anything
 
     def read(self, request, block_size):
         info = RequestInfo(
@@ -81,8 +82,9 @@ class FakeCodec:
     def as_first(self, output):
         return FakeOutput(output.request_id, output.new_token_ids)
 
-    def drop_first(self, output):
-        output.new_token_ids = output.new_token_ids[1:]
+    def drop_told(self, output, tokens):
+        self.dropped.append(tokens)
+        output.new_token_ids = output.new_token_ids[tokens:]
 
     def count_prompt(self, output, cached_tokens, created_cache_tokens):
         self.prompts.append((cached_tokens, created_cache_tokens))

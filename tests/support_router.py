@@ -38,8 +38,8 @@ class SimRouterCodec:
     def as_first(self, output: WireOutput) -> WireOutput:
         return WireOutput(output.request_id, output.new_token_ids, prefill_stats=output.prefill_stats)
 
-    def drop_first(self, output: WireOutput) -> None:
-        output.new_token_ids = output.new_token_ids[1:]
+    def drop_told(self, output: WireOutput, tokens: int) -> None:
+        output.new_token_ids = output.new_token_ids[tokens:]
         output.prefill_stats = None
 
     def count_prompt(self, output: WireOutput, cached_tokens: int, created_cache_tokens: int) -> None:

@@ -142,10 +142,12 @@ def _redis_of(folder: RunFolder, namespace: str, given: str | None) -> str:
     )
 
 
-def models_here(namespace: str | None) -> list[str]:
-    """The models of the fleet on this machine, where its file names them and `namespace` names none of them."""
+def models_here(namespace: str | None) -> dict[str, str]:
+    """The models of the fleet on this machine and their namespaces, where its file names them and `namespace` names
+    none of them. Another fleet here may have models of the same names."""
     held = held_namespaces() if namespace is None else [namespace]
-    return RunFolder(held[0]).models() if len(held) == 1 and RunFolder(held[0]).is_held else []
+    models = RunFolder(held[0]).models() if len(held) == 1 and RunFolder(held[0]).is_held else []
+    return {model: namespace_of(held[0], model) for model in models}
 
 
 def _located(given: str | None) -> tuple[str, str]:

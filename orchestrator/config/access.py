@@ -9,7 +9,7 @@ from typing import Literal
 
 import msgspec
 
-from orchestrator.config.values import KEY_IS, Bytes, Factor, Key, Positive, Text, is_key
+from orchestrator.config.values import KEY_IS, Bytes, Factor, Key, Positive, Tenant, Text, is_key
 from orchestrator.process.files import KEYS_BYTES, read_plain_file
 
 # Environment variables. The first overrides security.operator_key; the second, vLLM's own, is one more API key.
@@ -38,7 +38,7 @@ class LimitsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     max_body_bytes: Bytes = 67_108_864  # a request with a larger body is answered with 413
     max_n: Positive = 128  # a request for more choices (n), or more beams, is answered with 400
     # Weights by tenant (header `x-tenant`), "*" for the others: under overload each gets its share. Default: no shares.
-    shares: dict[str, Factor] = {}
+    shares: dict[Tenant, Factor] = {}
     concurrent_per_key: Positive | None = None  # more completions at once are answered with 429
     per_minute_per_key: Positive | None = None  # more completions, after a burst of as many, are answered with 429
 

@@ -105,8 +105,10 @@ def explain(error: str, tree: dict[str, Any], root: Any) -> str:
     """Turn msgspec's error about a tree that does not fit `root` into `a.b.c: expected ..., got ...`."""
     message, _, at = error.partition(" - at `")
     path = at.removeprefix("key` in `").removeprefix("$").rstrip("`").lstrip(".")
+    expected = re.match(r"Expected `([^`]+)`(.*?)(, got .*)?$", message)
+    bound = _in_words(expected[2]) if expected else ""
     if at.startswith("key"):
-        return f"{path or 'the file'}: expected a name, as text, before each ':'"
+        return f"{path or 'the file'}: expected a name{bound or ', as text'}, before each ':'"
     if unknown := re.match(r"Object contains unknown field `(.*)`", message):
         key = _join(path, unknown[1])
         return f"{key}: unknown key; {_INSTEAD.get(key, '`orchestrator config keys` lists the known ones')}"
@@ -118,12 +120,11 @@ def explain(error: str, tree: dict[str, Any], root: Any) -> str:
     got = "***" if value and path.startswith(SECRETS) else kind_of(masked(value) if isinstance(value, str) else value)
     if message.startswith("Invalid enum value"):
         return f"{path}: expected one of {', '.join(_choices(root, path))}, got {got}"
-    expected = re.match(r"Expected `([^`]+)`(.*?)(, got .*)?$", message)
     if expected:
         kind = " or ".join(_KINDS.get(k.strip(), k.strip()) for k in expected[1].split("|"))
         if path.endswith("[...]"):
-            return f"{path.removesuffix('[...]')}: expected {kind}{expected[2]} for each name in it"
-        return f"{path or 'the file'}: expected {kind}{_in_words(expected[2])}, got {got}"
+            return f"{path.removesuffix('[...]')}: expected {kind}{bound} for each name in it"
+        return f"{path or 'the file'}: expected {kind}{bound}, got {got}"
     return f"{path or 'the file'}: {message[0].lower()}{message[1:]}, got {got}"
 
 

@@ -35,6 +35,9 @@ _LINE_PATTERN = r"^[^\x00-\x1f\x7f-\x9f\u2028\u2029]*\Z"
 _KEY_PATTERN = r"^[!-~]*\Z"
 _PAIRING_PATTERN = r"^(cost|strict:[A-Za-z0-9][A-Za-z0-9_.-]*)\Z"
 _PORTS_PATTERN = r"^\d{1,5}-\d{1,5}\Z"
+# What a header says as it is, of which no more is read; it may be empty.
+_TENANT_PATTERN = r"^([!-~]([ -~]*[!-~])?)?\Z"
+Tenant = Annotated[str, Meta(pattern=_TENANT_PATTERN, max_length=100)]
 Name = Annotated[str, Meta(pattern=NAME_PATTERN, max_length=64)]
 Text = Annotated[str, Meta(min_length=1, max_length=4096, pattern=_LINE_PATTERN)]
 Ports = Annotated[str, Meta(pattern=_PORTS_PATTERN)]
@@ -46,6 +49,7 @@ PATTERNS = {  # in words
     NAME_PATTERN: "of letters, digits, '_', '.' and '-', a letter or digit first",
     _LINE_PATTERN: "of one line without control characters",
     _KEY_PATTERN: KEY_IS,
+    _TENANT_PATTERN: "of printable ASCII characters without spaces at its ends",
     _PAIRING_PATTERN: "like cost or strict:rack",
     _PORTS_PATTERN: "like 20000-20999",
 }

@@ -105,9 +105,10 @@ class Rest:
         self._asked |= desired is not None and desired.idle
         return self.away
 
-    def idle_s(self, in_flight: int, requests: int) -> float:
-        """For how long there has been no request. `requests`: how many came since the start."""
-        if in_flight or requests != self._seen_requests:
+    def idle_s(self, in_use: bool, requests: int) -> float:
+        """For how long there has been no request. `in_use`: some run, or wait for the end of a pause, which is the
+        workers' to keep. `requests`: how many came since the start."""
+        if in_use or requests != self._seen_requests:
             self._seen_requests, self._used_at = requests, time.monotonic()
         return time.monotonic() - self._used_at
 

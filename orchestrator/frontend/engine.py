@@ -70,11 +70,14 @@ def _failed(failure: Failure) -> Exception:
     was refused after all. An event stream that has not begun gets the last two too."""
     if failure.rejected is not None:
         return FleetRefused(Overloaded(failure.rejected))
-    if not failure.by_client:
-        return GenerationError(failure.why)
+    return _bad_request(failure.why) if failure.by_client else GenerationError(failure.why)
+
+
+def _bad_request(why: str) -> VLLMValidationError:
+    """400, also of an event stream that has not begun."""
     if (context := edge.current.get()) is not None:
-        context.refusal = edge.Refusal(HTTPStatus.BAD_REQUEST, failure.why)
-    return VLLMValidationError(failure.why)
+        context.refusal = edge.Refusal(HTTPStatus.BAD_REQUEST, why)
+    return VLLMValidationError(why)
 
 
 @contextlib.asynccontextmanager
@@ -156,6 +159,8 @@ class FleetCore:
             await self._router.submit(request)
         except Overloaded as error:
             raise FleetRefused(error) from None
+        except VLLMValidationError as error:
+            raise _bad_request(str(error)) from None
 
     async def abort_requests_async(self, request_ids: list[str]) -> None:
         """Called by AsyncLLM for requests that met a stop string. Requests whose clients left go to `cancel`."""

@@ -7,6 +7,7 @@ for each other: decode for the KV of a prefill that is not scheduled.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Callable, Iterator
 from typing import Literal
@@ -61,10 +62,16 @@ class PauseCalls:
         except _Superseded:
             raise
         except BaseException:
-            await self.end()
+            await self._set("", False)
             raise
 
     async def end(self) -> None:
+        """Of a model that became idle as it was paused: its workers, which are to be told, are asked for again."""
+        if (rest := self._fleet.rest) is not None:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(rest.cold_start_s):
+                    while rest.recall():
+                        await asyncio.sleep(POLL_S)
         await self._set("", False)
 
     async def _set(self, mode: PauseMode | Literal[""], engines: bool, clear_cache: bool = False) -> None:

@@ -241,7 +241,7 @@ class FleetConnection:
                 by_hand=self._by_hand,
                 cpu=self._cpu_used(),
                 in_flight=self.in_flight(),
-                idle_s=self.rest.idle_s(len(self.router.requests), learning.offered.requests),
+                idle_s=self.rest.idle_s(bool(self.router.requests) or self.pause.active, learning.offered.requests),
                 adapters=self.adapters.serves,
                 reaches=sum(view.connected for view in self.fleet.workers.values()),
             )

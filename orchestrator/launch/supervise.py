@@ -103,6 +103,7 @@ class Supervised:
         self._on_exit = on_exit
         self._process: Process | None = None
         self._not_started: Exception | None = None  # why not
+        self._late = ""  # why it was ended before it was ready
         self._ready_at = 0.0
         self._missed_s = 0.0  # for so long it has not been in the registry
         self._ready = asyncio.Event()
@@ -240,7 +241,7 @@ class Supervised:
         self._ready.clear()
         self.started_at = time.monotonic()
         self._enter(Stage.STARTING)
-        self._process, self._not_started = None, None
+        self._process, self._not_started, self._late = None, None, ""
         try:
             self._process = self._make()
             async with first_of(self._process.start(), self._stopping.wait()) as starting:
@@ -266,7 +267,8 @@ class Supervised:
                 break
             except TimeoutError:
                 if self._silent_s() > self._start_timeout_s:
-                    log.error("%s: not ready within %g s; ending it", self.name, self._start_timeout_s)
+                    self._late = f"not ready within {self._start_timeout_s:g} s, of workers.start_timeout_s"
+                    log.error("%s: %s; ending it", self.name, self._late)
                     return
                 log.warning("%s: has loaded, and waits for Redis", self.name)
         await asyncio.Event().wait()  # ready: never too late any more
@@ -292,6 +294,8 @@ class Supervised:
             return Exit(code, str(why), ready, said=never, final=never)
         if self._process is not None and (said := self._process.exit_reason) is not None:
             return Exit(code, said.text, ready, said=True, final=said.final)
+        if self._late:
+            return Exit(code, self._late, ready, said=True)
         return Exit(code, (self.last_lines or ["no output"])[-1], ready)
 
     def _enter(self, stage: Stage) -> None:
@@ -306,5 +310,5 @@ class Supervised:
 def describe(end: Exit) -> str:
     """How a process ended, for a line that begins with its name."""
     # The last output of a process that was killed says nothing about its end.
-    how = f"killed by signal {-end.code}" if end.code < 0 else f"ended with exit code {end.code}"
+    how = f"was killed by signal {-end.code}" if end.code < 0 else f"ended with exit code {end.code}"
     return f"{how} ({end.reason})" if end.said or end.code >= 0 else how

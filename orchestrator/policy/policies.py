@@ -143,7 +143,7 @@ class Policies:
         # A short prompt spends most of its time being handed over, which is no waiting.
         lent_s = handed_over_s if prefill_s < 2 * handed_over_s else LENT_WAIT_SHARE * prefill_s
         may_wait_s = min(ROOM_SHARE * slo.ttft_s, lent_s + _ROUNDING_S)
-        if lead_s > burst_s and wait_s > may_wait_s:
+        if lead_s > burst_s and wait_s > may_wait_s and not _is_idle(candidates, prefill.queue):
             return PlacementDecision(Reject("over_share", min(MAX_RETRY_S, max(MIN_RETRY_S, lead_s - burst_s))))
         if counted:
             return PlacementDecision(decision, lead_s)
@@ -242,6 +242,13 @@ class Policies:
         most = LATE_OBJECTIVES * ttft_s / ENGINE_WEIGHT
         later_s += self._patience_s(request) if compute_tokens else 0.0
         return later_s + delay_s(min(compute_s, most), ENGINE_WEIGHT, ttft_s, request.priority)
+
+
+def _is_idle(candidates: Sequence[Candidate], queue: QueueDepth | None) -> bool:
+    """Whether nobody has a request anywhere: who could begin at once, and spends longer being handed over, waits for
+    nothing."""
+    queued = queue is not None and queue.requests + queue.claimed > 0
+    return not queued and not any(candidate.running or candidate.waiting for candidate in candidates)
 
 
 def _with_load(candidate: Candidate, load: RecalledLoad) -> Candidate:

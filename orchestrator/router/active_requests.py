@@ -168,10 +168,12 @@ class ActiveRequests:
                 self._metrics.first_token_mismatches.inc()
                 return OutputAction.DIVERGED
             answer.early_token = None
-            self._codec.drop_first(output)
+            self._codec.drop_told(output, 1)
             answer.decoding_at = answer.decoding_at or now
             if not output.new_token_ids and output.finish_reason is None:
                 return OutputAction.KNOWN
+        elif active.resumed:
+            self._codec.drop_told(output, 0)
         if output.new_token_ids and not answer.tokens and (prefill := active.prefill) is not None:
             if prefill.ended_at is not None or answer.held_since:
                 # Without `Prefilled` the counts are unknown, and a cache hit must not be counted as created.

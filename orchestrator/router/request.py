@@ -280,9 +280,9 @@ class Codec(Protocol):
         """The prefill engine's only output as the first one of an unfinished answer: token and log-probabilities."""
         ...
 
-    def drop_first(self, output: Any) -> None:
-        """Remove the first token, and everything that the prefill engine's output had already, from decode's first
-        output."""
+    def drop_told(self, output: Any, tokens: int) -> None:
+        """Remove from an attempt's first output what the client's first one had already: so many tokens, and what is
+        said of the prompt, and of when the engine took and began it."""
         ...
 
     def count_prompt(self, output: Any, cached_tokens: int, created_cache_tokens: int) -> None:

@@ -12,7 +12,7 @@ from support_workers import Workers, running_workers
 from orchestrator.launch.host.redis_server import EmbeddedRedis
 from orchestrator.router.request import Overloaded
 from orchestrator.store.planned import Seen
-from orchestrator.types import IDLE, WAKE, DesiredRatio, Role
+from orchestrator.types import IDLE, WAKE, DesiredRatio, PauseState, Role
 
 IMPATIENT = {"placement_timeout_s": 0.1}
 
@@ -28,6 +28,11 @@ async def sleeping(workers: Workers) -> RouterClient:
     return client
 
 
+async def woken(workers: Workers) -> DesiredRatio | None:
+    desired = await workers.registry.desired()
+    return desired if desired is not None and not desired.idle else None
+
+
 async def test_the_next_request_wakes_an_idle_model_and_waits_longer_than_for_a_worker_that_is_there(
     redis_server: EmbeddedRedis,
 ) -> None:
@@ -38,14 +43,7 @@ async def test_the_next_request_wakes_an_idle_model_and_waits_longer_than_for_a_
 async def wakes(workers: Workers) -> None:
     client = await sleeping(workers)
     asking = asyncio.create_task(client.ask([1, 2, 3], 4))
-
-    async def woken() -> DesiredRatio | None:
-        desired = await workers.registry.desired()
-        return desired if desired is not None and not desired.idle else None
-
-    async with asyncio.timeout(60):
-        while (desired := await woken()) is None:
-            await asyncio.sleep(0.02)
+    desired = await until(lambda: woken(workers), "its workers are asked for")
     assert (desired.decode, desired.set_by) == (1, WAKE)
     await asyncio.sleep(1.2)  # a heartbeat: the frontend knows that it was woken, and waits on
     assert not asking.done() and client.connection.rest.away
@@ -74,4 +72,34 @@ async def test_idle_time_counts_from_the_last_request(workers: Workers) -> None:
     assert before > 0.1
     await client.ask([1, 2, 3], 4)
     assert rest.idle_s(0, client.connection.router.learning.offered.requests) < before
-    assert rest.idle_s(1, 1) < 0.1, "one is in flight"
+    assert rest.idle_s(True, 1) < 0.1, "one is in flight"
+
+
+async def test_a_paused_model_is_not_idle(workers: Workers) -> None:
+    """Requests that wait for its end are in no router, and its workers are what keeps the pause."""
+    await workers.start(Role.DECODE)
+    client = await workers.router(decode=1)
+    connection = client.connection
+
+    async def told_idle_s() -> float:
+        await connection._send_heartbeat()
+        return (await workers.registry.frontends())[connection.frontend_id].idle_s
+
+    await connection.pause.begin("wait", False)
+    await asyncio.sleep(0.2)
+    assert await told_idle_s() == 0.0
+    await connection.pause.end()
+    await asyncio.sleep(0.2)
+    assert await told_idle_s() >= 0.1
+
+
+async def test_a_pause_that_outlived_the_workers_of_an_idle_model_is_ended(redis_server: EmbeddedRedis) -> None:
+    async with running_workers(redis_server) as workers:
+        client = await sleeping(workers)
+        client.connection.fleet.pause.note("gone", PauseState(3, "wait", True))
+        resuming = asyncio.create_task(client.connection.pause.end())
+        await until(lambda: woken(workers), "its workers are asked for")
+        await workers.start(Role.DECODE)
+        await resuming
+        assert not client.connection.pause.active
+        await client.ask([1, 2, 3], 4)

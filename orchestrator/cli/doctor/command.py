@@ -57,12 +57,12 @@ async def _all_checks(
         yield check
     named = redis or next((each.redis.url for each in configs if each.redis.url != "embedded"), None)
     try:
-        models: list[str | None] = [*models_here(namespace)]
+        models: list[str | None] = [*models_here(namespace).values()]
         for model in [] if host else models or [namespace]:
             async for check in redis_checks(find_fleet(model, named)):
                 yield check
-    except Refused:
-        yield Check("Redis", "ok", "not checked: no fleet runs here and none was named")
+    except Refused as error:  # none runs here, or several do and none was named
+        yield Check("Redis", "ok", f"not checked: {error}")
 
 
 @doctor_app.command("kv")

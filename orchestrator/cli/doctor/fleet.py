@@ -50,7 +50,7 @@ async def redis_checks(handle: FleetHandle) -> AsyncIterator[Check]:
                 after = time.time()
                 took_s.append(after - before)
                 skews_s.append(seconds + microseconds / 1e6 - (before + after) / 2)
-            workers = (await fleet.registry.read()).units
+            reading = await fleet.registry.read()
     except Refused as error:
         yield Check("Redis", "fail", str(error), "start it, or set redis.url; requests go on without it")
         return
@@ -63,9 +63,13 @@ async def redis_checks(handle: FleetHandle) -> AsyncIterator[Check]:
     skew_ms = statistics.median(skews_s) * 1e3
     fix = "run an NTP client here: timestamps in logs and traces of several hosts are compared"
     yield at_most("Clock", abs(skew_ms), 50.0, 5000.0, f"{skew_ms:+.1f} ms against Redis", fix)
-    roles = [worker.role for worker in workers.values()]
-    there = f"{roles.count(Role.PREFILL)} prefill, {roles.count(Role.DECODE)} decode workers"
-    yield at_least("Workers", roles.count(Role.DECODE), 1, 1, there, "`orchestrator scale decode=1`")
+    roles = [worker.role for worker in reading.units.values()]
+    of, named = (f"{handle.model}: ", f" --model {handle.namespace}") if handle.model else ("", "")
+    there = f"{of}{roles.count(Role.PREFILL)} prefill, {roles.count(Role.DECODE)} decode workers"
+    if reading.desired is not None and reading.desired.idle:
+        yield Check("Workers", "ok", f"{there}: idle, the next request brings them back")
+        return
+    yield at_least("Workers", roles.count(Role.DECODE), 1, 1, there, f"`orchestrator scale decode=1{named}`")
 
 
 async def kv_checks(handle: FleetHandle, source: str, target: str) -> AsyncIterator[Check]:

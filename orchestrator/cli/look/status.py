@@ -43,7 +43,7 @@ def status(
 ) -> None:
     """Show workers, their KV blocks and the queue."""
     if not watch and url is None and redis is None and len(models := models_here(namespace)) > 1:
-        all_seen = {model: asyncio.run(fleet_status(find_fleet(model, None))) for model in models}
+        all_seen = {model: asyncio.run(fleet_status(find_fleet(its, None))) for model, its in models.items()}
         shown = [fleet_view(seen, model) for model, seen in all_seen.items()]
         say({"models": all_seen}, Group(*shown), as_json)
         return

@@ -25,11 +25,12 @@ from orchestrator.cli.handle import (
     RedisOption,
     UrlOption,
     find_fleet,
+    namespace_here,
     print_json,
 )
 from orchestrator.cli.look.frontend import get, with_frontend
 from orchestrator.config.settings import Refused
-from orchestrator.launch.host.run_folder import RunFolder, held_namespaces
+from orchestrator.launch.host.run_folder import RunFolder
 from orchestrator.process.files import Foreign, open_own
 from orchestrator.process.telemetry.logs import request_in
 from orchestrator.process.telemetry.requests import RequestLine, Stage, stages
@@ -121,9 +122,8 @@ def _chosen(lines: Iterable[RequestLine], request_id: str | None, slowest: int) 
 
 
 def _logged(namespace: str | None) -> Iterator[RequestLine]:
-    """Oldest first."""
-    held = held_namespaces()
-    folder = RunFolder(namespace or (held[0] if len(held) == 1 else "default"))
+    """Oldest first. Raises Refused where several fleets run here and none is named."""
+    folder = RunFolder(namespace_here(namespace))
     for path in (folder.log_path.with_name(folder.log_path.name + ".1"), folder.log_path):
         yield from request_lines(path)
 

@@ -266,14 +266,15 @@ class VllmCodec:
             new_sampling_mask=output.new_sampling_mask,
         )
 
-    def drop_first(self, output: EngineCoreOutput) -> None:
+    def drop_told(self, output: EngineCoreOutput, tokens: int) -> None:
+        # vLLM takes the begin of the wait in the engine from the last event that says it, and its end from the first.
         output.events = output.prefill_stats = None
-        left = len(output.new_token_ids) - 1
-        output.new_token_ids = output.new_token_ids[1:]
+        left = len(output.new_token_ids) - tokens
+        output.new_token_ids = output.new_token_ids[tokens:]
         if output.new_logprobs is not None:
-            output.new_logprobs = output.new_logprobs.slice_request(1, left) if left else None
+            output.new_logprobs = output.new_logprobs.slice_request(tokens, left) if left else None
         if output.new_sampling_mask is not None:
-            output.new_sampling_mask = output.new_sampling_mask.slice_request(1, left) if left else None
+            output.new_sampling_mask = output.new_sampling_mask.slice_request(tokens, left) if left else None
 
     def count_prompt(self, output: EngineCoreOutput, cached_tokens: int, created_cache_tokens: int) -> None:
         if (stats := output.prefill_stats) is not None:

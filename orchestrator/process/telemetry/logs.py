@@ -105,7 +105,14 @@ def vllm_handler() -> logging.Handler:
     handler = logging.StreamHandler(stderr())
     form: LogFormat = "json" if os.environ.get(_FORMAT) == "json" else "text"
     handler.setFormatter(formatter(form, os.environ.get(_PROCESS, "vllm")))
+    handler.addFilter(_tells_no_refusal)
     return handler
+
+
+def _tells_no_refusal(record: logging.LogRecord) -> bool:
+    """vLLM writes a traceback for each stream that is refused before it begins, though its exception says that it is an
+    answer (`GracefulHTTPError`). Of 429 under overload there are hundreds a second."""
+    return not (record.exc_info and hasattr(record.exc_info[1], "http_status"))
 
 
 def common_log_line(form: LogFormat, process: str, line: str) -> str:

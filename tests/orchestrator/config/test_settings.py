@@ -118,6 +118,10 @@ def test_there_are_examples_for_each_topology():
         ("model: demo\nworkers: {bind: 300.1.1.1}", "workers.bind: expected an address or the name of a host, got"),
         ("model: demo\nslo: {ttft_s: 1.0e+308}", "slo.ttft_s: expected a number <= 1000000.0, got 1e+308"),
         ("model: demo\nslo: {classes: {a b: {ttft_s: 1}}}", "slo.classes: expected text of letters, digits"),
+        ("model: demo\nlimits: {shares: {Zoë: 2}}", "limits.shares: expected a name of printable ASCII characters"),
+        (f"model: demo\nlimits: {{shares: {{{'a' * 101}: 2}}}}", "limits.shares: expected a name of length <= 100"),
+        ("model: demo\nworkers: {labels: {a b: c}}", "workers.labels: expected a name of letters, digits"),
+        ("model: demo\nworkers: {labels: {a: b c}}", "workers.labels: expected text of letters, digits"),
         (
             "model: demo\nworkers: {heartbeat_s: 3}",
             "workers.heartbeat_s: unknown key; remove it: it is a quarter of workers.timeout_s",

@@ -84,6 +84,29 @@ async def test_what_was_aborted_while_the_fleet_was_paused_does_not_begin_when_t
     assert submitted == ["kept"]
 
 
+async def test_a_stream_that_the_fleet_cannot_serve_is_answered_with_400() -> None:
+    """vLLM's server has begun to answer with 200 when the router reads the request."""
+    from vllm.exceptions import VLLMValidationError
+
+    async def submit(request: Any) -> None:
+        raise VLLMValidationError("x-slo-class: no class 'bulk'")
+
+    fleet_core = core(router=SimpleNamespace(submit=submit))
+    fleet_core.is_wanted = lambda _: True
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        event_stream = [(b"content-type", b"text/event-stream")]
+        await send({"type": "http.response.start", "status": 200, "headers": event_stream})
+        with pytest.raises(VLLMValidationError):
+            await fleet_core.add_request_async(SimpleNamespace(request_id="r"))
+        await send({"type": "http.response.body", "body": b"data: an error"})
+
+    edge = EdgeMiddleware(app, 1000, Access(SecurityConfig(), LimitsConfig()))
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(edge), base_url="http://test") as client:
+        answer = await client.post("/v1/completions")
+    assert (answer.status_code, answer.json()["error"]["message"]) == (400, "x-slo-class: no class 'bulk'")
+
+
 async def test_what_a_request_makes_in_the_background_is_limited() -> None:
     from orchestrator.frontend.engine import _counted
 

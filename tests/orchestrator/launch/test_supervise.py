@@ -161,6 +161,8 @@ async def test_process_that_is_never_ready_is_restarted():
     child = Child("import time; print('up', flush=True); time.sleep(60)", start_timeout_s=0.3)
     await until(lambda: len(child.exits) == 1)
     assert not child.exits[0].was_ready
+    said = "was killed by signal 15 (not ready within 0.3 s, of workers.start_timeout_s)"
+    assert describe(child.exits[0]) == said, "whoever waits for it reads why"
     await until(lambda: len(child.lines) >= 2)
     child.process.request_stop()
     await child.ended()

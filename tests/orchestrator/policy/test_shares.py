@@ -9,7 +9,7 @@ from orchestrator.config.settings import SLOConfig, parse_config
 from orchestrator.policy.admission import Shares
 from orchestrator.policy.choices.named import decode_choice
 from orchestrator.policy.decode_choice import Candidate, RequestInfo
-from orchestrator.policy.placement import Local, PrefillView
+from orchestrator.policy.placement import Local, PrefillView, Remote
 from orchestrator.policy.policies import Policies
 from orchestrator.policy.predict.predictor import Predictor
 from orchestrator.simulator.engine.profile import PROFILES, load_profile
@@ -93,10 +93,13 @@ def test_a_tenant_that_is_alone_has_the_whole_fleet():
     assert len(served) > 0.95 * 12 * 180
 
 
-@pytest.mark.parametrize("tokens", [50, 200, 2000])
-def test_who_exceeds_its_share_has_an_idle_fleet(tokens):
+@pytest.mark.parametrize("prefill_workers", [0, 2])
+@pytest.mark.parametrize("tokens", [50, 200, 400, 600, 800, 2000])  # from what is handed over for longest
+def test_who_exceeds_its_share_has_an_idle_fleet(tokens, prefill_workers):
     """While nobody else has a request there, and one asked a moment ago."""
-    config = parse_config({"model": "m", "limits": {"shares": {"*": 1}}, "slo": {"ttft_s": 1.0, "tpot_s": 0.05}})
+    routing = {"remote_prefill_min_tokens": 1} if prefill_workers else {}
+    limits, slo = {"shares": {"*": 1}}, {"ttft_s": 1.0, "tpot_s": 0.05}
+    config = parse_config({"model": "m", "limits": limits, "slo": slo, "routing": routing})
     predictor = Predictor()
     predictor.set_prior(EngineSpeed(0.0084, 3.6e-5, 0.0084, 3e-5))
     policies = Policies(config, decode_choice("kv_prefix"), predictor)
@@ -104,9 +107,10 @@ def test_who_exceeds_its_share_has_an_idle_fleet(tokens):
 
     def asks(tenant: str, tokens: int) -> object:
         request = RequestInfo("r", tokens, 100, 0.0, tenant=tenant)
-        return policies.decide(request, idle, PrefillView(0, QueueDepth(0, 0, 0), decode_ready=4), 0.0).decision
+        prefill = PrefillView(prefill_workers, QueueDepth(0, 0, 0), decode_ready=4)
+        return policies.decide(request, idle, prefill, 0.0).decision
 
     asks("other", 100)
-    for _ in range(400):
+    for _ in range(800):
         asks("flood", 2000)
-    assert isinstance(asks("flood", tokens), Local)
+    assert isinstance(asks("flood", tokens), Remote if prefill_workers else Local)

@@ -172,6 +172,7 @@ async def test_dead_decode_worker_is_replaced_after_hand_over():
     bench.tokens(worker, "r", [5], attempt=2)
     bench.tokens(worker, "r", [6], attempt=2, finish=LENGTH)
     assert bench.received() == [("r", [5], None), ("r", [5], None), ("r", [6], LENGTH)]
+    assert bench.codec.dropped == [0], "the prompt was told of once, and when an engine took it and began it"
     bench.assert_no_leaks()
 
 

@@ -16,8 +16,9 @@ from orchestrator.cli.doctor.host import Check, at_least, at_most
 from orchestrator.cli.handle import FleetHandle, open_fleet
 from orchestrator.config.settings import Refused
 from orchestrator.store.client import connect
+from orchestrator.store.planned import Seen
 from orchestrator.store.registry import Registry
-from orchestrator.types import Role
+from orchestrator.types import IDLE, DesiredRatio, Role
 
 ROOT = Path(__file__).parents[4]
 
@@ -84,6 +85,13 @@ async def test_doctor_checks_a_fleet(tmp_path: Path):
         registry, handle = Registry(redis, namespace), FleetHandle(namespace, server.url, None, None)
         found = {check.name: check async for check in redis_checks(handle)}
         assert found["Workers"].level == "fail", "nobody decodes"
+        one = msgspec.structs.replace(handle, model="a")
+        (of_one,) = [check async for check in redis_checks(one) if check.name == "Workers"]
+        assert of_one.said.startswith("a: 0 prefill") and of_one.fix.endswith(f" --model {namespace}`")
+        assert await registry.steer(Seen(), desired=DesiredRatio(1, 1, IDLE)) is not None
+        (idle,) = [check async for check in redis_checks(one) if check.name == "Workers"]
+        assert idle.level == "ok" and "idle" in idle.said, "as it is to be"
+        assert await registry.steer(Seen(), desired=DesiredRatio(1, 1, "scale")) is not None
         assert found["Redis"].level == found["Clock"].level == found["Redis memory"].level == "ok"
         await redis.config_set("maxmemory", 0)
         found = {check.name: check async for check in redis_checks(handle)}

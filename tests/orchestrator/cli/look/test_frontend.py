@@ -2,14 +2,18 @@
 
 import asyncio
 import contextlib
+import json
 from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
 from support_redis import fresh_namespace, running_server
 
+from orchestrator.cli.doctor import command
 from orchestrator.cli.handle import FleetHandle, find_fleet, models_here
+from orchestrator.cli.look import status
 from orchestrator.cli.look.frontend import fleet_status, operator_key, reachable, with_frontend
+from orchestrator.cli.look.trace import _logged
 from orchestrator.config.models import parse_models
 from orchestrator.config.settings import Refused, parse_config
 from orchestrator.launch.host.run_folder import Ready, RunFolder
@@ -43,7 +47,7 @@ def test_a_model_of_the_fleet_here_is_found_by_its_name(tmp_path: Path, monkeypa
     folder.note_ready(Ready("http://here:8000", "a, b", "1P1D, 1P1D"))
     there = FleetHandle("mine.b", "redis://here:1", "http://here:8000/models/b", configs["b"], "b")
     assert find_fleet("b", None) == find_fleet("mine.b", None) == there
-    assert models_here(None) == models_here("mine") == ["a", "b"] and models_here("b") == []
+    assert models_here(None) == models_here("mine") == {"a": "mine.a", "b": "mine.b"} and models_here("b") == {}
     for which in (None, "mine"):
         with pytest.raises(Refused, match=r"fleet 'mine' has several models \(a, b\); name one with --model"):
             find_fleet(which, None)
@@ -58,6 +62,33 @@ def test_a_model_of_the_fleet_here_is_found_by_its_name(tmp_path: Path, monkeypa
     assert find_fleet("second", None).namespace == "second.b", "it has one model only"
     second.remove()
     folder.remove()
+
+
+async def test_of_two_fleets_here_with_models_of_the_same_names_the_one_that_is_named_is_shown(
+    tmp_path: Path, monkeypatch, capsys
+):
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    folders = [RunFolder(name) for name in ("mine", "b")]  # the second has the name of a model, too
+    for folder in folders:
+        folder.claim()
+        file = {"redis": {"url": "redis://here:1"}, "namespace": folder.namespace}
+        for name, config in parse_models(file | {"models": {"a": {"model": "m"}, "b": {"model": "m"}}}).items():
+            folder.write_config(config, 0, name)
+
+    async def told(handle: FleetHandle) -> dict[str, str]:
+        return {"shown": handle.namespace}
+
+    monkeypatch.setattr(status, "fleet_status", told)
+    monkeypatch.setattr(status, "fleet_view", lambda seen, model: model)
+    await asyncio.to_thread(status.status, "mine", None, None, as_json=True, watch=False)
+    assert json.loads(capsys.readouterr().out)["models"] == {"a": {"shown": "mine.a"}, "b": {"shown": "mine.b"}}
+    with pytest.raises(Refused, match=r"several fleets run here \(b, mine\); name one with --namespace"):
+        list(_logged(None))
+    monkeypatch.setattr(command, "host_checks", lambda configs: [])
+    (check,) = [check async for check in command._all_checks([], False, None, None)]
+    assert "not checked: several fleets run here (b, mine)" in check.said
+    for folder in folders:
+        folder.remove()
 
 
 @pytest.mark.parametrize(

@@ -93,13 +93,17 @@ def test_prefill_output_becomes_first_output(codec) -> None:
 
 def test_first_token_is_dropped_from_decode_output(codec) -> None:
     several = output([7, 8, 9])
-    codec.drop_first(several)
+    codec.drop_told(several, 1)
     assert several.new_token_ids == [8, 9] and several.events is None
     assert several.new_logprobs.logprob_token_ids.tolist() == [[8, 9], [9, 10]]
     assert several.new_logprobs.sampled_token_ranks.tolist() == [1, 2]
     alone = output([7])
-    codec.drop_first(alone)
+    codec.drop_told(alone, 1)
     assert alone.new_token_ids == [] and alone.new_logprobs is None
+    goes_on = output([7, 8])
+    codec.drop_told(goes_on, 0)
+    assert goes_on.new_token_ids == [7, 8] and goes_on.events is None and goes_on.prefill_stats is None
+    assert goes_on.new_logprobs.logprob_token_ids.tolist() == [[7, 8], [8, 9]]
 
 
 def test_prefix_keys_separate_lora_and_salt(codec) -> None:

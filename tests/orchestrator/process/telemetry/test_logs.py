@@ -62,16 +62,21 @@ def test_in_a_json_file_every_line_is_an_object():
 
 @pytest.mark.parametrize("form", ["text", "json"])
 def test_vllm_logs_in_the_same_format_and_nothing_below_a_warning(form):
-    """As vLLM does it: by the file that VLLM_LOGGING_CONFIG_PATH names, in a process of its own."""
+    """As vLLM does it: by the file that VLLM_LOGGING_CONFIG_PATH names, in a process of its own. That a stream is
+    refused is an answer, of which there are hundreds a second under overload."""
     program = (
         "import json, logging, logging.config, os\n"
         "logging.config.dictConfig(json.load(open(os.environ['VLLM_LOGGING_CONFIG_PATH'])))\n"
         "logging.getLogger('vllm.engine').info('chatter')\n"
         "logging.getLogger('vllm.engine').warning('full')\n"
+        "Refused = type('Refused', (Exception,), {'http_status': 429})\n"  # as vLLM's GracefulHTTPError
+        "for error in (Refused('later'), ValueError('a defect')):\n"
+        "    logging.getLogger('vllm.serving').error('Error in stream generator.', exc_info=error)\n"
     )
     env = {**logs.environment("decode-0", form), "PYTHONPATH": ":".join(sys.path)}
     done = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True, timeout=60)
-    (line,) = done.stderr.splitlines()
+    line, defect, *traceback = done.stderr.splitlines()
+    assert "later" not in done.stderr and "a defect" in [defect, *traceback][-1]
     if form == "json":
         assert {"level": "WARNING", "process": "decode-0", "message": "full"}.items() <= json.loads(line).items()
     else:
