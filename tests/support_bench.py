@@ -33,7 +33,6 @@ class FakeRequest:
     id: str
     prompt_tokens: int = 1000
     local_only: str | None = None
-    resumable: bool = True
     early: bool = True
     max_new_tokens: int = 100
     priority: int = 0
@@ -71,7 +70,7 @@ class FakeCodec:
         )
         keys = request.keys if block_size else []
         whole, with_kv = [request.id.encode()], [b"less"]
-        return ParsedRequest(info, whole, request.id, request.resumable, request.early, keys, frames_with_kv=with_kv)
+        return ParsedRequest(info, whole, request.id, request.early, keys, frames_with_kv=with_kv)
 
     def decode_outputs(self, frames, sent_at, now):
         try:

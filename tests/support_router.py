@@ -29,7 +29,7 @@ class SimRouterCodec:
         keys = reusable_keys(request.prompt_token_ids, block_size) if block_size else []
         frames = self._codec.encode_request(request)
         # Simulated tokens depend on prompt and position only: the first is the same everywhere.
-        return ParsedRequest(info, frames, request.request_id, resumable=True, early_token=True, prefix_keys=keys)
+        return ParsedRequest(info, frames, request.request_id, early_token=True, prefix_keys=keys)
 
     def decode_outputs(self, frames: list[bytes], sent_at: float, now: float) -> Batch:
         decoded = self._codec.decode_outputs(frames)

@@ -141,13 +141,11 @@ class ActiveRequests:
         return batch
 
     def _may_come_early(self, active: ActiveRequest) -> bool:
-        """Whether decode will sample the same token, more tokens follow, nothing was sent yet, and another attempt
-        could continue if decode's token differs after all."""
+        """Whether decode will sample the same token, more tokens follow, and nothing was sent yet."""
         parsed = active.parsed
         return (
             self._early_first_token
             and parsed.early_token
-            and parsed.resumable
             and parsed.info.max_new_tokens > 1
             and active.state is State.TRANSFERRING
             and not active.answer.tokens

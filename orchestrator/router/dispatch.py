@@ -211,8 +211,9 @@ class Dispatch:
         `said`: the worker's own words, for the client should this have been the last attempt.
         """
         remote = active.state in (State.QUEUED, State.TRANSFERRING) and self._routing.fallback == "refuse"
-        if active.ended or not self._give_up(active, why):
+        if active.ended:
             return
+        self._give_up(active, why)
         if len(active.answer.tokens) - active.resumed >= SOUND_TOKENS:
             active.charged = 0
         active.charged += charge or remote
@@ -238,8 +239,7 @@ class Dispatch:
         """The engines sampled different first tokens: continue after the one that the client has, if possible on the
         same decode worker, where the prompt is cached. `MAX_ATTEMPTS` does not apply, since nothing failed."""
         worker_id, placed = active.decode_worker, active.placed
-        if not self._give_up(active, "first_token_mismatch"):
-            return
+        self._give_up(active, "first_token_mismatch")
         active.next_attempt("first_token_mismatch")
         if worker_id in self._fleet.workers and self.send(active, worker_id, State.LOCAL):
             active.placed = placed
@@ -281,7 +281,8 @@ class Dispatch:
             if active in guilty:
                 said = f"it crashed {active.crashes} engines, the last on {there}: {crash.why}"
                 self.fail_withdrawn(active, Failure(said))
-            elif self._give_up(active, "engine_crashed"):
+            else:
+                self._give_up(active, "engine_crashed")
                 active.avoid_worker(there)  # has no effect if that worker prefilled
                 active.next_attempt("engine_crashed")
                 if suspected:
@@ -308,16 +309,11 @@ class Dispatch:
 
     # ---- shared ------------------------------------------------------------------------------------------------
 
-    def _give_up(self, active: ActiveRequest, why: str) -> bool:
-        """End the current attempt. False if the request fails with it, because the client has part of an answer that
-        no other worker can continue."""
+    def _give_up(self, active: ActiveRequest, why: str) -> None:
+        """End the current attempt."""
         self._metrics.retries.labels(why).inc()
         active.retries.append(why)
         self.withdraw(active)
-        if active.answer.tokens and not active.parsed.resumable:
-            self._fail(active, f"its worker was lost ({why}) and its output cannot be continued elsewhere")
-            return False
-        return True
 
     async def _place_again(self, active: ActiveRequest, after_s: float = 0.0) -> None:
         try:

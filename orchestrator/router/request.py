@@ -78,7 +78,6 @@ class ParsedRequest(msgspec.Struct, frozen=True):
     info: RequestInfo
     frames: list[bytes]  # the engine request, encoded once
     label: str  # the id that the client knows
-    resumable: bool  # another worker can continue it after tokens were sent
     early_token: bool  # the client streams, and both engines sample the same first token
     prefix_keys: list[int]  # of the prompt's blocks; empty where the prompt shares no prefix
     has_media: bool = False  # images, video or sound

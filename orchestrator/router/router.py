@@ -305,13 +305,11 @@ class Router:
         self._dispatch.background(self._overdue.leave_claimers(gone, "prefill_worker_lost"))
 
     def worker_quiet(self, *quiet: str) -> None:
-        """Move requests away from workers that are slow, stopped or cut off: of all that become so together. Those
-        that no other worker can continue wait for theirs to come back."""
+        """Move requests away from workers that are slow, stopped or cut off: of all that become so together."""
         away, left = frozenset(quiet), frozenset(filter(self._fleet.has_other_decode_worker, quiet))
         for active in self._requests.of(*away):
             if active.decode_worker in left:
-                if active.parsed.resumable or not active.answer.tokens:
-                    self._dispatch.retry(active, "decode_worker_quiet", avoid=active.decode_worker, charge=False)
+                self._dispatch.retry(active, "decode_worker_quiet", avoid=active.decode_worker, charge=False)
             elif active.state is State.TRANSFERRING and active.prefill_worker in away:
                 self._dispatch.retry(active, "prefill_worker_quiet", charge=False)
         self._check_claimers()

@@ -11,6 +11,7 @@ import time
 
 import psutil
 import pytest
+from support_client import Answer
 from support_fleet import START_TIMEOUT_S, RunningFleet, descendants, running_fleet, token_prompt
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(900)]
@@ -26,6 +27,21 @@ PROMPTS = [token_prompt(length, seed=i) for i, length in enumerate(LENGTHS)]
 OTHERS = [token_prompt(length, seed=100 + i) for i, length in enumerate(LENGTHS)]  # no prefix of them is known
 MAX_TOKENS = 16
 SEEDED = {"temperature": 1.0, "top_p": 0.9, "seed": 7}
+TRIP = {
+    "type": "object",
+    "properties": {"city": {"type": "string"}, "days": {"type": "array", "items": {"type": "integer"}}},
+    "required": ["city", "days"],
+}
+# What agents ask for: each token depends on those before it by more than the model.
+BOUND = [
+    {"structured_outputs": {"json": TRIP}},
+    {"structured_outputs": {"regex": "([a-f]{4}-[0-9]{6} )+"}},
+    {"structured_outputs": {"grammar": 'root ::= "SELECT " name (", " name)* \nname ::= [a-z]+'}, **SEEDED},
+    {"structured_outputs": {"json": TRIP}, "presence_penalty": 1.0, **SEEDED},
+    {"presence_penalty": 1.5, "frequency_penalty": 1.0, "repetition_penalty": 1.2},
+    {"frequency_penalty": 2.0, "min_tokens": 300, **SEEDED},
+]
+BOUND_TOKENS = 400
 
 
 def prompt_usage(fleet: RunningFleet) -> list[dict]:
@@ -48,6 +64,11 @@ def prompt_usage(fleet: RunningFleet) -> list[dict]:
     return usage
 
 
+async def ask_bound(fleet: RunningFleet) -> list[Answer]:
+    async with fleet.client() as client:
+        return await asyncio.gather(*(fleet.ask(client, PROMPTS[7], BOUND_TOKENS, **asked) for asked in BOUND))
+
+
 def reused(usage: dict) -> int:
     """Prompt tokens that are in the prefix cache after the answer, found there or put there."""
     details = usage.get("prompt_tokens_details") or usage.get("input_tokens_details") or usage
@@ -56,17 +77,18 @@ def reused(usage: dict) -> int:
 
 @pytest.fixture(scope="module")
 def aggregated(model):
-    """Greedy and (to the others) seeded answers and usage of decode workers only: prompts are prefilled where they
-    decode."""
+    """Greedy and (to the others) seeded answers, usage and bound answers of decode workers only: prompts are prefilled
+    where they decode."""
     with running_fleet("aggregated-cpu.yaml", *ENGINE, f"model={model}", "workers.decode.replicas=1") as fleet:
         greedy = asyncio.run(fleet.ask_all(PROMPTS, concurrency=8, max_tokens=MAX_TOKENS))
         seeded = asyncio.run(fleet.ask_all(OTHERS, concurrency=8, max_tokens=MAX_TOKENS, **SEEDED))
         for answer in greedy + seeded:
             assert answer.ok and len(answer.tokens) == MAX_TOKENS, answer.error
+        bound = asyncio.run(ask_bound(fleet))
         assert fleet.metric("pd_placements_total", decision="remote") == 0
         usage = prompt_usage(fleet)
         fleet.assert_no_leaks()
-    return [answer.tokens for answer in greedy], [answer.tokens for answer in seeded], usage
+    return [answer.tokens for answer in greedy], [answer.tokens for answer in seeded], usage, bound
 
 
 @pytest.fixture(scope="module")
@@ -183,6 +205,24 @@ async def test_roles_change_in_place_and_both_engines_serve_both(fleet: RunningF
     assert [a.tokens for a in answers] == truth[8:]
     assert fleet.metric("pd_placements_total", decision="remote") > before
     print(f"role change of an idle worker, command included: {swapped_s:.2f} s")
+
+
+async def test_the_only_decode_worker_is_killed_and_bound_answers_end_as_those_of_one_engine(
+    fleet: RunningFleet, aggregated
+):
+    """The prefill worker takes its role meanwhile, or it is back before that."""
+    (victim,) = fleet.workers("decode")
+    lost, tokens = (fleet.metric(name) for name in ("pd_retries_total", "vllm:generation_tokens_total"))
+    asking = asyncio.create_task(ask_bound(fleet))
+    begun = tokens + 20 * len(BOUND)
+    await fleet.soon(lambda: fleet.metric("vllm:generation_tokens_total") >= begun, "a part of the answers")
+    os.kill(victim["pid"], signal.SIGKILL)
+    answers = await asking
+    assert [answer.error for answer in answers if not answer.ok] == []
+    assert [answer.tokens for answer in answers] == [answer.tokens for answer in aggregated[3]]
+    assert [answer.text for answer in answers] == [answer.text for answer in aggregated[3]]
+    assert fleet.metric("pd_retries_total") >= lost + len(BOUND)
+    fleet.until(lambda: fleet.shape() == (1, 1), "it came back by itself", START_TIMEOUT_S)
 
 
 async def test_clients_that_disconnect_free_both_sides(fleet: RunningFleet):

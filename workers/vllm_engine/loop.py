@@ -202,7 +202,7 @@ class PacedSteps:
         ends in a turn that begins none."""
         if details is not None:
             # The first token after KV has come counts as one of a prompt there.
-            prompt_tokens = details.num_ctx_tokens - details.num_ctx_requests
+            prompt_tokens = computed_tokens(details, self._scheduler.num_spec_tokens) - details.num_ctx_requests
             self._times.ended(prompt_tokens, details.num_generation_requests, elapsed_ms / 1e3)
 
     def _pace_and_schedule(self, *args: Any, **kwargs: Any) -> Any:
@@ -218,6 +218,13 @@ class PacedSteps:
         # Each decodes at most so many, those whose KV has come included.
         beside = (1 + scheduler.num_spec_tokens) * (decodes + len(scheduler.kv_holding_waiting))
         return schedule_at_most(scheduler, chunk, beside, lambda: self._schedule(*args, **kwargs))
+
+
+def computed_tokens(details: Any, num_spec_tokens: int) -> int:
+    """Tokens of prompts in a step, and of answers that are computed again, which vLLM counts among those that decode:
+    each of these has one, and its drafts."""
+    again = details.num_generation_tokens - (1 + num_spec_tokens) * details.num_generation_requests
+    return int(details.num_ctx_tokens + max(0, again))
 
 
 def _goes_elsewhere(request: Any) -> bool:

@@ -36,9 +36,6 @@ A request whose KV did not come gives its blocks back at once, and waits with th
 them back when its turn comes, and goes on waiting with those that have blocks. Where it gets none, as it may need more
 to compute its prompt than to receive it (of a sliding window), those behind it keep theirs, and no step runs any more.
 
-A seeded request that continues an answer draws what it would have drawn next. vLLM's first model runner makes a
-request's generator of its seed alone; the second one takes the place of each token too.
-
 The connector hears of preemptions before the step that gives their blocks away touches the device. vLLM's second model
 runner tells it after zeroing and copying of blocks are queued, so that a WRITE which ends in between would count.
 """
@@ -57,7 +54,6 @@ from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_
 from vllm.model_executor.models import registry
 from vllm.platforms import current_platform
 
-DRAWN = "pd_drawn"  # in a request's `extra_args`: how many tokens of its answer earlier attempts have sampled
 _ALONE = "alone"  # the backend of a group of one rank
 _AWAKE_S = 1.0  # so long after a message, a rank checks for the next one ...
 _LOOK_AGAIN_MS = 1  # ... this often, since ZMQ may drop a notice that closely follows another
@@ -136,34 +132,6 @@ def free_what_did_not_come() -> None:
                 scheduler.waiting.prepend_request(request)
 
     Scheduler._update_from_kv_xfer_finished = update_from_transfers
-
-
-def draw_on() -> None:
-    """What has been sampled by an earlier attempt is drawn again, in whichever way this platform's sampler draws."""
-    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
-
-    update = GPUModelRunner._update_states
-
-    def update_states(runner: Any, scheduler_output: Any) -> Any:
-        corrections = update(runner, scheduler_output)
-        for request in scheduler_output.scheduled_new_reqs:
-            generator = runner.requests[request.req_id].generator
-            if generator is not None and (drawn := (request.sampling_params.extra_args or {}).get(DRAWN)):
-                _draw(runner, generator, drawn)
-        return corrections
-
-    GPUModelRunner._update_states = update_states
-
-
-def _draw(runner: Any, generator: torch.Generator, times: int) -> None:
-    sampler = runner.sampler.topk_topp_sampler
-    dtype = torch.float64 if sampler.use_fp64_gumbel else torch.float32
-    noise = torch.empty(runner.model_config.get_vocab_size(), dtype=dtype, device=runner.device)
-    for _ in range(times):
-        if sampler.forward == sampler.forward_cpu and not sampler.use_fp64_gumbel:
-            torch.randint(0, 1 << 31, (1,), generator=generator)
-        else:
-            noise.exponential_(generator=generator)
 
 
 def patch_cpu_engines() -> None:

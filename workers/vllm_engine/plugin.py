@@ -29,12 +29,12 @@ except ImportError:  # vLLM 0.32
 
 from orchestrator.process.parent import PARENT, die_with_parent
 from workers.engine import PrefixChanges
+from workers.vllm_engine.codec.continued import continue_answers
 from workers.vllm_engine.codec.prefix import PrefixCollector, block_hashes
 from workers.vllm_engine.codec.withheld import give_back_withheld
-from workers.vllm_engine.loop import name_socket, steps_of, waker_of
+from workers.vllm_engine.loop import computed_tokens, name_socket, steps_of, waker_of
 from workers.vllm_engine.patches import (
     cache_only_what_is_computed,
-    draw_on,
     free_what_did_not_come,
     patch_as_configured,
     patch_cpu_engines,
@@ -121,7 +121,7 @@ def register() -> None:
         cache_only_what_is_computed()
         free_what_did_not_come()
         give_back_withheld()
-        draw_on()
+        continue_answers()
         patch_cpu_engines()
     EngineCore.pd_load = _pd_load
     EngineCore.pd_describe = _pd_describe
@@ -282,14 +282,15 @@ def _is_awaited(engine: Any) -> bool:
 
 
 def _tokens_left(engine: Any, stats: Any) -> dict[str, int]:
-    """Prompt tokens not scheduled yet, by key, of running requests without an output; empty if none has changed."""
-    details = stats.iteration_details
-    if details is not None and not details.num_ctx_tokens:
+    """Tokens not scheduled yet, by key, of running requests whose prompts, or answers so far, are being computed; empty
+    if none has changed."""
+    details, scheduler = stats.iteration_details, engine.scheduler
+    if details is not None and not computed_tokens(details, scheduler.num_spec_tokens):
         return {}  # a step of decodes only
     return {
-        request.request_id: max(0, request.num_prompt_tokens - request.num_computed_tokens)
-        for request in engine.scheduler.running
-        if not request.num_output_tokens
+        request.request_id: max(0, request.num_tokens - request.num_computed_tokens)
+        for request in scheduler.running
+        if request.is_prefill_chunk or not request.num_output_tokens
     }
 
 

@@ -1,7 +1,7 @@
 """The router's `Codec` for vLLM: reads what routing needs from a request, and encodes vLLM's engine-core types.
 
-Fields of vLLM's two structs of a request that limit what is done with it are named here, with what they permit; the
-tests name all others. See vllm/v1/engine/__init__.py and vllm/sampling_params.py, 0.32.0.
+Fields of vLLM's two structs of a request for which the worker that decodes must prefill too are named here; the tests
+name all others. See vllm/v1/engine/__init__.py and vllm/sampling_params.py, 0.32.0.
 
 The worker that prefills encodes images, videos and sounds. One that decodes gets the KV and, of each medium, its place
 in the prompt and what its positions follow from. Where it needs pixels after all, it gives the request back
@@ -11,7 +11,6 @@ in the prompt and what its positions follow from. Where it needs pixels after al
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from importlib.metadata import entry_points
 from operator import attrgetter, is_
 from typing import Any
 
@@ -21,7 +20,6 @@ from vllm.exceptions import VLLMValidationError
 from vllm.multimodal.utils import strip_covered_mm_data
 from vllm.sampling_params import RequestOutputKind, SamplingParams, SamplingType
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
-from vllm.v1.sample.logits_processor import LOGITSPROCS_GROUP
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from orchestrator.config.settings import SLOClass
@@ -51,75 +49,37 @@ def _is_missing(value: Any) -> bool:
     return value is None
 
 
-def _never(_: Any) -> bool:
-    return False
-
-
 class Limit(msgspec.Struct, frozen=True):
-    """Tests of a field's value. `local`: the prompt is computed where it decodes, and `why` (the field's name unless
-    given) is the reason. `ends`: the prompt plus the tokens sent, given as a prompt, would not continue as if
-    uninterrupted."""
+    """`local`: for which values the prompt is computed where it decodes. `why`: the reason; the field's name unless
+    given."""
 
-    local: Test = _never
-    ends: Test = _never
+    local: Test
     why: str = ""
 
 
 REQUEST_LIMITS: dict[str, Limit] = {
-    "pooling_params": Limit(local=_is_set, ends=_is_set, why=POOLING),
-    "prompt_embeds": Limit(local=_is_set, ends=_is_set),
-    "prompt_token_ids": Limit(local=_is_missing, ends=_is_missing, why="prompt_embeds"),
+    "pooling_params": Limit(_is_set, POOLING),
+    "prompt_embeds": Limit(_is_set),
+    "prompt_token_ids": Limit(_is_missing, "prompt_embeds"),
 }
 SAMPLING_LIMITS: dict[str, Limit] = {
-    "n": Limit(local=lambda n: n > 1),
+    "n": Limit(lambda n: n > 1),
     # vLLM computes the whole prompt for these, whatever KV has come or is cached.
-    "prompt_logprobs": Limit(local=_is_set, ends=_is_set),
-    "prompt_logprob_token_ids": Limit(local=_is_set, ends=_is_set),
-    "skip_reading_prefix_cache": Limit(local=bool),
-    # These look at generated tokens only, or carry state from one to the next.
-    "presence_penalty": Limit(ends=bool),
-    "frequency_penalty": Limit(ends=bool),
-    "structured_outputs": Limit(ends=_is_set),
-    "_bad_words_token_ids": Limit(ends=lambda words: any(len(word) > 1 for word in words or ())),
-    "repetition_detection": Limit(ends=lambda wanted: wanted is not None and wanted.max_pattern_size > 0),
+    "prompt_logprobs": Limit(_is_set),
+    "prompt_logprob_token_ids": Limit(_is_set),
+    "skip_reading_prefix_cache": Limit(bool),
 }
 
 
 def local_only_reason(request: EngineCoreRequest) -> str | None:
     """Why the worker that decodes the request must prefill it too; None if another one may."""
-    for limits, fields in _limited(request):
-        for name, limit in limits.items():
+    for limits, fields in ((REQUEST_LIMITS, request), (SAMPLING_LIMITS, request.sampling_params)):
+        for name, limit in limits.items() if fields is not None else ():
             if limit.local(getattr(fields, name)):
                 return limit.why or name
     if not request.request_id.startswith(request.external_req_id or ""):
         return "n"  # vLLM names the children of a request with n > 1 "0_<id>", "1_<id>", ...
     return None
-
-
-def can_continue(request: EngineCoreRequest) -> bool:
-    """Whether the prompt plus the tokens sent, given as a prompt, continues as if uninterrupted."""
-    return not any(
-        limit.ends(getattr(fields, name)) for limits, fields in _limited(request) for name, limit in limits.items()
-    )
-
-
-def custom_processors(config: VllmConfig) -> bool:
-    """Whether engines run logits processors of the operator, by `engine_args.logits_processors` or installed."""
-    return bool(config.model_config.logits_processors or entry_points(group=LOGITSPROCS_GROUP))
-
-
-def counts_marks(config: VllmConfig) -> bool:
-    """Whether thinking begins or ends with several tokens. Where the prompt ends with a part of a mark, or begins with
-    a long one, vLLM counts a budget otherwise."""
-    reasoning = config.reasoning_config
-    return reasoning is not None and any(
-        len(mark or ()) > 1 for mark in (reasoning.reasoning_start_token_ids, reasoning.reasoning_end_token_ids)
-    )
-
-
-def _limited(request: EngineCoreRequest) -> list[tuple[dict[str, Limit], Any]]:
-    sampling = request.sampling_params
-    return [(REQUEST_LIMITS, request)] + ([(SAMPLING_LIMITS, sampling)] if sampling is not None else [])
 
 
 class MediaRules(msgspec.Struct, frozen=True):
@@ -157,22 +117,17 @@ def without_pixels(request: EngineCoreRequest, rules: MediaRules) -> EngineCoreR
 class VllmCodec:
     def __init__(
         self,
-        custom_processors: bool = False,
         classes: Mapping[str, SLOClass] | None = None,
         media: MediaRules = MediaRules(),
-        counts_marks: bool = False,
     ) -> None:
-        """`custom_processors`: whether the engines run logits processors of the operator. They may count generated
-        tokens, so no answer is continued elsewhere. `counts_marks`: no answer with a budget for thinking is.
-        `classes`: of objectives, by name."""
-        self._custom_processors, self._classes, self._media = custom_processors, classes or {}, media
-        self._counts_marks = counts_marks
+        """`classes`: of objectives, by name."""
+        self._classes, self._media = classes or {}, media
         self._encoder = MsgpackEncoder()
         self._decoder = MsgpackDecoder(EngineCoreOutputs)
 
     @classmethod
     def of(cls, config: VllmConfig, classes: Mapping[str, SLOClass] | None = None) -> VllmCodec:
-        return cls(custom_processors(config), classes, MediaRules.of(config), counts_marks(config))
+        return cls(classes, MediaRules.of(config))
 
     def read(self, request: EngineCoreRequest, block_size: int) -> ParsedRequest:
         """Raises VLLMValidationError for a request that a fleet cannot serve."""
@@ -188,8 +143,6 @@ class VllmCodec:
         local_only = local_only_reason(request)
         if request.mm_features and not self._media.remote:
             local_only = local_only or "multimodal"
-        budget = self._counts_marks and sampling is not None and sampling.thinking_token_budget is not None
-        resumable = not self._custom_processors and not budget and can_continue(request)
         info = RequestInfo(
             id=request.request_id,
             prompt_tokens=len(request.prompt_token_ids or ()),
@@ -208,14 +161,12 @@ class VllmCodec:
             info,
             frames=self._encode(request),
             has_media=bool(request.mm_features),
-            # A worker without pixels gives the request back once it needs them, and another one must continue it.
             frames_with_kv=(
                 self._encode(without_pixels(request, self._media))
-                if request.mm_features and resumable and local_only is None
+                if request.mm_features and local_only is None
                 else None
             ),
             label=context.request_id if context else request.external_req_id or request.request_id,
-            resumable=resumable,
             early_token=sampling is not None and _same_first_token(sampling),
             prefix_keys=keys,
             received_at=context.received_at if context else request.arrival_time,

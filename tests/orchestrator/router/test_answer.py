@@ -86,7 +86,6 @@ async def test_repeated_prefilled_message_is_used_once():
     [
         {"routing": {"first_token": "decode"}},
         {"early": False},  # sampled without a seed, say
-        {"resumable": False},  # could not go on where decode's differs
         {"max_new_tokens": 1},  # decode's answer is complete with it
     ],
 )

@@ -415,15 +415,6 @@ async def test_stop_string_ends_answer_during_retry():
     bench.assert_no_leaks()
 
 
-async def test_non_resumable_request_fails_visibly():
-    bench = await Bench.asked(FakeRequest("r", prompt_tokens=10, resumable=False))
-    first = bench.bound_to()
-    bench.tokens(first, "r", [5])
-    bench.lose(first)
-    assert bench.received() == [("r", [5], None), ("r", [], FinishReason.ERROR)]
-    bench.assert_no_leaks()
-
-
 @pytest.mark.parametrize("computed", [False, True])
 async def test_request_does_not_wait_for_dead_prefill_worker(computed):
     bench = await Bench.asked(FakeRequest("r"), claimed=True)
@@ -476,17 +467,15 @@ async def test_queued_requests_go_local_when_all_prefill_workers_are_quiet():
     assert bench.router.requests["s"].placed.reason == "no_prefill_worker"
 
 
-@pytest.mark.parametrize("resumable", [True, False])
-async def test_resumable_requests_leave_quiet_decode_worker(resumable):
-    bench = await Bench.asked(FakeRequest("r", prompt_tokens=10, resumable=resumable))
+async def test_requests_leave_quiet_decode_worker():
+    bench = await Bench.asked(FakeRequest("r", prompt_tokens=10))
     quiet = bench.bound_to()
     bench.tokens(quiet, "r", [1, 2])
     bench.silence(quiet)
     await bench.settle()
     active = bench.router.requests["r"]
-    assert active.retries == (["decode_worker_quiet"] if resumable else []) and active.charged == 0
-    assert (active.decode_worker != quiet) is resumable
-    assert bench.submits()[-1][1].resume_tokens == [1, 2] and len(bench.submits()) == 1 + resumable
+    assert active.retries == ["decode_worker_quiet"] and active.charged == 0
+    assert active.decode_worker != quiet and bench.submits()[-1][1].resume_tokens == [1, 2]
 
 
 async def test_quiet_worker_gets_no_request_until_it_reports():

@@ -20,7 +20,7 @@ from support_wait import DEADLINE_S, until
 from orchestrator.config.settings import KVConfig
 from orchestrator.process.parent import started_ticks
 from orchestrator.types import KVEndpoint, KVSource
-from workers.engine import EngineDead, EngineRequest, InvalidEngineRequest, Phase
+from workers.engine import EngineDead, InvalidEngineRequest
 
 pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="module")]
 
@@ -66,7 +66,8 @@ async def assert_no_leaks(*drivers: Driver) -> None:
 
 @in_one_mode
 async def test_steps_report_remaining_prompt_tokens(pair) -> None:
-    """In chunks of 256 tokens; what is cached is not left, and a prompt of one chunk ends with its first step."""
+    """In chunks of 256 tokens, also of an answer that goes on here; what is cached is not left, and a prompt of one
+    chunk ends with its first step."""
     prefill, _ = pair
     tokens = prompt(1000, next(COUNT) + 500)
     first, again, short = (f"{name}-{next(COUNT)}#1" for name in ("first", "again", "short"))
@@ -76,6 +77,10 @@ async def test_steps_report_remaining_prompt_tokens(pair) -> None:
     await prefill.decode(again, frames([*tokens[:640], *prompt(300)], 4))
     await prefill.done(again)
     assert prefill.tokens_left[again] == [300 - 256]
+    goes_on, sent = f"goes-on-{next(COUNT)}#2", prompt(100, 6)
+    await prefill.decode(goes_on, frames(prompt(700, next(COUNT) + 500), 104), resume_tokens=sent)
+    await prefill.done(goes_on)
+    assert prefill.tokens_left[goes_on] == [800 - 256, 800 - 512, 800 - 768]
     await prefill.decode(short, frames(prompt(100, next(COUNT)), 4))
     await prefill.done(short)
     assert short not in prefill.tokens_left
@@ -327,22 +332,6 @@ async def test_a_silent_peer_does_not_delay_handshakes_with_others(model: Path, 
         assert await decode.done("silent") == right
     await assert_no_leaks(fresh, decode)
     await fresh.stop()
-
-
-@in_one_mode
-@pytest.mark.parametrize("sampling", [{}, {"temperature": 1.0, "seed": 5}], ids=["greedy", "seeded"])
-async def test_a_continuation_goes_on_where_the_tokens_end(pair, reference, sampling: dict[str, Any]) -> None:
-    prefill, decode = pair
-    body, key = frames(prompt(120, 8), 12, min_tokens=12, **sampling), f"rest-{len(sampling)}"
-    whole = await expected(reference, f"whole-{key}", body)
-    await decode.decode(key, body, resume_tokens=whole[:5])
-    assert await decode.done(key) == whole[5:]
-    request = EngineRequest(f"{key}-2", Phase.PREFILL, body, resume_tokens=whole[:7])
-    await prefill.engine.submit(request)
-    await decode.decode(f"{key}-2", body, prefill.source(f"{key}-2"), resume_tokens=whole[:7])
-    assert await decode.done(f"{key}-2") == whole[7:]
-    assert prefill.tokens[f"{key}-2"] == whole[7:8]
-    await assert_no_leaks(prefill, decode)
 
 
 @in_one_mode

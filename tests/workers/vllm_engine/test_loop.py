@@ -195,6 +195,16 @@ def test_steps_of_vllms_own_server_are_counted_too(boards: list[Board], monkeypa
     assert (counted.steps, counted.mean_tokens, counted.most_tokens) == (2, 1 + 22.5, 1 + 30)
 
 
+def details(prompts: int, prompt_tokens: int, decode: int, again: int = 0) -> Any:
+    """`again`: tokens of answers that are computed again, which vLLM counts among those that decode."""
+    return SimpleNamespace(
+        num_ctx_requests=prompts,
+        num_ctx_tokens=prompt_tokens,
+        num_generation_requests=decode,
+        num_generation_tokens=decode + again,
+    )
+
+
 @pytest.fixture
 def alone(monkeypatch: pytest.MonkeyPatch) -> FakeEngine:
     """An engine that steps alone and has learned what its steps take: 10 ms, and 0.1 ms for each prompt token."""
@@ -206,9 +216,9 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> FakeEngine:
     steps = steps_of(engine)
     assert steps is not None
     for _ in range(50):
-        steps.ended(True, 10.0, SimpleNamespace(num_ctx_requests=0, num_ctx_tokens=0, num_generation_requests=2))
+        steps.ended(True, 10.0, details(0, 0, 2))
     # Of an engine that begins steps ahead the last one ends in a turn that begins none.
-    steps.ended(False, 110.0, SimpleNamespace(num_ctx_requests=1, num_ctx_tokens=1001, num_generation_requests=0))
+    steps.ended(False, 110.0, details(1, 1001, 0))
     return engine
 
 
@@ -240,6 +250,18 @@ def test_a_prompt_whose_last_step_is_under_way_is_none_that_decodes(alone: FakeE
     assert alone.seen == [(LIMIT, 0)]
 
 
+def test_an_answer_that_is_computed_again_is_no_token_that_takes_long(alone: FakeEngine) -> None:
+    from workers.vllm_engine.loop import steps_of
+
+    steps, scheduler = steps_of(alone), alone.scheduler
+    assert steps is not None
+    for _ in range(50):
+        steps.ended(True, 110.0, details(0, 0, 2, again=1000))
+    scheduler.running = [request(101, 100, "RUNNING"), goes_elsewhere(1000, 200)]
+    scheduler.schedule(False)
+    assert alone.seen[-1][1] == pytest.approx(CHUNK, rel=0.01)
+
+
 def test_a_first_prompt_that_waited_for_a_compiler_is_forgotten_by_an_engine_too(alone: FakeEngine) -> None:
     """vLLM tells tokens of prompts and requests that have them, of which one may have the first token after its KV."""
     from workers.vllm_engine.loop import steps_of
@@ -247,13 +269,12 @@ def test_a_first_prompt_that_waited_for_a_compiler_is_forgotten_by_an_engine_too
     steps, scheduler, decodes = steps_of(alone), alone.scheduler, request(101, 100, "RUNNING")
     assert steps is not None
     scheduler.running = [goes_elsewhere(9000, 200), goes_elsewhere(9000, 200), decodes]
-    steps.ended(True, 60_000.0, SimpleNamespace(num_ctx_requests=1, num_ctx_tokens=1001, num_generation_requests=1))
+    steps.ended(True, 60_000.0, details(1, 1001, 1))
     for _ in range(40):
         scheduler.schedule(False)
         (tokens, share), prompts = alone.seen[-1], 2
         assert tokens >= prompts * share + 1, "those that decode have their place behind them"
-        computed = SimpleNamespace(num_ctx_requests=2, num_ctx_tokens=2 * share, num_generation_requests=1)
-        steps.ended(True, 10.0 + 0.1 * 2 * share, computed)
+        steps.ended(True, 10.0 + 0.1 * 2 * share, details(2, 2 * share, 1))
     assert alone.seen[-1][1] == pytest.approx(CHUNK / 2, rel=0.1)
 
 

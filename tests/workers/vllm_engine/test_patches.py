@@ -40,30 +40,6 @@ def test_what_is_not_compiled_gives_the_same_log_probabilities_and_greedy_tokens
         assert all(torch.equal(one, other) for one, other in zip(was_compiled, sampled(), strict=True))
 
 
-@pytest.mark.parametrize(("native", "wide"), [(True, False), (True, True), (False, True)])
-def test_a_seed_is_drawn_on_from_where_it_stopped(native: bool, wide: bool) -> None:
-    """By vLLM's own sampler, as on a GPU, and on a CPU; `test_engine.py` has the way that draws by a kernel."""
-    import torch
-    from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
-
-    from workers.vllm_engine.patches import _draw
-
-    sampler, vocabulary = TopKTopPSampler(use_fp64_gumbel=wide), 300
-    if native:
-        sampler.forward = sampler.forward_native
-    model = types.SimpleNamespace(get_vocab_size=lambda: vocabulary)
-    parts = types.SimpleNamespace(topk_topp_sampler=sampler)
-    runner = types.SimpleNamespace(sampler=parts, model_config=model, device=torch.device("cpu"))
-
-    def sampled(after: int, tokens: int) -> list[int]:
-        generator = torch.Generator().manual_seed(5)
-        _draw(runner, generator, after)
-        return [int(sampler.forward(torch.zeros(1, vocabulary), {0: generator}, None, None)[0]) for _ in range(tokens)]
-
-    whole = sampled(0, 8)
-    assert len(set(whole)) > 4 and sampled(3, 5) == whole[3:]
-
-
 @pytest.mark.parametrize("prefills", [True, False])
 def test_only_tokens_with_an_adapter_get_its_weights(monkeypatch: pytest.MonkeyPatch, prefills: bool) -> None:
     """By vLLM's own kernels for CPUs, in both of their ways, in a step that has tokens of two adapters and of none."""

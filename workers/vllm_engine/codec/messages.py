@@ -16,7 +16,7 @@ from vllm.v1.serial_utils import MsgpackDecoder
 
 from orchestrator.types import KVCounters, KVSource
 from workers.engine import EngineRequest, EngineStep, InvalidEngineRequest, Phase, PrefixDelta
-from workers.vllm_engine.patches import DRAWN
+from workers.vllm_engine.codec.continued import SENT
 from workers.vllm_engine.plugin import PREFIX_STATS, TOKENS_LEFT_STATS
 
 
@@ -41,10 +41,10 @@ class RequestCodec:
         core.priority = 0
         core.arrival_time = time.monotonic() + request.behind_s
         if core.sampling_params is not None and core.sampling_params.extra_args:
-            core.sampling_params.extra_args.pop(DRAWN, None)  # ours to say
+            core.sampling_params.extra_args.pop(SENT, None)  # ours to say
         if request.resume_tokens:
             _continue(core, request.resume_tokens)
-        self._check_prompt(core)
+        self._check_tokens(core, request.resume_tokens)
         if request.prefix_tokens:
             _prefix_only(core, request.prefix_tokens)
         if request.phase is Phase.PREFILL:
@@ -53,22 +53,18 @@ class RequestCodec:
             _set_kv(core, _receive(request.kv_source))
         return core
 
-    def _check_prompt(self, core: EngineCoreRequest) -> None:
+    def _check_tokens(self, core: EngineCoreRequest, sent: list[int]) -> None:
         tokens = core.prompt_token_ids
         prompt = core.prompt_embeds if tokens is None else tokens
         length = 0 if prompt is None else len(prompt)
-        longest = self._max_model_len - (1 if core.sampling_params is not None else 0)  # room for one new token
+        longest = self._max_model_len - len(sent) - (1 if core.sampling_params is not None else 0)  # one new token
         if not 0 < length <= longest:
             raise InvalidEngineRequest(f"{core.request_id}: expected a prompt of 1 to {longest} tokens, got {length}")
-        if (
-            tokens is not None
-            and core.prompt_is_token_ids is None
-            and not 0 <= min(tokens) <= max(tokens) < self._vocabulary
-        ):
-            raise InvalidEngineRequest(
-                f"{core.request_id}: expected token ids of 0 to {self._vocabulary - 1}, "
-                f"got {min(tokens)} to {max(tokens)}"
-            )
+        embedded = tokens is None or core.prompt_is_token_ids is not None
+        for ids in ([] if embedded else tokens, sent):
+            if ids and not 0 <= min(ids) <= max(ids) < self._vocabulary:
+                expected = f"expected token ids of 0 to {self._vocabulary - 1}"
+                raise InvalidEngineRequest(f"{core.request_id}: {expected}, got {min(ids)} to {max(ids)}")
 
 
 def _sampling(core: EngineCoreRequest, what: str) -> SamplingParams:
@@ -123,29 +119,15 @@ def _one_token(core: EngineCoreRequest, what: str) -> None:
 
 
 def _continue(core: EngineCoreRequest, tokens: list[int]) -> None:
-    """Continue after `tokens`: they join the prompt, and the limits shrink by them.
-
-    Exact for greedy and seeded sampling, without drafts that are accepted by chance. Penalties see `tokens` as prompt.
-    """
+    """Go on after `tokens`, as `workers.vllm_engine.codec.continued` has it. Exact for greedy and seeded sampling,
+    without drafts that are accepted by chance."""
     sampling = _sampling(core, "continued")
-    if core.prompt_token_ids is None:
-        raise InvalidEngineRequest(f"{core.request_id}: a prompt of embeddings cannot be continued")
-    if sampling.structured_outputs is not None:
-        raise InvalidEngineRequest(f"{core.request_id}: structured output cannot be continued mid-way")
-    core.prompt_token_ids = [*core.prompt_token_ids, *tokens]
-    if core.prompt_is_token_ids is not None:
-        core.prompt_is_token_ids = [*core.prompt_is_token_ids, *([True] * len(tokens))]
-    if sampling.max_tokens is not None:
-        if sampling.max_tokens <= len(tokens):
-            raise InvalidEngineRequest(
-                f"{core.request_id}: {len(tokens)} tokens are out already, of at most {sampling.max_tokens}"
-            )
-        sampling.max_tokens -= len(tokens)
-    sampling.min_tokens = max(0, sampling.min_tokens - len(tokens))
-    sampling.extra_args = {**(sampling.extra_args or {}), DRAWN: len(tokens)}
-    if sampling.trace_decode_token_ids is not None:  # which tokens are to be generated, by their number
-        sampling.trace_decode_token_ids = sampling.trace_decode_token_ids[len(tokens) :] or None
-    sampling.prompt_logprobs = None
+    if sampling.max_tokens is not None and sampling.max_tokens <= len(tokens):
+        raise InvalidEngineRequest(
+            f"{core.request_id}: {len(tokens)} tokens are out already, of at most {sampling.max_tokens}"
+        )
+    sampling.extra_args = {**(sampling.extra_args or {}), SENT: tokens}
+    sampling.prompt_logprobs = sampling.prompt_logprob_token_ids = None  # they went out with the first token
 
 
 def take_plugin_stats(step: EngineStep, connector_stats: dict[str, Any]) -> None:

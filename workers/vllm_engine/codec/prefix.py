@@ -99,6 +99,8 @@ def block_hashes(
     """Of the prompt's whole blocks, as an engine that computes the request has them in its prefix cache. `of_block`:
     how many hashes an engine makes for each, of which the last one names it (`prefix_match_unit`)."""
     core: EngineCoreRequest = MsgpackDecoder(EngineCoreRequest).decode(frames)
+    if core.sampling_params is not None:
+        core.sampling_params.extra_args = None  # which a client writes: no token there is the prompt's
     if (adapter := core.lora_request) is not None:
         adapter.lora_name = unique_name(adapter.lora_name, adapter.lora_int_id)  # as `Adapters.prepare` names it
     return list(Request.from_engine_core_request(core, hasher).block_hashes)[of_block - 1 :: of_block]

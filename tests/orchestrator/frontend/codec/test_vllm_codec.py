@@ -1,6 +1,6 @@
 """What the router needs of vLLM's requests and outputs: which first tokens are certain, and cut at the first."""
 
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
@@ -171,15 +171,6 @@ def test_who_decodes_an_image_gets_no_pixels(grid_positions: bool) -> None:
     assert not is_withheld(kept.data), "decode computes the last token of a prompt, here one of the image"
 
 
-@pytest.mark.parametrize(("grammar", "custom"), [("[ab]+", False), (None, True)])
-def test_pixels_stay_with_an_answer_that_no_other_worker_can_continue(grammar: str | None, custom: bool) -> None:
-    """Decode could not give it back when it loses the KV."""
-    from orchestrator.frontend.codec.vllm_codec import MediaRules, VllmCodec
-
-    parsed = VllmCodec(custom, media=MediaRules(True, True)).read(with_image(grammar=grammar), 16)
-    assert parsed.info.local_only is None and not parsed.resumable and parsed.frames_with_kv is None
-
-
 def test_what_a_model_permits() -> None:
     """`codec` has no model: there images are prefilled where they decode."""
     from types import SimpleNamespace
@@ -211,80 +202,19 @@ def test_prompts_are_prefilled_locally_where_another_worker_cannot(codec) -> Non
 
 
 @pytest.mark.parametrize(
-    ("sampling", "local", "resumable"),
+    ("sampling", "local"),
     [
-        ({}, None, True),
-        ({"n": 2}, "n", True),
-        ({"prompt_logprobs": 1}, "prompt_logprobs", False),
-        ({"prompt_logprob_token_ids": [[3]]}, "prompt_logprob_token_ids", False),
-        ({"skip_reading_prefix_cache": True}, "skip_reading_prefix_cache", True),
-        ({"presence_penalty": 0.5}, None, False),
-        ({"frequency_penalty": 0.5}, None, False),
-        ({"repetition_penalty": 1.5}, None, True),
-        ({"grammar": "[ab]+"}, None, False),
-        ({"_bad_words_token_ids": [[5], [7]]}, None, True),
-        ({"_bad_words_token_ids": [[5], [6, 7]]}, None, False),
-        ({"repetition_detection": (4, 2)}, None, False),
-        ({"repetition_detection": (0, 0)}, None, True),
-        ({"trace_decode_token_ids": [5, 6]}, None, True),
+        ({}, None),
+        ({"n": 2}, "n"),
+        ({"prompt_logprobs": 1}, "prompt_logprobs"),
+        ({"prompt_logprob_token_ids": [[3]]}, "prompt_logprob_token_ids"),
+        ({"skip_reading_prefix_cache": True}, "skip_reading_prefix_cache"),
+        ({"presence_penalty": 0.5}, None),
+        ({"grammar": "[ab]+"}, None),
     ],
 )
-def test_what_a_parameter_permits(codec, sampling: dict[str, Any], local: str | None, resumable: bool) -> None:
-    from vllm.sampling_params import RepetitionDetectionParams
-
-    if counts := sampling.get("repetition_detection"):
-        sampling = {"repetition_detection": RepetitionDetectionParams(counts[0], 0, counts[1])}
-    later = {name: value for name, value in sampling.items() if name.startswith("_")}  # which vLLM computes
-    made = request(**{name: value for name, value in sampling.items() if name not in later})
-    for name, value in later.items():
-        setattr(made.sampling_params, name, value)
-    parsed = codec.read(made, 2)
-    assert (parsed.info.local_only, parsed.resumable) == (local, resumable)
-
-
-@pytest.mark.parametrize(
-    ("start", "end", "resumable"), [([1], [2], True), ([1], [2, 3], False), ([1, 4], [2], False), (None, None, True)]
-)
-def test_a_budget_for_thinking_is_counted_on_between_marks_of_one_token(
-    start: list[int] | None, end: list[int] | None, resumable: bool
-) -> None:
-    """By vLLM's own count, which takes up what is thought in the prompt."""
-    from types import SimpleNamespace
-
-    from orchestrator.frontend.codec.vllm_codec import VllmCodec, counts_marks
-
-    marks = SimpleNamespace(reasoning_start_token_ids=start, reasoning_end_token_ids=end)
-    codec = VllmCodec(counts_marks=counts_marks(cast(Any, SimpleNamespace(reasoning_config=marks))))
-    assert codec.read(request(thinking_token_budget=4), 16).resumable is resumable
-    assert codec.read(request(), 16).resumable
-    if start and end:
-        whole = thought(start, end, 0)
-        others = [taken for taken in range(1, 12) if thought(start, end, taken) != whole]
-        assert (others == []) is resumable, others
-
-
-def thought(start: list[int], end: list[int], taken: int) -> list[int]:
-    """Twelve tokens of a model that thinks from the first on, with a budget of four. After `taken` of them the answer
-    is continued elsewhere."""
-    from types import SimpleNamespace
-
-    import torch
-    from vllm.v1.sample.thinking_budget_state import ThinkingBudgetStateHolder
-
-    tokens: list[int] = []
-    for begin, stop in ((0, taken), (taken, 12)):
-        marks = SimpleNamespace(reasoning_start_token_ids=start, reasoning_end_token_ids=end)
-        holder = ThinkingBudgetStateHolder(cast(Any, marks), 1, 0, torch.device("cpu"), False)
-        answer: list[int] = []
-        added = [(0, SimpleNamespace(thinking_token_budget=4), [7, *tokens], answer)]
-        holder.sync_batch(cast(Any, SimpleNamespace(removed=[], added=added, moved=[])))
-        for place in range(begin, stop):
-            logits = torch.zeros(1, 40)
-            logits[0, start[place] if place < len(start) else 10 + place] = 1.0
-            holder.update_state([answer], None, None)
-            answer.append(int(holder.apply_to_logits(logits, False, None).argmax()))
-        tokens += answer
-    return tokens
+def test_which_parameters_are_prefilled_where_they_decode(codec, sampling: dict[str, Any], local: str | None) -> None:
+    assert codec.read(request(**sampling), 2).info.local_only == local
 
 
 def test_a_request_that_reads_no_cache_is_not_looked_up_in_one(codec) -> None:
@@ -293,21 +223,8 @@ def test_a_request_that_reads_no_cache_is_not_looked_up_in_one(codec) -> None:
     assert codec.read(made, 16).prefix_keys == []
 
 
-def test_an_answer_to_embeddings_is_not_continued(codec) -> None:
-    made = request()
-    made.prompt_token_ids = None
-    assert not codec.read(made, 16).resumable
-
-
-def test_custom_logits_processors_may_count_tokens() -> None:
-    from orchestrator.frontend.codec.vllm_codec import VllmCodec
-
-    assert not VllmCodec(custom_processors=True).read(request(), 16).resumable
-
-
-# Fields that permit both, whatever they are. Of media it depends on the model (`MediaRules`). Of sampling parameters:
-# the worker shrinks limits, cuts the trace by the tokens sent, and draws on from a seed; the repetition penalty counts
-# the prompt too, and so does a budget for thinking, for which `counts_marks` says what it permits.
+# Fields with which another worker may prefill, whatever they are; of media it depends on the model (`MediaRules`). With
+# any of them another worker may continue the answer (`workers.vllm_engine.codec.continued`).
 REQUEST_FREE = frozenset(
     """request_id sampling_params arrival_time lora_request cache_salt data_parallel_rank prompt_is_token_ids
     client_index current_wave priority trace_headers resumable external_req_id reasoning_ended reasoning_parser_kwargs
@@ -318,7 +235,8 @@ SAMPLING_FREE = frozenset(
     min_tokens logprobs prompt_logprob_start logprob_token_ids flat_logprobs detokenize skip_special_tokens
     spaces_between_special_tokens include_stop_str_in_output output_kind stream_interval skip_clone
     output_text_buffer_length _eos_token_id _all_stop_token_ids _watermarking_skipped logit_bias allowed_token_ids
-    extra_args bad_words thinking_token_budget routed_experts_prompt_start trace_decode_token_ids""".split()
+    extra_args bad_words thinking_token_budget routed_experts_prompt_start trace_decode_token_ids presence_penalty
+    frequency_penalty structured_outputs _bad_words_token_ids repetition_detection""".split()
 )
 
 

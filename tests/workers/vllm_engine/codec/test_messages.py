@@ -27,14 +27,6 @@ def given(*resumed: int, **sampling: Any) -> Any:
     return RequestCodec(max_model_len=100, vocabulary=500).decode(request).sampling_params
 
 
-def test_a_trace_goes_on_after_the_tokens_that_are_out() -> None:
-    trace = {"trace_decode_token_ids": [5, 6, 7, 8]}
-    assert given(**trace).trace_decode_token_ids == [5, 6, 7, 8]
-    assert given(5, 6, **trace).trace_decode_token_ids == [7, 8]
-    assert given(5, 6, 7, 8, **trace).trace_decode_token_ids is None
-    assert given(5, 6).trace_decode_token_ids is None
-
-
 def test_requests_keep_their_order_where_the_clock_is_set_back(monkeypatch: pytest.MonkeyPatch) -> None:
     """By vLLM's own comparison, between requests as they wait in the engine."""
     from workers.vllm_engine.codec import messages
@@ -51,16 +43,29 @@ def test_requests_keep_their_order_where_the_clock_is_set_back(monkeypatch: pyte
     assert waiting("earlier", -60.0) < first < waiting("second", 0.0) < waiting("later", 60.0)
 
 
-def test_limits_shrink_by_the_tokens_that_are_out() -> None:
-    left = given(5, 6, max_tokens=8, min_tokens=1)
-    assert (left.max_tokens, left.min_tokens) == (6, 0)
+def test_an_answer_that_goes_on_is_asked_for_as_before_but_for_what_went_out_with_its_first_token() -> None:
+    asked = {"max_tokens": 8, "min_tokens": 3, "trace_decode_token_ids": [5, 6, 7, 8], "prompt_logprobs": 2}
+    whole, left = given(**asked), given(5, 6, **asked)
+    assert (whole.prompt_logprobs, left.prompt_logprobs) == (2, None)
+    assert (left.max_tokens, left.min_tokens, left.trace_decode_token_ids) == (8, 3, [5, 6, 7, 8])
 
 
-def test_a_client_does_not_say_what_earlier_attempts_have_drawn() -> None:
-    from workers.vllm_engine.patches import DRAWN
+def test_a_client_does_not_say_what_earlier_attempts_have_sent() -> None:
+    from workers.vllm_engine.codec.continued import SENT
 
-    assert given(extra_args={DRAWN: 10**12, "own": 1}).extra_args == {"own": 1}
-    assert given(5, 6, extra_args={DRAWN: "x"}).extra_args == {DRAWN: 2}
+    assert given(extra_args={SENT: [10**12], "own": 1}).extra_args == {"own": 1}
+    assert given(5, 6, extra_args={SENT: "x"}).extra_args == {SENT: [5, 6]}
+
+
+def test_tokens_sent_are_within_the_engines_limits() -> None:
+    from workers.engine import InvalidEngineRequest
+
+    with pytest.raises(InvalidEngineRequest, match="r#1: expected a prompt of 1 to 2 tokens, got 3"):
+        given(*[5] * 97, max_tokens=99)
+    with pytest.raises(InvalidEngineRequest, match="r#1: expected token ids of 0 to 499, got 5 to 500"):
+        given(5, 500)
+    with pytest.raises(InvalidEngineRequest, match="r#1: 8 tokens are out already, of at most 8"):
+        given(*[5] * 8)
 
 
 def test_a_prefix_is_the_beginning_of_a_prompt_with_one_token_and_where_it_comes_from() -> None:
@@ -77,15 +82,19 @@ def test_a_prefix_is_the_beginning_of_a_prompt_with_one_token_and_where_it_comes
     assert sampling.extra_args["kv_transfer_params"]["kv_source"]["key"] == "r#1~"
 
 
-def test_a_prefix_of_an_adapter_is_found_by_the_name_that_caches_have() -> None:
+def test_a_prefix_of_an_adapter_is_found_by_the_name_that_caches_have(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two adapters of one name are told apart by their numbers, and neither has the blocks of the other."""
+    from workers.vllm_engine.codec.continued import SENT, _make_requests
     from workers.vllm_engine.codec.prefix import block_hashes
 
+    monkeypatch.setattr(Request, "from_engine_core_request", Request.__dict__["from_engine_core_request"])
+    _make_requests()  # given back afterwards
     init_none_hash(sha256)
     hasher = get_request_block_hasher(16, sha256)
 
     def hashes(number: int) -> list[bytes]:
-        core = MsgpackDecoder(EngineCoreRequest).decode(frames(list(range(3, 43)), 4))
+        asked = frames(list(range(3, 43)), 4, extra_args={SENT: list(range(100, 140))})  # which a client may write
+        core = MsgpackDecoder(EngineCoreRequest).decode(asked)
         core.lora_request = LoRARequest("style", number, "/adapters/style")
         return block_hashes(MsgpackEncoder().encode(core), hasher)
 

@@ -1,0 +1,150 @@
+"""An answer that another engine has begun, as vLLM has a request that it preempted itself and takes up again.
+
+The tokens that the client has are output tokens, whose KV is computed once more. So limits, penalties, bad words and
+logits processors count them as they did where they were sampled. vLLM's second model runner gets all tokens of a
+request that is new to it, and tells by the prompt's length which of them are output. What is added here:
+
+- The engine core and the first model runner make a request with these tokens.
+- A grammar that is compiled accepts them before it is used.
+- A seeded request draws what it would have drawn next. The first model runner makes a request's generator of its seed
+  alone; the second one takes the place of each token too.
+- A budget for thinking is counted as it was, token by token, which vLLM does not do after a preemption either: its
+  first model runner takes all tokens at once, and then may think on past the budget, or end its thoughts twice.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from typing import Any
+
+import torch
+from vllm.sampling_params import SamplingParams
+from vllm.v1.request import Request
+from vllm.v1.utils import ConstantList
+
+SENT = "pd_sent"  # in a request's `extra_args`: the tokens of its answer that its client has
+
+
+def _sent(params: SamplingParams | None) -> list[int]:
+    return (params.extra_args or {}).get(SENT, []) if params is not None else []
+
+
+def continue_answers() -> None:
+    """In an engine's process and in those of its ranks."""
+    _make_requests()
+    _advance_grammars()
+    _make_states()
+    _draw_on()
+    _count_thoughts()
+
+
+def _make_requests() -> None:
+    make = Request.from_engine_core_request
+
+    def made(core: Any, block_hasher: Any) -> Request:
+        request = make(core, block_hasher)
+        if sent := _sent(request.sampling_params):
+            request.append_output_token_ids(sent)
+            request.prefill_stats = None  # as after the first token, with which the client got them
+        return request
+
+    Request.from_engine_core_request = staticmethod(made)
+
+
+def _advance_grammars() -> None:
+    from vllm.v1.structured_output import StructuredOutputManager
+
+    create = StructuredOutputManager._create_grammar
+
+    def created(manager: Any, request: Request) -> Any:
+        grammar = create(manager, request)
+        if request.num_output_tokens:
+            _advance(manager, request, grammar)
+        return grammar
+
+    StructuredOutputManager._create_grammar = created
+
+
+def _advance(manager: Any, request: Request, grammar: Any) -> None:
+    """As vLLM did with each token: where a model thinks first, its parser says at which one the grammar begins."""
+    asked: Any = request.structured_output_request
+    so_far: Any = copy.copy(request)
+    so_far.structured_output_request = begun = dataclasses.replace(asked, _grammar=grammar)
+    tokens = request._all_token_ids[: request.num_prompt_tokens]
+    so_far.all_token_ids = ConstantList(tokens)
+    for token in request._output_token_ids:
+        tokens.append(token)
+        if not manager.accept_tokens(so_far, [token]):
+            raise ValueError(f"{request.request_id}: its grammar does not accept the tokens that its client has")
+    asked.reasoning_ended, asked.reasoner = begun.reasoning_ended, begun.reasoner
+
+
+# ---- the first model runner ----------------------------------------------------------------------------------------
+
+
+def _make_states() -> None:
+    from vllm.v1.worker.gpu_input_batch import CachedRequestState
+
+    make = CachedRequestState.__post_init__
+
+    def made(state: Any) -> None:
+        make(state)
+        state.output_token_ids.extend(_sent(state.sampling_params))
+
+    CachedRequestState.__post_init__ = made
+
+
+def _draw_on() -> None:
+    """What has been sampled by an earlier attempt is drawn again, in whichever way this platform's sampler draws."""
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    update = GPUModelRunner._update_states
+
+    def update_states(runner: Any, scheduler_output: Any) -> Any:
+        corrections = update(runner, scheduler_output)
+        for request in scheduler_output.scheduled_new_reqs:
+            generator = runner.requests[request.req_id].generator
+            if generator is not None and (sent := _sent(request.sampling_params)):
+                _draw(runner, generator, len(sent))
+        return corrections
+
+    GPUModelRunner._update_states = update_states
+
+
+def _draw(runner: Any, generator: torch.Generator, times: int) -> None:
+    sampler = runner.sampler.topk_topp_sampler
+    dtype = torch.float64 if sampler.use_fp64_gumbel else torch.float32
+    noise = torch.empty(runner.model_config.get_vocab_size(), dtype=dtype, device=runner.device)
+    for _ in range(times):
+        if sampler.forward == sampler.forward_cpu and not sampler.use_fp64_gumbel:
+            torch.randint(0, 1 << 31, (1,), generator=generator)
+        else:
+            noise.exponential_(generator=generator)
+
+
+def _count_thoughts() -> None:
+    from vllm.v1.sample.thinking_budget_state import ThinkingBudgetStateHolder
+
+    update = ThinkingBudgetStateHolder._update_think_state
+
+    def update_think_state(holder: Any, state: dict[str, Any]) -> None:
+        if not state.setdefault("pd_counted", False):
+            state["pd_counted"] = True
+            sampled, drafts = state["output_tok_ids"], state["spec_token_ids"]
+            state.update(output_tok_ids=[], spec_token_ids=[])
+            holder._find_last_sequence_index = _ending  # in all but the last token it has been looked for
+            for token in sampled:
+                state["force_index"] = []
+                update(holder, state)
+                state["output_tok_ids"].append(token)
+            del holder._find_last_sequence_index
+            state.update(output_tok_ids=sampled, spec_token_ids=drafts, force_index=[])
+        update(holder, state)
+
+    ThinkingBudgetStateHolder._update_think_state = update_think_state
+
+
+def _ending(tokens: list[int], mark: list[int]) -> int:
+    """Where `mark` begins at the end of `tokens`; -1 if they do not end with it."""
+    return len(tokens) - len(mark) if mark and tokens[-len(mark) :] == mark else -1
