@@ -27,8 +27,9 @@ class PushOptions:
     """From `kv_connector_extra_config`. Times are seconds."""
 
     transfer: str = "auto"
-    timeout_s: float = 30.0  # decode waits this long for KV, or news of its prefill, before it recomputes
-    lease_s: float = 30.0  # prefill keeps finished blocks this long for a decode that has not registered
+    # Decode waits this long for KV, or news of its prefill, before it recomputes. Prefill keeps finished blocks as long
+    # for a decode that has not registered.
+    timeout_s: float = 30.0
     verify: bool = False  # compare checksums of both ends' blocks
     advertise: str = ""  # where peers reach this engine; empty: where it listens
     host_tier_bytes: int = 0  # of each rank; 0: there is no host tier
@@ -47,12 +48,11 @@ class PushOptions:
         timeout_s = float(config.get_from_extra_config("kv_transfer_timeout_s", cls.timeout_s))
         if timeout_s <= 0:
             raise ValueError(f"kv.transfer_timeout_s: expected a number > 0, got {timeout_s}")
-        lease_s = float(config.get_from_extra_config("kv_lease_s", timeout_s))
         verify = bool(config.get_from_extra_config("verify", cls.verify))
         advertise = str(config.get_from_extra_config("advertise", cls.advertise))
         host_bytes = int(config.get_from_extra_config("host_tier_bytes", cls.host_tier_bytes))
         cores = tuple(config.get_from_extra_config("writer_cores", ()))
-        return cls(transfer, timeout_s, lease_s, verify, advertise, host_bytes, cores)
+        return cls(transfer, timeout_s, verify, advertise, host_bytes, cores)
 
 
 @dataclass(frozen=True)
