@@ -81,7 +81,7 @@ format: venv
 	$(BIN)/ruff format .
 
 bench-kv: model
-	$(BIN)/python benchmarks/bench_kv.py
+	$(BIN)/python -m benchmarks.bench_kv
 
 chaos: model
 	$(BIN)/python -m benchmarks.chaos
@@ -94,7 +94,7 @@ soak: model
 	$(BIN)/python -m benchmarks.chaos.soak
 
 bench-policy: venv
-	$(BIN)/python benchmarks/bench_policy.py
+	$(BIN)/python -m benchmarks.bench_policy
 
 bench-peers: model
 	$(BIN)/python -m benchmarks.peers

@@ -7,7 +7,7 @@
 - `speed`: the time of a raw NIXL WRITE of as many bytes, in descriptors of the same size, divided by that of a fetch:
   of its transfer, in the holder's thread, and of all, from the order until the asker has it.
 
-    python benchmarks/bench_fetch.py --parts tier load speed [--model small|kv-heavy]
+    python -m benchmarks.bench_fetch --parts tier load speed [--model small|kv-heavy]
 """
 
 from __future__ import annotations
@@ -26,16 +26,13 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-HERE = Path(__file__).parent
-sys.path[:0] = [str(HERE), str(HERE.parent), str(HERE.parent / "tests")]
+from support_fleet import small_model
+from support_vllm import frames, tiny_model
 
-from bench_kv import random_prompt, raw_s  # noqa: E402
-from kv_engines import OURS, Pair, Running, running, start, start_pair  # noqa: E402
-from support_fleet import small_model  # noqa: E402
-from support_vllm import frames, tiny_model  # noqa: E402
-
-from orchestrator.types import KVSource  # noqa: E402
-from workers.engine import Phase  # noqa: E402
+from benchmarks.bench_kv import random_prompt, raw_s
+from benchmarks.kv_engines import OURS, Pair, Running, running, start, start_pair
+from orchestrator.types import KVSource
+from workers.engine import Phase
 
 BLOCK_TOKENS = 32
 LAYERS = {"small": 4, "kv-heavy": 8}
@@ -219,7 +216,7 @@ async def speed(model: str, cache_bytes: int, options: argparse.Namespace) -> No
             transfer_s, all_s = zip(*[await fetching.once() for _ in range(options.runs)], strict=True)
             size = tokens * pair.prefill.info.kv_bytes_per_token
             piece = BLOCK_TOKENS * pair.prefill.info.kv_bytes_per_token // LAYERS[options.model]
-            raw = (await asyncio.to_thread(raw_s, [size], False, piece))[size]
+            raw = (await asyncio.to_thread(raw_s, (size,), False, piece))[size]
             shares = [raw / statistics.median(times) for times in (transfer_s, all_s)]
             what = f"{size / 1e6:.1f} MB in pieces of {piece >> 10} KiB: raw {raw * 1e3:.2f} ms"
             shown = (

@@ -4,7 +4,7 @@ There are one real prefill and one real decode worker, and two routers that use 
 prefill`, the other with `decode`. The routers take turns, one request at a time, so that other load on the machine
 affects both equally. Then it counts how often decode samples another token than prefill has sent.
 
-    python benchmarks/bench_first_token.py [--runs 15] [--models demo kv-heavy] [--busy 0 4]
+    python -m benchmarks.bench_first_token [--runs 15] [--models demo kv-heavy] [--busy 0 4]
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import json
 import os
 import random
 import statistics
-import sys
 import tempfile
 import time
 import uuid
@@ -26,22 +25,20 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from support_vllm import tiny_model
+from support_workers import Workers, running_workers
+from vllm.sampling_params import SamplingParams
+from vllm.tokenizers import get_tokenizer
+from vllm.v1.engine import EngineCoreRequest
+
+from orchestrator.config.model import resolve_model
+from orchestrator.frontend.codec.vllm_codec import VllmCodec
+from orchestrator.frontend.wiring import FleetConnection
+from orchestrator.launch.host.redis_server import EmbeddedRedis
+from orchestrator.process.telemetry.metrics import Metrics
+from orchestrator.types import Role
 
 HERE = Path(__file__).parent
-sys.path[:0] = [str(HERE.parent), str(HERE.parent / "tests")]
-
-from support_vllm import tiny_model  # noqa: E402
-from support_workers import Workers, running_workers  # noqa: E402
-from vllm.sampling_params import SamplingParams  # noqa: E402
-from vllm.tokenizers import get_tokenizer  # noqa: E402
-from vllm.v1.engine import EngineCoreRequest  # noqa: E402
-
-from orchestrator.config.model import resolve_model  # noqa: E402
-from orchestrator.frontend.codec.vllm_codec import VllmCodec  # noqa: E402
-from orchestrator.frontend.wiring import FleetConnection  # noqa: E402
-from orchestrator.launch.host.redis_server import EmbeddedRedis  # noqa: E402
-from orchestrator.process.telemetry.metrics import Metrics  # noqa: E402
-from orchestrator.types import Role  # noqa: E402
 
 MODES = ("decode", "prefill")
 START_S = 180.0
@@ -151,7 +148,7 @@ async def fleet(model: str, engine_args: dict[str, Any]) -> AsyncIterator[dict[s
         try:
             times = {"timeout_s": 10.0, "start_timeout_s": START_S}
             async with running_workers(server, workers={"engine_args": engine_args, **times}) as workers:
-                workers._tree |= {"model": model, "engine": "vllm"}
+                workers.tree |= {"model": model, "engine": "vllm"}
                 for role, mine in halves.items():
                     await workers.spawn(role, "--cores", ",".join(map(str, mine)), wait=False)
                 for worker in workers.processes:
@@ -181,8 +178,8 @@ async def measure(
                     tpot = (times[-1] - times[0]) / (len(times) - 1)
                     seen[mode].append((times[0], times[1] - times[0], times[1], tpot))
             for mode in MODES:
-                medians = [statistics.median(column) * 1e3 for column in zip(*seen[mode], strict=True)]
-                rows.append(Row(name, length, busy, mode, *medians, options.runs))
+                figures: list[Any] = [statistics.median(column) * 1e3 for column in zip(*seen[mode], strict=True)]
+                rows.append(Row(name, length, busy, mode, *figures, runs=options.runs))
                 print(_line(rows[-1]), flush=True)
     return rows
 

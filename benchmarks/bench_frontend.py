@@ -6,7 +6,7 @@ It measures CPU time rather than latency, since other load on the machine affect
 if `--set` or `--config` changes the first fleet. Prompts are token ids, or with `--text` words that the frontend
 tokenizes. Requests ask for the model `demo`.
 
-    python benchmarks/bench_frontend.py [--rounds 5] [--requests 200] [--tokens 64] [--against ../other-checkout]
+    python -m benchmarks.bench_frontend [--rounds 5] [--requests 200] [--tokens 64] [--against ../other-checkout]
 """
 
 from __future__ import annotations
@@ -28,11 +28,10 @@ from typing import Any
 
 import aiohttp
 
-ROOT = Path(__file__).parents[1]
-sys.path[:0] = [str(ROOT)]
+from benchmarks.peers.texts import Texts
+from orchestrator.config.model import resolve_model
 
-from benchmarks.peers.texts import Texts  # noqa: E402
-from orchestrator.config.model import resolve_model  # noqa: E402
+ROOT = Path(__file__).parents[1]
 
 CONFIG = Path("configs/sim-2p2d.yaml")  # of a checkout
 START_TIMEOUT_S = 120

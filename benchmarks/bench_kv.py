@@ -24,14 +24,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from support_vllm import tiny_model
+
+from benchmarks.kv_engines import VARIANTS, Pair, Variant, start_pair
+from benchmarks.kv_tables import Row, RunTimes, Turns, save
+from orchestrator.config.model import resolve_model
+
 HERE = Path(__file__).parent
-sys.path[:0] = [str(HERE), str(HERE.parent), str(HERE.parent / "tests")]
-
-from kv_engines import VARIANTS, Pair, Variant, start_pair  # noqa: E402
-from kv_tables import Row, RunTimes, Turns, save  # noqa: E402
-from support_vllm import tiny_model  # noqa: E402
-
-from orchestrator.config.model import resolve_model  # noqa: E402
 
 Note = Callable[[list[Row]], None]
 Raw = Callable[[tuple[int, ...], bool], dict[int, float]]
@@ -117,7 +116,7 @@ def raw_s(sizes: tuple[int, ...], cuda: bool, piece: int = 64 << 10) -> dict[int
 
     cores = sorted(os.sched_getaffinity(0))
     call = f"raw_write_s({sizes}, device={'cuda:0' if cuda else 'cpu'!r}, piece={piece}, cores={(cores[0], cores[-1])})"
-    code = f"import sys; sys.path.insert(0, {str(HERE)!r})\nfrom kv_raw import raw_write_s\n"
+    code = f"import sys; sys.path.insert(0, {str(HERE.parent)!r})\nfrom benchmarks.kv_raw import raw_write_s\n"
     code += f"if __name__ == '__main__':\n    print('seconds', {call})\n"
     with tempfile.NamedTemporaryFile("w", suffix=".py") as script:
         script.write(code)

@@ -3,7 +3,7 @@
 Alternates `security.mesh: curve` and `none`, and prints medians over rounds. Compare CPU time, not rates, on a machine
 that does other work too.
 
-    python benchmarks/bench_mesh.py [--rounds 7] [--messages 8000] [--sizes 300 8000]
+    python -m benchmarks.bench_mesh [--rounds 7] [--messages 8000] [--sizes 300 8000]
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import asyncio
 import itertools
 import statistics
 import time
+from collections.abc import Sequence
 
 from orchestrator.wire.addresses import Listening
 from orchestrator.wire.curve import KeyPair
@@ -27,10 +28,10 @@ async def measure(encrypted: bool, messages: int, size: int) -> tuple[float, flo
     """Returns (CPU microseconds per message at both ends, messages per second)."""
     keys, own = (KeyPair.new(), KeyPair.new()) if encrypted else (None, None)
 
-    async def find(public: str) -> str | None:
-        return "f" if own and public == own.public else None
+    async def find(asking: Sequence[str]) -> dict[str, str]:
+        return {public: "f" for public in asking if own and public == own.public}
 
-    worker = WorkerTransport(Listening("127.0.0.1"), keys=keys, find_frontend=find)
+    worker = WorkerTransport(Listening("127.0.0.1"), keys=keys, find_frontends=find)
     frontend = FrontendTransport("f", keys=own)
     frontend.connect("w", worker.request_address, worker.load_address, keys.public if keys else "")
     async with asyncio.timeout(DEADLINE_S):

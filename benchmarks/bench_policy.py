@@ -20,11 +20,11 @@ from typing import Any, cast
 
 import msgspec
 import uvloop
-from bench_queue import report as queue_report
-from bench_queue import run as queue_benchmark
-from policy_adp import AdpSettings, simulate_adp
-from policy_goodput import CASES, load_of, measure_all, measure_changing, simulate
 
+from benchmarks.bench_queue import report as queue_report
+from benchmarks.bench_queue import run as queue_benchmark
+from benchmarks.policy_adp import AdpSettings, simulate_adp
+from benchmarks.policy_goodput import CASES, load_of, measure_all, measure_changing, simulate
 from orchestrator.config.settings import ConfigError, parse_config
 from orchestrator.fleet.prefixes import PrefixView
 from orchestrator.fleet.queue_view import QueueView
@@ -266,7 +266,7 @@ def main() -> None:
         else:
             bench_queue(options.quick)
     everything = load_results()
-    from policy_tables import markdown
+    from benchmarks.policy_tables import markdown
 
     (RESULTS / "policy.md").write_text(markdown(everything))
     try:

@@ -5,7 +5,7 @@ are of mixed lengths, and a new request is sent when one has ended. The engines 
 with `--experts` vLLM's on this machine's CPU, with a tiny model of random experts. Then `vllm` is a way too: vLLM's own
 server with as many ranks behind its own load balancer. Its steps are measured as our groups' (`tests/board_in_vllm`).
 
-    python benchmarks/bench_ranks.py [--ways adp round_robin vllm] [--ranks 4] [--prefill 0] [--users 64] [--rounds 3]
+    python -m benchmarks.bench_ranks [--ways adp round_robin vllm] [--ranks 4] [--prefill 0] [--users 64] [--rounds 3]
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import json
 import os
 import random
 import statistics
-import sys
 import tempfile
 import threading
 import time
@@ -27,17 +26,15 @@ from typing import Any
 
 import httpx
 import msgspec
+from support_client import FleetClient
+from support_experts import MOE_ON_CPU, experts
+from support_fleet import running_fleet, token_prompt
+from support_plain_vllm import plain_vllm
+
+from orchestrator.types import StepCounters
+from workers.load import board
 
 HERE = Path(__file__).parent
-sys.path[:0] = [str(HERE.parent), str(HERE.parent / "tests")]
-
-from support_client import FleetClient  # noqa: E402
-from support_experts import MOE_ON_CPU, experts  # noqa: E402
-from support_fleet import running_fleet, token_prompt  # noqa: E402
-from support_plain_vllm import plain_vllm  # noqa: E402
-
-from orchestrator.types import StepCounters  # noqa: E402
-from workers.load import board  # noqa: E402
 
 SIMULATED = (
     "sim.step_base_ms=50",

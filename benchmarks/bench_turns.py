@@ -3,7 +3,7 @@
 A device holds a quarter of all conversations, a host tier all of them. All ask turn after turn, in another order each
 time, and decode workers take turns, so that a turn's history is seldom on the device where its prompt is computed.
 
-    python benchmarks/bench_turns.py --model small|demo [--ways on fetch off] [--users 2]
+    python -m benchmarks.bench_turns --model small|demo [--ways on fetch off] [--users 2]
 """
 
 from __future__ import annotations
@@ -12,16 +12,12 @@ import argparse
 import asyncio
 import random
 import statistics
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
-HERE = Path(__file__).parent
-sys.path[:0] = [str(HERE.parent), str(HERE.parent / "tests")]
-
-from support_client import Answer  # noqa: E402
-from support_fleet import RunningFleet, running_fleet, small_model, token_prompt  # noqa: E402
+from support_client import Answer
+from support_fleet import RunningFleet, running_fleet, small_model, token_prompt
 
 TOKEN_BYTES = {"small": 4096, "demo": 46_080}  # of KV, in float32
 FIRST_TOKENS = {"small": 1600, "demo": 320}

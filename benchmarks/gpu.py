@@ -21,22 +21,21 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from support_vllm import frames, tiny_model
+
+from benchmarks.bench_kv import measure, models, random_prompt, raw_s
+from benchmarks.gpu_tables import save
+from benchmarks.kv_engines import OURS, VARIANTS, Running, running, start, start_pair
+from benchmarks.kv_tables import Row
+from benchmarks.kv_threads import cpu_by_thread
+from workers.engine import Phase
+
 HERE = Path(__file__).parent
-sys.path[:0] = [str(HERE), str(HERE.parent), str(HERE.parent / "tests")]
-
-from bench_kv import measure, models, random_prompt, raw_s  # noqa: E402
-from gpu_tables import save  # noqa: E402
-from kv_engines import OURS, VARIANTS, Running, running, start, start_pair  # noqa: E402
-from kv_tables import Row  # noqa: E402
-from kv_threads import cpu_by_thread  # noqa: E402
-from support_vllm import frames, tiny_model  # noqa: E402
-
-from workers.engine import Phase  # noqa: E402
 
 PARTS = ("equality", "auto", "threads", "kv", "switches", "gaps")
 _SHARE = 0.4  # of the GPU's memory, for each of two engines
@@ -196,7 +195,7 @@ async def gaps(path: str, args: dict[str, Any], options: argparse.Namespace, not
     return {"interval_s": interval_s, "streams": _STREAMS, "one engine": one, "prefill and decode": two}
 
 
-async def _gaps_of(decode: Running, send: Callable[[str], Awaitable[None]], interval_s: float) -> Result:
+async def _gaps_of(decode: Running, send: Callable[[str], Coroutine[Any, Any, None]], interval_s: float) -> Result:
     keys = [uuid.uuid4().hex for _ in range(_STREAMS)]
     for key in keys:
         await decode.submit(key, Phase.DECODE, frames(random_prompt(_STREAM_PROMPT), _STREAM_TOKENS))

@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from kv_tables import draw_exposed, rows_table, table
-from kv_threads import HEAD, lines
+from benchmarks.kv_tables import draw_exposed, rows_table, table
+from benchmarks.kv_threads import HEAD, lines
 
 Result = dict[str, Any]
 

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kv_tables import RunTimes
 from support_vllm import frames
 
+from benchmarks.kv_tables import RunTimes
 from orchestrator.config.settings import KVConfig
 from orchestrator.types import KVSource
 from orchestrator.wire.addresses import free_ports
@@ -38,8 +38,8 @@ class Variant:
 VARIANTS = [
     Variant("auto", transfer="auto"),
     Variant("chunk", transfer="chunk"),
-    Variant("stock push, repaired", connector="PatchedPush", module="kv_stock"),
-    Variant("stock pull, repaired", connector="PatchedPull", module="kv_stock", pull=True),
+    Variant("stock push, repaired", connector="PatchedPush", module="benchmarks.kv_stock"),
+    Variant("stock pull, repaired", connector="PatchedPull", module="benchmarks.kv_stock", pull=True),
     Variant("layer", transfer="layer"),
     Variant("whole", transfer="whole"),
     Variant("stock push", connector="NixlPushConnector", spins=True),
@@ -217,7 +217,7 @@ async def start_pair(variant: Variant, model: str, args: dict[str, Any], cuda: b
             os.environ["CUDA_VISIBLE_DEVICES"] = str(index % max(1, torch.cuda.device_count()))
         own = None if cuda else halves[index]
         engines.append(await start(name, model, args, variant=variant, cores=own, **kv))
-    return Pair(*engines, variant)
+    return Pair(engines[0], engines[1], variant)
 
 
 @asynccontextmanager

@@ -1,6 +1,6 @@
 """The time of a plain NIXL WRITE of a given size between two processes: the least that any KV transfer takes.
 
-    python benchmarks/kv_raw.py 64 --piece 16    # MiB, and KiB of a descriptor
+    python -m benchmarks.kv_raw 64 --piece 16    # MiB, and KiB of a descriptor
 
 prints it for descriptors that NIXL cannot join, and for neighbours from the last to the first and from the first on.
 """

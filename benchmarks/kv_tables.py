@@ -55,7 +55,8 @@ class Row:
         best = [min(column) for column in columns[:2]]
         known = [[each for each in column if each is not None] for column in (begun, waited)]
         optional = [statistics.median(column) if column else None for column in known]
-        return cls(model, variant, tokens, size, *middle, *best, raw_write_s, len(every), len(turns), turns, *optional)
+        figures: list[Any] = [*middle, *best, raw_write_s, len(every), len(turns), turns, *optional]
+        return cls(model, variant, tokens, size, *figures)
 
 
 def save(rows: list[Row], device: str, out: Path) -> None:

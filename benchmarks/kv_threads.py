@@ -13,9 +13,9 @@ from collections.abc import Callable
 from typing import Any
 
 import psutil
-from kv_engines import Pair
 from support_vllm import frames
 
+from benchmarks.kv_engines import Pair
 from orchestrator.types import KVSource
 from workers.engine import Phase
 

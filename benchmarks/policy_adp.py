@@ -233,7 +233,8 @@ def _decide(settings: AdpSettings, ranks: list[_Rank], held: GateState) -> tuple
         chunks = []
         for at, row in enumerate(rows):
             known = [row if at == other else rank.before for other, rank in enumerate(ranks)]
-            chunks.append(level_chunks(*zip(*known, strict=True), settings.max_tokens)[at])
+            theirs, prompts, least = zip(*known, strict=True)
+            chunks.append(level_chunks(theirs, prompts, least, settings.max_tokens)[at])
         for rank, row in zip(ranks, rows, strict=True):
             rank.before = row
         return chunks, held

@@ -222,7 +222,7 @@ def measure_changing() -> dict[str, dict[str, list[float]]]:
     found = {}
     for prefill, policy in ways:
         sim = _run(case, load, prefill, 2 * half - prefill, policy, rate)
-        row = {"phases": [], "first_minutes": []}
+        row: dict[str, list[float]] = {"phases": [], "first_minutes": []}
         for number in range(len(PHASES)):
             begin = number * PHASE_S
             row["phases"].append(_attained(sim, begin, begin + PHASE_S))

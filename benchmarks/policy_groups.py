@@ -6,7 +6,7 @@ it (`policy.claims`, `policy.choices.ranks`). The field's ways choose both ranks
 those that `policy_adp` fitted to NVIDIA's published figures. Not modelled: transfers, which take no time, prefix hits,
 and which experts tokens go to, which no router decides.
 
-    python benchmarks/policy_groups.py TRACE... [--ways ours round_robin] [--requests 9000]
+    python -m benchmarks.policy_groups TRACE... [--ways ours round_robin] [--requests 9000]
 
 `--rates` prints the time to first token at these rates (requests/s) instead.
 """

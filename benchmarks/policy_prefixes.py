@@ -14,10 +14,11 @@ from collections.abc import Sequence
 from multiprocessing import Pool
 from pathlib import Path
 from statistics import mean
+from typing import Literal
 
 import msgspec
-from policy_goodput import CASES, Case, load_of
 
+from benchmarks.policy_goodput import CASES, Case, load_of
 from orchestrator.config.settings import KVConfig, SLOConfig
 from orchestrator.simulator.engine.kv import KVPool
 from orchestrator.simulator.engine.profile import PROFILES, load_profile
@@ -38,7 +39,7 @@ class Way(msgspec.Struct, frozen=True):
     """`prefill`: so many of the workers, fixed; None: half of them at first, and as our defaults change that."""
 
     prefill: int | None = None
-    fetch: str = "off"
+    fetch: Literal["off", "auto"] = "off"
     tier: bool = False
     ideal: bool = False
 

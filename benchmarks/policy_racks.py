@@ -32,9 +32,7 @@ def measure(case: tuple[str, int, int]) -> str:
     arrivals = synthetic(load, requests, seed)
 
     def run(rate: float, aware: bool) -> Report:
-        policies.pair = (
-            BY_COST if aware else (lambda request, candidates, links, choose, *_: choose(request, candidates))
-        )
+        policies.pair = BY_COST if aware else blind  # type: ignore[assignment]
         settings = Settings(
             prefill=8, decode=8, profile=PROFILE, stack=stack("ours"), seed=seed, racks=2, between_racks=8.0
         )
@@ -42,10 +40,12 @@ def measure(case: tuple[str, int, int]) -> str:
 
     top, said = RATES[load], []
     for share in SHARES:
-        with_it, blind = run(share * top, True), run(share * top, False)
-        both = f"{with_it.exposed_p99_s * 1e3:.0f} of {blind.exposed_p99_s * 1e3:.0f} ms"
-        ratio = with_it.exposed_p99_s / max(1e-9, blind.exposed_p99_s)
-        said.append(f"{share * top:.0f}/s {both} ({ratio:.2f}), in time {with_it.attained:.1%} of {blind.attained:.1%}")
+        with_it, without = run(share * top, True), run(share * top, False)
+        both = f"{with_it.exposed_p99_s * 1e3:.0f} of {without.exposed_p99_s * 1e3:.0f} ms"
+        ratio = with_it.exposed_p99_s / max(1e-9, without.exposed_p99_s)
+        said.append(
+            f"{share * top:.0f}/s {both} ({ratio:.2f}), in time {with_it.attained:.1%} of {without.attained:.1%}"
+        )
     rates = [goodput(lambda rate, way=way: run(rate, way), top / 1.5, top, share=0.95).rate for way in (True, False)]
     return (
         f"{load} seed {seed}: {'; '.join(said)}; goodput {rates[0]:.1f} of {rates[1]:.1f}/s ({rates[0] / rates[1]:.2f})"

@@ -213,11 +213,12 @@ def main(descriptor: str, *imports: str) -> None:
         if os.fork() == 0:
             for each in (listener, *runs):
                 each.close()
-            if (run := _watched(msgspec.msgpack.decode(message, type=_Start), *descriptors, imported_with)) is not None:
+            start, (output, errors, tell) = msgspec.msgpack.decode(message, type=_Start), descriptors
+            if (run := _watched(start, output, errors, tell, imported_with)) is not None:
                 fork_server.end_with(run)
             return
-        for each in descriptors:
-            os.close(each)
+        for given in descriptors:
+            os.close(given)
         with contextlib.suppress(ChildProcessError):
             while os.waitpid(-1, os.WNOHANG)[0]:
                 pass

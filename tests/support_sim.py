@@ -62,10 +62,10 @@ async def collect(engine: SimEngine, *keys: str) -> Any:
             for result in results.values():
                 result.stored.update(step.prefix.stored if step.prefix is not None else ())
             for output in step.outputs:
-                if result := results.get(output.request_id):
-                    result.tokens += output.new_token_ids
-                    result.finish = output.finish_reason
-                    result.stats = output.prefill_stats or result.stats
+                if collected := results.get(output.request_id):
+                    collected.tokens += output.new_token_ids
+                    collected.finish = output.finish_reason
+                    collected.stats = output.prefill_stats or collected.stats
     return results if len(keys) > 1 else results[keys[0]]
 
 

@@ -152,7 +152,7 @@ class PrefillRank(Rank):
 
     def __init__(self, world: World, engine: PrefillEngine, index: int) -> None:
         super().__init__(world, engine, index)
-        self.end = self.outbound = Outbound(lease_s=world.timeout_s, expect_s=world.timeout_s)
+        self.end = self.outbound = Outbound(world.timeout_s)
         self.outbound.regions = REGIONS
         self.pongs = Pongs()
         self.writes: dict[int, Write] = {}
@@ -230,7 +230,7 @@ class DecodeRank(Rank):
 
     def __init__(self, world: World, engine: DecodeEngine, index: int) -> None:
         super().__init__(world, engine, index)
-        self.end = self.inbound = Inbound(timeout_s=world.timeout_s)
+        self.end = self.inbound = Inbound(world.timeout_s)
         self.pings = Pings()
 
     def peers(self, engine: str) -> list[str]:

@@ -55,7 +55,8 @@ from orchestrator.wire.messages import (
     Welcome,
     pack_frames,
 )
-from orchestrator.wire.transport import Disconnected, FrontendTransport
+from orchestrator.wire.sockets import Sent
+from orchestrator.wire.transport import Disconnected, FrontendTransport, Unreadable
 from workers.agent import Agent
 from workers.sim.codec import SimCodec, WireRequest, WireSampling
 from workers.sim.engine import SimEngine
@@ -144,6 +145,7 @@ class Frontend:
             elif isinstance(message, EngineCrashed):
                 self.crashes.append(message)
             else:
+                assert not isinstance(message, Unreadable), f"{worker_id} sent what cannot be read"
                 self._take_event(worker_id, message)
 
     def _take_outputs(self, message: Outputs, payload: list[bytes]) -> None:
@@ -183,7 +185,7 @@ class Frontend:
         source: KVSource | None = None,
         trial_s: float = 0.0,
         suspect: bool = False,
-    ) -> bool:
+    ) -> Sent:
         """Also as a retry: what the client has already is resumed after."""
         request.decode = worker_id
         sequence = self._sequence[worker_id] = self._sequence.get(worker_id, 0) + 1
@@ -396,11 +398,14 @@ class Workers:
             assert time.monotonic() < deadline, f"{worker_id} is {info}"
             await asyncio.sleep(0.01)
 
+    def workers(self) -> list[LocalWorker | WorkerProcess]:
+        return [*self.local, *self.processes]
+
     async def assert_no_leaks(self) -> None:
         """All blocks free, nothing held, as each worker itself publishes it; queue and claims empty, unless no worker
         is left to sweep them."""
         for frontend in self.frontends:
-            for worker in [*self.local, *self.processes]:
+            for worker in self.workers():
                 if worker.id not in frontend.loads:
                     continue
 
@@ -410,7 +415,7 @@ class Workers:
                     return worker.ended or (held, load.running, load.waiting, load.waiting_tokens) == (0, 0, 0, 0)
 
                 await until(clean, f"{worker.id} free: {frontend.loads[worker.id]}")
-        if all(worker.ended for worker in (*self.local, *self.processes)):
+        if all(worker.ended for worker in self.workers()):
             return
         deadline = time.monotonic() + DEADLINE_S
         while (depth := await self.queue.depth()).requests or depth.claimed or depth.tokens:
@@ -418,8 +423,10 @@ class Workers:
             await asyncio.sleep(0.01)
 
     async def close(self) -> None:
-        for owned in (*self.frontends, *self.routers):
-            await owned.close()
+        for frontend in self.frontends:
+            await frontend.close()
+        for router in self.routers:
+            await router.close()
         for worker in self.local:
             if not worker.ended:
                 worker.agent.request_stop(0.0)

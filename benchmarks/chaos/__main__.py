@@ -20,17 +20,16 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from support_client import FleetFailed
+
+from benchmarks.chaos.fleets import world
+from benchmarks.chaos.load import Seen
+from benchmarks.chaos.report import Row, save, saved, table
+from benchmarks.chaos.reports import NotSeen
+from benchmarks.chaos.table import BY_NAME, FAULTS
+from benchmarks.chaos.world import Fault, World
+
 ROOT = Path(__file__).parents[2]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
-
-from support_client import FleetFailed  # noqa: E402
-
-from benchmarks.chaos.fleets import world  # noqa: E402
-from benchmarks.chaos.load import Seen  # noqa: E402
-from benchmarks.chaos.report import Row, save, saved, table  # noqa: E402
-from benchmarks.chaos.reports import NotSeen  # noqa: E402
-from benchmarks.chaos.table import BY_NAME, FAULTS  # noqa: E402
-from benchmarks.chaos.world import Fault, World  # noqa: E402
 
 
 @dataclass(frozen=True)

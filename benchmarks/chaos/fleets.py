@@ -15,7 +15,7 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -97,14 +97,14 @@ def world(name: str, real: bool, seed: int) -> Iterator[World]:
     with contextlib.ExitStack() as stack:
         stack.enter_context(_runtime_folder(kind.disk))
         if kind.network:
-            fleet = stack.enter_context(_network_fleet())
-            redis_url = fleet.redis_url
-            start: Callable[[str], RunningFleet] | None = None
+            network = stack.enter_context(_network_fleet())
+            fleet: NetworkFleet | RunningFleet = network
+            redis_url, start = network.redis_url, None
         else:
             config, sets = _configuration(real, stack)
             start = partial(_start, config, (*sets, *kind.sets), kind.terminal)
-            fleet = start("")
-            redis_url = fleet.redis_url()
+            fleet = running = start("")
+            redis_url = running.redis_url()
         made = World(fleet, redis_url, _questions(fleet, real), seed, start)
         made.frontends = kind.frontends
         try:

@@ -103,7 +103,7 @@ class Load:
         self._stopping = asyncio.Event()
         self._asking = streams  # so many of the streams ask
         self._own_ports: set[int] | None = None  # None: no process that clients are connected to was killed
-        self._tasks: list[asyncio.Task[None]] = []
+        self._tasks: list[asyncio.Task[Any]] = []
 
     async def __aenter__(self) -> Load:
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)

@@ -11,8 +11,8 @@ from typing import Any
 from benchmarks.chaos.load import Seen, as_json
 from benchmarks.chaos.table import FAULTS
 
-_HEAD = ("fault", "engines", "runs", "answers", "errors", "wrong", "longest gap P50", "P99", "max", "bound (s)")
-_HEAD += ("heals in P50", "max (s)", "work gone in max (s)", "leaks", "held")
+_HEAD: tuple[str, ...] = ("fault", "engines", "runs", "answers", "errors", "wrong", "longest gap P50", "P99", "max")
+_HEAD += ("bound (s)", "heals in P50", "max (s)", "work gone in max (s)", "leaks", "held")
 _FIGURES = "chaos.json"
 NOTE = """\
 Made by `make chaos`. Eight clients (ten for the poison) stream without end while the fault happens; every answer is

@@ -24,16 +24,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import psutil
+
+from benchmarks.chaos.fleets import world
+from benchmarks.chaos.load import Seen, as_json
+from benchmarks.chaos.table import FAULTS
+from benchmarks.chaos.world import World
+from orchestrator.types import Role
+
 ROOT = Path(__file__).parents[2]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
-
-import psutil  # noqa: E402
-
-from benchmarks.chaos.fleets import world  # noqa: E402
-from benchmarks.chaos.load import Seen, as_json  # noqa: E402
-from benchmarks.chaos.table import FAULTS  # noqa: E402
-from benchmarks.chaos.world import World  # noqa: E402
-from orchestrator.types import Role  # noqa: E402
 
 GROWTH = 0.02
 FEW = {"memory": 1 << 20, "descriptors": 2}  # bytes and descriptors: growth up to this is ignored

@@ -159,7 +159,8 @@ def mixed(options: argparse.Namespace, model: Model, logs: Path, note: Note, run
 def chats_and_documents(rate: float, seconds: float) -> Load:
     """Three chats for each document, at random times, with `rate` requests per second in all."""
     rng = random.Random(1)
-    arrivals, at = [], 0.0
+    arrivals: list[Arrival] = []
+    at = 0.0
     while (at := at + rng.expovariate(rate)) < seconds:
         arrivals.append(Arrival(at, *(CHAT if len(arrivals) % 4 else DOCUMENT)))
     return Load("chats and documents", arrivals)

@@ -109,8 +109,11 @@ def _picture(systems: Mapping[str, Any], path: Path) -> None:
     except ImportError:
         return
     users = sorted({int(number) for by_users in systems.values() for number in by_users})
-    panels = (("requests_per_s", 1.0, "requests per second"), ("ttft_p50_s", 1e3, "TTFT P50, ms"))
-    panels += (("cpu_s", 1e3, "CPU per request, ms"),)
+    panels = (
+        ("requests_per_s", 1.0, "requests per second"),
+        ("ttft_p50_s", 1e3, "TTFT P50, ms"),
+        ("cpu_s", 1e3, "CPU per request, ms"),
+    )
     figure = Figure(figsize=(12, 4.2), layout="constrained")
     width = 0.8 / max(1, len(systems))
     for axes, (key, factor, title) in zip(figure.subplots(1, len(panels)), panels, strict=True):

@@ -24,7 +24,7 @@ from orchestrator.wire.addresses import free_ports
 
 ROOT = Path(__file__).parents[2]
 HOST = "127.0.0.1"
-REPAIRED = {"kv_connector": "PatchedPull", "kv_connector_module_path": "kv_stock"}
+REPAIRED = {"kv_connector": "PatchedPull", "kv_connector_module_path": "benchmarks.kv_stock"}
 STOCK = {"kv_connector": "NixlConnector"}
 
 
@@ -59,7 +59,7 @@ def _engine(processes: Processes, name: str, model: Model, core: int | None, tra
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model.path]
     command += ["--served-model-name", "bench", "--host", HOST, "--port", str(port), "--disable-uvicorn-access-log"]
     command += to_command_line(model.engine_args)
-    environment = {"PYTHONPATH": f"{ROOT}:{ROOT / 'benchmarks'}"}
+    environment = {"PYTHONPATH": str(ROOT)}
     if core is not None:
         environment["VLLM_CPU_OMP_THREADS_BIND"] = str(core)
     if transfer:

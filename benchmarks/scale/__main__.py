@@ -129,7 +129,7 @@ def workers(file: Path, url: str, count: int) -> Iterator[list[subprocess.Popen[
         for group in groups:
             assert group.stdout is not None
             out = group.stdout
-            wait(lambda out=out: bool(select.select([out], [], [], 0)[0]), "workers are made")  # type: ignore[misc]
+            wait(lambda out=out: bool(select.select([out], [], [], 0)[0]), "workers are made")
             if out.readline() != "made\n":
                 raise TooSlow(f"workers ended with {group.wait()} before they started; what they said is above")
         yield groups

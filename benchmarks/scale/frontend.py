@@ -21,16 +21,12 @@ from typing import Any, TypeVar
 
 import psutil
 import uvloop
+from support_router import RouterClient
 
-ROOT = Path(__file__).parents[2]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
-
-from support_router import RouterClient  # noqa: E402
-
-from orchestrator.config.settings import Config, load_config  # noqa: E402
-from orchestrator.process.parent import die_with_parent  # noqa: E402
-from orchestrator.store.client import connect  # noqa: E402
-from orchestrator.types import Role  # noqa: E402
+from orchestrator.config.settings import Config, load_config
+from orchestrator.process.parent import die_with_parent
+from orchestrator.store.client import connect
+from orchestrator.types import Role
 
 T = TypeVar("T")
 TELL_S = 0.1

@@ -52,9 +52,9 @@ class Connections(verify.Verifying):
         if self.device_type == "cpu":
             os.sched_setaffinity(0, cores)  # vLLM has just pinned the compute thread to the last core
         self.options = PushOptions.of(vllm_config)
-        self._inbound = Inbound(timeout_s=self.options.timeout_s)
+        self._inbound = Inbound(self.options.timeout_s)
         hello = wire.Hello(0, engine_id, list(sockets.listening() - listened))
-        self._outbound = Outbound(lease_s=self.options.lease_s, expect_s=self.options.lease_s, hello=hello)
+        self._outbound = Outbound(self.options.timeout_s, hello)
         self._events: queue.SimpleQueue[verify.Event] = queue.SimpleQueue()
         self._records: queue.SimpleQueue[verify.Record] = queue.SimpleQueue()
         self._connecting: set[str] = set()

@@ -12,32 +12,23 @@ from typing import Union
 import msgspec
 
 from connectors.push.actions import Connect, Cut, Finish, Send
-from connectors.push.records import Awaited, PeerConnections, Waiting
+from connectors.push.records import RESEND_S, Awaited, PeerConnections, Waiting
 from connectors.push.states import INBOX, INBOX_ENDS, Inbox, InboxEvent
 from connectors.push.wire import Endpoint, Message, Register, Unregister
 
 Action = Union[Connect, Send, Cut, Finish]
 
 _CUT_AGAIN_S = 1.0  # between two attempts to make sure that a peer cannot write here
+_GRACE_S = 1.0  # for an answer of a peer that was declared dead: the fleet can be wrong
+_DEAD_S = 15.0  # for which an engine gets no requests after that
+_UNUSED_S = 5.0  # for an answer to what holds no blocks here
 
 
 class Inbound:
     """Registrations of one decode worker rank, by request id."""
 
-    def __init__(
-        self,
-        *,
-        timeout_s: float,
-        resend_s: float = 0.5,
-        grace_s: float = 1.0,
-        dead_s: float = 15.0,
-        silent_s: float = 5.0,
-    ) -> None:
+    def __init__(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
-        self._resend_s = resend_s
-        self._grace_s = grace_s  # wait for an answer of a peer declared dead: the fleet can be wrong
-        self._dead_s = dead_s  # an engine gets no requests for this long after its death was declared
-        self._silent_s = silent_s
         self._waiting: dict[str, Waiting] = {}
         self.registered_at = 0.0  # the latest of them
         self._peers: dict[str, tuple[str, ...]] = {}  # engine -> agent names, once connected
@@ -76,9 +67,7 @@ class Inbound:
 
     def register(self, order: Register, source: Endpoint, now: float) -> list[Action]:
         """The scheduler has reserved blocks: ask `source` to push `order.stream` into them."""
-        waiting = Waiting(order=order, source=source, deadline=now + self._timeout_s)
-        waiting.resend_s = self._resend_s
-        self._waiting[order.request] = waiting
+        self._waiting[order.request] = waiting = Waiting(order, source, deadline=now + self._timeout_s)
         self.registered_at = now
         return self._open(waiting, now)
 
@@ -87,9 +76,7 @@ class Inbound:
         if order.request in self._waiting or self._is_dead(source.engine_id, now):
             return []
         reserve = Register(order.stream, order.request, order.decode, [], 0)
-        waiting = Waiting(order=reserve, source=source, deadline=now + self._silent_s, silent=True)
-        waiting.resend_s = self._resend_s
-        self._waiting[order.request] = waiting
+        self._waiting[order.request] = waiting = Waiting(reserve, source, deadline=now + _UNUSED_S, silent=True)
         return self._open(waiting, now)
 
     def withdraw(self, request: str, why: str, now: float) -> list[Action]:
@@ -175,13 +162,13 @@ class Inbound:
         return actions
 
     def declared_dead(self, engine: str, now: float) -> list[Action]:
-        """The fleet reports `engine` dead. Its peers are asked to stop, and have `grace_s` to show that they live."""
-        self._dead = {name: until for name, until in self._dead.items() if now < until} | {engine: now + self._dead_s}
+        """The fleet reports `engine` dead. Its peers are asked to stop, and have `_GRACE_S` to show that they live."""
+        self._dead = {name: until for name, until in self._dead.items() if now < until} | {engine: now + _DEAD_S}
         why = f"prefill engine {engine} is dead"
         actions: list[Action] = []
         for waiting in self._of(engine):
             actions += self._apply(waiting, InboxEvent.WITHDRAW, now, why)
-            waiting.give_up_at = min(waiting.give_up_at or now + self._grace_s, now + self._grace_s)
+            waiting.give_up_at = min(waiting.give_up_at or now + _GRACE_S, now + _GRACE_S)
         return actions
 
     def unsendable(self, engine: str, peer: str, message: Message, now: float) -> list[Action]:
@@ -218,7 +205,7 @@ class Inbound:
         return [Connect(waiting.source)] if waiting.state is Inbox.CONNECTING else []
 
     def tick(self, now: float) -> list[Action]:
-        """Enforces deadlines and repeats messages. Call it at least every `resend_s` while `busy`."""
+        """Enforces deadlines and repeats messages. Call it at least every `RESEND_S` while `busy`."""
         actions: list[Action] = []
         overdue: list[Waiting] = []
         for waiting in list(self._waiting.values()):
@@ -301,7 +288,7 @@ class Inbound:
     def _cut_failed(self, waiting: Waiting, now: float) -> list[Action]:
         if not waiting.awaits_failed_only or waiting.give_up_at <= now + _CUT_AGAIN_S:  # then `tick` does
             return []
-        waiting.settled_at = min(waiting.settled_at, now + max(self._timeout_s, self._grace_s))
+        waiting.settled_at = min(waiting.settled_at, now + max(self._timeout_s, _GRACE_S))
         return self._cut([waiting], now)
 
     def _is_settled(self, waiting: Waiting, peer: str, now: float) -> bool:
@@ -329,8 +316,8 @@ class Inbound:
         waiting.why = waiting.why or why
         if after is Inbox.WITHDRAWING:
             # Peers post no WRITE once the registration has expired.
-            waiting.settled_at = max(now, waiting.deadline) + max(self._timeout_s, self._grace_s)
-            waiting.give_up_at, waiting.resend_s = waiting.settled_at, self._resend_s
+            waiting.settled_at = max(now, waiting.deadline) + max(self._timeout_s, _GRACE_S)
+            waiting.give_up_at, waiting.resend_s = waiting.settled_at, RESEND_S
             return self._ask_to_stop(waiting, now)
         if after in INBOX_ENDS:
             del self._waiting[waiting.order.request]

@@ -19,16 +19,15 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.simple_kv_offload.metadata import SimpleCPUOffloadMetadata
 
-TRANSFERS = ("auto", "chunk", "layer", "whole")
-
 
 @dataclass(frozen=True)
 class PushOptions:
     """From `kv_connector_extra_config`. Times are seconds."""
 
     transfer: str = "auto"
-    timeout_s: float = 30.0  # decode waits this long for KV, or news of its prefill, before it recomputes
-    lease_s: float = 30.0  # prefill keeps finished blocks this long for a decode that has not registered
+    # Decode waits this long for KV, or news of its prefill, before it recomputes. Prefill keeps finished blocks as long
+    # for a decode that has not registered.
+    timeout_s: float = 30.0
     verify: bool = False  # compare checksums of both ends' blocks
     advertise: str = ""  # where peers reach this engine; empty: where it listens
     host_tier_bytes: int = 0  # of each rank; 0: there is no host tier
@@ -36,23 +35,20 @@ class PushOptions:
 
     @classmethod
     def of(cls, vllm_config: VllmConfig) -> PushOptions:
-        """Raises ValueError naming the key."""
-        config = vllm_config.kv_transfer_config
-        assert config is not None
-        transfer = config.get_from_extra_config("transfer", cls.transfer)
-        if transfer not in TRANSFERS:
-            raise ValueError(f"kv.transfer: expected one of {', '.join(TRANSFERS)}, got {transfer!r}")
+        """As a worker gives them, whose configuration was checked."""
+        assert vllm_config.kv_transfer_config is not None
+        given = vllm_config.kv_transfer_config.get_from_extra_config
+        transfer = given("transfer", cls.transfer)
         if transfer == "auto" and vllm_config.parallel_config.use_ubatching:
             transfer = "chunk"  # the hooks of a layer come for a part of the batch, once for each
-        timeout_s = float(config.get_from_extra_config("kv_transfer_timeout_s", cls.timeout_s))
-        if timeout_s <= 0:
-            raise ValueError(f"kv.transfer_timeout_s: expected a number > 0, got {timeout_s}")
-        lease_s = float(config.get_from_extra_config("kv_lease_s", timeout_s))
-        verify = bool(config.get_from_extra_config("verify", cls.verify))
-        advertise = str(config.get_from_extra_config("advertise", cls.advertise))
-        host_bytes = int(config.get_from_extra_config("host_tier_bytes", cls.host_tier_bytes))
-        cores = tuple(config.get_from_extra_config("writer_cores", ()))
-        return cls(transfer, timeout_s, lease_s, verify, advertise, host_bytes, cores)
+        return cls(
+            transfer,
+            given("kv_transfer_timeout_s", cls.timeout_s),
+            given("verify", cls.verify),
+            given("advertise", cls.advertise),
+            given("host_tier_bytes", cls.host_tier_bytes),
+            tuple(given("writer_cores", ())),
+        )
 
 
 @dataclass(frozen=True)
@@ -144,18 +140,8 @@ class PushMetadata(KVConnectorMetadata):
         self.host: SimpleCPUOffloadMetadata | None = None  # copies from and to the host tier
 
     def has_news(self) -> bool:
-        return bool(
-            self.started
-            or self.computed
-            or self.preempted
-            or self.finished
-            or self.unwanted
-            or self.reserved
-            or self.withdrawn
-            or self.unused
-            or self.dead_engines
-            or self.met
-        )
+        """Whether a step is needed to tell it. Prefills that wait and copies of the host tier go with the next one."""
+        return any(told for name, told in vars(self).items() if name not in ("arrived", "host"))
 
 
 @dataclass(frozen=True)
@@ -215,20 +201,7 @@ class PushStats(NixlKVConnectorStats):
     WITHDRAWING_BLOCKS = "pd_withdrawing_blocks"
     HOST_HIT_TOKENS = "pd_host_hit_tokens"
     HOST_BLOCKS = "pd_host_blocks"
-    OURS = (
-        STREAM_SECONDS,
-        EXPOSED_SECONDS,
-        STREAMS_FAILED,
-        RECEIVES_FAILED,
-        BAD_MESSAGES,
-        VERIFIED,
-        CORRUPT,
-        HOST_LOADED_BYTES,
-        HOST_LOAD_SECONDS,
-        WITHDRAWING_BLOCKS,
-        HOST_HIT_TOKENS,
-        HOST_BLOCKS,
-    )
+    OURS = tuple(name for name in list(vars().values()) if isinstance(name, str) and name.startswith("pd_"))
 
     def reset(self) -> None:
         super().reset()

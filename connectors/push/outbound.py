@@ -27,11 +27,11 @@ Action = Union[Connect, Renew, Post, Tell, Release, Ended]
 class Outbound:
     """Streams of one prefill worker rank, by request id."""
 
-    def __init__(self, *, lease_s: float, expect_s: float, hello: Hello = Hello(0)) -> None:
-        """`hello`: what decode engines are told with the number of each connection."""
+    def __init__(self, timeout_s: float, hello: Hello = Hello(0)) -> None:
+        """`timeout_s`: for which either end waits for the other, and keeps its blocks. `hello`: what decode engines are
+        told with the number of each connection."""
         self.regions = 0  # of NIXL, in which a block has its layers
-        self._lease_s = lease_s
-        self._expect_s = expect_s
+        self._timeout_s = timeout_s
         self._stepped_at, self.room = 0.0, Room()
         self._streams: dict[str, PushStream] = {}
         self._links = Links(hello)
@@ -71,7 +71,7 @@ class Outbound:
             stream = self._streams[key] = PushStream(key, state, why=ended.why if ended else "")
         self.room.begun(key)
         stream.total_blocks, stream.prompt_tokens, stream.computing = total_blocks, prompt_tokens, True
-        stream.lent, stream.lease_s = lent, min(self._lease_s, _LENT_S) if lent else self._lease_s
+        stream.lent, stream.lease_s = lent, min(self._timeout_s, _LENT_S) if lent else self._timeout_s
         actions = self._apply(stream, StreamEvent.START, now, "")
         return actions + self._check(stream, now)
 
@@ -138,7 +138,7 @@ class Outbound:
         if (ended := self._end_and_describe(key)) is not None:
             return self._answer_late(order, peer, ended)
         if stream is None:
-            deadline = now + min(self._expect_s, order.valid_s)
+            deadline = now + min(self._timeout_s, order.valid_s)
             stream = self._streams[key] = PushStream(key, Stream.EXPECTED, deadline=deadline, order=order)
             stream.validate(order, since)
             return self._check_link(stream, order, peer)

@@ -20,7 +20,8 @@ from connectors.push.states import Inbox, Stream
 from connectors.push.wire import Endpoint, Hello, Ping, Pong, Register
 
 _RENEW_AFTER = 1 / 3  # of a registration's time
-_RESEND_MAX_S = 4.0  # between two repeats of what is not answered: a link may have lost it, or the answer
+# Between two repeats of what is not answered, at first and at most: a link may have lost it, or the answer.
+RESEND_S, _RESEND_MAX_S = 0.5, 4.0
 _SPREAD = 0.25  # of that time, more or less: the repeats to a silent peer do not all come in one turn
 _UNWRITABLE_S = 30.0
 _REMEMBERED = 2048
@@ -217,7 +218,7 @@ class Waiting:
     failed: dict[str, int] = field(default_factory=dict)  # those that only failed WRITEs may come from -> connection
     registered: Counter[str] = field(default_factory=Counter)  # registrations that were sent, by peer
     refused: bool = False
-    resend_s: float = 0.5  # doubles with each repeat
+    resend_s: float = RESEND_S  # doubles with each repeat
     resend_at: float = 0.0
     settled_at: float = 0.0  # posted WRITEs have ended by then, unless the peer was stopped or the link was cut
     give_up_at: float = 0.0  # without an answer by then, its peers are cut off

@@ -5,7 +5,7 @@ Neither the KV itself nor vLLM's own completion notice, which this protocol igno
 
 from __future__ import annotations
 
-from typing import Union
+from typing import ClassVar, Union
 
 import msgspec
 
@@ -71,7 +71,11 @@ class Unregister(msgspec.Struct, tag="unreg", frozen=True):
     decode: Endpoint
 
 
-class Hello(msgspec.Struct, tag="hello", frozen=True):
+class _OfNoRequest(msgspec.Struct, frozen=True):
+    request: ClassVar[str] = ""
+
+
+class Hello(_OfNoRequest, tag="hello", frozen=True):
     """Prefill to decode: the number of this connection. Decode answers with all valid `Register` again.
 
     `listens`: addresses, packed, ports and inodes of the sockets at which UCX listens in the rank of `engine` that
@@ -82,39 +86,23 @@ class Hello(msgspec.Struct, tag="hello", frozen=True):
     engine: str = ""
     listens: list[tuple[bytes, int, int]] = []
 
-    @property
-    def request(self) -> str:
-        return ""  # it belongs to no request
 
-
-class Meet(msgspec.Struct, tag="meet", frozen=True):
+class Meet(_OfNoRequest, tag="meet", frozen=True):
     """To an engine that may exchange KV with `sender` later: connect with it now. Not answered."""
 
     sender: Endpoint
 
-    @property
-    def request(self) -> str:
-        return ""  # it belongs to no request
 
-
-class Ping(msgspec.Struct, tag="ping", frozen=True):
+class Ping(_OfNoRequest, tag="ping", frozen=True):
     """Decode to prefill, while it waits for KV: answer with `Pong`. Sending it shows a connection that has broken since
     the last message. `engine`: that of decode. `unanswered`: earlier ones in a row without an answer."""
 
     engine: str
     unanswered: int = 0
 
-    @property
-    def request(self) -> str:
-        return ""  # it belongs to no request
 
-
-class Pong(msgspec.Struct, tag="pong", frozen=True):
+class Pong(_OfNoRequest, tag="pong", frozen=True):
     """Prefill to decode: the answer to a `Ping`."""
-
-    @property
-    def request(self) -> str:
-        return ""  # it belongs to no request
 
 
 class Computing(msgspec.Struct, tag="computing", frozen=True):

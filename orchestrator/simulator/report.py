@@ -51,8 +51,6 @@ class Report(msgspec.Struct, frozen=True):
     preemptions: int
     prefix_hit: float  # share of prompt tokens that were not computed
     output_tokens_per_s: float
-    prefill_busy: float  # share of the time in which prefill workers computed
-    decode_busy: float
     reasons: dict[str, int]
 
 
@@ -83,7 +81,6 @@ def report(sim: Simulation, warm_up: float = 0.0) -> Report:
     # Block usage without the start, when the fleet fills, and without the drain at the end.
     last = sim.jobs[-1].arrival.at
     middle = [(top, mean) for time, top, mean in sim.usage if 0.2 * last <= time <= last and mean > 0]
-    pools = (sim.router.prefill.workers(), sim.router.decode.workers())
     workers = list(sim.workers.values())
     span = max(sim.now, 1e-9)
     prompt_tokens = sum(job.arrival.prompt_tokens for job in sim.jobs if job.outcome == "ok")
@@ -119,8 +116,6 @@ def report(sim: Simulation, warm_up: float = 0.0) -> Report:
         preemptions=sum(worker.preemptions for worker in workers),
         prefix_hit=1 - computed / prompt_tokens if prompt_tokens else 0.0,
         output_tokens_per_s=sum(job.arrival.output_tokens for job in sim.jobs if job.outcome == "ok") / span,
-        prefill_busy=_busy(sim, pools[0]),
-        decode_busy=_busy(sim, pools[1]),
         reasons=dict(sim.router.reasons),
     )
 
@@ -181,12 +176,6 @@ def goodputs(run: Callable[[float], Report], low: float, high: float, tolerance:
         if found[share].rate:
             low, high = found[share].rate / 1.5, found[share].rate  # a larger share is met at lower rates only
     return found
-
-
-def _busy(sim: Simulation, workers: list[Worker]) -> float:
-    """The share of the time up to the last arrival in which these workers computed."""
-    span = sim.jobs[-1].arrival.at * len(workers)
-    return sum(sim.busy_s.get(worker.name, 0.0) for worker in workers) / span if span else 0.0
 
 
 def _itl_percentile(workers: list[Worker], share: float) -> float:

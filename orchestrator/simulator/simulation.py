@@ -55,7 +55,6 @@ class Simulation:
             Job(n, arrival, load.unit_tokens, settings.stack.adapters) for n, arrival in enumerate(load.arrivals)
         ]
         self.left = len(self.jobs)
-        self.busy_s: dict[str, float] = {}  # by worker, at the last arrival
         self.usage: list[tuple[float, float, float]] = []  # (time, max, mean) block usage over decode workers
         self._events: list[tuple[float, int, Callable[..., None], Any, Any]] = []
         self._order = count()
@@ -111,8 +110,6 @@ class Simulation:
                 self.now = arrives
                 self._arrive(jobs[upcoming])
                 upcoming += 1
-                if upcoming == total:
-                    self.busy_s = {name: worker.busy_s for name, worker in self.workers.items()}
             else:
                 self.now, _, action, a, b = heapq.heappop(events)
                 action(a, b)

@@ -44,9 +44,7 @@ class Worker(Engine):
         self.name, self.tpot_s = name, tpot_s
         self._sim, self._schedule_wake = sim, schedule
         self.alive = True
-        self.busy_s = 0.0
-        self.plain_s = 0.0  # the part of `busy_s` in steps that only decoded
-        self.plain_steps = 0
+        self.plain_s, self.plain_steps = 0.0, 0  # of steps that only decoded
         self.itl_buckets: dict[int, int] = {}
         self.link_free_at = self.loads_end_at = 0.0
         self.fetching: dict[Stay, None] = {}  # submitted once their prefixes have come; in `pending_tokens`, too
@@ -149,7 +147,6 @@ class Worker(Engine):
         decoding, plain = self.batch.sequences, not self.chunks
         steps, self.run.steps = self.run.steps, 1  # so that nothing below cuts the run
         duration = now - self.run.started_at
-        self.busy_s += duration
         if decoding:
             if plain:
                 self.plain_s += duration

@@ -35,8 +35,8 @@ class SimTransfers:
         """`wake` is called whenever blocks or requests have become available to the scheduler."""
         self._scheduler, self._kv, self._wake = scheduler, kv, wake
         self._connections = SimConnections(engine_id, self)
-        self._inbound = inbound.Inbound(timeout_s=kv.transfer_timeout_s)
-        self._outbound = outbound.Outbound(lease_s=kv.transfer_timeout_s, expect_s=kv.transfer_timeout_s)
+        self._inbound = inbound.Inbound(kv.transfer_timeout_s)
+        self._outbound = outbound.Outbound(kv.transfer_timeout_s)
         self._here = wire.Endpoint(engine_id, "", 0)
         self._tick_s = min(_TICK_S, kv.transfer_timeout_s / _TICKS_PER_TIMEOUT)
         self._tick_timer: asyncio.TimerHandle | None = None

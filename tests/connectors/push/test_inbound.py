@@ -17,7 +17,7 @@ BACK = Unregister("s", "r", HERE)
 @pytest.fixture
 def end() -> Inbound:
     """Registered with two ranks of P."""
-    end = Inbound(timeout_s=10, resend_s=1, grace_s=2, dead_s=15, silent_s=5)
+    end = Inbound(timeout_s=10)
     assert end.register(ORDER, SOURCE, 0.0) == [Connect(SOURCE)]
     sent = Register("s", "r", HERE, [[1, 2]], 50, valid_s=9.5)
     assert end.connected("P", ("P/0", "P/1"), 0.5) == [Send("P", "P/0", sent), Send("P", "P/1", sent)]
@@ -95,12 +95,12 @@ def test_an_abort_waits_for_every_answer_and_asks_again(end: Inbound) -> None:
     both = [Send("P", "P/0", BACK), Send("P", "P/1", BACK)]
     assert end.withdraw("r", "aborted", 1.0) == both
     assert end.withdraw("r", "aborted", 1.1) == []
-    assert end.tick(1.5) == []
-    assert end.tick(2.1) == both
-    assert end.landed("r", "P/0", 2.2) == []
-    assert end.tick(3.2) == []  # less and less often
-    assert end.tick(4.2) == [Send("P", "P/1", BACK)]
-    assert end.gone("r", "P/1", "withdrawn", 4.3) == [Finish("r", False, "aborted")]
+    assert end.tick(1.3) == []
+    assert end.tick(1.7) == both
+    assert end.landed("r", "P/0", 1.8) == []
+    assert end.tick(2.3) == []  # less and less often
+    assert end.tick(3.0) == [Send("P", "P/1", BACK)]
+    assert end.gone("r", "P/1", "withdrawn", 3.1) == [Finish("r", False, "aborted")]
 
 
 def test_kv_that_crosses_the_withdrawal_is_received(end: Inbound) -> None:
@@ -140,8 +140,8 @@ def test_unregistered_request_is_freed_at_once() -> None:
 
 def test_declared_dead_peer_has_grace_period(end: Inbound) -> None:
     assert end.declared_dead("P", 1.0) == [Send("P", "P/0", BACK), Send("P", "P/1", BACK)]
-    assert not any(isinstance(action, Finish) for action in end.tick(2.9))
-    assert end.tick(3.0) == [Cut("P", ("r",), settled=False)]
+    assert not any(isinstance(action, Cut | Finish) for action in end.tick(1.9))
+    assert end.tick(2.0) == [Cut("P", ("r",), settled=False)]
     assert end.cut_off(Cut("P", ("r",), True), 3.1) == [Finish("r", False, "prefill engine P is dead")]
     # Left alone for a while; named again after that, it must live.
     assert end.register(ORDER, SOURCE, 4.0) == [Finish("r", False, "prefill engine P is dead")]
@@ -223,7 +223,9 @@ def test_lost_message_is_repeated_after_reconnect(end: Inbound) -> None:
 def test_a_registration_is_repeated_less_and_less_often_while_nothing_is_heard(end: Inbound) -> None:
     asked = [end.tick(0.5 + second / 10) for second in range(1, 94)]
     valid = [action.message.valid_s for actions in asked for action in actions if action.peer == "P/0"]
-    assert valid == pytest.approx([10.0 - at for at in (1.5, 3.5, 7.5)], abs=0.15), "as long as it was valid at first"
+    assert valid == pytest.approx([10.0 - at for at in (1.0, 2.0, 4.0, 8.0)], abs=0.3), (
+        "as long as it was valid at first"
+    )
 
 
 def test_the_repeats_of_many_requests_to_a_silent_peer_are_spread_over_turns() -> None:
@@ -264,7 +266,7 @@ def test_refused_kv_is_released_at_prefill() -> None:
 
 
 def test_unused_request_releases_kv_at_prefill() -> None:
-    end = Inbound(timeout_s=10, resend_s=1, silent_s=5)
+    end = Inbound(timeout_s=10)
     assert end.release_unused(BACK, SOURCE, 0.0) == [Connect(SOURCE)]
     assert end.connected("P", ("P/0",), 0.1) == [Send("P", "P/0", BACK)]
     assert end.gone("r", "P/0", "withdrawn", 0.2) == []

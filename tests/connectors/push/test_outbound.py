@@ -41,7 +41,7 @@ def ship(end: Outbound, chunk: Chunk, now: float, write: int = 1, *, last: bool 
 @pytest.fixture
 def started() -> Outbound:
     """Prefill of four blocks has started."""
-    end = Outbound(lease_s=10, expect_s=10)
+    end = Outbound(timeout_s=10)
     assert end.start("s", 4, 100, 0.0) == []
     return end
 
@@ -83,7 +83,7 @@ def test_a_registration_may_come_last(started: Outbound) -> None:
 
 
 def test_a_prefix_that_nobody_fetches_is_given_back_though_a_prefill_is_kept_for_longer() -> None:
-    end = Outbound(lease_s=120, expect_s=120)
+    end = Outbound(timeout_s=120)
     for key, lent in (("lent", True), ("computed", False)):
         end.start(key, 4, 100, 0.0, lent=lent)
         end.computed(key, [WHOLE], 0, True, 0.0)
@@ -126,7 +126,7 @@ def test_an_unwanted_prefill_is_released_when_its_lease_ends(started: Outbound) 
 
 
 def test_leased_kv_gives_way_to_a_prompt_for_which_decode_keeps_blocks() -> None:
-    end = Outbound(lease_s=30, expect_s=30)
+    end = Outbound(timeout_s=30)
     for at, key in enumerate(("longest", "later")):
         end.start(key, 4, 100, at)
         end.computed(key, [WHOLE], 0, True, at)
@@ -156,7 +156,7 @@ def test_leased_kv_gives_way_to_a_prompt_for_which_decode_keeps_blocks() -> None
 
 
 def test_leased_kv_stays_where_who_waits_for_room_is_computed_again() -> None:
-    end = Outbound(lease_s=30, expect_s=30)
+    end = Outbound(timeout_s=30)
     for key in ("waits", "leased"):
         end.start(key, 4, 100, 0.0)
     end.register(msgspec.structs.replace(ORDER, stream="waits"), "D", 0.0)
@@ -220,7 +220,7 @@ def test_incomplete_restart_does_not_land(end: Outbound) -> None:
 def test_regions_count_as_shipped_only_when_all_of_them_are() -> None:
     gone = Gone("r", "only 2 of 4 blocks were shipped")
     for shipped, message in [(((0,), (1,), (2,)), Landed("r")), (((1, 2), (0,)), Landed("r")), (((0,), (2,)), gone)]:
-        end = Outbound(lease_s=10, expect_s=10)
+        end = Outbound(timeout_s=10)
         end.regions = 3
         end.start("s", 4, 100, 0.0)
         end.register(ORDER, "D", 0.0)
@@ -243,7 +243,7 @@ def test_a_withdrawal_is_answered_after_the_writes_in_flight(end: Outbound) -> N
 
 
 def test_a_withdrawal_that_comes_first_stops_the_prefill_to_come() -> None:
-    end = Outbound(lease_s=10, expect_s=10)
+    end = Outbound(timeout_s=10)
     assert told(end.unregister(BACK, "D", 0.0)) == [Gone("r", "withdrawn by decode")]
     assert told(end.register(ORDER, "D", 1.0)) == [Gone("r", "withdrawn by decode")]  # overtaken on the way
     end.start("s", 4, 100, 2.0)
@@ -340,7 +340,7 @@ def test_expired_registration_posts_nothing_without_tick(end: Outbound) -> None:
 @pytest.mark.parametrize("expected", [True, False], ids=["before the prefill", "while it computes"])
 def test_delayed_registration_counts_from_earliest_arrival(expected: bool) -> None:
     """It was read a minute late, by a process that was stopped: decode may have given these blocks to others."""
-    end = Outbound(lease_s=10, expect_s=10)
+    end = Outbound(timeout_s=10)
     end.connected("D", True, ("D",), 0.0)
     if not expected:
         end.start("s", 4, 100, 0.0)
@@ -373,7 +373,7 @@ def test_late_registration_does_not_shorten_validity(end: Outbound) -> None:
 
 
 def test_an_unreachable_decode_engine_ends_the_stream(end: Outbound) -> None:
-    end = Outbound(lease_s=10, expect_s=10)
+    end = Outbound(timeout_s=10)
     end.register(ORDER, "D", 0.0)
     end.start("s", 4, 100, 0.0)
     end.computed("s", [WHOLE], 0, True, 1.0)
@@ -383,7 +383,7 @@ def test_an_unreachable_decode_engine_ends_the_stream(end: Outbound) -> None:
 
 
 def test_different_prompt_lengths_fail_transfer() -> None:
-    end = Outbound(lease_s=10, expect_s=10)
+    end = Outbound(timeout_s=10)
     end.start("s", 4, 99, 0.0)
     assert told(end.register(ORDER, "D", 1.0)) == [Gone("r", "decode has 100 prompt tokens, prefill 99")]
 
@@ -442,7 +442,7 @@ def test_decode_withdraws_while_the_device_computes(end: Outbound) -> None:
 
 
 def test_a_prompt_that_goes_out_whole_waits_for_all_its_chunks() -> None:
-    end = Outbound(lease_s=10, expect_s=10)
+    end = Outbound(timeout_s=10)
     step = DeviceEvent()
     end.start("s", 4, 100, 0.0)
     end.register(ORDER, "D", 0.0)
@@ -455,7 +455,7 @@ def test_a_prompt_that_goes_out_whole_waits_for_all_its_chunks() -> None:
 
 
 def test_ended_stream_keeps_no_prompt_memory() -> None:
-    end = Outbound(lease_s=10, expect_s=10)
+    end = Outbound(timeout_s=10)
     end.start("long", 1000, 16_000, 0.0)
     end.register(Register("long", "r", DECODE, [list(range(1000))], 16_000, valid_s=30.0, epoch=1), "D", 0.0)
     end.connected("D", True, ("D",), 0.0)
