@@ -151,7 +151,7 @@ def bench_decision(results: dict[str, Any]) -> None:
             decided, updated = [], []
             for number in islice(numbers, 20_000):
                 info = RequestInfo(f"r{number}", 12_001, 4096, 0.0)
-                request = ActiveRequest(ParsedRequest(info, [], "", True, True, rng.choice(prompts)), 0.0)
+                request = ActiveRequest(ParsedRequest(info, [], "", True, rng.choice(prompts)), 0.0)
                 asker, load = rng.choice(names), load_of_worker(rng.choice(names), number)
                 started = time.perf_counter()
                 decision(request, asker)
