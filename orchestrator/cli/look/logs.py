@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from orchestrator.store.operator.events import Event
 
 _POLL_S = 0.3
+_MOST_EVENTS = 5000  # that a fleet keeps
 FollowOption = Annotated[bool, typer.Option("--follow", "-f", help="Keep printing new lines until Ctrl-C.")]
 app = typer.Typer()
 
@@ -76,7 +77,7 @@ def logs(
 def events(
     follow: FollowOption = False,
     lines: Annotated[
-        int, typer.Option("--lines", "-n", "--limit", min=1, max=5000, help="How many of the latest to print.")
+        int, typer.Option("--lines", "-n", "--limit", min=1, max=_MOST_EVENTS, help="How many of the latest to print.")
     ] = 50,
     namespace: NamespaceOption = None,
     redis: RedisOption = None,
@@ -99,6 +100,7 @@ async def _events(handle: FleetHandle, limit: int, follow: bool, show: Callable[
                 last = event.id
             if not follow:
                 return
+            limit = _MOST_EVENTS  # of those that are new, all
             await asyncio.sleep(_POLL_S)
 
 

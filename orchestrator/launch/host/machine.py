@@ -97,10 +97,6 @@ class MachineShares:
             return Share(["--cores", ",".join(map(str, cores))]) if cores else Share(env=_ONE_THREAD)
         return Share()
 
-    @property
-    def room(self) -> int:
-        return self.room_for(self._config)
-
     def room_for(self, config: Config) -> int:
         """The most units of a model that this machine holds if no other is there, in the roles that take least."""
         most = [most // min(group_size(config, role) for role in Role) for most, _ in _limits(config)]

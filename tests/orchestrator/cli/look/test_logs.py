@@ -96,22 +96,28 @@ def test_every_line_of_json_is_an_object(log: Path):
     assert json.loads(lines[2]) == {"process": "decode-0", "message": "after"}
 
 
-def test_following_events_outlives_a_redis_that_is_away_for_a_moment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_following_events_shows_all_that_are_new_and_outlives_a_redis_that_is_away(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     namespace, limits = fresh_namespace(), []
     read = EventLog.read
 
-    async def fails_once(self: EventLog, after: str, limit: int) -> list[Event]:
+    async def happens(self: EventLog, after: str, limit: int) -> list[Event]:
         limits.append(limit)
         if len(limits) == 2:
             raise RedisAway("it fails over")
-        if len(limits) == 4:
+        if len(limits) == 5:
             raise KeyboardInterrupt
+        for number in range(3):
+            await self.note("joined", id=f"{len(limits)}.{number}")
         return await read(self, after, limit)
 
-    monkeypatch.setattr(EventLog, "read", fails_once)
+    monkeypatch.setattr(EventLog, "read", happens)
     with running_server(tmp_path) as server:
-        runner.invoke(app, ["events", "-f", "--redis", server.url, "--namespace", namespace])
-    assert len(limits) == 4
+        where = ["--redis", server.url, "--namespace", namespace]
+        shown = runner.invoke(app, ["events", "-f", "-n", "2", "--json", *where]).stdout
+    ids = [json.loads(line)["fields"]["id"] for line in shown.splitlines()]
+    assert ids == ["1.1", "1.2", "3.0", "3.1", "3.2", "4.0", "4.1", "4.2"]
 
 
 def test_events_are_shown(tmp_path: Path):

@@ -280,7 +280,8 @@ def test_a_machine_says_how_many_workers_it_holds(monkeypatch):
     def room(gpus: str = "", **config: object) -> int:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", gpus)
         monkeypatch.setattr(machine, "has_cuda_vllm", lambda: True)
-        return MachineShares(parse_config({"model": "demo"} | config)).room
+        parsed = parse_config({"model": "demo"} | config)
+        return MachineShares(parsed).room_for(parsed)
 
     assert room(engine="sim") == 36
     assert room(engine="sim", workers={"ports": "20000-20007"}) == 2
@@ -291,8 +292,13 @@ def test_a_machine_says_how_many_workers_it_holds(monkeypatch):
     assert room("0,1,2,3,4", workers={"prefill": of_two, "decode": of_two}) == 2
     assert room("0,1,2,3", workers={"prefill": of_two}) == 4, "as many as fit with the role that takes less"
     for count in (4, 5):  # what `up` allows
-        shares = MachineShares(parse_config({"model": "demo", "workers": {"decode": {"replicas": count - 1}}}))
-        with contextlib.nullcontext() if count <= shares.room else pytest.raises(ConfigError, match="needs 1 GPU"):
+        config = parse_config({"model": "demo", "workers": {"decode": {"replicas": count - 1}}})
+        shares = MachineShares(config)
+        with (
+            contextlib.nullcontext()
+            if count <= shares.room_for(config)
+            else pytest.raises(ConfigError, match="needs 1 GPU")
+        ):
             shares.check_room()
 
 
