@@ -17,8 +17,7 @@ class Job:
     id: int
     arrival: Arrival
     unit_tokens: InitVar[int]  # the load's prefix unit, for which the arrival has one key each
-    adapters: InitVar[bool] = True  # the router knows its LoRA adapter
-    adapter: int = field(init=False)
+    adapter: int = field(init=False)  # its LoRA adapter, as the router knows it
     adapter_at: dict[str, int] = field(default_factory=dict)  # prompt tokens saved, by prefill worker with its adapter
     prefix_key: int | None = field(init=False)
     generated: int = 0  # output tokens that the client has from earlier attempts
@@ -38,8 +37,8 @@ class Job:
     claimed: bool = False
     bound: str | None = None  # the decode worker that was chosen at arrival (dispatch `push`)
 
-    def __post_init__(self, unit_tokens: int, adapters: bool) -> None:
-        self.adapter = self.arrival.adapter if adapters else 0
+    def __post_init__(self, unit_tokens: int) -> None:
+        self.adapter = self.arrival.adapter
         self.prefix_key = key_of_beginning(self.arrival.keys, unit_tokens)
 
     @property
