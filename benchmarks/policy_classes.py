@@ -63,13 +63,8 @@ def of_worse_class(sim: Simulation) -> Report:
     classes: dict[bool, list[bool]] = {True: [], False: []}
     since = WARM_UP * sim.jobs[-1].arrival.at
     for job in sim.jobs:
-        own, in_time = job.arrival, False
-        if job.outcome == "ok" and job.first_at is not None and job.done_at is not None:
-            tpot_s = (job.done_at - job.first_at) / max(1, own.output_tokens - 1)
-            in_time = job.first_at - own.at <= (own.ttft_slo_s or INTERACTIVE.ttft_s)
-            in_time &= tpot_s <= (own.tpot_slo_s or INTERACTIVE.tpot_s)
-        if own.at >= since:
-            classes[own.ttft_slo_s is None].append(in_time)
+        if job.arrival.at >= since:
+            classes[job.arrival.ttft_slo_s is None].append(all(job.met(INTERACTIVE)))
     worse = min(sum(met) / len(met) for met in classes.values())
     return msgspec.structs.replace(report(sim, WARM_UP), attained=worse)
 

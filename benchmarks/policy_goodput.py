@@ -107,7 +107,7 @@ class TooManyLateError(Exception):
 def _late(job: Job, sim: Simulation) -> bool:
     """Whether the request has missed its objectives by now, whatever comes."""
     first_s = (sim.now if job.first_at is None else job.first_at) - job.arrival.at
-    return first_s > sim.router.slo.ttft_s or (job.done_at is not None and not _met(job, sim))
+    return first_s > sim.router.slo.ttft_s or (job.done_at is not None and not all(job.met(sim.router.slo)))
 
 
 def _run(case: Case, load: Load, prefill: int, decode: int, policy: str, rate: float) -> Simulation:
@@ -233,12 +233,4 @@ def measure_changing() -> dict[str, dict[str, list[float]]]:
 
 def _attained(sim: Simulation, begin: float, end: float) -> float:
     jobs = [job for job in sim.jobs if begin <= job.arrival.at < end]
-    return sum(_met(job, sim) for job in jobs) / max(1, len(jobs))
-
-
-def _met(job: Job, sim: Simulation) -> bool:
-    """Whether the request has ended and has met both objectives."""
-    if job.first_at is None or job.done_at is None or job.outcome != "ok":
-        return False
-    slo, tpot_s = sim.router.slo, (job.done_at - job.first_at) / max(1, job.arrival.output_tokens - 1)
-    return job.first_at - job.arrival.at <= slo.ttft_s and tpot_s <= slo.tpot_s
+    return sum(all(job.met(sim.router.slo)) for job in jobs) / max(1, len(jobs))

@@ -30,7 +30,7 @@ from orchestrator.frontend.pause import PauseCalls
 from orchestrator.policy.choices.named import decode_choice
 from orchestrator.policy.decode_choice import RankChoice
 from orchestrator.process.parent import own_identity, tell_alive
-from orchestrator.process.tasks import first_of
+from orchestrator.process.tasks import Turns, first_of
 from orchestrator.process.telemetry.metrics import Metrics, counts
 from orchestrator.process.ticks import left_s, ticks
 from orchestrator.router.request import Codec
@@ -220,12 +220,14 @@ class FleetConnection:
     async def _log_retries(self) -> None:
         """Record retries as events, at most once a second: a worker that dies with a thousand requests is one event."""
         noted: Counter[str] = Counter()
+        turns = Turns(log, "the events of retries")  # as the dashboard: what is only told ends no frontend
         async for _ in ticks(HEARTBEAT_S):
-            counted = counts(self._metrics.retries, "why")
-            for why, count in (counted - noted).items():
-                with contextlib.suppress(RedisAway):
-                    await self._events.note("retried", frontend=self.frontend_id, why=why, count=str(count))
-            noted = counted
+            with turns.turn():
+                counted = counts(self._metrics.retries, "why")
+                new, noted = counted - noted, counted
+                for why, count in new.items():
+                    with contextlib.suppress(RedisAway):
+                        await self._events.note("retried", frontend=self.frontend_id, why=why, count=str(count))
 
     async def _send_heartbeat(self) -> None:
         # Registered from the start, even without a url: jobs of an unknown frontend are dropped as orphans.

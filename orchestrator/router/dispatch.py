@@ -258,12 +258,12 @@ class Dispatch:
         self._end_as(active, failure)
 
     def fail_defective(self, active: ActiveRequest | None, request_id: str) -> None:
-        """Fail a request one of whose outputs could not be taken: its answer would have a gap. Call it in the handling
-        of that exception."""
+        """Fail a request one of whose outputs could not be taken, since its answer would have a gap, or that could not
+        be looked after. Call it in the handling of that exception."""
         self._metrics.dropped.labels("error").inc()
-        log.exception("could not take an output of request %s", request_id)
+        log.exception("request %s met a defect", request_id)
         if active is not None and not active.ended:
-            self.fail_withdrawn(active, Failure("an output of it met a defect"))
+            self.fail_withdrawn(active, Failure("it met a defect"))
 
     # ---- engines that crash ------------------------------------------------------------------------------------
 

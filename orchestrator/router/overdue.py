@@ -64,18 +64,24 @@ class Overdue:
                 before = longest.get(active.decode_worker, 0)
                 longest[active.decode_worker] = max(before, active.parsed.info.prompt_tokens)
         for active in self._requests.all():
-            if active.state is State.QUEUED and self._claim_is_late(active, now):
-                self._dispatch.retry(active, "claim_timeout")
-            elif active.state is State.TRANSFERRING and self._fleet.is_quiet(active.prefill_worker):
-                self._dispatch.retry(active, "prefill_worker_quiet", charge=False)
-            elif active.state is State.TRANSFERRING and active.prefill_worker not in self._fleet.workers:
-                self._dispatch.retry(active, "prefill_worker_lost", charge=False)
-            elif active.state is State.TRANSFERRING and self._kv_is_late(active, now, longest):
-                link = self._fleet.places.link(active.prefill_worker, active.decode_worker)
-                self._learning.transferred(active, link, now)
-                self._dispatch.retry(active, "kv_late")
-            elif active.state in WITH_A_WORKER and self._makes_nothing(active, now):
-                self._dispatch.retry(active, "stalled", avoid=active.decode_worker)
+            try:
+                self._check(active, now, longest)
+            except Exception:  # a defect that one request meets must not cost the others theirs
+                self._dispatch.fail_defective(active, active.id)
+
+    def _check(self, active: ActiveRequest, now: float, longest: Mapping[str | None, int]) -> None:
+        if active.state is State.QUEUED and self._claim_is_late(active, now):
+            self._dispatch.retry(active, "claim_timeout")
+        elif active.state is State.TRANSFERRING and self._fleet.is_quiet(active.prefill_worker):
+            self._dispatch.retry(active, "prefill_worker_quiet", charge=False)
+        elif active.state is State.TRANSFERRING and active.prefill_worker not in self._fleet.workers:
+            self._dispatch.retry(active, "prefill_worker_lost", charge=False)
+        elif active.state is State.TRANSFERRING and self._kv_is_late(active, now, longest):
+            link = self._fleet.places.link(active.prefill_worker, active.decode_worker)
+            self._learning.transferred(active, link, now)
+            self._dispatch.retry(active, "kv_late")
+        elif active.state in WITH_A_WORKER and self._makes_nothing(active, now):
+            self._dispatch.retry(active, "stalled", avoid=active.decode_worker)
 
     async def check_queue(self, now: float) -> None:
         """Retry requests whose job Redis has lost, and those whose prefill worker does not report its claim."""

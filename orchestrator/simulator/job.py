@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import InitVar, dataclass, field
 
+from orchestrator.config.settings import SLOConfig
 from orchestrator.policy.decode_choice import EXPECTED_OUTPUT_TOKENS, RequestInfo
 from orchestrator.policy.prefix_keys import key_of_beginning
 from orchestrator.simulator.engine.stay import Phase, Stay
@@ -17,8 +19,7 @@ class Job:
     id: int
     arrival: Arrival
     unit_tokens: InitVar[int]  # the load's prefix unit, for which the arrival has one key each
-    adapters: InitVar[bool] = True  # the router knows its LoRA adapter
-    adapter: int = field(init=False)
+    adapter: int = field(init=False)  # its LoRA adapter, as the router knows it
     adapter_at: dict[str, int] = field(default_factory=dict)  # prompt tokens saved, by prefill worker with its adapter
     prefix_key: int | None = field(init=False)
     generated: int = 0  # output tokens that the client has from earlier attempts
@@ -38,8 +39,8 @@ class Job:
     claimed: bool = False
     bound: str | None = None  # the decode worker that was chosen at arrival (dispatch `push`)
 
-    def __post_init__(self, unit_tokens: int, adapters: bool) -> None:
-        self.adapter = self.arrival.adapter if adapters else 0
+    def __post_init__(self, unit_tokens: int) -> None:
+        self.adapter = self.arrival.adapter
         self.prefix_key = key_of_beginning(self.arrival.keys, unit_tokens)
 
     @property
@@ -49,6 +50,17 @@ class Job:
     @property
     def output_tokens(self) -> int:
         return self.arrival.output_tokens - self.generated
+
+    def times(self) -> tuple[float, float] | None:
+        """TTFT and TPOT, seconds; None unless it has ended well."""
+        if self.outcome != "ok" or self.first_at is None or self.done_at is None:
+            return None
+        return self.first_at - self.arrival.at, (self.done_at - self.first_at) / max(1, self.arrival.output_tokens - 1)
+
+    def met(self, slo: SLOConfig) -> tuple[bool, bool]:
+        """Whether each is within its own objective, else that of the fleet; neither is unless it has ended well."""
+        own, (ttft_s, tpot_s) = self.arrival, self.times() or (math.inf, math.inf)
+        return ttft_s <= (own.ttft_slo_s or slo.ttft_s), tpot_s <= (own.tpot_slo_s or slo.tpot_s)
 
     def info(self) -> RequestInfo:
         """What a router knows of the request. It does not know the output length."""

@@ -60,22 +60,10 @@ def report(sim: Simulation, warm_up: float = 0.0) -> Report:
     slo, settings = sim.router.slo, sim.settings
     since = warm_up * sim.jobs[-1].arrival.at
     jobs = [job for job in sim.jobs if job.arrival.at >= since]
-    finished = [  # TTFT and TPOT of each request
-        (
-            job.first_at - job.arrival.at,
-            (job.done_at - job.first_at) / max(1, job.arrival.output_tokens - 1),
-            job.arrival,
-        )
-        for job in jobs
-        if job.outcome == "ok" and job.first_at is not None and job.done_at is not None
-    ]
-    met = [
-        (ttft_s <= (own.ttft_slo_s or slo.ttft_s), tpot_s <= (own.tpot_slo_s or slo.tpot_s))
-        for ttft_s, tpot_s, own in finished
-    ]
+    finished, met = [times for job in jobs if (times := job.times()) is not None], [job.met(slo) for job in jobs]
     ttft = sorted(job.first_at - job.arrival.at for job in jobs if job.first_at is not None)
     exposed = sorted(job.exposed_s for job in jobs if job.exposed_s is not None)
-    tpot = sorted(tpot_s for _, tpot_s, _ in finished)
+    tpot = sorted(tpot_s for _, tpot_s in finished)
     outcomes = Counter(job.outcome for job in jobs)
     total = len(jobs)
     # Block usage without the start, when the fleet fills, and without the drain at the end.

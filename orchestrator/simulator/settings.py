@@ -23,7 +23,6 @@ class Stack(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     config: Config
     dispatch: Literal["queue", "push"] = "queue"
     prefixes: bool = True  # the router knows which worker has a prefix cached
-    adapters: bool = True  # the router knows which request is for which LoRA adapter
     bypass: str = ""  # with "push": the rule of `choices.named.BYPASSES` that keeps prompts on the decode worker
 
 
@@ -45,12 +44,7 @@ SHIPPED = Config(model="simulated")
 FIELD = "field:"
 CONDITIONAL = "field:dynamo_conditional"  # `dynamo_cost` with Dynamo's conditional disaggregation
 # Our stack with a few keys changed, to measure what each is worth.
-BLIND = "ours:blind"  # to LoRA adapters
-_VARIANTS: dict[str, dict[str, Any]] = {
-    "ours": {},
-    "ours:fixed": {"ratio": {"mode": "off"}},
-    BLIND: {},
-}
+_VARIANTS: dict[str, dict[str, Any]] = {"ours": {}, "ours:fixed": {"ratio": {"mode": "off"}}}
 # The `field:` choices that know which worker has a prefix cached.
 _PREFIX_AWARE = {"dynamo_cost", "kv_prefix", "llm_d"}
 _BYPASS = {CONDITIONAL: "dynamo", FIELD + "llm_d": "llm_d"}
@@ -67,7 +61,7 @@ def stack(name: str, config: Config = SHIPPED) -> Stack:
     Raises ConfigError for an unknown name.
     """
     if name in _VARIANTS:
-        return Stack(name=name, config=changed(config, _VARIANTS[name]), adapters=name != BLIND)
+        return Stack(name=name, config=changed(config, _VARIANTS[name]))
     choice = "dynamo_cost" if name == CONDITIONAL else name.removeprefix(FIELD)
     if choice not in POLICY_NAMES:
         raise ConfigError(f"policy: expected one of {', '.join(stack_names())}, got {name!r}")

@@ -51,9 +51,7 @@ class Simulation:
         self.racks = Racks(settings)
         self.fetches = Fetches(self, load.unit_tokens)
         self.router = Router(settings, load.unit_tokens, self, self.racks, self._end, self.fetches.begin)
-        self.jobs = [
-            Job(n, arrival, load.unit_tokens, settings.stack.adapters) for n, arrival in enumerate(load.arrivals)
-        ]
+        self.jobs = [Job(n, arrival, load.unit_tokens) for n, arrival in enumerate(load.arrivals)]
         self.left = len(self.jobs)
         self.usage: list[tuple[float, float, float]] = []  # (time, max, mean) block usage over decode workers
         self._events: list[tuple[float, int, Callable[..., None], Any, Any]] = []

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import time
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
@@ -18,11 +19,14 @@ import msgspec
 from orchestrator.fleet.queue_view import QueueView
 from orchestrator.fleet.view import Fleet
 from orchestrator.frontend.dashboard.siblings import SLOWEST, Second, Siblings, summed
+from orchestrator.process.tasks import Turns
 from orchestrator.process.telemetry.metrics import Metrics, counts
 from orchestrator.process.telemetry.requests import RequestLine, percentiles
 from orchestrator.process.ticks import ticks
 from orchestrator.store.operator.shown import WorkerStatus
 from orchestrator.types import Role, WorkerState
+
+log = logging.getLogger("pd.frontend")
 
 INTERVAL_S = 1.0
 HOUR_S = 3600
@@ -90,8 +94,10 @@ class History:
 
     async def run(self) -> None:
         """Runs until cancelled."""
+        turns = Turns(log, "the dashboard's points")  # what is only shown ends no frontend
         async for _ in ticks(INTERVAL_S):
-            self.take(time.time())
+            with turns.turn():
+                self.take(time.time())
 
     def take(self, at: float) -> None:
         """Add a point, and send a sample to every watcher. `at`: unix seconds."""

@@ -19,6 +19,7 @@ from typing import Any, Union
 
 import msgspec
 
+from orchestrator.process.tasks import Turns
 from orchestrator.process.telemetry.requests import Recent, RequestLine
 from orchestrator.store.client import Redis, RedisAway
 from orchestrator.store.keys import Keys
@@ -172,19 +173,26 @@ class Siblings:
         await self._redis.execute_command("PUBLISH", self._channel, msgspec.json.encode(told))
 
     async def _send(self) -> None:
+        turns = Turns(log, "what other frontends are told")
         while True:
-            with contextlib.suppress(RedisAway):
-                await self._publish(await self._unsent.get())
+            told = await self._unsent.get()
+            with turns.turn(), contextlib.suppress(RedisAway):
+                await self._publish(told)
 
     async def _listen(self) -> None:
+        turns = Turns(log, "what other frontends tell")
         async with contextlib.aclosing(self._redis.listen(self._channel)) as payloads:
             async for payload in payloads:
-                try:
-                    told = _decoder.decode(payload) if payload is not None else None
-                    if told is not None and told.frontend != self.frontend:
-                        await self._take(told)
-                except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-                    log.warning("another frontend told what cannot be read: %s", error)
+                with turns.turn():
+                    await self._hear(payload)
+
+    async def _hear(self, payload: bytes | None) -> None:
+        try:
+            told = _decoder.decode(payload) if payload is not None else None
+            if told is not None and told.frontend != self.frontend:
+                await self._take(told)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            log.warning("another frontend told what cannot be read: %s", error)
 
     async def _take(self, told: Told) -> None:
         self._heard_at[told.frontend] = time.monotonic()

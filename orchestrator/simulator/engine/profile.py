@@ -54,12 +54,6 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     ttft_slo_s: Annotated[float, Meta(gt=0)] = 2.0
     tpot_slo_s: Annotated[float, Meta(gt=0)] = 0.1
 
-    def prefill_s(self, tokens: int, cached: int = 0) -> float:
-        """Seconds to compute `tokens` prompt tokens after `cached` ones, on a worker that does nothing else."""
-        steps = -(-tokens // self.max_num_batched_tokens)
-        attention = self.attention_s * tokens * (cached + tokens / 2)
-        return steps * (self.step_s + self.prompt_s) + tokens * self.prefill_s_per_token + attention
-
     @property
     def speed(self) -> EngineSpeed:
         """The speed that a worker of this kind would measure at its start."""

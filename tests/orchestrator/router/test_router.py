@@ -978,6 +978,20 @@ async def test_a_defect_that_one_request_meets_costs_no_other_a_token(caplog):
     assert list(bench.router.requests) == ["a", "c"] and "ZeroDivisionError" in caplog.text
 
 
+async def test_a_defect_that_one_request_meets_costs_no_other_its_deadline(monkeypatch, caplog):
+    bench = await Bench.asked(FakeRequest("a"), claim_timeout_s=0.05)
+    await bench.router.submit(FakeRequest("b"))
+    late = bench.router._overdue._claim_is_late
+    monkeypatch.setattr(
+        bench.router._overdue, "_claim_is_late", lambda active, now: late(active, now) if active.id == "b" else 1 // 0
+    )
+    bench.router.check(time.monotonic() + 0.06)
+    await bench.settle()
+    assert bench.received() == [("a", [], FinishReason.ERROR)] and "ZeroDivisionError" in caplog.text
+    assert bench.router.requests["b"].retries == ["claim_timeout"]
+    assert ("a", 1) in bench.queue.cancelled
+
+
 async def test_a_defect_in_what_was_held_back_fails_that_request_alone(caplog):
     """Decode's tokens that wait for `Prefilled` are given out when they have waited too long, and when it comes."""
     bench = Bench()

@@ -9,7 +9,7 @@ from orchestrator.simulator.engine.stay import Stay
 from orchestrator.simulator.job import Job
 from orchestrator.simulator.loads import ADAPTERS, adapters
 from orchestrator.simulator.report import Report, report
-from orchestrator.simulator.settings import BLIND, Settings, changed, stack
+from orchestrator.simulator.settings import Settings, stack
 from orchestrator.simulator.simulation import Simulation
 from orchestrator.simulator.trace import Arrival, Load, at_rate
 
@@ -21,13 +21,14 @@ def stay(adapter: int) -> Stay:
     return Job(adapter, Arrival(0.0, 100, 10, adapter=adapter), 0).stay("local", 0.0)
 
 
-def run(load: Load, name: str, slots: int = 4, split: tuple[int, int] = (8, 8)) -> tuple[Report, int]:
-    """The report, and how many adapters were loaded."""
-    fixed = stack(name)
-    fixed = msgspec.structs.replace(fixed, config=changed(fixed.config, {"ratio": {"mode": "off"}}))
+def run(load: Load, blind: bool, slots: int = 4, split: tuple[int, int] = (8, 8)) -> tuple[Report, int]:
+    """The report, and how many adapters were loaded. `blind`: the router does not know which request is for which."""
     profile = msgspec.structs.replace(SLOTS, adapter_slots=slots)
-    settings = Settings(prefill=split[0], decode=split[1], profile=profile, stack=fixed)
-    sim = Simulation(settings, load).run()
+    settings = Settings(prefill=split[0], decode=split[1], profile=profile, stack=stack("ours:fixed"))
+    sim = Simulation(settings, load)
+    for job in sim.jobs if blind else ():
+        job.adapter = 0
+    sim.run()
     return report(sim), sum(worker.running.loads for worker in sim.workers.values())
 
 
@@ -62,9 +63,9 @@ def most_at_once(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["ours", BLIND])
-def test_no_step_has_more_adapters_than_slots_and_all_requests_end(name: str, most_at_once: list[int]):
-    shown, loads = run(at_rate(adapters(600), 15.0), name, slots=3, split=(2, 3))
+@pytest.mark.parametrize("blind", [False, True])
+def test_no_step_has_more_adapters_than_slots_and_all_requests_end(blind: bool, most_at_once: list[int]):
+    shown, loads = run(at_rate(adapters(600), 15.0), blind, slots=3, split=(2, 3))
     assert most_at_once == [3]
     assert shown.finished == shown.requests and loads > 0
 
@@ -73,7 +74,7 @@ def test_a_load_takes_its_time_and_only_once():
     same = Load("one", [Arrival(at, 100, 2, adapter=1) for at in (0.0, 5.0)])
     other = Load("two", [Arrival(at, 100, 2, adapter=1 + n) for n, at in enumerate((0.0, 5.0))])
     none = Load("none", [Arrival(at, 100, 2) for at in (0.0, 5.0)])
-    ttft_s = {load.name: run(load, "ours", slots=1, split=(0, 1)) for load in (same, other, none)}
+    ttft_s = {load.name: run(load, blind=False, slots=1, split=(0, 1)) for load in (same, other, none)}
     assert [loads for _, loads in ttft_s.values()] == [1, 2, 0]
     first, again = ttft_s["one"][0].ttft_max_s, ttft_s["none"][0].ttft_max_s
     assert first == pytest.approx(again + SLOTS.adapter_load_s)
@@ -90,7 +91,7 @@ def test_the_load_asks_for_adapters_by_zipf_and_shares_prefixes_within_one():
 
 @pytest.mark.slow
 def test_a_router_that_knows_adapters_loads_fewer_and_serves_more():
-    shown, loads = run(at_rate(adapters(2000), 15.0), "ours")
-    blind, blind_loads = run(at_rate(adapters(2000), 15.0), BLIND)
+    shown, loads = run(at_rate(adapters(2000), 15.0), blind=False)
+    blind, blind_loads = run(at_rate(adapters(2000), 15.0), blind=True)
     assert loads <= 0.5 * blind_loads  # the first loads weigh more in a short run
     assert shown.attained > 0.99 > 0.9 > blind.attained

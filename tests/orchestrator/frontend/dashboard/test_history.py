@@ -7,9 +7,11 @@ import msgspec
 import pytest
 from support_info import fleet_of, worker_info
 from support_siblings import alone, queue_of
+from support_wait import DEADLINE_S
 
 from orchestrator.frontend.dashboard import history as module
 from orchestrator.frontend.dashboard.history import HOUR_S, MAX_WATCHERS, History, samples
+from orchestrator.process.tasks import cancelled
 from orchestrator.process.telemetry.metrics import Metrics
 from orchestrator.process.telemetry.requests import Recent
 from orchestrator.types import DesiredRatio, QueueDepth, Role, WorkerLoad
@@ -48,6 +50,26 @@ def test_point_counts_since_previous_point(history: History, recent: Recent):
     assert third.ttft_p50 == second.ttft_p50, "percentiles are of the last ten seconds"
     assert (third.queue_requests, third.prefill_ready, third.decode_ready, third.decode_desired) == (3, 1, 1, 2)
     assert (third.prefill_kv, third.decode_kv) == (None, 0.75)
+
+
+async def test_a_defect_in_a_point_ends_no_frontend(history: History, monkeypatch: pytest.MonkeyPatch):
+    """Those that it serves would lose their answers for a page that nobody may look at."""
+    monkeypatch.setattr(module, "INTERVAL_S", 0.01)
+    broken = iter((True, True, False))
+    take, taken = history.take, asyncio.Event()
+
+    def defective(at: float) -> None:
+        if next(broken):
+            raise ZeroDivisionError
+        take(at)
+        taken.set()
+
+    monkeypatch.setattr(history, "take", defective)
+    running = asyncio.create_task(history.run())
+    async with asyncio.timeout(DEADLINE_S):
+        await asyncio.wait({running, asyncio.create_task(taken.wait())}, return_when=asyncio.FIRST_COMPLETED)
+    assert not running.done() and len(history.points) == 1
+    await cancelled(running)
 
 
 def test_shares_within_objectives_are_those_of_the_last_minute_by_class(history: History, recent: Recent):

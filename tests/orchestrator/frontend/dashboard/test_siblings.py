@@ -4,6 +4,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import msgspec
@@ -19,7 +20,8 @@ from support_wait import until
 from orchestrator.fleet.view import Fleet
 from orchestrator.frontend.dashboard.history import History
 from orchestrator.frontend.dashboard.routes import stream_routes
-from orchestrator.frontend.dashboard.siblings import Second, Siblings, summed
+from orchestrator.frontend.dashboard.siblings import Bye, Question, Second, Siblings, summed
+from orchestrator.process.tasks import cancelled
 from orchestrator.process.telemetry.requests import Recent, RequestLine
 from orchestrator.store.client import Redis, connect
 
@@ -139,6 +141,30 @@ async def test_what_cannot_be_read_ends_no_frontend():
     siblings = Siblings("f0", Told(), "t", Recent())
     await siblings._listen()
     assert siblings.count == 2
+
+
+async def test_what_cannot_be_told_ends_no_frontend(caplog: pytest.LogCaptureFixture):
+    class Redis:
+        published: list[Any] = []
+
+        async def listen(self, channel: str) -> AsyncIterator[bytes]:
+            for number in (1, 2):
+                yield msgspec.json.encode(Question("f1", number, latest=1))
+
+        async def execute_command(self, *command: Any) -> None:
+            self.published.append(msgspec.json.decode(command[-1]))
+
+    recent = Recent()
+    siblings = Siblings("f0", Redis(), "t", recent)
+    latest = iter(([object()], []))
+    recent.latest = lambda count: next(latest)
+    await siblings._listen()
+    siblings._unsent.put_nowait(Bye(object()))
+    siblings._unsent.put_nowait(Bye("f0"))
+    sending = asyncio.create_task(siblings._send())
+    await until(lambda: sending.done() or len(Redis.published) == 2)
+    assert [told["type"] for told in Redis.published] == ["answer", "bye"] and caplog.text.count("TypeError: ") == 2
+    await cancelled(sending)
 
 
 def test_latencies_decisions_and_flows_add_up():

@@ -47,7 +47,7 @@ def test_steps_with_prompts_and_scheduled_steps_are_found_again(ahead):
     assert profile.steps_ahead == ahead and profile.prompt_s == pytest.approx(prompt_s)
     assert profile.router_s == pytest.approx(router_s) and profile.step_s == pytest.approx(step_s)
     assert profile.speed.prefill_s == pytest.approx(step_s + prompt_s)
-    assert profile.prefill_s(1000) == pytest.approx(step_s + prompt_s + 0.02)
+    assert profile.prefill_s_per_token == pytest.approx(2e-5)
 
 
 class Engine:
