@@ -285,6 +285,8 @@ class Agent:
     async def _heartbeat(self) -> None:
         while True:
             try:
+                if self._redis_away and self.life.claims:  # a heartbeat that is answered too late would count there
+                    await self._registry.known_for_s()
                 last = self._told.last_departure if self._peers.concerned else ""
                 timeout_s, mine = self._config.workers.timeout_s, self._current()
                 self._told = await self._registry.refresh(mine, timeout_s, last, refuse_duplicate_id)

@@ -273,6 +273,9 @@ def _refusing(validate: Callable[..., Validated]) -> Callable[..., Validated]:
     return refusing
 
 
+_AS_IT_COMES = (b"x-accel-buffering", b"no")  # nginx holds a stream back until its end, unless it is told this
+
+
 class Reply:
     """The send side of one response."""
 
@@ -288,7 +291,7 @@ class Reply:
         if message["type"] == "http.response.start":
             kinds = [value.lower() for name, value in message["headers"] if name.lower() == b"content-type"]
             if any(kind.startswith(b"text/event-stream") for kind in kinds):
-                self._held = message
+                self._held = {**message, "headers": [*message["headers"], _AS_IT_COMES]}
             else:
                 await self._start(message)
             return

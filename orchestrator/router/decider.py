@@ -54,6 +54,7 @@ class Decider:
         self._routing, self._slo, self._fetches = config.routing, config.slo, config.kv.fetch == "auto"
         self._fleet, self._queue, self._prefixes = fleet, queue, prefixes
         self._policies, self._predictor = Policies(config, choose, learning.predictor), learning.predictor
+        self._late = learning.late
         self._decoded_until = -math.inf  # monotonic; a decode worker was ready so lately that another will be soon
 
     def fleet_rejection(self) -> Reject | None:
@@ -163,14 +164,17 @@ class Decider:
 
     def bind(self, active: ActiveRequest, domain: str) -> Candidate | None:
         """The decode worker for a request whose prefill begins now on a prefill worker of this domain, by the latest
-        loads and prefix hits. None if the domain has no decode worker."""
-        parsed, near = active.parsed, active.prefill_worker or ""
+        loads and prefix hits. None if the domain has no decode worker to which KV comes from there."""
+        parsed, near, now = active.parsed, active.prefill_worker or "", time.monotonic()
+        late = self._late.resting(near, now)
         hits = self._prefixes.look_up(parsed.prefix_keys)
         adapter = parsed.info.adapter
         # A decode worker that still computes this prompt, because it was a prefill worker, would refuse the request.
-        seen = self._fleet.candidates((*active.avoid, near), hits, domain, adapter, near).decode
+        seen = self._fleet.candidates((*active.avoid, near, *late), hits, domain, adapter, near).decode
+        if late and self._routing.fallback != "refuse":  # then even the worst pair is better than none
+            seen = [candidate for candidate in seen if candidate.worker_id not in late]
         candidates, links = self._priced(adapter, seen), self._fleet.places.links(near, seen)
-        return self._policies.pair(parsed.info, candidates, links, time.monotonic())
+        return self._policies.pair(parsed.info, candidates, links, now)
 
     def holder(self, active: ActiveRequest, asker: str, cached_tokens: int) -> Holder | None:
         """The worker from whose cache `asker` fetches the beginning of the prompt; None: it computes all.

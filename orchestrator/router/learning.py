@@ -12,6 +12,7 @@ from orchestrator.fleet.worker_view import WorkerView
 from orchestrator.policy.decode_choice import DecodeChoice
 from orchestrator.policy.own_prompts import ReuseCounter
 from orchestrator.policy.policies import haste
+from orchestrator.policy.predict.late_pairs import LatePairs
 from orchestrator.policy.predict.predictor import Predictor
 from orchestrator.process.telemetry.metrics import Metrics
 from orchestrator.process.telemetry.requests import Recent
@@ -24,6 +25,7 @@ class Learning:
         self.predictor, self.recent = Predictor(), Recent()
         self._choose, self._slo, self._metrics = choose, slo, metrics
         self.offered, self.reuse = Offered(), ReuseCounter()
+        self.late = LatePairs()
         # By decode worker, the prefill workers from which KV has come. Not a set of pairs: a large fleet has 10,000s.
         self._connected: dict[str, set[str]] = {}
 
@@ -107,6 +109,7 @@ class Learning:
             self._metrics.kv_exposed_s.observe(now - prefill.ended_at)
         if prefill is not None and decode is not None:
             self.recent.transferred[f"{prefill.worker_id} {decode.worker_id}"] += prompt_tokens
+            self.late.came(prefill.worker_id, decode.worker_id)
         if decode is None or request.attempt > 1:
             return  # a retry's times are not those of a healthy request
         if request.state is State.LOCAL:
@@ -114,11 +117,17 @@ class Learning:
             tokens += request.placed.adapter_tokens if request.placed is not None else 0
             self.predictor.observe_local(decode.worker_id, tokens, now - decode.at)
         else:
-            self.transferred(request, link, now)
+            self._transferred(request, link, now)
 
-    def transferred(self, request: ActiveRequest, link: Link, now: float) -> None:
-        """Record how long the KV took after the end of its prefill; or, where the attempt is given up because it is
-        late, how long it has taken so far: or a link too slow for all prompts would never be known as such."""
+    def kv_late(self, request: ActiveRequest, link: Link, now: float) -> None:
+        """The attempt is given up, because its KV has not come by now. It takes longer than this: a link too slow for
+        all prompts would never be known as such by those whose KV comes."""
+        if request.decode is not None and request.prefill is not None:
+            self.late.late(request.prefill.worker_id, request.decode.worker_id, now)
+        self._transferred(request, link, now)
+
+    def _transferred(self, request: ActiveRequest, link: Link, now: float) -> None:
+        """Record how long the KV has taken after the end of its prefill."""
         decode, prefill, prompt_tokens = request.decode, request.prefill, request.parsed.info.prompt_tokens
         if decode is None or prefill is None or prefill.ended_at is None or request.attempt > 1:
             return
@@ -132,6 +141,7 @@ class Learning:
     def forget(self, worker_id: str) -> None:
         """The worker is gone: what was measured of it says nothing about another."""
         self.predictor.forget(worker_id)
+        self.late.forget(worker_id)
         self._connected.pop(worker_id, None)
         for connected in self._connected.values():
             connected.discard(worker_id)

@@ -78,7 +78,7 @@ class Overdue:
             self._dispatch.retry(active, "prefill_worker_lost", charge=False)
         elif active.state is State.TRANSFERRING and self._kv_is_late(active, now, longest):
             link = self._fleet.places.link(active.prefill_worker, active.decode_worker)
-            self._learning.transferred(active, link, now)
+            self._learning.kv_late(active, link, now)
             self._dispatch.retry(active, "kv_late")
         elif active.state in WITH_A_WORKER and self._makes_nothing(active, now):
             self._dispatch.retry(active, "stalled", avoid=active.decode_worker)

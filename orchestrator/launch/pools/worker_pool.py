@@ -163,10 +163,14 @@ class WorkerPool:
         """Note what the registry says of our workers, then do what the desired ratio asks for. Raises RedisAway."""
         await self.hold_ids()
         there = {info.process for info in snapshot.workers.values()}
+        others = self.workers_of_others(snapshot.launchers)
         for worker_id, slot in self.slots.items():
             info = snapshot.units.get(worker_id)
             if info is not None and slot.process.runs_as(info.process):
                 self._follow_registration(slot, info, snapshot)
+            elif info is not None and worker_id in others and slot.process.stage not in (Stage.LEAVING, Stage.ENDED):
+                log.warning("%s: another launcher has started it while this one was cut off; it ends here", worker_id)
+                slot.process.expect_exit(0)
             else:
                 slot.process.missed(snapshot.looked_s, self._config.workers.timeout_s, there)
         if self.launcher_id not in snapshot.launchers:  # nor may others be: Redis came back empty, or after long
@@ -271,6 +275,8 @@ class WorkerPool:
         """Take it out of the registry at once: the others need not wait for its time to live to run out."""
         try:
             for part in process.parts:
-                await self._registry.leave(part.name)
+                info = await self._registry.worker(part.name)
+                if info is None or info.process == part.identity:  # else another launcher's has its id by now
+                    await self._registry.leave(part.name, info.kv.engine_id if info is not None else "")
         except RedisAway as error:
             log.debug("%s stays in the registry until it expires: %s", process.name, error)

@@ -125,6 +125,13 @@ async def test_an_id_is_made_or_taken_and_always_returned(client):
     assert edge.current.get() is None
 
 
+async def test_a_proxy_is_told_to_pass_a_stream_on_as_it_comes(client):
+    streamed = await client.get("/stream", params={"refused": False})
+    assert streamed.headers.get_list("x-accel-buffering") == ["no"]
+    for whole in (await client.get("/echo"), await client.get("/stream", params={"refused": True})):
+        assert "x-accel-buffering" not in whole.headers
+
+
 HALF = b'{"a": ["x\\ud800y"]}'
 
 

@@ -14,6 +14,7 @@ from orchestrator.fleet.membership import mark_silent_quiet
 from orchestrator.frontend.edge import Objectives, read_objectives
 from orchestrator.policy import placement
 from orchestrator.policy.policies import LATE_OBJECTIVES
+from orchestrator.policy.predict.late_pairs import LATE_IN_A_ROW
 from orchestrator.process.tasks import cancelled
 from orchestrator.router import dispatch
 from orchestrator.router.decider import Decider
@@ -582,6 +583,34 @@ async def test_of_kv_that_is_late_it_is_known_how_long_it_takes_at_least():
         known_s.append(predictor.transfer_s(1000))
     assert known_s[0] < 0.1, "the first one may have waited for the connection"
     assert 3.5 < known_s[1] < 5
+
+
+async def test_a_pair_whose_kv_is_late_again_and_again_gets_no_more_for_a_while():
+    bench = Bench()
+    for worker in ("d0", "d1"):
+        bench.fleet.take_load(load_of(worker, blocks_free=900), time.monotonic())
+
+    async def bound(name):
+        await bench.router.submit(FakeRequest(name, prompt_tokens=1000))
+        bench.claim(name)
+        await bench.settle()
+        return bench.router.requests[name]
+
+    late, first = [], ""
+    while len(late) < LATE_IN_A_ROW:
+        active = await bound(f"late-{len(late)}")
+        first = first or active.decode_worker
+        if active.decode_worker == first:
+            late.append(active)
+        bench.say("p0", Prefilled(active.id, 1, 0.2))
+        if active.decode_worker == first:
+            bench.router.check(time.monotonic() + 4)
+            assert active.retries == ["kv_late"]
+    other = {"d0", "d1"} - {first}
+    assert {(await bound(f"n{number}")).decode_worker for number in range(6)} == other
+    bench.lose(*other)
+    alone = await bound("alone")
+    assert (alone.state, alone.decode_worker, alone.retries) == (State.LOCAL, first, ["no_decode_worker"])
 
 
 async def test_a_short_prompt_behind_a_long_one_that_waits_for_memory_is_not_late():

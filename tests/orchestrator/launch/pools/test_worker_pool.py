@@ -251,6 +251,29 @@ async def test_a_worker_that_cannot_reach_redis_lives_on_and_one_that_stands_sti
         assert running.pids()["worker-0"] == before["worker-0"]
 
 
+async def test_a_worker_that_another_launcher_has_started_meanwhile_is_given_up(tmp_path):
+    """This host was cut off for so long that its ids were free. The other worker lives: it answers at its address."""
+    async with running_pool(tmp_path, 0, 1) as running:
+        listener = await asyncio.start_server(lambda reader, writer: writer.close(), "127.0.0.1", 0)
+        address = f"tcp://127.0.0.1:{listener.sockets[0].getsockname()[1]}"
+        mine = running.snapshot.workers["worker-0"]
+        theirs = msgspec.structs.replace(
+            mine,
+            process="elsewhere/1/1",
+            request_address=address,
+            kv=msgspec.structs.replace(mine.kv, engine_id="other"),
+        )
+        try:
+            await running.registry.refresh_launcher("other", Launcher({"worker-0": Role.DECODE}), 60)
+            await running.registry.join(theirs, 60)
+            await running.until(lambda: not running.pool.slots, "it is ended, and not started again")
+            await asyncio.sleep(1)  # in which nothing is started
+            there = await running.registry.worker("worker-0")
+            assert not running.pool.slots and there is not None and there.process == theirs.process
+        finally:
+            listener.close()
+
+
 async def test_workers_started_by_hand_come_on_top_until_scale_drains_them(tmp_path):
     async with running_pool(tmp_path, 0, 1) as running, hand_started(running, Role.DECODE, "by-hand") as process:
         before = running.pids()

@@ -1,0 +1,57 @@
+"""Pairs of a prefill and a decode worker between which no KV comes, though both are heard: a firewall, a cut link.
+
+Each prompt that is sent there waits for seconds, and the blocks that its decode worker has reserved for it stay so for
+longer. So a pair rests after a few late ones in a row, ever longer, and then one prompt tries it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+LATE_IN_A_ROW = 2  # one may have been sent just before a connection broke, and the next one makes it anew
+FIRST_REST_S, MOST_REST_S = 5.0, 60.0  # doubled with each prompt that tries it and is late
+TRIAL_S = 10.0  # for which the prompt that tries it is alone, or until it is late
+
+
+@dataclass(slots=True)
+class _Late:
+    in_a_row: int = 0
+    rest_s: float = FIRST_REST_S / 2
+    rests_until: float = 0.0
+    on_trial: bool = False
+
+
+class LatePairs:
+    """Times are seconds of a clock that never goes back."""
+
+    def __init__(self) -> None:
+        self._pairs: dict[tuple[str, str], _Late] = {}  # those whose last KV was late
+
+    def came(self, prefill: str, decode: str) -> None:
+        """KV has come from one to the other."""
+        self._pairs.pop((prefill, decode), None)
+
+    def late(self, prefill: str, decode: str, now: float) -> None:
+        """It has not come in time. Of many that were on their way together the first ones count."""
+        pair = self._pairs.setdefault((prefill, decode), _Late())
+        pair.in_a_row += 1
+        if pair.in_a_row >= LATE_IN_A_ROW and (pair.on_trial or now >= pair.rests_until):
+            pair.rest_s = min(2 * pair.rest_s, MOST_REST_S)
+            pair.rests_until, pair.on_trial = now + pair.rest_s, False
+
+    def resting(self, prefill: str, now: float) -> list[str]:
+        """The decode workers to which this one is to send no KV now. One that has rested enough is none of them once,
+        for the prompt that asks."""
+        found = []
+        for (source, target), pair in self._pairs.items():
+            if source != prefill or pair.in_a_row < LATE_IN_A_ROW:
+                continue
+            if now < pair.rests_until:
+                found.append(target)
+            else:
+                pair.rests_until, pair.on_trial = now + TRIAL_S, True
+        return found
+
+    def forget(self, worker_id: str) -> None:
+        """It is gone."""
+        self._pairs = {pair: late for pair, late in self._pairs.items() if worker_id not in pair}
