@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
+import torch
 from support_fleet import small_model
 from support_vllm import Driver, frames
 from vllm.sampling_params import StructuredOutputsParams
@@ -121,3 +122,20 @@ async def test_the_kv_of_the_prompt_may_come_from_elsewhere(small: str, pair: tu
     assert rest.engine.kv_totals["pd_receives_failed_count"] == 0
     for driver in pair:
         await driver.idle()
+
+
+@pytest.mark.parametrize(
+    "drawn", [{}, {"temperature": 1.0, "seed": 5, "presence_penalty": 1.5}], ids=["greedy", "seeded"]
+)
+async def test_an_answer_to_embeddings_goes_on(model: Path, drawn: dict[str, Any]) -> None:
+    core = MsgpackDecoder(EngineCoreRequest).decode(frames([3], TOKENS, **drawn))
+    core.prompt_token_ids, core.prompt_embeds = None, torch.randn(40, 128, generator=torch.Generator().manual_seed(3))
+    body = [bytes(frame) for frame in MsgpackEncoder().encode(core)]
+    engine = await Driver.start(model, name="embedded", enable_prompt_embeds=True, enable_prefix_caching=False)
+    await engine.decode("whole", body)
+    answer = await engine.done("whole")
+    for sent in (1, 5, TOKENS - 1):
+        await engine.decode(f"{sent}", body, resume_tokens=answer[:sent])
+        assert answer[:sent] + await engine.done(f"{sent}") == answer, sent
+    await engine.idle()
+    await engine.stop()

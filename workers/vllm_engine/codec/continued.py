@@ -131,20 +131,14 @@ def _count_thoughts() -> None:
     def update_think_state(holder: Any, state: dict[str, Any]) -> None:
         if not state.setdefault("pd_counted", False):
             state["pd_counted"] = True
-            sampled, drafts = state["output_tok_ids"], state["spec_token_ids"]
-            state.update(output_tok_ids=[], spec_token_ids=[])
-            holder._find_last_sequence_index = _ending  # in all but the last token it has been looked for
-            for token in sampled:
-                state["force_index"] = []
+            sampled, drafts, so_far = state["output_tok_ids"], state["spec_token_ids"], list[int]()
+            state.update(output_tok_ids=so_far, spec_token_ids=[])
+            longest = max(len(holder.think_start_token_ids), len(holder.think_end_token_ids))
+            for token in sampled:  # a mark that began earlier has been found before
+                state.update(force_index=[], scan_offset=max(state["scan_offset"], len(so_far) - longest))
                 update(holder, state)
-                state["output_tok_ids"].append(token)
-            del holder._find_last_sequence_index
+                so_far.append(token)
             state.update(output_tok_ids=sampled, spec_token_ids=drafts, force_index=[])
         update(holder, state)
 
     ThinkingBudgetStateHolder._update_think_state = update_think_state
-
-
-def _ending(tokens: list[int], mark: list[int]) -> int:
-    """Where `mark` begins at the end of `tokens`; -1 if they do not end with it."""
-    return len(tokens) - len(mark) if mark and tokens[-len(mark) :] == mark else -1
