@@ -42,7 +42,9 @@ class ControlCalls:
         row = METHODS[method]
         workers = [worker_id for worker_id, view in self._fleet.workers.items() if view.connected]
         if not workers:
-            raise CallFailed(f"{method}: no worker is connected")
+            idle = self._fleet.rest is not None and self._fleet.rest.away
+            why = "the model is idle and has no worker; send it a request first" if idle else "no worker is connected"
+            raise CallFailed(f"{method}: {why}")
         if row.target is CallTarget.ONE:
             workers = workers[:1]
         results, failures = await self._ask(workers, method, args, kwargs or {}, timeout_s)

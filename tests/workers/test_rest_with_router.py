@@ -9,6 +9,7 @@ from support_steering import set_desired
 from support_wait import until
 from support_workers import Workers, running_workers
 
+from orchestrator.fleet.control_calls import CallFailed
 from orchestrator.launch.host.redis_server import EmbeddedRedis
 from orchestrator.router.request import Overloaded
 from orchestrator.store.planned import Seen
@@ -91,6 +92,14 @@ async def test_a_paused_model_is_not_idle(workers: Workers) -> None:
     await connection.pause.end()
     await asyncio.sleep(0.2)
     assert await told_idle_s() >= 0.1
+
+
+async def test_an_order_for_the_workers_of_an_idle_model_says_how_it_has_some(redis_server: EmbeddedRedis) -> None:
+    async with running_workers(redis_server) as workers:
+        client = await sleeping(workers)
+        with pytest.raises(CallFailed, match="the model is idle and has no worker; send it a request first"):
+            await client.connection.pause.begin("wait", False)
+        assert (await workers.registry.desired()).idle, "a pause wakes nobody"
 
 
 async def test_a_pause_that_outlived_the_workers_of_an_idle_model_is_ended(redis_server: EmbeddedRedis) -> None:
