@@ -1,10 +1,10 @@
 """Simulates a fleet of lockstep groups: prompts are computed by groups of prefill ranks, answers by groups of decode
 ranks, and every step of a group lasts as long as that of its rank with most tokens.
 
-*Ours* is what a fleet runs: ranks claim prompts from one queue, and the decode choice takes a group and then a rank of
-it (`policy.claims`, `policy.choices.ranks`). The field's ways choose both ranks at arrival. The times of a step are
-those that `policy_adp` fitted to NVIDIA's published figures. Not modelled: transfers, which take no time, prefix hits,
-and which experts tokens go to, which no router decides.
+*Ours* is what a fleet runs: ranks claim prompts from one queue and level them, and the decode choice takes a group and
+then a rank of it (`policy.claims`, `policy.choices.ranks`). The field's ways choose both ranks at arrival. The times of
+a step are those that `policy_adp` fitted to NVIDIA's published figures. Not modelled: transfers, prefix hits, and which
+experts tokens go to, which no router decides.
 
     python -m benchmarks.policy_groups TRACE... [--ways ours round_robin] [--requests 9000]
 
@@ -27,6 +27,7 @@ from statistics import fmean
 
 from benchmarks.policy_adp import AdpSettings
 from orchestrator.policy.choices.named import decode_choice
+from orchestrator.policy.choices.ranks import level, pace
 from orchestrator.policy.claims import (
     AFFINITY_WINDOW,
     CLAIM_BATCHES,
@@ -89,19 +90,17 @@ class Rank:
     def candidate(self) -> Candidate:
         waiting = len(self.waiting) + len(self.prompts) + self.promised
         free = max(0, BLOCKS - self.used)
-        running = len(self.running)
-        return Candidate(
-            self.name, BLOCKS, free, BLOCK_SIZE, running, waiting, self.backlog, 0, MAX_SEQS, group=self.group
-        )
+        there = len(self.running), waiting, self.backlog
+        return Candidate(self.name, BLOCKS, free, BLOCK_SIZE, *there, max_num_seqs=MAX_SEQS, group=self.group)
 
 
 class Group:
     def __init__(self, name: str, ranks: int) -> None:
         self.role = name[0]
         self.ranks = [Rank(f"{name}.{rank}", name) for rank in range(ranks)]
-        self.busy = False
-        self.steps = 0
-        self.stepped_s = self.lost_s = self.least_s = 0.0
+        self.busy, self.steps = False, 0
+        self.told = [0] * ranks  # prompt tokens that each has left after the step that begins
+        self.stepped_s = self.lost_s = self.least_s = 0.0  # summed over the ranks
 
 
 class VllmBalance(DecodeChoice):
@@ -187,8 +186,7 @@ class Fleet:
         seen = [WindowJob(job.info.id, job.score, job.left, self.now - job.arrival.at) for job in window]
         claimed = set(choose_claims(seen, budget, idle, TIMES.token_s, share_tokens=share))
         jobs = [job for job in window if job.info.id in claimed]
-        for job in jobs:
-            self._queued_tokens -= job.left
+        self._queued_tokens -= sum(job.left for job in jobs)
         left = [entry for entry in self._queue[:AFFINITY_WINDOW] if entry[2].info.id not in claimed]
         self._queue[:AFFINITY_WINDOW] = left
         if jobs:
@@ -204,8 +202,6 @@ class Fleet:
         rank.done_at = self.now + rank.backlog * TIMES.token_s
         self._begin(self._of[rank.name][1])
 
-    # ---- steps -------------------------------------------------------------------------------------------------
-
     def _begin(self, group: Group) -> None:
         """Start the group's next step, if it has one to take and takes none."""
         if group.busy:
@@ -215,16 +211,25 @@ class Fleet:
                 job = rank.waiting.popleft()
                 ends = group.steps + max(1, job.arrival.output_tokens - 1)
                 heapq.heappush(rank.running, (ends, next(self._order), job))
-        tokens = [min(rank.backlog, self._max_tokens) + len(rank.running) for rank in group.ranks]
+        chunks = self._chunks(group)
+        tokens = [chunk + len(rank.running) for chunk, rank in zip(chunks, group.ranks, strict=True)]
         if most := max(tokens):
             step_s = TIMES.fixed_s + TIMES.token_s * most
             group.busy = True
             if self._counts_from <= self.now <= self.jobs[-1].arrival.at:
-                group.stepped_s += step_s
-                group.lost_s += step_s * (1 - sum(tokens) / len(tokens) / most)
-                group.least_s += step_s * max(0.0, 1 - self._there[group.role] / len(tokens))
-            chunks = [min(rank.backlog, self._max_tokens) for rank in group.ranks]
+                group.stepped_s += step_s * len(tokens)
+                group.lost_s += step_s * (len(tokens) - sum(tokens) / most)
+                group.least_s += step_s * max(0, len(tokens) - self._there[group.role])
             heapq.heappush(self._ends, (self.now + step_s, next(self._order), group, chunks))
+
+    def _chunks(self, group: Group) -> list[int]:
+        """Prompt tokens that each rank computes in the next step: ours by what all ranks told of it a step before."""
+        most, none = self._max_tokens, [0] * len(group.ranks)
+        if self._pull and any(group.told):
+            most = level(none, group.told, [pace(left, none, False, 0)[0] for left in group.told], most)
+        chunks = [min(rank.backlog, most) for rank in group.ranks]
+        group.told = [rank.backlog - chunk for rank, chunk in zip(group.ranks, chunks, strict=True)]
+        return chunks
 
     def _end_step(self) -> None:
         self.now, _, group, chunks = heapq.heappop(self._ends)
@@ -266,8 +271,6 @@ class Fleet:
         rank.used += job.blocks
         self._begin(self._of[rank.name][1])
 
-    # ---- results -----------------------------------------------------------------------------------------------
-
     @property
     def counted(self) -> list[Job]:
         return [job for job in self.jobs if job.arrival.at >= self._counts_from]
@@ -279,14 +282,12 @@ class Fleet:
     def lost(self, groups: Sequence[Group]) -> float:
         """Of the time in which these groups take steps, the share that their ranks wait for the one with most tokens:
         one less the mean of their tokens divided by the most of one, weighted by the steps' times."""
-        weight = [group.stepped_s * len(group.ranks) for group in groups]
-        return sum(group.lost_s * len(group.ranks) for group in groups) / sum(weight)
+        return sum(group.lost_s for group in groups) / sum(group.stepped_s for group in groups)
 
     def least(self, groups: Sequence[Group]) -> float:
         """The same of an oracle's steps at these times: all requests of the fleet, however few, are in the group that
         takes the step, each on a rank of its own while there are ranks, and all compute equal parts of it."""
-        weight = [group.stepped_s * len(group.ranks) for group in groups]
-        return sum(group.least_s * len(group.ranks) for group in groups) / sum(weight)
+        return sum(group.least_s for group in groups) / sum(group.stepped_s for group in groups)
 
 
 def goodput(load: Load, way: str, share: float, max_tokens: int) -> tuple[float, Fleet]:
@@ -297,22 +298,21 @@ def goodput(load: Load, way: str, share: float, max_tokens: int) -> tuple[float,
         runs[rate] = Fleet(at_rate(load, rate), way, max_tokens).run()
         return runs[rate].attained >= share
 
-    low, high = BEGIN, BEGIN * 1.5
-    while not meets(low):
-        low, high = low / 1.5, low
-    while meets(high):
-        low, high = high, high * 1.5
-    while high / low > STEP:
-        middle = math.sqrt(low * high)
-        low, high = (middle, high) if meets(middle) else (low, middle)
-    return low, runs[low]
+    rate, factor = BEGIN, 1.5
+    while not meets(rate):
+        rate /= factor
+    while factor**2 > STEP:
+        while meets(rate * factor):
+            rate *= factor
+        factor = math.sqrt(factor)
+    return rate, runs[rate]
 
 
 def row(case: tuple[Load, str, float, int]) -> str:
     load, way, share, max_tokens = case
     rate, fleet = goodput(*case)
-    lost = [fleet.lost(groups) for groups in (fleet.prefill, fleet.decode, fleet.prefill + fleet.decode)]
-    lost.append(fleet.least(fleet.prefill + fleet.decode))
+    both = fleet.prefill + fleet.decode
+    lost = [*map(fleet.lost, (fleet.prefill, fleet.decode, both)), fleet.least(both)]
     shown = " | ".join(f"{part:.0%}" for part in lost)
     return f"| {load.name} | {max_tokens:,} | {share:.0%} | `{way}` | {rate:.0f} | {shown} |"
 

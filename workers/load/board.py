@@ -113,10 +113,9 @@ class Board:
 
     def budget(self, generating: int, backlog: int, max_tokens: int) -> int | None:
         """Prompt tokens to compute in this step, of a rank with so many tokens to decode, and of prompts; None: as
-        many as fit."""
+        many as fit, as where no rank had anything to do when it told of this step."""
         decodes, prompts, floors = zip(*plans, strict=True) if (plans := self._plans()) else ((), (), ())
-        # Where no rank decodes, a step that computes less only makes more steps.
-        if not (self._levels and backlog and any(decodes)):
+        if not (self._levels and backlog and (any(decodes) or any(prompts))):
             return None
         return max(1, min(backlog, level(decodes, prompts, floors, max_tokens) - generating))
 

@@ -11,6 +11,7 @@ import math
 from collections.abc import Sequence
 
 DRAIN_STEPS = 32  # in which the prompts of all ranks should be computed, where many sequences decode
+LEAST_ALONE = 512  # prompt tokens of a rank in a step in which none decodes: each step takes a time of its own
 
 
 def assign_longest_first(prompts: Sequence[int], tokens: Sequence[int], active: Sequence[int]) -> list[int]:
@@ -44,11 +45,14 @@ def level(generating: Sequence[int], backlog: Sequence[int], floors: Sequence[in
     """How many tokens all ranks compute in this step, those that have so many.
 
     It is `generating + backlog` of the rank with the least to do, and at least what computes the prompts of all ranks
-    in `DRAIN_STEPS` steps. It is more than every rank's `generating`, so that a rank without prompts cannot stall the
-    others, and leaves room for each rank's `floors`, its fewest prompt tokens; it is at most `max_tokens`.
+    in `DRAIN_STEPS` steps. Where no rank decodes, as in a prefill group, it is at least their mean: a short prompt then
+    waits for no long one beside it, and while all have much to do steps are as long as ever. It is more than every
+    rank's `generating`, so that a rank without prompts cannot stall the others, and leaves room for each rank's
+    `floors`, its fewest prompt tokens; it is at most `max_tokens`.
     """
     reach = [decode + prompt for decode, prompt in zip(generating, backlog, strict=True)]
-    mean = math.ceil((sum(generating) + sum(backlog) / DRAIN_STEPS) / len(backlog))
+    steps = DRAIN_STEPS if any(generating) else 1
+    mean = math.ceil((sum(generating) + sum(backlog) / steps) / len(backlog))
     least = max(decode + floor for decode, floor in zip(generating, floors, strict=True))
     return min(max_tokens, max(min(reach), mean, least, max(generating) + 1))
 
@@ -59,10 +63,12 @@ def pace(backlog: int, generating: Sequence[int], full: bool, steps_left: int) -
     Its prompts are computed within so many steps as sequences `generating` on a rank (the mean) wait for them, at most
     `DRAIN_STEPS`, although the other ranks may have none: where few wait, little is gained by a later first token.
     Where its batch is `full` prompts wait for a place anyway, and only the number of them that all ranks compute
-    counts: no floor.
+    counts: no floor. Where none decodes the floor is what is worth a step.
     """
     if not backlog or full:
         return 0, 0
+    if not any(generating):
+        return min(backlog, LEAST_ALONE), 0
     most = max(1, min(DRAIN_STEPS, -(-sum(generating) // len(generating))))
     left = min(steps_left, most) or most
     return -(-backlog // left), left - 1

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from orchestrator.policy.choices.ranks import LEAST_ALONE
 from orchestrator.types import StepCounters
 from workers.load import board
 from workers.load.board import Board, announce, withdraw
@@ -157,11 +158,22 @@ def test_in_every_order_of_their_steps_ranks_find_the_same_level_or_none(here: P
     assert set(alone.levels) == {None}
 
 
-def test_prompts_are_whole_where_no_rank_decodes_or_the_key_says_so(here: Path) -> None:
+def test_where_no_rank_decodes_a_step_is_as_long_as_the_mean_of_what_they_have(here: Path) -> None:
+    """A prefill group: the short prompt is done before the long one."""
     first, second = boards = ranks()
-    plan(boards, (0, 160), (0, 0))
+    assert first.budget(0, 8000, 8192) is None, "nobody has told of this step"
+    plan(boards, (0, 8000), (0, 200))
+    assert first.budget(0, 8000, 8192) == 4100 and second.budget(0, 200, 8192) == 200
+    plan(boards, (0, 600), (0, 0))
+    assert first.budget(0, 600, 8192) == LEAST_ALONE, "a step is worth so many"
+    plan(boards, (0, 9000), (0, 12_000))
+    assert first.budget(0, 9000, 8192) == second.budget(0, 12_000, 8192) == 8192
+    plan(boards, (0, 0), (0, 0))
     assert first.budget(0, 160, 2048) is None
-    first, second = boards = ranks(levels=False)
+
+
+def test_prompts_are_whole_where_the_key_says_so(here: Path) -> None:
+    first, _ = boards = ranks(levels=False)
     plan(boards, (10, 160), (20, 0))
     assert first.budget(10, 160, 2048) is None
 
