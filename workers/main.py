@@ -232,7 +232,8 @@ def _engine(parsed: WorkerSettings, listening: Listening, kv_port: int) -> Engin
 
     gc.freeze()  # an engine process that is forked shares them
     gc.enable()
-    settings = ucx_settings((listening.reached_at, listening.bind), interfaces_here())
+    # A handshake with an engine behind a firewall that drops fails after 3 s, not 130.
+    settings = {"UCX_TCP_SYN_CNT": "1", **ucx_settings((listening.reached_at, listening.bind), interfaces_here())}
     if config.workers.ports is not None:
         settings["UCX_TCP_PORT_RANGE"] = config.workers.ports
     os.environ.update({name: value for name, value in settings.items() if name not in os.environ})
