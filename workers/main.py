@@ -232,10 +232,7 @@ def _engine(parsed: WorkerSettings, listening: Listening, kv_port: int) -> Engin
 
     gc.freeze()  # an engine process that is forked shares them
     gc.enable()
-    # A handshake with an engine behind a firewall that drops fails after 3 s, not 130.
-    settings = {"UCX_TCP_SYN_CNT": "1", **ucx_settings((listening.reached_at, listening.bind), interfaces_here())}
-    if config.workers.ports is not None:
-        settings["UCX_TCP_PORT_RANGE"] = config.workers.ports
+    settings = ucx_settings((listening.reached_at, listening.bind), interfaces_here(), config.workers.ports)
     os.environ.update({name: value for name, value in settings.items() if name not in os.environ})
     common |= {"cores": parsed.cores or None, "encrypted": config.security.mesh == "curve"}
     return VllmEngine(Setup(model=resolve_model(config.model), engine_args=parsed.engine_args, **common))

@@ -1,5 +1,5 @@
-"""Which network interface UCX's TCP uses: the one with the address at which others reach this worker. And which one the
-ranks of a group use.
+"""How UCX uses TCP: by the interface with the address at which others reach this worker, and no connection is tried for
+long. And which interface the ranks of a group use.
 
 By default UCX listens on every interface and offers all of them to its peers. Some that it takes for reachable, by
 subnet or by route, may not be: a second network without a way between two hosts, or a private address that both hosts
@@ -29,17 +29,17 @@ class Interface(msgspec.Struct, frozen=True):
     bridge: bool = False
 
 
-def ucx_settings(hosts: Iterable[str], interfaces: Iterable[Interface]) -> dict[str, str]:
-    """UCX's environment variables that leave out all interfaces but the one of this worker.
-
-    `hosts`: names and addresses of the worker, in the order of preference. Empty if no interface has any of them.
-    """
+def ucx_settings(hosts: Iterable[str], interfaces: Iterable[Interface], ports: str | None = None) -> dict[str, str]:
+    """UCX's environment variables for this worker. They leave out all interfaces but its own, if one has any of
+    `hosts`: its names and addresses, in the order of preference. `ports`: a range, `FIRST-LAST`."""
+    # Behind a firewall that drops, a handshake fails after 3 s instead of 130, for which no block was given back.
+    settings = {"UCX_TCP_SYN_CNT": "1"} | ({"UCX_TCP_PORT_RANGE": ports} if ports is not None else {})
     known = [interface for interface in interfaces if interface.addresses]
     for address in (address for host in hosts for address in _resolved(host)):
         for own in known:
             if address in own.addresses:
-                return _settings_of(own, known, address)
-    return {}
+                return settings | _settings_of(own, known, address)
+    return settings
 
 
 def group_settings(address: str, interfaces: Iterable[Interface]) -> dict[str, str]:

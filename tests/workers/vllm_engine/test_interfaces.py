@@ -22,6 +22,7 @@ BRIDGE = Interface("br0", frozenset({"10.1.0.5"}), bridge=True)
 CONTAINERS = Interface("docker0", frozenset({"172.17.0.1"}), bridge=True)
 BARE = Interface("veth1", frozenset())  # a container's end: UCX does not offer it
 HOST = [LOOPBACK, OTHER, BARE, DATA, BRIDGE, CONTAINERS]
+FIREWALLS = {"UCX_TCP_SYN_CNT": "1"}  # those that drop: a handshake ends soon
 
 
 @pytest.mark.parametrize(
@@ -37,7 +38,7 @@ HOST = [LOOPBACK, OTHER, BARE, DATA, BRIDGE, CONTAINERS]
     ],
 )
 def test_other_interfaces_are_left_out(hosts: list[str], settings: dict[str, str]) -> None:
-    assert ucx_settings(hosts, HOST) == settings
+    assert ucx_settings(hosts, HOST) == {**FIREWALLS, **settings}
 
 
 def test_ranks_of_a_group_use_the_interface_that_leads_to_the_first_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -49,7 +50,8 @@ def test_ranks_of_a_group_use_the_interface_that_leads_to_the_first_one(monkeypa
 
 
 def test_one_interface_needs_no_setting() -> None:
-    assert ucx_settings(["10.0.0.5"], [DATA]) == {}
+    assert ucx_settings(["10.0.0.5"], [DATA]) == FIREWALLS
+    assert ucx_settings(["10.0.0.5"], [DATA], "20000-20999") == {**FIREWALLS, "UCX_TCP_PORT_RANGE": "20000-20999"}
 
 
 def test_loopback_is_found_here() -> None:
