@@ -67,7 +67,7 @@ class PauseCalls:
 
     async def end(self) -> None:
         """Of a model that became idle as it was paused: its workers, which are to be told, are asked for again."""
-        if (rest := self._fleet.rest) is not None:
+        if self.active and (rest := self._fleet.rest) is not None:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(rest.cold_start_s):
                     while rest.recall():

@@ -122,8 +122,9 @@ class Learning:
     def kv_late(self, request: ActiveRequest, link: Link, now: float) -> None:
         """The attempt is given up, because its KV has not come by now. It takes longer than this: a link too slow for
         all prompts would never be known as such by those whose KV comes."""
-        if request.decode is not None and request.prefill is not None:
-            self.late.late(request.prefill.worker_id, request.decode.worker_id, now)
+        decode, prefill = request.decode, request.prefill
+        if decode is None or prefill is None or not self.late.late(prefill.worker_id, decode.worker_id, now):
+            return
         self._transferred(request, link, now)
 
     def _transferred(self, request: ActiveRequest, link: Link, now: float) -> None:

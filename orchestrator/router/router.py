@@ -182,6 +182,7 @@ class Router:
             others_failed = chosen.worker_id in active.avoid
             if self._dispatch.send(active, chosen.worker_id, State.TRANSFERRING, hit_tokens=chosen.cached_tokens):
                 self._metrics.prefix_hit_tokens.labels("decode").inc(chosen.cached_tokens)
+                self.learning.late.tried(worker_id, chosen.worker_id, now)
                 return
         self._dispatch.unbound(active)
 

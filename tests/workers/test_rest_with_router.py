@@ -99,7 +99,9 @@ async def test_an_order_for_the_workers_of_an_idle_model_says_how_it_has_some(re
         client = await sleeping(workers)
         with pytest.raises(CallFailed, match="the model is idle and has no worker; send it a request first"):
             await client.connection.pause.begin("wait", False)
-        assert (await workers.registry.desired()).idle, "a pause wakes nobody"
+        with pytest.raises(CallFailed, match="the model is idle"):  # nobody has paused it
+            await client.connection.pause.end()
+        assert (await workers.registry.desired()).idle, "neither wakes anybody"
 
 
 async def test_a_pause_that_outlived_the_workers_of_an_idle_model_is_ended(redis_server: EmbeddedRedis) -> None:

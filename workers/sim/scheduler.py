@@ -87,7 +87,7 @@ class SimScheduler(Engine):
         step = None if paused else self.next_step(now)
         started, self._started = self._started, []
         if self.board is not None:
-            ending = sum(stay.compute == tokens for stay, tokens in self.chunks)
+            ending = sum(stay.compute == tokens and stay.phase != "prefill" for stay, tokens in self.chunks)
             decodes, prompts = self.batch.sequences + len(self.arrived) + ending, self.pending_tokens - self._prompts
             self.board.plan(decodes, prompts, full=len(self.running) >= self.profile.max_num_seqs)
         return step, [request for request in started if request.kv_source is not None]

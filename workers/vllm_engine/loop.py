@@ -169,8 +169,10 @@ class Steps:
         awaiting = (1 + scheduler.num_spec_tokens) * len(scheduler.kv_holding_waiting)
         for request in scheduler.running:
             left = request.num_tokens - request.num_computed_tokens
-            decodes += 1 + scheduler.num_spec_tokens if left <= 1 else 0
-            backlog += left if left > 1 else 0
+            if left > 1:
+                backlog += left
+            elif left == 1 or not _goes_elsewhere(request):  # else its last chunk is in the step
+                decodes += 1 + scheduler.num_spec_tokens
         for request in scheduler.waiting:
             if request.status in _STARTS and not (request.kv_transfer_params or {}).get("do_remote_prefill"):
                 backlog += max(0, request.num_tokens - request.num_computed_tokens)

@@ -11,6 +11,7 @@ in the prompt and what its positions follow from. Where it needs pixels after al
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from importlib.metadata import entry_points
 from operator import attrgetter, is_
 from typing import Any
 
@@ -20,6 +21,7 @@ from vllm.exceptions import VLLMValidationError
 from vllm.multimodal.utils import strip_covered_mm_data
 from vllm.sampling_params import RequestOutputKind, SamplingParams, SamplingType
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
+from vllm.v1.sample.logits_processor import LOGITSPROCS_GROUP
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from orchestrator.config.settings import SLOClass
@@ -82,6 +84,11 @@ def local_only_reason(request: EngineCoreRequest) -> str | None:
     return None
 
 
+def own_processors(config: VllmConfig) -> bool:
+    """Whether engines run logits processors of the operator, by `engine_args.logits_processors` or installed."""
+    return bool(config.model_config.logits_processors or entry_points(group=LOGITSPROCS_GROUP))
+
+
 class MediaRules(msgspec.Struct, frozen=True):
     """What the model permits. `remote`: another worker than the one that decodes may compute a prompt with media.
     `grid_positions`: positions follow from the sizes of images (M-RoPE), which every worker needs."""
@@ -119,15 +126,17 @@ class VllmCodec:
         self,
         classes: Mapping[str, SLOClass] | None = None,
         media: MediaRules = MediaRules(),
+        own_processors: bool = False,
     ) -> None:
-        """`classes`: of objectives, by name."""
-        self._classes, self._media = classes or {}, media
+        """`classes`: of objectives, by name. `own_processors`: whether engines run logits processors of the operator,
+        which may sample another first token where a prompt is prefilled for another engine."""
+        self._classes, self._media, self._own_processors = classes or {}, media, own_processors
         self._encoder = MsgpackEncoder()
         self._decoder = MsgpackDecoder(EngineCoreOutputs)
 
     @classmethod
     def of(cls, config: VllmConfig, classes: Mapping[str, SLOClass] | None = None) -> VllmCodec:
-        return cls(classes, MediaRules.of(config))
+        return cls(classes, MediaRules.of(config), own_processors(config))
 
     def read(self, request: EngineCoreRequest, block_size: int) -> ParsedRequest:
         """Raises VLLMValidationError for a request that a fleet cannot serve."""
@@ -167,7 +176,7 @@ class VllmCodec:
                 else None
             ),
             label=context.request_id if context else request.external_req_id or request.request_id,
-            early_token=sampling is not None and _same_first_token(sampling),
+            early_token=sampling is not None and not self._own_processors and _same_first_token(sampling),
             prefix_keys=keys,
             received_at=context.received_at if context else request.arrival_time,
             on_request_ended=context.on_request_ended if context else None,
@@ -220,6 +229,8 @@ class VllmCodec:
     def drop_told(self, output: EngineCoreOutput, tokens: int) -> None:
         # vLLM takes the begin of the wait in the engine from the last event that says it, and its end from the first.
         output.events = output.prefill_stats = None
+        if not tokens:
+            return
         left = len(output.new_token_ids) - tokens
         output.new_token_ids = output.new_token_ids[tokens:]
         if output.new_logprobs is not None:

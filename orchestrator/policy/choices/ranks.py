@@ -65,10 +65,10 @@ def pace(backlog: int, generating: Sequence[int], full: bool, steps_left: int) -
     Where its batch is `full` prompts wait for a place anyway, and only the number of them that all ranks compute
     counts: no floor. Where none decodes the floor is what is worth a step.
     """
-    if not backlog or full:
-        return 0, 0
     if not any(generating):
         return min(backlog, LEAST_ALONE), 0
+    if not backlog or full:
+        return 0, 0
     most = max(1, min(DRAIN_STEPS, -(-sum(generating) // len(generating))))
     left = min(steps_left, most) or most
     return -(-backlog // left), left - 1

@@ -31,26 +31,27 @@ class LatePairs:
         """KV has come from one to the other."""
         self._pairs.pop((prefill, decode), None)
 
-    def late(self, prefill: str, decode: str, now: float) -> None:
-        """It has not come in time. Of many that were on their way together the first ones count."""
+    def late(self, prefill: str, decode: str, now: float) -> bool:
+        """It has not come in time. Of many that were on their way together the first ones count: whether this one is of
+        these."""
         pair = self._pairs.setdefault((prefill, decode), _Late())
+        counts = pair.in_a_row < LATE_IN_A_ROW or pair.on_trial
         pair.in_a_row += 1
         if pair.in_a_row >= LATE_IN_A_ROW and (pair.on_trial or now >= pair.rests_until):
             pair.rest_s = min(2 * pair.rest_s, MOST_REST_S)
             pair.rests_until, pair.on_trial = now + pair.rest_s, False
+        return counts
 
     def resting(self, prefill: str, now: float) -> list[str]:
-        """The decode workers to which this one is to send no KV now. One that has rested enough is none of them once,
-        for the prompt that asks."""
-        found = []
-        for (source, target), pair in self._pairs.items():
-            if source != prefill or pair.in_a_row < LATE_IN_A_ROW:
-                continue
-            if now < pair.rests_until:
-                found.append(target)
-            else:
-                pair.rests_until, pair.on_trial = now + TRIAL_S, True
-        return found
+        """The decode workers to which this one is to send no KV now."""
+        pairs = self._pairs.items()
+        return [target for (source, target), pair in pairs if source == prefill and now < pair.rests_until]
+
+    def tried(self, prefill: str, decode: str, now: float) -> None:
+        """A prompt is sent that way. After a rest it is alone there until its KV has come, or has not."""
+        pair = self._pairs.get((prefill, decode))
+        if pair is not None and pair.in_a_row >= LATE_IN_A_ROW:
+            pair.rests_until, pair.on_trial = now + TRIAL_S, True
 
     def forget(self, worker_id: str) -> None:
         """It is gone."""

@@ -110,6 +110,14 @@ def test_a_levelled_step_cuts_prompts_and_nothing_else() -> None:
     assert board.planned == (3, 15, True), "a rank that is paused tells what it has, at each step"
 
 
+def test_a_prompt_for_another_engine_that_ends_in_a_step_decodes_nothing_there() -> None:
+    board = LevelBoard(grant=1000)
+    scheduler = SimScheduler(Simulated(max_num_seqs=4, max_num_batched_tokens=1000), board)  # type: ignore[arg-type]
+    scheduler.submit(request_of("p", 20, phase=Phase.PREFILL))
+    assert begin(scheduler) == ([("p", 20)], [])
+    assert board.planned == (0, 0, False)
+
+
 def test_a_prompt_for_another_engine_leaves_room_for_those_that_decode_beside_it() -> None:
     """Only beside them, and only such a prompt: what a decode worker prefills itself is computed as vLLM does."""
     scheduler = SimScheduler(Simulated(max_num_seqs=4, max_num_batched_tokens=1000), tpot_s=0.1)

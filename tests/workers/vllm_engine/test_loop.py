@@ -150,6 +150,20 @@ def test_where_no_place_is_free_a_prompt_may_take_as_long_as_it_likes(
     assert boards[1]._plans()[0] == (1, 900, least)
 
 
+def test_a_prompt_for_another_engine_whose_last_chunk_is_in_the_step_decodes_nothing(boards: list[Board]) -> None:
+    """Else the ranks of a prefill group would compute long prompts whole beside short ones."""
+    from workers.vllm_engine.loop import steps_of
+
+    engine = FakeEngine()
+    steps = steps_of(engine)
+    assert steps is not None
+    engine.scheduler.running = [goes_elsewhere(1000, 1000), goes_elsewhere(500, 200)]
+    engine.scheduler.schedule(False)
+    steps.ended(True, 1.0)
+    goes_on(boards[1])
+    assert boards[1]._plans()[0][:2] == (0, 300)
+
+
 def test_without_prompts_the_limits_are_vllms(boards: list[Board]) -> None:
     from workers.vllm_engine.loop import steps_of
 

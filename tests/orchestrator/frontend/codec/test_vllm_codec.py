@@ -92,6 +92,9 @@ def test_prefill_output_becomes_first_output(codec) -> None:
 
 
 def test_first_token_is_dropped_from_decode_output(codec) -> None:
+    import numpy as np
+    from vllm.v1.outputs import SamplingMaskLists
+
     several = output([7, 8, 9])
     codec.drop_told(several, 1)
     assert several.new_token_ids == [8, 9] and several.events is None
@@ -100,10 +103,19 @@ def test_first_token_is_dropped_from_decode_output(codec) -> None:
     alone = output([7])
     codec.drop_told(alone, 1)
     assert alone.new_token_ids == [] and alone.new_logprobs is None
-    goes_on = output([7, 8])
+    goes_on = output([7, 8], new_sampling_mask=SamplingMaskLists(np.arange(3)))  # which vLLM cannot cut
     codec.drop_told(goes_on, 0)
+    assert goes_on.new_sampling_mask is not None
     assert goes_on.new_token_ids == [7, 8] and goes_on.events is None and goes_on.prefill_stats is None
     assert goes_on.new_logprobs.logprob_token_ids.tolist() == [[7, 8], [8, 9]]
+
+
+def test_processors_of_the_operator_keep_the_first_token_until_decode_has_sampled_it(codec) -> None:
+    """Where another engine decodes they see other limits: the prompt is prefilled for one token."""
+    from orchestrator.frontend.codec.vllm_codec import VllmCodec
+
+    assert codec.read(request(temperature=0.0), 16).early_token
+    assert not VllmCodec(own_processors=True).read(request(temperature=0.0), 16).early_token
 
 
 def test_prefix_keys_separate_lora_and_salt(codec) -> None:

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrator.policy.choices.named import decode_choice
-from orchestrator.policy.choices.ranks import DRAIN_STEPS, assign_longest_first, level_chunks, pace
+from orchestrator.policy.choices.ranks import DRAIN_STEPS, LEAST_ALONE, assign_longest_first, level_chunks, pace
 from orchestrator.policy.decode_choice import Candidate, RankChoice, RequestInfo
 from orchestrator.policy.shortlist import SHORTLIST_FROM, Shortlist
 
@@ -55,6 +55,7 @@ def test_a_lone_prompt_takes_as_many_steps_as_sequences_wait_for_it(decoding: in
 
 def test_a_full_batch_has_no_floor() -> None:
     assert pace(1000, [8, 8], True, 5) == (0, 0)
+    assert pace(1000, [0, 0], True, 0) == (LEAST_ALONE, 0)  # none decodes: a step of a few tokens is worth nothing
 
 
 def test_adp_takes_the_rank_with_fewest_tokens_among_those_below_their_share_of_sequences() -> None:

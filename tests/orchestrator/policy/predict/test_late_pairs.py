@@ -31,19 +31,25 @@ def test_one_prompt_at_a_time_tries_it_after_ever_longer_rests() -> None:
         while pairs.resting("p", now):
             now += 1.0
         rests.append(now - begun)
+        assert pairs.resting("p", now) == [], "who looks may choose another worker"
+        pairs.tried("p", "d", now)
         assert pairs.resting("p", now) == pairs.resting("p", now + TRIAL_S - 1) == ["d"], "it is alone"
         now += 4.0
         pairs.late("p", "d", now)
     assert rests == [min(MOST_REST_S, FIRST_REST_S * 2**number) for number in range(8)]
-    assert pairs.resting("p", now + MOST_REST_S) == []
+    pairs.tried("p", "d", now + MOST_REST_S)
+    assert pairs.resting("p", now + MOST_REST_S) == ["d"]
     assert pairs.resting("p", now + MOST_REST_S + TRIAL_S) == [], "the prompt that was to try it has said nothing"
 
 
 def test_those_that_were_on_their_way_together_count_as_one_failure() -> None:
     pairs = late_pairs()
-    for _ in range(50):
-        pairs.late("p", "d", 0.5)
+    assert not any(pairs.late("p", "d", 0.5) for _ in range(50))
     assert pairs.resting("p", FIRST_REST_S) == []
+    pairs.tried("p", "d", FIRST_REST_S)
+    assert [pairs.late("p", "d", FIRST_REST_S + 4) for _ in range(2)] == [True, False]
+    pairs.tried("p", "other", 0.0)
+    assert pairs.resting("p", 0.5) == ["d"], "of one that has come nothing is known"
 
 
 def test_a_worker_that_is_gone_is_forgotten() -> None:
