@@ -472,6 +472,9 @@ def test_an_address_that_cannot_work_is_one_line(
         ("redis://127.0.0.1", ["--bind", "0.0.0.0", "--advertise", "both"], "0.0.0.0", "127.0.0.1"),
         ("redis://127.0.0.1", ["--bind", "::", "--advertise", "both"], "::", "::1"),
         ("redis+sentinel://away.invalid,127.0.0.1/s", ["--bind", "auto"], "127.0.0.1", "127.0.0.1"),
+        ("redis://both", ["--bind", "0.0.0.0"], "0.0.0.0", "127.0.0.1"),
+        ("redis://both", ["--bind", "::"], "::", "::1"),
+        ("redis://both", ["--bind", "auto"], "::1", "::1"),
     ],
 )
 def test_a_worker_is_registered_where_it_listens_also_under_a_name_of_both_families(
