@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import httpx
 import psutil
@@ -28,7 +29,7 @@ from orchestrator.store.registry import Registry
 from orchestrator.types import Role, WorkerState
 from orchestrator.wire.addresses import Listening, hold_port
 from workers.arguments import listening_at, parse
-from workers.main import _claim_id, main
+from workers.main import _claim_id, _run, main
 
 
 @pytest.mark.parametrize(
@@ -324,6 +325,19 @@ async def test_an_id_stays_claimed_while_vllm_is_imported(redis_server: Embedded
     (holder,) = await registry.launchers()
     assert await redis.pttl(f"{registry.keys.prefix}launcher:{holder}") > 30_000
     await registry.leave_launcher(holder)
+    await redis.aclose()
+
+
+async def test_the_id_of_a_worker_whose_engine_cannot_be_made_is_free_at_once(
+    redis_server: EmbeddedRedis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On another host, or in another container, nobody sees that its process has ended."""
+    redis, namespace = await connect(redis_server.url, 5.0), fresh_namespace()
+    arguments = ["--redis", redis_server.url, "--namespace", namespace, "--model", "m", "--engine", "sim", "--id", "d"]
+    monkeypatch.setattr("workers.main._engine", Mock(side_effect=ConfigError("model: no such folder")))
+    with pytest.raises(ConfigError, match="no such folder"):
+        await _run(parse(Role.DECODE, arguments))
+    assert not await Registry(redis, namespace).launchers()
     await redis.aclose()
 
 

@@ -20,13 +20,12 @@ from typing import NamedTuple
 
 import msgspec
 
-from orchestrator.process.fork_server import MAX_MESSAGE_BYTES, OURS, OWN_VARIABLES, Order, Reply
+from orchestrator.process.fork_server import IMPORTS_S, MAX_MESSAGE_BYTES, OURS, OWN_VARIABLES, Order, Reply
 from orchestrator.process.parent import kill_with
 
 log = logging.getLogger("pd.launcher")
 
 _SERVER = "orchestrator.process.fork_server"
-_PATIENCE_S = 120.0  # for the imports, on a busy machine with a slow disk
 _ENDS_WITHIN_S = 5.0
 _EXIT_CODE_UNKNOWN = 255  # asyncio's, for a process that somebody else has waited for
 
@@ -156,7 +155,7 @@ class _ForkServer:
         answer: asyncio.Future[Reply | None] = self._loop.create_future()
         self._asked.append(answer)
         try:
-            async with asyncio.timeout(_PATIENCE_S):
+            async with asyncio.timeout(IMPORTS_S):
                 return await answer
         except TimeoutError:
             return None

@@ -225,7 +225,7 @@ async def test_without_an_answer_it_is_executed_and_the_next_is_forked(
     assert await Run(modules, forks, "tells", "0").ended() == 0
     (server,) = forks._servers.values()
     os.kill(server._process.pid, what)
-    monkeypatch.setattr(fork_servers, "_PATIENCE_S", 0.5)
+    monkeypatch.setattr(fork_servers, "IMPORTS_S", 0.5)
     executed = Run(modules, forks, "tells", "0")
     assert await executed.ended() == 0
     assert not executed.was_forked
