@@ -14,6 +14,7 @@ import os
 import signal
 import socket
 import subprocess
+import time
 from collections import deque
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -26,7 +27,7 @@ from orchestrator.process.parent import kill_with
 log = logging.getLogger("pd.launcher")
 
 _SERVER = "orchestrator.process.fork_server"
-_ENDS_WITHIN_S = 5.0
+_ENDS_WITHIN_S, _LOOK_S = 5.0, 0.001
 _EXIT_CODE_UNKNOWN = 255  # asyncio's, for a process that somebody else has waited for
 
 
@@ -198,9 +199,12 @@ class _ForkServer:
 
 
 def _end(pid: int) -> None:
+    """One that the kernel does not let go in time, as at a disk that hangs, is left to it."""
+    deadline = time.monotonic() + _ENDS_WITHIN_S
     with contextlib.suppress(ProcessLookupError, ChildProcessError):
         os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
+        while os.waitpid(pid, os.WNOHANG) == (0, 0) and time.monotonic() < deadline:
+            time.sleep(_LOOK_S)
 
 
 def _can_watch() -> bool:
