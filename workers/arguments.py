@@ -36,7 +36,15 @@ from orchestrator.store.client import RedisAway
 from orchestrator.store.configuration import Version
 from orchestrator.store.servers import redis_elsewhere
 from orchestrator.types import Role
-from orchestrator.wire.addresses import Listening, address_towards, hosts_in, is_local, is_unspecified, resolve
+from orchestrator.wire.addresses import (
+    ALL_IPV4,
+    Listening,
+    address_towards,
+    hosts_in,
+    is_local,
+    is_unspecified,
+    resolve,
+)
 
 
 class WorkerSettings(msgspec.Struct, frozen=True):
@@ -200,7 +208,7 @@ def listening_at(settings: WorkerSettings) -> Listening:
     """Where this worker listens, and the address that it is registered with. Raises ConfigError, RedisAway."""
     redis = hosts_in(settings.redis_url)
     try:
-        local_redis, here = is_local(settings.redis_url), address_towards(*redis)
+        local_redis, here = is_local(settings.redis_url), address_towards(*redis, bind=settings.bind)
     except OSError as error:
         raise RedisAway(
             f"redis.url: {' and '.join(redis)} has no address now ({error.strerror}); mend the name, or its service"
@@ -210,7 +218,7 @@ def listening_at(settings: WorkerSettings) -> Listening:
     address = _address("workers.advertise", given, bind)
     if is_unspecified(address):
         raise ConfigError(f"workers.advertise: expected the address of one host, got {given!r}")
-    if bind == "0.0.0.0" and ":" in address:  # noqa: S104 - compared with, not bound
+    if bind == ALL_IPV4 and ":" in address:
         raise ConfigError(
             f'workers.bind: 0.0.0.0 listens at IPv4 only, but others would connect to {address}; set it to "::" or auto'
         )

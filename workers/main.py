@@ -21,6 +21,7 @@ from orchestrator.config.engine_args import check_workers_environment, environme
 from orchestrator.config.settings import ConfigError
 from orchestrator.config.shared import differences
 from orchestrator.process.command_line import CommandLine
+from orchestrator.process.fork_server import IMPORTS_S
 from orchestrator.process.parent import EXIT_AGAIN, die_with_parent, has_ended, own_identity, report_exit
 from orchestrator.process.tasks import cancelled
 from orchestrator.process.telemetry.logs import set_up as set_up_logging
@@ -42,7 +43,6 @@ from workers.unit.link import GroupLink
 log = logging.getLogger("pd.worker")
 
 EXIT_FAILED, EXIT_USAGE = 1, 2
-_IMPORTS_S = 60.0  # for so long, at most, this process imports vLLM and renews no claim
 
 
 def prefill_main() -> None:
@@ -156,6 +156,8 @@ async def _run(parsed: WorkerSettings) -> int:
             return await agent.run()
     finally:
         await cancelled(holding)
+        if holding is None and not parsed.id_claimed:  # it gives the id back at its own end
+            await _give_id_back(parsed)
         if link is not None:
             await link.close()
         await redis.aclose()
@@ -164,7 +166,7 @@ async def _run(parsed: WorkerSettings) -> int:
 
 async def _claim_id(registry: Registry, parsed: WorkerSettings) -> None:
     """Claim this worker's id before the model is loaded, which may take minutes. Raises IdInUse, RedisAway."""
-    worker_id, ttl_s = parsed.worker_id, max(parsed.config.workers.timeout_s, _IMPORTS_S)
+    worker_id, ttl_s = parsed.worker_id, max(parsed.config.workers.timeout_s, IMPORTS_S)  # nothing renews it meanwhile
     if await registry.claim_id(BY_HAND + own_identity(), parsed.role, ttl_s, worker_id):
         return
     other = await registry.worker(worker_id)
@@ -190,7 +192,11 @@ async def _hold_id(agent: Agent, parsed: WorkerSettings) -> None:
             await _call_registry(parsed, lambda registry: registry.refresh_launcher(me, held, workers.timeout_s))
             await asyncio.sleep(workers.heartbeat_s)
     finally:
-        await _call_registry(parsed, lambda registry: registry.leave_launcher(me))
+        await _give_id_back(parsed)
+
+
+async def _give_id_back(parsed: WorkerSettings) -> None:
+    await _call_registry(parsed, lambda registry: registry.leave_launcher(BY_HAND + own_identity()))
 
 
 async def _call_registry(parsed: WorkerSettings, what: Callable[[Registry], Awaitable[None]]) -> None:

@@ -65,11 +65,11 @@ def _send(identity: str, number: signal.Signals) -> None:
 
 
 def _remove_killed(folder: RunFolder, as_json: bool) -> None:
-    config, why = None, ""
+    config, why = None, None
     try:
         config = folder.config()
     except OtherRelease as error:
-        why = f"; what it ran on a Ray cluster, if on one, runs on: {error}"
+        why = f"what it ran on a Ray cluster, if on one, runs on: {error}"
     left = folder.claim()
     end_processes(left)
     remove_shared_memory(folder.shared_memory)
@@ -78,5 +78,6 @@ def _remove_killed(folder: RunFolder, as_json: bool) -> None:
 
         end_fleet(config, config.launcher.stop_timeout_s)
     folder.remove()
-    told = {"namespace": folder.namespace, "ended": "was killed"}
-    say(told, f"cleaned up after the launcher of {folder.namespace!r}, which was killed{why}", as_json)
+    told = {"namespace": folder.namespace, "ended": "was killed"} | ({"why": why} if why else {})
+    said = f"cleaned up after the launcher of {folder.namespace!r}, which was killed"
+    say(told, f"{said}; {why}" if why else said, as_json)

@@ -35,7 +35,7 @@ _LINE_PATTERN = r"^[^\x00-\x1f\x7f-\x9f\u2028\u2029]*\Z"
 _KEY_PATTERN = r"^[!-~]*\Z"
 _PAIRING_PATTERN = r"^(cost|strict:[A-Za-z0-9][A-Za-z0-9_.-]*)\Z"
 _PORTS_PATTERN = r"^\d{1,5}-\d{1,5}\Z"
-# What a header says as it is, of which no more is read; it may be empty.
+# What a header says as it is, so ASCII only. No more of it is read; it may be empty.
 _TENANT_PATTERN = r"^([!-~]([ -~]*[!-~])?)?\Z"
 Tenant = Annotated[str, Meta(pattern=_TENANT_PATTERN, max_length=100)]
 Name = Annotated[str, Meta(pattern=NAME_PATTERN, max_length=64)]

@@ -80,7 +80,7 @@ def advertised_url(config: Config, bound: tuple[str, int], redis_url: str) -> st
     """The URL of this frontend for others. If it listens on all addresses: the address from which it reaches Redis."""
     host, port = bound
     if ipaddress.ip_address(host).is_unspecified:
-        host = address_towards(*hosts_in(redis_url))
+        host = address_towards(*hosts_in(redis_url), bind=host)
     return f"{'https' if uses_tls(config) else 'http'}://{in_url(host)}:{port}"
 
 

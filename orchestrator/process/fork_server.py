@@ -33,6 +33,7 @@ import msgspec
 OWN_VARIABLES = frozenset({"CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "PROMETHEUS_MULTIPROC_DIR", "VLLM_RPC_BASE_PATH"})
 OURS = "PD_"  # our own variables are read by the program itself
 MAX_MESSAGE_BYTES = 1 << 18
+IMPORTS_S = 120.0  # for so long, at most, vLLM is imported: on a busy machine with a slow disk
 _ADOPTED_S = 10.0
 _POLL_S = 0.001
 _TICK_NS = 10_000_000  # of the kernel, by which the times of files are behind

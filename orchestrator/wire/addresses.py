@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
+ALL_IPV4 = "0.0.0.0"  # noqa: S104 - all addresses of this host of IPv4; :: is those of both families
 _EPHEMERAL_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
 _LOWEST_PORT, _FIRST_EPHEMERAL = 10_000, 32_768  # Linux's default
 _TRIES = 100
@@ -69,8 +70,7 @@ def addresses_of(*hosts: str) -> list[str]:
 
 def resolve(host: str, like: str) -> str:
     """The best address of a name, of the family of the address `like` where it has one of that. Raises OSError."""
-    found = addresses_of(host)
-    return next((address for address in found if _family(address) is _family(like)), found[0])
+    return _of_family(addresses_of(host), like)
 
 
 def hosts_in(url: str) -> list[str]:
@@ -86,11 +86,13 @@ def is_local(url: str) -> bool:
     return not hosts or ipaddress.ip_address(addresses_of(*hosts)[0]).is_loopback
 
 
-def address_towards(*hosts: str) -> str:
-    """This host's address on the route to the first of these that has an address, else loopback. Sends nothing: a
-    datagram socket only looks the route up."""
+def address_towards(*hosts: str, bind: str = "") -> str:
+    """This host's address on the route to the first of these that has an address, else loopback. For what listens at
+    ALL_IPV4 (`bind`) it is of IPv4 if one of these addresses is. Sends nothing: a datagram socket only looks the route
+    up."""
     with contextlib.suppress(OSError, IndexError):
-        address = addresses_of(*hosts)[0]
+        found = addresses_of(*hosts)
+        address = _of_family(found, bind) if bind == ALL_IPV4 else found[0]
         with socket.socket(_family(address), socket.SOCK_DGRAM) as probe:
             probe.connect((address, _ANY_PORT))
             return str(probe.getsockname()[0])
@@ -129,6 +131,10 @@ def free_ports(host: str, ports: range | None = None) -> Iterator[int]:
             probe.bind((host, 0))
             port = int(probe.getsockname()[1])
         yield port
+
+
+def _of_family(found: list[str], like: str) -> str:
+    return next((address for address in found if _family(address) is _family(like)), found[0])
 
 
 def _family(host: str) -> socket.AddressFamily:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import httpx
 import psutil
@@ -28,7 +29,7 @@ from orchestrator.store.registry import Registry
 from orchestrator.types import Role, WorkerState
 from orchestrator.wire.addresses import Listening, hold_port
 from workers.arguments import listening_at, parse
-from workers.main import _claim_id, main
+from workers.main import _claim_id, _run, main
 
 
 @pytest.mark.parametrize(
@@ -327,6 +328,19 @@ async def test_an_id_stays_claimed_while_vllm_is_imported(redis_server: Embedded
     await redis.aclose()
 
 
+async def test_the_id_of_a_worker_whose_engine_cannot_be_made_is_free_at_once(
+    redis_server: EmbeddedRedis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On another host, or in another container, nobody sees that its process has ended."""
+    redis, namespace = await connect(redis_server.url, 5.0), fresh_namespace()
+    arguments = ["--redis", redis_server.url, "--namespace", namespace, "--model", "m", "--engine", "sim", "--id", "d"]
+    monkeypatch.setattr("workers.main._engine", Mock(side_effect=ConfigError("model: no such folder")))
+    with pytest.raises(ConfigError, match="no such folder"):
+        await _run(parse(Role.DECODE, arguments))
+    assert not await Registry(redis, namespace).launchers()
+    await redis.aclose()
+
+
 @pytest.mark.slow
 async def test_worker_stops_without_engine_or_redis(redis_server: EmbeddedRedis, tmp_path: Path) -> None:
     """SIGTERM is obeyed in every state; here: joined, with Redis away."""
@@ -472,6 +486,9 @@ def test_an_address_that_cannot_work_is_one_line(
         ("redis://127.0.0.1", ["--bind", "0.0.0.0", "--advertise", "both"], "0.0.0.0", "127.0.0.1"),
         ("redis://127.0.0.1", ["--bind", "::", "--advertise", "both"], "::", "::1"),
         ("redis+sentinel://away.invalid,127.0.0.1/s", ["--bind", "auto"], "127.0.0.1", "127.0.0.1"),
+        ("redis://both", ["--bind", "0.0.0.0"], "0.0.0.0", "127.0.0.1"),
+        ("redis://both", ["--bind", "::"], "::", "::1"),
+        ("redis://both", ["--bind", "auto"], "::1", "::1"),
     ],
 )
 def test_a_worker_is_registered_where_it_listens_also_under_a_name_of_both_families(

@@ -14,20 +14,20 @@ import os
 import signal
 import socket
 import subprocess
+import time
 from collections import deque
 from collections.abc import Mapping
 from typing import NamedTuple
 
 import msgspec
 
-from orchestrator.process.fork_server import MAX_MESSAGE_BYTES, OURS, OWN_VARIABLES, Order, Reply
+from orchestrator.process.fork_server import IMPORTS_S, MAX_MESSAGE_BYTES, OURS, OWN_VARIABLES, Order, Reply
 from orchestrator.process.parent import kill_with
 
 log = logging.getLogger("pd.launcher")
 
 _SERVER = "orchestrator.process.fork_server"
-_PATIENCE_S = 120.0  # for the imports, on a busy machine with a slow disk
-_ENDS_WITHIN_S = 5.0
+_ENDS_WITHIN_S, _LOOK_S = 5.0, 0.001
 _EXIT_CODE_UNKNOWN = 255  # asyncio's, for a process that somebody else has waited for
 
 
@@ -156,7 +156,7 @@ class _ForkServer:
         answer: asyncio.Future[Reply | None] = self._loop.create_future()
         self._asked.append(answer)
         try:
-            async with asyncio.timeout(_PATIENCE_S):
+            async with asyncio.timeout(IMPORTS_S):
                 return await answer
         except TimeoutError:
             return None
@@ -199,9 +199,12 @@ class _ForkServer:
 
 
 def _end(pid: int) -> None:
+    """One that the kernel does not let go in time, as at a disk that hangs, is left to it."""
+    deadline = time.monotonic() + _ENDS_WITHIN_S
     with contextlib.suppress(ProcessLookupError, ChildProcessError):
         os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
+        while os.waitpid(pid, os.WNOHANG) == (0, 0) and time.monotonic() < deadline:
+            time.sleep(_LOOK_S)
 
 
 def _can_watch() -> bool:

@@ -276,7 +276,7 @@ class WorkerPool:
         try:
             for part in process.parts:
                 info = await self._registry.worker(part.name)
-                if info is None or info.process == part.identity:  # else another launcher's has its id by now
-                    await self._registry.leave(part.name, info.kv.engine_id if info is not None else "")
+                if info is not None and info.process == part.identity:  # else another launcher's may have its id by now
+                    await self._registry.leave(part.name, info.kv.engine_id)
         except RedisAway as error:
             log.debug("%s stays in the registry until it expires: %s", process.name, error)

@@ -75,7 +75,8 @@ def test_down_waits_for_a_launcher_that_has_just_ended(
     assert done.returncode == 0 and "ended" in done.stdout, done.stderr
 
 
-def test_down_ends_what_a_killed_launcher_of_another_release_has_left() -> None:
+@pytest.mark.parametrize("options", [[], ["--json"]])
+def test_down_ends_what_a_killed_launcher_of_another_release_has_left(options: list[str]) -> None:
     """Its configuration may have keys that this one does not know."""
     folder = RunFolder("a")
     folder.claim()
@@ -86,7 +87,7 @@ def test_down_ends_what_a_killed_launcher_of_another_release_has_left() -> None:
         folder.note_started([StartedProcess("worker-0", identity_of(left.pid))])
         assert folder._lock is not None
         folder._lock.close()  # as the kernel does when it ends
-        done = orchestrator("down", "--namespace", "a")
+        done = orchestrator("down", "--namespace", "a", *options)
         assert left.wait(10) == -signal.SIGTERM
     assert done.returncode == 0 and not folder.path.exists(), done.stderr
     assert "written by another release: of_then: unknown key" in " ".join(done.stdout.split())

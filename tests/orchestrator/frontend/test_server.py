@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import math
+import socket
 from types import SimpleNamespace
 from typing import Any
 
@@ -83,9 +84,18 @@ def test_argument_refused_by_vllm_is_configuration_error(wrong, capsys):
         (("0.0.0.0", 80), "redis://127.5.5.5", "http://127.0.0.1:80"),
         (("::", 80), "redis://[::1]:6379", "http://[::1]:80"),
         (("0.0.0.0", 80), "redis://no.such.host.invalid", "http://127.0.0.1:80"),
+        (("0.0.0.0", 80), "redis://both", "http://127.0.0.1:80"),
+        (("::", 80), "redis://both", "http://[::1]:80"),
     ],
 )
-def test_a_frontend_announces_an_address_that_others_can_reach(bound, redis_url, url):
+def test_a_frontend_announces_an_address_that_others_can_reach(bound, redis_url, url, monkeypatch):
+    ask = socket.getaddrinfo
+
+    def look_up(host: str, *more: Any, **named: Any) -> list[Any]:
+        names = ("::1", "127.0.0.1") if host == "both" else (host,)
+        return [found for name in names for found in ask(name, *more, **named)]
+
+    monkeypatch.setattr(socket, "getaddrinfo", look_up)
     assert advertised_url(config(), bound, redis_url) == url
 
 

@@ -5,6 +5,8 @@ import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 from unittest.mock import AsyncMock, Mock
 
 import msgspec
@@ -67,6 +69,20 @@ async def test_only_ended_members_leave_registry(redis: Redis, tmp_path: Path):
     await fleet.remove_dead_entries()
     assert set(await registry.workers()) == {"runs", "of-another-container", "of-no-process-here"}
     assert set(await registry.launchers()) == {"another/1/1"}
+
+
+async def test_who_takes_the_id_of_an_ended_worker_meanwhile_stays(redis: Redis, tmp_path: Path, monkeypatch):
+    config = parse_config({"model": "m", "engine": "sim", "namespace": fresh_namespace()})
+    registry = Registry(redis, config.namespace)
+    fleet = processes_of(config, registry, LocalMachine(config), tmp_path)
+
+    async def read(worker_id: str) -> None:
+        await registry.join(of(worker_id, "another/1/1"), 60)
+
+    monkeypatch.setattr(registry, "worker", read)  # it was not there, and is now
+    ended: Any = SimpleNamespace(name="a", parts=[SimpleNamespace(name="a", identity="here/1/1")])
+    await fleet._pool._deregister(ended)
+    assert set(await registry.workers()) == {"a"}
 
 
 class LeftRunning(LocalMachine):

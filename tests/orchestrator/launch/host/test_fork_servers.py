@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -225,7 +226,7 @@ async def test_without_an_answer_it_is_executed_and_the_next_is_forked(
     assert await Run(modules, forks, "tells", "0").ended() == 0
     (server,) = forks._servers.values()
     os.kill(server._process.pid, what)
-    monkeypatch.setattr(fork_servers, "_PATIENCE_S", 0.5)
+    monkeypatch.setattr(fork_servers, "IMPORTS_S", 0.5)
     executed = Run(modules, forks, "tells", "0")
     assert await executed.ended() == 0
     assert not executed.was_forked
@@ -276,6 +277,19 @@ async def test_a_fork_server_that_outlives_sigkill_holds_nobody_up(modules: Path
     forks.close()
     process.kill()
     process.wait()
+
+
+def test_a_forked_process_that_outlives_sigkill_holds_nobody_up(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(fork_servers, "_ENDS_WITHIN_S", 0.05)
+    monkeypatch.setattr(fork_servers, "os", Mock(wraps=os, kill=Mock(), WNOHANG=os.WNOHANG))
+    with subprocess.Popen(["sleep", "600"]) as process:
+        ending = threading.Thread(target=fork_servers._end, args=(process.pid,))
+        ending.start()
+        ending.join(10)
+        still_waits = ending.is_alive()
+        process.kill()
+        ending.join()
+    assert not still_waits
 
 
 def children_of_this_process() -> set[int]:
