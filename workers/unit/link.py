@@ -238,14 +238,15 @@ class GroupLink:
     async def _ask(self, first: str, place: Rendezvous) -> Met | Refused | str:
         """Come to this attempt, and wait for its other ranks. Returns a text where it came to nothing. Who runs another
         release is refused here, not by the first rank: what they say to each other is what may differ."""
-        if why := other_release(first, place.release, self._id, release_here()):  # also where it is not reached
-            return Refused(why)
         try:
             async with asyncio.timeout(_ANSWER_S):
                 reader, writer = await asyncio.open_connection(place.host, place.port)
         except (OSError, ValueError, OverflowError) as error:  # the last two: it has named no address
             return f"{in_url(place.host)}:{place.port} is not reached ({str(error) or 'no answer'}); see workers.ports"
         peer, ended = _Peer(writer), "it has ended"
+        if why := other_release(first, place.release, self._id, release_here()):
+            peer.close()
+            return Refused(why)
         self._peers[first] = peer
         peer.send(Come(place.token, self._id, self.ranks, self._generation, self._at.reached_at))
         try:
