@@ -19,7 +19,7 @@ from support_vllm import frames
 from benchmarks.kv_tables import RunTimes
 from orchestrator.config.settings import KVConfig
 from orchestrator.types import KVSource
-from orchestrator.wire.addresses import free_ports
+from orchestrator.wire.addresses import hold_port
 from workers.engine import EngineRequest, Phase
 
 _ANSWER_S = 300.0
@@ -189,19 +189,21 @@ async def start(
     """Start one engine. `cores`: those of a CPU engine; None on a GPU. `kv`: of its KVConfig."""
     from workers.vllm_engine.launch import Setup
 
+    held, kv_port = hold_port("127.0.0.1")  # which the engine binds once its model is loaded
     setup = Setup(
         model=model,
         engine_args=args,
         engine_id=f"{name}-{uuid.uuid4().hex[:8]}",
         kv_host="127.0.0.1",
-        kv_port=next(free_ports("127.0.0.1")),
+        kv_port=kv_port,
         kv_advertise="127.0.0.1",
         kv=KVConfig(**{"transfer": variant.transfer or "whole"} | kv),
         cores=cores,
         encrypted=False,  # vLLM's own connectors are measured too
     )
     engine = _engine_class(variant)(setup, profile=False)
-    return Running(engine, await engine.start())
+    with held:
+        return Running(engine, await engine.start())
 
 
 async def start_pair(variant: Variant, model: str, args: dict[str, Any], cuda: bool, **kv: Any) -> Pair:

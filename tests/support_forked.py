@@ -264,7 +264,7 @@ def _watched(
             return subprocess.Popen(command, env=env, pass_fds=pass_fds, **how)
         with unused.pop() as control:
             socket.send_fds(control, [msgspec.msgpack.encode(_Start(command, "", env))], pass_fds)
-        return SimpleNamespace(kill=lambda: _kill(forked), wait=lambda: _reap(forked))
+        return SimpleNamespace(kill=lambda: _kill(forked), wait=lambda timeout: _reap(forked))
 
     def run() -> None:
         try:
@@ -274,7 +274,7 @@ def _watched(
                 _kill(forked)
                 _reap(forked)
 
-    fork_servers.subprocess = SimpleNamespace(Popen=popen, DEVNULL=subprocess.DEVNULL)  # type: ignore[assignment]
+    fork_servers.subprocess = SimpleNamespace(**vars(subprocess) | {"Popen": popen})  # type: ignore[assignment]
     return run
 
 
