@@ -56,9 +56,10 @@ test-vllm-api: model
 fuzz: model
 	PYTHONPATH=tests $(BIN)/python -m http_fuzz --output benchmarks/results/fuzz.json
 
-# Two at once, by what they share: hosts have one network, clusters the addresses of their nodes.
 test-topology: venv
-	$(BIN)/pytest -m topology -n 2 --dist loadgroup --no-loadscope-reorder tests/e2e
+	$(BIN)/pytest -m topology tests/e2e/test_topology.py tests/e2e/test_real_groups.py tests/e2e/test_ray.py tests/e2e/test_ray_real.py \
+	  tests/e2e/test_ray_groups.py tests/e2e/test_second_host.py tests/e2e/test_groups_over_hosts.py \
+	  tests/e2e/test_real_fetch.py
 
 lint: venv
 	$(BIN)/ruff check .

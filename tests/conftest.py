@@ -72,11 +72,8 @@ _LONGEST_FIRST = (
     "e2e/test_topology",  # before Ray, whose threads no engine is to be forked beside
     "e2e/test_real_groups",
 )
-# Of the Makefile: what has to be in a file of which some tests are selected.
-_MARKED = {
-    "topology": re.compile(r"pytest\.mark\.topology\b"),
-    "(vllm or slow) and not topology": re.compile(r"pytest\.mark\.(vllm|slow)\b"),
-}
+_WANTS_SLOW = ("topology", "(vllm or slow) and not topology")  # of the Makefile: nothing but what is marked
+_SOME_SLOW = re.compile(r"pytest\.mark\.(vllm|slow|topology)\b")
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -87,7 +84,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     text = collection_path.read_text()
     if "not vllm" in expression:
         return True if _ALL_VLLM.search(text) else None
-    return True if expression in _MARKED and not _MARKED[expression].search(text) else None
+    return True if expression in _WANTS_SLOW and not _SOME_SLOW.search(text) else None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -191,14 +191,7 @@ class Driver:
             tpot_s=tpot_s,
         )
         engine = VllmEngine(setup, profile, warm)
-        own = "UCX_NET_DEVICES" not in os.environ
-        if own:  # else it would also use networks to hosts that another test makes, and takes away
-            os.environ["UCX_NET_DEVICES"] = "lo"
-        try:
-            driver = cls(engine, await engine.start(group))
-        finally:
-            if own:
-                del os.environ["UCX_NET_DEVICES"]
+        driver = cls(engine, await engine.start(group))
         cls.running.append(driver)
         return driver
 

@@ -13,7 +13,7 @@ from support_client import nobody_fails
 from support_fleet import ROOT, RunningFleet, running_fleet, token_prompt
 from support_second_host import HERE, THERE, HandWorker, cut
 
-pytestmark = [pytest.mark.vllm, pytest.mark.topology, pytest.mark.xdist_group("hosts"), pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.vllm, pytest.mark.topology, pytest.mark.timeout(600)]
 
 PROMPTS = [token_prompt(20 + 173 * i % 1800, seed=i) for i in range(24)]
 MAX_TOKENS, USERS = 60, 8

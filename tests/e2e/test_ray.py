@@ -14,13 +14,7 @@ from support_fleet import RunningFleet, token_prompt, with_operators_key
 from support_ray import FakeCluster, fake_cluster, processes_of
 from support_redis import Server
 
-pytestmark = [
-    pytest.mark.vllm,
-    pytest.mark.slow,
-    pytest.mark.topology,
-    pytest.mark.xdist_group("ray"),
-    pytest.mark.timeout(600),
-]
+pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.topology, pytest.mark.timeout(600)]
 
 GPUS = 3  # of a node; a worker takes one
 PROMPTS = [token_prompt(200 + 300 * seed, seed) for seed in range(6)]

@@ -19,13 +19,7 @@ from support_redis import Server
 from orchestrator.store.client import connect
 from orchestrator.store.registry import Registry
 
-pytestmark = [
-    pytest.mark.vllm,
-    pytest.mark.slow,
-    pytest.mark.topology,
-    pytest.mark.xdist_group("ray"),
-    pytest.mark.timeout(600),
-]
+pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.topology, pytest.mark.timeout(600)]
 
 GPUS = 3  # of a node; a rank takes one
 NODES, SIZE, SHAPE = 2, 2, (2, 4)  # 1 prefill group and 2 decode groups: one of the three is on both nodes

@@ -16,13 +16,7 @@ from support_redis import Server
 from orchestrator.store.client import connect
 from orchestrator.store.registry import Registry
 
-pytestmark = [
-    pytest.mark.vllm,
-    pytest.mark.slow,
-    pytest.mark.topology,
-    pytest.mark.xdist_group("ray"),
-    pytest.mark.timeout(600),
-]
+pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.topology, pytest.mark.timeout(600)]
 
 GPUS = 1  # that a node offers, and a worker takes
 PROMPTS = [token_prompt(length, seed=length) for length in (300, 420, 513, 700)]

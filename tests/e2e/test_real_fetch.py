@@ -118,7 +118,6 @@ async def test_history_in_host_memory_gives_the_same_answers_and_its_worker_may_
 
 
 @pytest.mark.topology
-@pytest.mark.xdist_group("hosts")
 async def test_history_in_another_hosts_memory_is_fetched(model, truths, tmp_path_factory, monkeypatch):
     """The prefill worker is on the other host, and started anew before the second turn, so that it has no history. The
     decode worker's device has room for two conversations, its host memory for all. A step of 32 tokens costs the same

@@ -20,13 +20,7 @@ from support_fleet import START_TIMEOUT_S, RunningFleet, running_fleet, token_pr
 from support_plain_vllm import plain_vllm
 from support_second_host import HERE, THERE, HandWorker, redis_between, running_second_host
 
-pytestmark = [
-    pytest.mark.vllm,
-    pytest.mark.slow,
-    pytest.mark.topology,
-    pytest.mark.xdist_group("hosts"),
-    pytest.mark.timeout(900),
-]
+pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.topology, pytest.mark.timeout(900)]
 
 ENGINE = (*EXPERTS, "workers.prefill.replicas=1", "workers.decode.replicas=1")
 MODES = ("keep", "wait", "abort")  # of a pause

@@ -15,7 +15,7 @@ from support_second_host import HERE, THERE, HandWorker, cut
 
 from orchestrator.process.parent import EXIT_AGAIN
 
-pytestmark = [pytest.mark.vllm, pytest.mark.topology, pytest.mark.xdist_group("hosts"), pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.vllm, pytest.mark.topology, pytest.mark.timeout(300)]
 
 PROMPTS = [token_prompt(20 + 173 * i % 1800, seed=i) for i in range(20)]
 

@@ -26,7 +26,6 @@ pytestmark = [
     pytest.mark.vllm,
     pytest.mark.slow,
     pytest.mark.topology,
-    pytest.mark.xdist_group("ranks"),
     pytest.mark.asyncio(loop_scope="module"),
     pytest.mark.timeout(300),
 ]
