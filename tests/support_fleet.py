@@ -144,8 +144,13 @@ class RunningFleet(FleetClient):
         self.end()
 
     def request_lines(self) -> list[dict[str, Any]]:
-        """The `pd.request` log lines so far."""
-        return [json.loads(encoded) for line in self.process_lines() if (encoded := request_in(line))]
+        """The `pd.request` log lines so far, but for one that a frontend has only begun."""
+        found = []
+        for line in self.process_lines():
+            if encoded := request_in(line):
+                with contextlib.suppress(json.JSONDecodeError):
+                    found.append(json.loads(encoded))
+        return found
 
     def until_remote(self, tokens: int = 300) -> dict[str, Any]:
         """The log line of a prompt of that length that was prefilled remotely."""
