@@ -32,7 +32,14 @@ from workers.engine import (
     link_rate,
 )
 from workers.vllm_engine.codec.adapters import Adapters
-from workers.vllm_engine.codec.messages import RequestCodec, correct, kv_counters, take_plugin_stats, why_refused
+from workers.vllm_engine.codec.messages import (
+    RequestCodec,
+    correct,
+    kv_counters,
+    most_of_sampling,
+    take_plugin_stats,
+    why_refused,
+)
 from workers.vllm_engine.identity import identity_of
 from workers.vllm_engine.launch import Setup, build_config, start_client
 from workers.vllm_engine.patches import compiles, load_for_engines
@@ -89,7 +96,7 @@ class VllmEngine:
         tasks = await self.call_engine("get_supported_tasks")
         self._blocks_total, self._all_ranks = facts["blocks_total"], config.parallel_config.world_size
         model, parallel = config.model_config, config.parallel_config
-        self._codec = RequestCodec(model.max_model_len, model.get_vocab_size())
+        self._codec = RequestCodec(model.max_model_len, model.get_vocab_size(), most_of_sampling(config))
         if (lora := config.lora_config) is not None:
             self._adapters.allow(lora.max_cpu_loras or lora.max_loras, lora.max_loras)
         generates = "generate" in tasks

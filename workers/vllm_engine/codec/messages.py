@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import msgspec
+from vllm import envs
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
 from vllm.v1.serial_utils import MsgpackDecoder
@@ -23,9 +24,10 @@ from workers.vllm_engine.plugin import PREFIX_STATS, TOKENS_LEFT_STATS
 class RequestCodec:
     """Decodes and adapts requests. Raises InvalidEngineRequest with the request's key and what is wrong."""
 
-    def __init__(self, max_model_len: int, vocabulary: int) -> None:
-        """The engine's limits: tokens of a sequence, and token ids. A request beyond them would end the engine."""
-        self._max_model_len, self._vocabulary = max_model_len, vocabulary
+    def __init__(self, max_model_len: int, vocabulary: int, most: Mapping[str, int] | None = None) -> None:
+        """The engine's limits: tokens of a sequence, token ids, and `most_of_sampling`. A request beyond them would end
+        the engine."""
+        self._max_model_len, self._vocabulary, self._most = max_model_len, vocabulary, most or {}
         self._decoder = MsgpackDecoder(EngineCoreRequest)
 
     def decode(self, request: EngineRequest) -> EngineCoreRequest:
@@ -45,6 +47,8 @@ class RequestCodec:
         if request.resume_tokens:
             _continue(core, request.resume_tokens)
         self._check_tokens(core, request.resume_tokens)
+        if core.sampling_params is not None:
+            self._check_sampling(core.request_id, core.sampling_params)
         if request.prefix_tokens:
             _prefix_only(core, request.prefix_tokens)
         if request.phase is Phase.PREFILL:
@@ -65,6 +69,35 @@ class RequestCodec:
             if ids and not 0 <= min(ids) <= max(ids) < self._vocabulary:
                 expected = f"expected token ids of 0 to {self._vocabulary - 1}"
                 raise InvalidEngineRequest(f"{core.request_id}: {expected}, got {min(ids)} to {max(ids)}")
+
+    def _check_sampling(self, key: str, sampling: SamplingParams) -> None:
+        words = sampling.bad_words_token_ids or []
+        given = {
+            "allowed_token_ids": len(sampling.allowed_token_ids or ()),
+            "logit_bias": len(sampling.logit_bias or ()),
+            "stop_token_ids": len(sampling.all_stop_token_ids) if sampling.min_tokens else 0,
+            "bad_words": len(words),
+            "tokens of bad_words": sum(len(word) for word in words),
+        }
+        for what, most in self._most.items():
+            if given[what] > most:
+                raise InvalidEngineRequest(f"{key}: expected at most {most} {what}, got {given[what]}")
+
+
+def most_of_sampling(config: Any) -> dict[str, int]:
+    """How much of each sampling parameter the engine's model runner has room for; empty for the first one, which takes
+    any number. The second one would end the engine, and of these vLLM checks `bad_words` alone before."""
+    if not config.use_v2_model_runner:
+        return {}
+    from vllm.v1.worker.gpu.sample import logit_bias
+
+    return {
+        "allowed_token_ids": logit_bias.MAX_NUM_ALLOWED_TOKEN_IDS,
+        "logit_bias": logit_bias.MAX_NUM_LOGIT_BIAS_TOKENS,
+        "stop_token_ids": logit_bias.MAX_NUM_STOP_TOKEN_IDS,
+        "bad_words": envs.VLLM_MAX_NUM_BAD_WORDS,
+        "tokens of bad_words": envs.VLLM_MAX_BAD_WORDS_TOTAL_TOKENS,
+    }
 
 
 def _sampling(core: EngineCoreRequest, what: str) -> SamplingParams:

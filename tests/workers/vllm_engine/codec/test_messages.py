@@ -1,6 +1,7 @@
 """A frontend's request as the engine gets it, without an engine."""
 
 import time
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -66,6 +67,38 @@ def test_tokens_sent_are_within_the_engines_limits() -> None:
         given(5, 500)
     with pytest.raises(InvalidEngineRequest, match="r#1: 8 tokens are out already, of at most 8"):
         given(*[5] * 8)
+
+
+@pytest.mark.parametrize(
+    ("what", "most", "sampling"),
+    [
+        ("allowed_token_ids", 1024, lambda count: {"allowed_token_ids": list(range(count))}),
+        ("logit_bias", 1024, lambda count: {"logit_bias": dict.fromkeys(range(count), 1.0)}),
+        ("stop_token_ids", 128, lambda count: {"stop_token_ids": list(range(count)), "min_tokens": 1}),
+        ("bad_words", 128, lambda count: {"words": [[3]] * count}),
+        ("tokens of bad_words", 1024, lambda count: {"words": [[3] * (count - 20), [4] * 20]}),
+    ],
+)
+def test_what_the_second_model_runner_would_die_of_is_refused(
+    what: str, most: int, sampling: Callable[[int], dict[str, Any]]
+) -> None:
+    """That it dies of one more is vLLM's own check, in the step that begins the request."""
+    from workers.engine import InvalidEngineRequest
+    from workers.vllm_engine.codec.messages import RequestCodec, most_of_sampling
+
+    def decode(count: int, second: bool) -> None:
+        asked = sampling(count)
+        words = asked.pop("words", None)
+        core = MsgpackDecoder(EngineCoreRequest).decode(frames([1, 2, 3], **asked))
+        core.sampling_params._bad_words_token_ids = words
+        body = [bytes(frame) for frame in MsgpackEncoder().encode(core)]
+        codec = RequestCodec(100, 5000, most_of_sampling(SimpleNamespace(use_v2_model_runner=second)))
+        codec.decode(EngineRequest("r#1", Phase.DECODE, body))
+
+    decode(most, second=True)
+    decode(most + 1, second=False)
+    with pytest.raises(InvalidEngineRequest, match=f"r#1: expected at most {most} {what}, got {most + 1}"):
+        decode(most + 1, second=True)
 
 
 def test_a_prefix_is_the_beginning_of_a_prompt_with_one_token_and_where_it_comes_from() -> None:
