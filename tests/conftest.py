@@ -57,6 +57,7 @@ _LONGEST_FIRST = (
     "e2e/test_real_fleet",
     "e2e/test_sim_control",  # the fifth waits behind the first, which has two tests only
     "vllm_engine/test_host_tier",
+    "vllm_engine/test_second_runner",
     "vllm_engine/test_models",
     "e2e/test_sim_frontends",
     "e2e/test_package",

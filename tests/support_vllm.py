@@ -227,12 +227,12 @@ class Driver:
     async def decode(self, key: str, body: list[bytes], source: KVSource | None = None, **more: Any) -> None:
         await self.engine.submit(EngineRequest(key, Phase.DECODE, body, source, **more))
 
-    async def done(self, key: str, timeout_s: float = 30.0) -> list[int]:
+    async def done(self, key: str, timeout_s: float = 120.0) -> list[int]:
         await self._until(lambda: key in self.finished or self.error, f"the end of {key}", timeout_s)
         assert self.error is None, self.error
         return self.tokens[key]
 
-    async def idle(self, timeout_s: float = 20.0) -> None:
+    async def idle(self, timeout_s: float = 60.0) -> None:
         """Nothing runs, nothing waits, and every block is free."""
 
         async def empty() -> bool:

@@ -1,0 +1,75 @@
+"""vLLM's second model runner, which it has on GPUs, passes tests of the first one. Its kernels are interpreted here."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from support_vllm import Driver, frames
+from vllm.v1.engine import EngineCoreRequest
+from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
+
+from workers.engine import InvalidEngineRequest
+
+pytestmark = pytest.mark.vllm
+
+ROOT = Path(__file__).parents[3]
+TRITON = "triton==3.9.0"
+SECOND = "VLLM_USE_V2_MODEL_RUNNER"
+HERE = "tests/workers/vllm_engine"
+ENGINE = "remote_prefill or prefix_hits or preempted"
+CONTINUED = "seeded and (nothing or schema or penalties or words or thoughts)"
+
+
+def triton() -> Path:
+    """The folder with it, made once."""
+    folder = ROOT / "build" / TRITON.replace("==", "-")
+    if not folder.exists():
+        beside = folder.with_name(f"{folder.name}.{os.getpid()}")
+        install = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", beside, TRITON]
+        done = subprocess.run(install, capture_output=True, text=True, timeout=600)
+        if done.returncode and not os.environ.get("CI"):
+            pytest.skip(f"{TRITON} cannot be installed: {done.stderr[-200:]}")
+        assert done.returncode == 0, done.stderr
+        shutil.rmtree(beside / "triton/backends/nvidia")  # compilers, a third of a GB each
+        shutil.rmtree(beside / "triton/backends/amd")
+        for entry_points in beside.glob("triton-*/entry_points.txt"):
+            entry_points.unlink()
+        beside.rename(folder)
+    return folder
+
+
+@pytest.mark.skipif(SECOND in os.environ, reason="this is the inner run")
+@pytest.mark.parametrize(
+    "chosen",
+    [
+        [f"{HERE}/test_second_runner.py"],
+        [f"{HERE}/test_engine.py", "-k", ENGINE],
+        [f"{HERE}/test_first_token.py"],
+        [f"{HERE}/test_continued.py", "-k", CONTINUED],
+    ],
+    ids=["it runs", "engine", "first token", "continued"],
+)
+def test_the_second_model_runner_passes(chosen: list[str]) -> None:
+    ours = f"{triton()}:{ROOT / 'tests/triton_on_cpu'}"
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("PYTEST_")}
+    environment |= {"PYTHONPATH": ours, "TRITON_INTERPRET": "1", SECOND: "1"}
+    inner = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--timeout=0", *chosen]
+    done = subprocess.run(inner, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=1500)
+    assert done.returncode == 0, done.stdout[-20_000:]
+
+
+@pytest.mark.skipif(SECOND not in os.environ, reason="of the inner run")
+@pytest.mark.asyncio(loop_scope="module")
+async def test_a_request_that_it_would_die_of_is_refused_and_it_goes_on(model: Path) -> None:
+    core = MsgpackDecoder(EngineCoreRequest).decode(frames([1, 2, 3], 4))
+    core.sampling_params._bad_words_token_ids = [[3]] * 129
+    engine = await Driver.start(model)
+    with pytest.raises(InvalidEngineRequest, match="expected at most 128 bad_words, got 129"):
+        await engine.decode("too many", [bytes(frame) for frame in MsgpackEncoder().encode(core)])
+    core.sampling_params._bad_words_token_ids = [[3]] * 128
+    await engine.decode("most", [bytes(frame) for frame in MsgpackEncoder().encode(core)])
+    assert len(await engine.done("most")) == 4
+    await engine.stop()
