@@ -249,4 +249,5 @@ class Decider:
             body=pack_frames(active.parsed.frames),
             delay_s=self._policies.delay_s(info, uncached_tokens, later_s) - waited_s,
             cached=cached,
+            ttft_s=info.ttft_slo_s or 0.0,
         )

@@ -218,7 +218,7 @@ class Router:
         asking = [
             (-job.hits.get(worker.name, 0) - job.adapter_at.get(worker.name, 0), worker.pending_tokens, worker.name)
             for worker in self.prefill.workers()
-            if limits_of_claims(worker, self.slo, self.predictor.s_per_token)[0] > 0
+            if limits_of_claims(worker, self.predictor.s_per_token)[0] > 0
         ]
         for _, _, name in sorted(asking):
             self.claim(self.prefill.worker(name))
@@ -283,7 +283,7 @@ class Router:
 
     def _claim_from_window(self, worker: Worker) -> bool:
         now, s_per_token = self._clock.now, self.predictor.s_per_token
-        budget, jobs, idle = limits_of_claims(worker, self.slo, s_per_token)
+        budget, jobs, idle = limits_of_claims(worker, s_per_token)
         if budget <= 0:
             return False
         head = self.queue[:AFFINITY_WINDOW]
@@ -306,6 +306,7 @@ class Router:
             del self.queue[bisect_left(self.queue, entry[:2])]
             self.queue_tokens -= entry[2].uncached
             entry[2].claimed = True
+            worker.objective.claimed(entry[2].arrival.ttft_slo_s)
             self._start_prefill(entry[2], worker)
         return bool(chosen)
 
