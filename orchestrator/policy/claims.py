@@ -7,7 +7,6 @@ decides which worker gets a job that two workers want.
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Sequence
 
 from orchestrator.config.settings import SLOConfig
@@ -18,9 +17,7 @@ CLAIM_BATCHES = 2  # engine batches (max_num_batched_tokens) of prompt tokens th
 # for the time that it waited in the queue.
 CLAIM_SHARE = 0.6
 LEAST_CLAIM = 8  # of an engine batch, the part that a worker may have claimed however tight an objective is
-# The jobs that a worker claimed last, and the part of them that must have brought as tight an objective for it to
-# count: clients name theirs, and a few of them do not make the steps of all others short.
-LATEST_JOBS, COUNTS_FROM = 32, 8
+BROUGHT_BY = 1 / 8  # of the jobs that it claimed last, for a tighter objective than the fleet's to count
 _LEAST_S = 1e-9  # of a token, where a fitted line is flat
 AFFINITY_WINDOW = 32  # jobs at the queue's head among which it looks for one whose prefix it has cached
 
@@ -46,31 +43,18 @@ def takes_any_size(claimer: Claimer, others_idle: bool) -> bool:
     return claimer == "idle" or (claimer == "ahead" and not others_idle)
 
 
-class TightestObjective:
-    """The tightest TTFT objective that counts for one worker's claims: of the fleet's, those of its classes, and those
-    that the jobs it claimed last brought, since what comes next and would wait behind its claims is most like these."""
-
-    def __init__(self, slo: SLOConfig) -> None:
-        self._of_file_s = min([slo.ttft_s, *(own.ttft_s for own in slo.classes.values() if own.ttft_s is not None)])
-        self._latest: deque[float] = deque(maxlen=LATEST_JOBS)
-        self.seconds = self._of_file_s
-
-    def claimed(self, own_ttft_s: float | None) -> None:
-        """A job was claimed; None (or 0): it has no objective of its own."""
-        self._latest.append(own_ttft_s or self._of_file_s)
-        self.seconds = min(self._of_file_s, sorted(self._latest)[len(self._latest) // COUNTS_FROM])
-
-
 def most_claimed(
-    max_num_batched_tokens: int, tightest_s: float, seconds_per_token: float, decodes: bool = False
+    max_num_batched_tokens: int, slo: SLOConfig, latest_s: float, seconds_per_token: float, decodes: bool = False
 ) -> int:
     """Prompt tokens that a busy worker may have claimed: `CLAIM_BATCHES` batches, or fewer by `CLAIM_SHARE`. One that
     also `decodes` has the least: it computes little in a step (`choices.steps`), and others are sooner done.
 
     Nothing overtakes a job that is claimed: a short prompt would wait behind all that its worker has claimed before, a
     batch's included, and share its steps with them. In the queue it goes where there is room first, and is counted
-    where requests are placed.
+    where requests are placed. `latest_s`: the TTFT objective that the jobs brought which it claimed last; what comes
+    next is most like these.
     """
+    tightest_s = min([latest_s, *(own.ttft_s for own in slo.classes.values() if own.ttft_s is not None)])
     in_time = int(CLAIM_SHARE * tightest_s / max(seconds_per_token, _LEAST_S))
     # Smaller steps take more time for each token: with fewer tokens, fewer would seem to be in time, and so on.
     least = max_num_batched_tokens // LEAST_CLAIM

@@ -12,6 +12,7 @@ from itertools import chain
 
 import msgspec
 
+from orchestrator.config.settings import SLOConfig
 from orchestrator.policy.claims import claim_budget, claim_limits, most_claimed
 from orchestrator.policy.decode_choice import Candidate, DecodeChoice, blocks_for
 from orchestrator.policy.predict.adapters import AdapterPlaces, with_placed
@@ -141,12 +142,12 @@ class PoolView:
         return candidate
 
 
-def limits_of_claims(worker: Worker, s_per_token: float) -> tuple[int, int, bool]:
+def limits_of_claims(worker: Worker, slo: SLOConfig, s_per_token: float) -> tuple[int, int, bool]:
     """Prompt tokens, and jobs, that a prefill worker may claim now, and whether it does as an idle one."""
     free_tokens = (worker.kv.free + worker.uncomputed_blocks()) * worker.profile.block_size
     held, others = prefills(worker), decodes(worker)
     idle = not (held or others)
-    most = most_claimed(worker.profile.max_num_batched_tokens, worker.objective.seconds, s_per_token, others > 0)
+    most = most_claimed(worker.profile.max_num_batched_tokens, slo, worker.claimed.seconds, s_per_token, others > 0)
     budget = claim_budget(most, worker.pending_tokens, idle, free_tokens)
     return *claim_limits(held, budget, idle, free_tokens, sys.maxsize), idle
 

@@ -62,11 +62,15 @@ async def test_claims_no_more_than_the_tightest_objective_lets_others_wait_for(
     classes = {"chat": {"ttft_s": 0.3}} if named_by == "the file" else {}
     async with running_workers(redis_server, sim=slow, slo={"ttft_s": 30.0, "classes": classes}) as workers:
         frontend, _, _ = await pair(workers, **slow)
-        first, *requests = [frontend.new([i, *PROMPT], max_tokens=1) for i in range(7)]
-        for request in (first, *requests):
-            await frontend.enqueue(request, ttft_s=0.0 if classes else 0.3)
-            if request is first:
-                await frontend.finished(first)
+        own_s, before = (0.0, 0) if classes else (0.3, 8)  # an eighth of the latest jobs
+        earlier, requests = (
+            [frontend.new([i, *PROMPT[:n]], max_tokens=1) for i in range(k)] for n, k in ((9, before), (300, 6))
+        )
+        for request in earlier:
+            await frontend.enqueue(request, ttft_s=own_s)
+        await frontend.finished(*earlier)
+        for request in requests:
+            await frontend.enqueue(request, ttft_s=own_s)
         most = 0
         while not all(r.finish for r in requests):
             most = max(most, sum(bool(r.got(Claimed)) and not r.got(Prefilled) for r in requests))

@@ -1,14 +1,7 @@
 """Which jobs a prefill worker claims."""
 
 from orchestrator.config.settings import SLOClass, SLOConfig
-from orchestrator.policy.claims import (
-    COUNTS_FROM,
-    LATEST_JOBS,
-    TightestObjective,
-    choose_claims,
-    fair_share_tokens,
-    most_claimed,
-)
+from orchestrator.policy.claims import choose_claims, fair_share_tokens, most_claimed
 from orchestrator.types import WindowJob
 
 S_PER_TOKEN = 0.001
@@ -27,37 +20,15 @@ def test_claims_follow_score_up_to_budget():
 
 
 def test_what_a_worker_claims_takes_no_longer_than_a_share_of_the_tightest_objective():
-    assert most_claimed(8192, 5.0, S_PER_TOKEN) == 3000
-    assert most_claimed(8192, 0.01, S_PER_TOKEN) == 1024, "nor less than a part of a batch"
-    assert most_claimed(8192, 100.0, S_PER_TOKEN) == 2 * 8192, "nor more than two batches"
-    assert most_claimed(8192, 2.0, 0.0) == 2 * 8192, "prompts that cost nothing"
-    assert most_claimed(8192, 5.0, S_PER_TOKEN, decodes=True) == 1024, "others are sooner done"
-
-
-def test_the_tightest_objective_is_the_fleets_one_of_a_class_or_one_that_jobs_bring():
-    batch, chat = SLOClass(ttft_s=30.0), SLOClass(ttft_s=2.0)
-    assert TightestObjective(SLOConfig(ttft_s=5.0, classes={"batch": batch})).seconds == 5.0
-    tightest = TightestObjective(SLOConfig(ttft_s=5.0, classes={"chat": chat, "usual": SLOClass(tpot_s=1.0)}))
-    assert tightest.seconds == 2.0
-    for own_s, expected in ((0.3, 0.3), (None, 0.3), (30.0, 0.3)):
-        tightest.claimed(own_s)
-        assert tightest.seconds == expected
-    for _ in range(LATEST_JOBS):
-        tightest.claimed(30.0)
-    assert tightest.seconds == 2.0, "none of the latest brought a tighter one"
-
-
-def test_an_objective_that_few_of_the_latest_jobs_brought_does_not_count():
-    tightest = TightestObjective(SLOConfig(ttft_s=5.0))
-    few = LATEST_JOBS // COUNTS_FROM
-    for number in range(LATEST_JOBS):
-        tightest.claimed(1e-6 if number < few else None)
-    assert tightest.seconds == 5.0
-    tightest.claimed(1e-6)  # takes the place of one of the same
-    assert tightest.seconds == 5.0
-    for _ in range(few + 1):
-        tightest.claimed(1e-6)
-    assert tightest.seconds == 1e-6
+    batch, chat, usual = SLOClass(ttft_s=30.0), SLOClass(ttft_s=2.0), SLOClass(tpot_s=1.0)
+    classes = SLOConfig(ttft_s=5.0, classes={"batch": batch, "chat": chat, "usual": usual})
+    assert most_claimed(8192, SLOConfig(), 5.0, S_PER_TOKEN) == 3000, "the jobs' own, whatever the fleet's is"
+    assert most_claimed(8192, SLOConfig(classes={"batch": batch}), 5.0, S_PER_TOKEN) == 3000
+    assert most_claimed(8192, classes, 5.0, S_PER_TOKEN) == 1200, "a class counts, however few have it"
+    assert most_claimed(8192, SLOConfig(), 0.01, S_PER_TOKEN) == 1024, "nor less than a part of a batch"
+    assert most_claimed(8192, SLOConfig(), 100.0, S_PER_TOKEN) == 2 * 8192, "nor more than two batches"
+    assert most_claimed(8192, SLOConfig(), 2.0, 0.0) == 2 * 8192, "prompts that cost nothing"
+    assert most_claimed(8192, SLOConfig(), 5.0, S_PER_TOKEN, decodes=True) == 1024, "others are sooner done"
 
 
 def test_small_job_fills_remaining_budget():
