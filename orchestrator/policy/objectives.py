@@ -16,7 +16,7 @@ TPOT_BROUGHT_BY = 1 / 2  # of them, for a tighter TPOT objective than the fleet'
 
 class LatestObjective:
     """A tighter objective than the fleet's counts where that share of the latest requests has one as tight: clients
-    name theirs, and a few of them do not slow down all others. A looser one counts where all of them have it."""
+    name theirs, and a few of them do not slow down all others. A looser one does not count: the next may bring none."""
 
     def __init__(self, of_fleet_s: float, share: float) -> None:
         self.seconds = self._of_fleet_s = of_fleet_s
@@ -30,8 +30,7 @@ class LatestObjective:
             return
         self._left = LATEST if own_s else self._left - 1
         self._latest.append(own_s or self._of_fleet_s)
-        ordered = sorted(self._latest)
-        self.seconds = min(max(ordered[0], self._of_fleet_s), ordered[self._tight])
+        self.seconds = min(self._of_fleet_s, sorted(self._latest)[self._tight])
 
 
 def latest_tpot(slo: SLOConfig) -> LatestObjective:
