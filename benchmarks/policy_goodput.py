@@ -107,7 +107,9 @@ class TooManyLateError(Exception):
 def _late(job: Job, sim: Simulation) -> bool:
     """Whether the request has missed its objectives by now, whatever comes."""
     first_s = (sim.now if job.first_at is None else job.first_at) - job.arrival.at
-    return first_s > sim.router.slo.ttft_s or (job.done_at is not None and not all(job.met(sim.router.slo)))
+    return first_s > (job.arrival.ttft_slo_s or sim.router.slo.ttft_s) or (
+        job.done_at is not None and not all(job.met(sim.router.slo))
+    )
 
 
 def _run(case: Case, load: Load, prefill: int, decode: int, policy: str, rate: float) -> Simulation:

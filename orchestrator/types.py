@@ -190,8 +190,7 @@ class StepCounters(msgspec.Struct, frozen=True):
 
 
 class WorkerLoad(msgspec.Struct, tag="load", frozen=True, omit_defaults=True):
-    """A worker's load report: published after engine steps, and at every heartbeat while idle. Counters are of its
-    process, so far."""
+    """A worker's load, published after engine steps and at every heartbeat while idle. Counters are of its process."""
 
     worker_id: str
     sequence: int
@@ -249,6 +248,7 @@ class PrefillJob(msgspec.Struct, frozen=True):
     deliveries: int = 0  # how often a worker has claimed it
     delay_s: float = 0.0  # added to its arrival to give its score in the queue (`policy.policies`)
     cached: dict[str, int] = {}  # prompt tokens cached when it was enqueued, on at most 4 prefill workers and of `LENT`
+    ttft_s: float = 0.0  # its own TTFT objective; 0: the fleet's
     LENT = "*"  # no worker's id: has what a worker without it could fetch, from a worker of either role
     ADAPTER = "@"  # before the id of a worker that has its LoRA adapter: what that saves, as prompt tokens
 

@@ -204,7 +204,9 @@ class Frontend:
     def sequence(self, worker_id: str) -> int:
         return self._sequence.get(worker_id, 0)
 
-    async def enqueue(self, request: Request, body: bytes | None = None, cached: dict[str, int] | None = None) -> None:
+    async def enqueue(
+        self, request: Request, body: bytes | None = None, cached: dict[str, int] | None = None, ttft_s: float = 0.0
+    ) -> None:
         tokens = len(request.prompt)
         job = PrefillJob(
             request_id=request.id,
@@ -215,6 +217,7 @@ class Frontend:
             reply_to=self.id,
             body=pack_frames(self.frames(request)) if body is None else body,
             cached=cached or {},
+            ttft_s=ttft_s,
         )
         await self.queue.enqueue(job)
 

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from orchestrator.config.settings import Config
 from orchestrator.policy.claims import (
     AFFINITY_WINDOW,
+    BROUGHT_BY,
     CLAIM_BATCHES,
     choose_claims,
     claim_budget,
@@ -24,6 +25,7 @@ from orchestrator.policy.claims import (
     most_claimed,
     takes_any_size,
 )
+from orchestrator.policy.objectives import LatestObjective
 from orchestrator.process.ticks import left_s, until_told
 from orchestrator.store.client import RedisAway
 from orchestrator.store.queue import Claim, PrefillQueue
@@ -57,6 +59,7 @@ class ClaimLoop:
     ) -> None:
         """`active`: whether this worker may claim now."""
         self._info, self._lease_s, self._slo = info, config.workers.lease_s, config.slo
+        self._latest = LatestObjective(config.slo.ttft_s, BROUGHT_BY)
         self._queue, self._attempts, self._load, self._prefills = queue, attempts, load, prefills
         self._frontends, self._active = frontends, active
         self._room = asyncio.Event()  # set when there may be more room
@@ -93,7 +96,9 @@ class ClaimLoop:
         # Ranks in lockstep share the work of each step, so that a claimed job waits for no other.
         lockstep, s_per_token = self._info.lockstep, self._prefills.fetches.s_per_token
         decodes = self._attempts.decode_count > 0
-        most = CLAIM_BATCHES * batch if lockstep else most_claimed(batch, self._slo, s_per_token, decodes)
+        most = CLAIM_BATCHES * batch
+        if not lockstep:
+            most = most_claimed(batch, self._slo, self._latest.seconds, s_per_token, decodes)
         idle, jobs = self._claimer != "busy", self._info.max_num_seqs - len(self._attempts)
         budget = claim_budget(most, claimed, idle, self._free_tokens)
         return claim_limits(self._attempts.prefill_count, budget, idle, self._free_tokens, jobs)
@@ -110,6 +115,7 @@ class ClaimLoop:
             try:
                 claims, self._left = await self._claim(budget, jobs)
                 for claim in claims:
+                    self._latest.came(claim.job.ttft_s)
                     self._prefills.begin(claim, wanted=self._active)
             except RedisAway as error:
                 log.debug("claims pause: %s", error)

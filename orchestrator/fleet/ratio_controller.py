@@ -11,10 +11,13 @@ import logging
 from collections import deque
 from collections.abc import Iterable
 
+import msgspec
+
 from orchestrator.config.engine_args import unit_size
 from orchestrator.config.settings import Config
 from orchestrator.fleet.view import Fleet
 from orchestrator.fleet.worker_view import WorkerView
+from orchestrator.policy.objectives import LatestObjective
 from orchestrator.policy.own_prompts import ReuseCounter
 from orchestrator.policy.predict.predictor import Predictor
 from orchestrator.policy.ratio.decision import desired_ratio
@@ -51,11 +54,12 @@ class RatioController:
         fleet: Fleet,
         predictor: Predictor,
         reuse: ReuseCounter,
+        tpot: LatestObjective,
         metrics: Metrics | None = None,
         interval_s: float = INTERVAL_S,
     ) -> None:
         self._frontend_id, self._registry, self._fleet = frontend_id, registry, fleet
-        self._events, self._predictor, self._reuse = events, predictor, reuse
+        self._events, self._predictor, self._reuse, self._tpot = events, predictor, reuse, tpot
         self._metrics = metrics or Metrics()
         self._ratio, self._slo, self._host_tier_bytes = config.ratio, config.slo, config.kv.host_tier_bytes
         self._unit_size = unit_size(config) if config.ratio.mode == "auto" else 1
@@ -114,8 +118,9 @@ class RatioController:
             return
         # In a thread: for a hundred workers it takes tens of milliseconds, and requests are not to wait for it.
         went = self._went if current.set_by == "ratio" else 0
+        slo = msgspec.structs.replace(self._slo, tpot_s=self._tpot.seconds)
         decision = await asyncio.to_thread(
-            desired_ratio, list(self.window), current, self._ratio, self._slo, unit_size=self._unit_size, went=went
+            desired_ratio, list(self.window), current, self._ratio, slo, unit_size=self._unit_size, went=went
         )
         if decision is None:
             return

@@ -121,6 +121,7 @@ class FleetConnection:
             self.fleet,
             predictor=self.router.learning.predictor,
             reuse=self.router.learning.reuse,
+            tpot=self.router.learning.tpot,
             metrics=metrics,
         )
         self.siblings = Siblings(frontend_id, redis, config.namespace, self.router.learning.recent)

@@ -17,6 +17,7 @@ CLAIM_BATCHES = 2  # engine batches (max_num_batched_tokens) of prompt tokens th
 # for the time that it waited in the queue.
 CLAIM_SHARE = 0.6
 LEAST_CLAIM = 8  # of an engine batch, the part that a worker may have claimed however tight an objective is
+BROUGHT_BY = 1 / 8  # of the jobs that it claimed last, for a tighter objective than the fleet's to count
 _LEAST_S = 1e-9  # of a token, where a fitted line is flat
 AFFINITY_WINDOW = 32  # jobs at the queue's head among which it looks for one whose prefix it has cached
 
@@ -42,15 +43,18 @@ def takes_any_size(claimer: Claimer, others_idle: bool) -> bool:
     return claimer == "idle" or (claimer == "ahead" and not others_idle)
 
 
-def most_claimed(max_num_batched_tokens: int, slo: SLOConfig, seconds_per_token: float, decodes: bool = False) -> int:
+def most_claimed(
+    max_num_batched_tokens: int, slo: SLOConfig, latest_s: float, seconds_per_token: float, decodes: bool = False
+) -> int:
     """Prompt tokens that a busy worker may have claimed: `CLAIM_BATCHES` batches, or fewer by `CLAIM_SHARE`. One that
     also `decodes` has the least: it computes little in a step (`choices.steps`), and others are sooner done.
 
     Nothing overtakes a job that is claimed: a short prompt would wait behind all that its worker has claimed before, a
     batch's included, and share its steps with them. In the queue it goes where there is room first, and is counted
-    where requests are placed.
+    where requests are placed. `latest_s`: the TTFT objective that the jobs brought which it claimed last; what comes
+    next is most like these.
     """
-    tightest_s = min([slo.ttft_s, *(own.ttft_s for own in slo.classes.values() if own.ttft_s is not None)])
+    tightest_s = min([latest_s, *(own.ttft_s for own in slo.classes.values() if own.ttft_s is not None)])
     in_time = int(CLAIM_SHARE * tightest_s / max(seconds_per_token, _LEAST_S))
     # Smaller steps take more time for each token: with fewer tokens, fewer would seem to be in time, and so on.
     least = max_num_batched_tokens // LEAST_CLAIM

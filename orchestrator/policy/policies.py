@@ -15,6 +15,7 @@ from orchestrator.config.settings import Config, SLOConfig
 from orchestrator.config.values import Link
 from orchestrator.policy.admission import MAX_RETRY_S, MIN_RETRY_S, Shares, admit, predicted_ttft_s
 from orchestrator.policy.decode_choice import Candidate, DecodeChoice, RequestInfo, blocks_for
+from orchestrator.policy.objectives import LatestObjective, latest_tpot
 from orchestrator.policy.placement import ROOM_SHARE, Local, PrefillView, Reject, Remote, place, uncached_tokens
 from orchestrator.policy.predict.adapters import LOADS_AT_PREFILL, AdapterDemand, AdapterPlaces, priced
 from orchestrator.policy.predict.pairing import pair
@@ -69,12 +70,15 @@ class RecalledLoad(msgspec.Struct, frozen=True):
 
 
 class Policies:
-    """The caller feeds `choose` and `predictor` with measured times and with the output lengths of ended requests."""
+    """The caller feeds `choose` and `predictor` with measured times and with the output lengths of ended requests, and
+    `tpot` with the TPOT objectives of those that came."""
 
-    def __init__(self, config: Config, choose: DecodeChoice, predictor: Predictor) -> None:
+    def __init__(
+        self, config: Config, choose: DecodeChoice, predictor: Predictor, tpot: LatestObjective | None = None
+    ) -> None:
         self.routing, self.slo = config.routing, config.slo
         self.choose, self.predictor, self._shares = choose, predictor, Shares(config.limits.shares)
-        self.adapters = AdapterDemand()
+        self._tpot, self.adapters = tpot or latest_tpot(config.slo), AdapterDemand()
 
     def decide(
         self,
@@ -215,10 +219,12 @@ class Policies:
         return found
 
     def slo_of(self, request: RequestInfo) -> SLOConfig:
-        """The fleet's objectives with the TTFT objective that the request has of its own. Its own TPOT objective says
-        nothing about those that decode beside it."""
-        own_s = request.ttft_slo_s
-        return self.slo if own_s is None else msgspec.structs.replace(self.slo, ttft_s=own_s)
+        """The fleet's objectives with the TTFT objective that the request has of its own. The TPOT objective is that of
+        those that decode beside it."""
+        own_s, tpot_s = request.ttft_slo_s, self._tpot.seconds
+        if own_s is None and tpot_s == self.slo.tpot_s:
+            return self.slo
+        return msgspec.structs.replace(self.slo, ttft_s=own_s or self.slo.ttft_s, tpot_s=tpot_s)
 
     def delay_s(self, request: RequestInfo, uncached_tokens: int, later_s: float = 0.0) -> float:
         """Seconds between a job's arrival and its score in the prefill queue. `later_s`: as it was placed."""

@@ -53,7 +53,10 @@ class Decider:
         self._frontend_id = frontend_id
         self._routing, self._slo, self._fetches = config.routing, config.slo, config.kv.fetch == "auto"
         self._fleet, self._queue, self._prefixes = fleet, queue, prefixes
-        self._policies, self._predictor = Policies(config, choose, learning.predictor), learning.predictor
+        self._policies, self._predictor = (
+            Policies(config, choose, learning.predictor, learning.tpot),
+            learning.predictor,
+        )
         self._late = learning.late
         self._decoded_until = -math.inf  # monotonic; a decode worker was ready so lately that another will be soon
 
@@ -249,4 +252,5 @@ class Decider:
             body=pack_frames(active.parsed.frames),
             delay_s=self._policies.delay_s(info, uncached_tokens, later_s) - waited_s,
             cached=cached,
+            ttft_s=info.ttft_slo_s or 0.0,
         )

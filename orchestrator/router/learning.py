@@ -10,6 +10,7 @@ from orchestrator.config.settings import SLOConfig
 from orchestrator.config.values import Link
 from orchestrator.fleet.worker_view import WorkerView
 from orchestrator.policy.decode_choice import DecodeChoice
+from orchestrator.policy.objectives import latest_tpot
 from orchestrator.policy.own_prompts import ReuseCounter
 from orchestrator.policy.policies import haste
 from orchestrator.policy.predict.late_pairs import LatePairs
@@ -24,7 +25,7 @@ class Learning:
     def __init__(self, choose: DecodeChoice, slo: SLOConfig, metrics: Metrics) -> None:
         self.predictor, self.recent = Predictor(), Recent()
         self._choose, self._slo, self._metrics = choose, slo, metrics
-        self.offered, self.reuse = Offered(), ReuseCounter()
+        self.offered, self.reuse, self.tpot = Offered(), ReuseCounter(), latest_tpot(slo)
         self.late = LatePairs()
         # By decode worker, the prefill workers from which KV has come. Not a set of pairs: a large fleet has 10,000s.
         self._connected: dict[str, set[str]] = {}
@@ -33,6 +34,7 @@ class Learning:
         """Count a request that was placed or refused. Call it once per request."""
         info, placed = request.parsed.info, request.placed
         shared = self.reuse.arrived(info.prompt_tokens, request.parsed.prefix_keys, block_size, request.accepted_at)
+        self.tpot.came(info.tpot_slo_s)
         expected = self.predictor.output_tokens
         output_tokens = min(info.max_new_tokens, expected) if info.max_new_tokens else expected
         most = max(1, info.prompt_tokens - shared)

@@ -24,11 +24,10 @@ class RatioControl:
     def __init__(self, settings: Settings, router: Router) -> None:
         config = settings.stack.config
         self._router, self._profile, self._config = router, settings.profile, config.ratio
-        self._slo = router.slo
         self._host_tokens = config.kv.host_tier_bytes // settings.profile.kv_bytes_per_token
         self._window: deque[LoadSample] = deque(maxlen=WINDOW_SAMPLES)
         self._current = DesiredRatio(settings.prefill, settings.decode, set_at=-1e9)
-        self._next_at = INTERVAL_S
+        self._next_at = 0.0  # a frontend observes its fleet before the load begins
         self._sampler = LoadSampler()
         self._plain: dict[str, tuple[float, int]] = {}  # by worker, so far: seconds of decode-only steps, their number
         self.decisions: list[RatioDecision] = []
@@ -37,10 +36,13 @@ class RatioControl:
         if now < self._next_at:
             return
         self._next_at, router = now + INTERVAL_S, self._router
-        if (sample := self._sampler.sample(self._observe(now), router.predictor, router.reuse.take())) is not None:
-            self._window.append(sample)
+        sample = self._sampler.sample(self._observe(now), router.predictor, router.reuse.take())
+        if sample is None:
+            return
+        self._window.append(sample)
         went = self.decisions[-1].more if self.decisions else 0
-        decision = desired_ratio(list(self._window), self._current, self._config, self._slo, went=went)
+        slo = msgspec.structs.replace(router.slo, tpot_s=router.tpot.seconds)
+        decision = desired_ratio(list(self._window), self._current, self._config, slo, went=went)
         if decision is not None:
             self._apply(decision.after, now)
             self.decisions.append(decision)

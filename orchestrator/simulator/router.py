@@ -13,6 +13,7 @@ from orchestrator.config.settings import SLOConfig
 from orchestrator.policy.choices.named import BYPASSES, decode_choice
 from orchestrator.policy.claims import AFFINITY_WINDOW, choose_claims, fair_share_tokens
 from orchestrator.policy.decode_choice import Candidate
+from orchestrator.policy.objectives import latest_tpot
 from orchestrator.policy.own_prompts import ReuseCounter
 from orchestrator.policy.placement import Local, PrefillView, Reject, claim_timeout_s
 from orchestrator.policy.policies import Policies, Waiting, haste
@@ -58,7 +59,9 @@ class Router:
         self.predictor = Predictor()
         self.predictor.set_prior(profile.speed)
         self.predictor.adapter_load_s = profile.adapter_load_s or self.predictor.adapter_load_s
-        self.policies = Policies(msgspec.structs.replace(config, slo=self.slo), self.choose, self.predictor)
+        self.tpot = latest_tpot(self.slo)
+        config = msgspec.structs.replace(config, slo=self.slo)
+        self.policies = Policies(config, self.choose, self.predictor, self.tpot)
         self.decode = PoolView(self.choose, racks)
         self.prefill = PoolView(self.choose_prefill, racks)
         # The keys of a load are of units that are long already, so each is remembered.
@@ -95,6 +98,7 @@ class Router:
         shared = self.reuse.arrived(job.prompt_tokens, job.arrival.keys, self._unit_tokens, self._clock.now)
         nearest = max([candidate.cached_tokens for candidate in candidates], default=0)
         at_prefill, at_decode = [max(1, job.prompt_tokens - max(hit, shared)) for hit in (cached, nearest)]
+        self.tpot.came(request.tpot_slo_s)
         urgency = haste(request.ttft_slo_s, self.slo)
         self.offered += Offered.one(at_prefill, at_decode, self.predictor.output_tokens, urgency)
         if isinstance(decision, Reject):
@@ -306,6 +310,7 @@ class Router:
             del self.queue[bisect_left(self.queue, entry[:2])]
             self.queue_tokens -= entry[2].uncached
             entry[2].claimed = True
+            worker.claimed.came(entry[2].arrival.ttft_slo_s)
             self._start_prefill(entry[2], worker)
         return bool(chosen)
 

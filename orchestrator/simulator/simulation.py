@@ -72,8 +72,9 @@ class Simulation:
     def add_worker(self, name: str, view: PoolView) -> Worker:
         profile, tier_bytes = self.settings.profile, self.settings.stack.config.kv.host_tier_bytes
         host_blocks = tier_bytes // (profile.block_size * profile.kv_bytes_per_token)
-        tpot_s = self.router.slo.tpot_s if self.settings.stack.dispatch == "queue" else 0.0  # others' engines do not
-        worker = Worker(name, profile, self.load.unit_tokens, self, self._wake_at, host_blocks, tpot_s)
+        slo = self.router.slo
+        tpot_s = slo.tpot_s if self.settings.stack.dispatch == "queue" else 0.0  # others' engines do not
+        worker = Worker(name, profile, self.load.unit_tokens, self, self._wake_at, slo, host_blocks, tpot_s)
         self.workers[name] = worker
         view.add(worker, self.now)
         return worker

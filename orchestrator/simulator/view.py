@@ -147,7 +147,7 @@ def limits_of_claims(worker: Worker, slo: SLOConfig, s_per_token: float) -> tupl
     free_tokens = (worker.kv.free + worker.uncomputed_blocks()) * worker.profile.block_size
     held, others = prefills(worker), decodes(worker)
     idle = not (held or others)
-    most = most_claimed(worker.profile.max_num_batched_tokens, slo, s_per_token, others > 0)
+    most = most_claimed(worker.profile.max_num_batched_tokens, slo, worker.claimed.seconds, s_per_token, others > 0)
     budget = claim_budget(most, worker.pending_tokens, idle, free_tokens)
     return *claim_limits(held, budget, idle, free_tokens, sys.maxsize), idle
 

@@ -9,7 +9,10 @@ from collections.abc import Callable
 from math import floor, log2
 from typing import Any, Protocol
 
+from orchestrator.config.settings import SLOConfig
 from orchestrator.policy.choices.steps import prompt_tokens_beside
+from orchestrator.policy.claims import BROUGHT_BY
+from orchestrator.policy.objectives import LatestObjective
 from orchestrator.simulator.engine.engine import Engine
 from orchestrator.simulator.engine.profile import Profile
 from orchestrator.simulator.engine.stay import Events, Stay
@@ -36,12 +39,14 @@ class Worker(Engine):
         unit_tokens: int,
         sim: WorkerEvents,
         schedule: Callable[[float, Worker, int], None],
+        slo: SLOConfig,
         host_blocks: int = 0,
         tpot_s: float = 0.0,
     ) -> None:
         """`tpot_s`: the objective of those that decode beside prompts of prefill stays; 0: none."""
         super().__init__(profile, unit_tokens, sim, host_blocks)
         self.name, self.tpot_s = name, tpot_s
+        self.claimed = LatestObjective(slo.ttft_s, BROUGHT_BY)  # of the jobs that it claimed
         self._sim, self._schedule_wake = sim, schedule
         self.alive = True
         self.plain_s, self.plain_steps = 0.0, 0  # of steps that only decoded

@@ -67,6 +67,7 @@ class ClaimedRow(msgspec.Struct, array_like=True):
     uncached_tokens: int
     deliveries: int
     arrived_at: float
+    ttft_s: float
 
 
 class ClaimReply(msgspec.Struct, array_like=True):
@@ -139,6 +140,7 @@ class PrefillQueue:
             job.reply_to,
             job.body,
             cached_text(job.cached),
+            job.ttft_s,
         )
         if outcome == b"full":
             raise QueueFull(f"{self._max_jobs} prefills wait already; add prefill workers")
@@ -159,8 +161,7 @@ class PrefillQueue:
         self.waits = False
         if max_tokens <= 0 or max_jobs <= 0:
             return [], []
-        room = min(max_jobs, MAX_CLAIM_JOBS)
-        size = (max_tokens, room, window, claimer, wait_s)
+        size = (max_tokens, min(max_jobs, MAX_CLAIM_JOBS), window, claimer, wait_s)
         packed = await self.call("claim", *self._claimer(worker_id), *size, *self.done_s)
         try:
             reply, bodies = _read_reply(packed)
@@ -198,6 +199,7 @@ class PrefillQueue:
                     body=bodies[begin:end],
                     deliveries=row.deliveries,
                     cached=read_cached(_raw_bytes(row.cached).decode()),
+                    ttft_s=row.ttft_s,
                 )
             except UnicodeDecodeError as error:
                 log.warning("dropped a corrupt prefill job %r: %s", request_id[:80], error)

@@ -53,14 +53,24 @@ async def test_claims_only_what_its_budget_allows(redis_server: EmbeddedRedis) -
         assert most <= 2000 + 301
 
 
-async def test_claims_no_more_than_the_tightest_objective_lets_others_wait_for(redis_server: EmbeddedRedis) -> None:
+@pytest.mark.parametrize("named_by", ["the file", "requests"])
+async def test_claims_no_more_than_the_tightest_objective_lets_others_wait_for(
+    redis_server: EmbeddedRedis, named_by: str
+) -> None:
+    """0.6 of 0.3 s are 180 tokens."""
     slow = {"speed": 1.0, "prefill_us_per_token": 1000.0, "max_num_batched_tokens": 2048}
-    slo = {"ttft_s": 30.0, "classes": {"chat": {"ttft_s": 0.3}}}  # of which 0.6 are 180 tokens
-    async with running_workers(redis_server, sim=slow, slo=slo) as workers:
+    classes = {"chat": {"ttft_s": 0.3}} if named_by == "the file" else {}
+    async with running_workers(redis_server, sim=slow, slo={"ttft_s": 30.0, "classes": classes}) as workers:
         frontend, _, _ = await pair(workers, **slow)
-        requests = [frontend.new([i, *PROMPT], max_tokens=1) for i in range(6)]
+        own_s, before = (0.0, 0) if classes else (0.3, 8)  # an eighth of the latest jobs
+        earlier, requests = (
+            [frontend.new([i, *PROMPT[:n]], max_tokens=1) for i in range(k)] for n, k in ((9, before), (300, 6))
+        )
+        for request in earlier:
+            await frontend.enqueue(request, ttft_s=own_s)
+        await frontend.finished(*earlier)
         for request in requests:
-            await frontend.enqueue(request)
+            await frontend.enqueue(request, ttft_s=own_s)
         most = 0
         while not all(r.finish for r in requests):
             most = max(most, sum(bool(r.got(Claimed)) and not r.got(Prefilled) for r in requests))

@@ -10,10 +10,11 @@ from support_redis import fresh_namespace, worker
 from support_steering import set_desired
 from support_wait import DEADLINE_S, until
 
-from orchestrator.config.settings import parse_config
+from orchestrator.config.settings import SLOConfig, parse_config
 from orchestrator.fleet import ratio_controller as controller
 from orchestrator.fleet.ratio_controller import RatioController, observe
 from orchestrator.fleet.view import Fleet
+from orchestrator.policy.objectives import LATEST, latest_tpot
 from orchestrator.policy.own_prompts import ReuseCounter
 from orchestrator.policy.predict.predictor import Predictor
 from orchestrator.policy.ratio import decision
@@ -134,9 +135,9 @@ def quick(monkeypatch):
 
 
 @contextlib.asynccontextmanager
-async def running(registry, fleet, frontend_id="f", **ratio):
+async def running(registry, fleet, frontend_id="f", tpot=latest_tpot(SLOConfig()), **ratio):
     config = parse_config({"model": "m", "ratio": {"mode": "auto", **ratio}})
-    learned = Predictor(0.0005), ReuseCounter()
+    learned = Predictor(0.0005), ReuseCounter(), tpot
     ratio_controller = RatioController(frontend_id, config, registry, registry.log, fleet, *learned, interval_s=0.02)
     task = asyncio.create_task(ratio_controller.run())
     try:
@@ -225,6 +226,19 @@ async def test_it_knows_which_way_its_own_last_change_went(registry, monkeypatch
         await until(lambda: asked[-1] == 0, "an operator's change goes no way")
 
 
+async def test_the_split_is_for_the_tpot_objective_of_the_latest_requests(registry, monkeypatch):
+    asked = []
+    monkeypatch.setattr(controller, "desired_ratio", lambda window, current, config, slo, **_: asked.append(slo))
+    await set_desired(registry, 3, 1, "launcher")
+    tpot = latest_tpot(SLOConfig())
+    async with running(registry, fleet_of(P, P, P, D), tpot=tpot):
+        await until(lambda: asked, "a first look")
+        assert asked[-1] == SLOConfig()
+        for _ in range(LATEST):
+            tpot.came(0.03)
+        await until(lambda: asked[-1] == SLOConfig(tpot_s=0.03), "theirs")
+
+
 @pytest.mark.parametrize("why", ["idle", "cooling down after the operator", "another leads", "nothing was set"])
 async def test_ratio_is_kept_while(registry, why, monkeypatch):
     if why != "nothing was set":
@@ -258,6 +272,8 @@ async def test_when_the_leader_dies_another_goes_on(registry, monkeypatch):
 
 async def test_ratio_mode_off_changes_nothing(registry):
     config = parse_config({"model": "m", "ratio": {"mode": "off"}})
-    mine = RatioController("f", config, registry, registry.log, Fleet("f"), Predictor(), ReuseCounter())
+    mine = RatioController(
+        "f", config, registry, registry.log, Fleet("f"), Predictor(), ReuseCounter(), latest_tpot(config.slo)
+    )
     await asyncio.wait_for(mine.run(), DEADLINE_S)
     assert await registry.redis.exists(f"{registry.keys.prefix}ratio_leader") == 0

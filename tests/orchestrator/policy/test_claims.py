@@ -20,15 +20,15 @@ def test_claims_follow_score_up_to_budget():
 
 
 def test_what_a_worker_claims_takes_no_longer_than_a_share_of_the_tightest_objective():
-    batch, chat = SLOClass(ttft_s=30.0), SLOClass(ttft_s=2.0)
-    assert most_claimed(8192, SLOConfig(ttft_s=5.0), S_PER_TOKEN) == 3000
-    assert most_claimed(8192, SLOConfig(ttft_s=5.0, classes={"batch": batch}), S_PER_TOKEN) == 3000
-    classes = {"batch": batch, "chat": chat, "usual": SLOClass(tpot_s=1.0)}
-    assert most_claimed(8192, SLOConfig(ttft_s=5.0, classes=classes), S_PER_TOKEN) == 1200
-    assert most_claimed(8192, SLOConfig(ttft_s=0.01), S_PER_TOKEN) == 1024, "nor less than a part of a batch"
-    assert most_claimed(8192, SLOConfig(ttft_s=100.0), S_PER_TOKEN) == 2 * 8192, "nor more than two batches"
-    assert most_claimed(8192, SLOConfig(), 0.0) == 2 * 8192, "prompts that cost nothing"
-    assert most_claimed(8192, SLOConfig(ttft_s=5.0), S_PER_TOKEN, decodes=True) == 1024, "others are sooner done"
+    batch, chat, usual = SLOClass(ttft_s=30.0), SLOClass(ttft_s=2.0), SLOClass(tpot_s=1.0)
+    classes = SLOConfig(ttft_s=5.0, classes={"batch": batch, "chat": chat, "usual": usual})
+    assert most_claimed(8192, SLOConfig(), 5.0, S_PER_TOKEN) == 3000, "the jobs' own, whatever the fleet's is"
+    assert most_claimed(8192, SLOConfig(classes={"batch": batch}), 5.0, S_PER_TOKEN) == 3000
+    assert most_claimed(8192, classes, 5.0, S_PER_TOKEN) == 1200, "a class counts, however few have it"
+    assert most_claimed(8192, SLOConfig(), 0.01, S_PER_TOKEN) == 1024, "nor less than a part of a batch"
+    assert most_claimed(8192, SLOConfig(), 100.0, S_PER_TOKEN) == 2 * 8192, "nor more than two batches"
+    assert most_claimed(8192, SLOConfig(), 2.0, 0.0) == 2 * 8192, "prompts that cost nothing"
+    assert most_claimed(8192, SLOConfig(), 5.0, S_PER_TOKEN, decodes=True) == 1024, "others are sooner done"
 
 
 def test_small_job_fills_remaining_budget():

@@ -6,6 +6,8 @@ import pytest
 from support_bench import Bench, FakeRequest, counted
 
 from orchestrator.frontend.edge import Objectives
+from orchestrator.policy.decode_choice import RequestInfo
+from orchestrator.policy.objectives import LATEST
 from orchestrator.router.request import Overloaded
 from orchestrator.types import PrefixEvents, QueueDepth, WorkerLoad
 from orchestrator.wire.messages import Prefilled
@@ -54,6 +56,15 @@ async def test_objectives_are_counted_by_class_and_by_whether_they_were_met():
     assert counted("pd_objectives", slo_class="strict", objective="ttft", met="true") == 0
     assert bench.router.learning.recent.judged == {"fast": 1, "strict": 1}
     assert +bench.router.learning.recent.met == {"fast": 1}
+
+
+async def test_the_tpot_objectives_that_requests_bring_are_counted_for_all():
+    bench = Bench()
+    for number in range(LATEST):
+        await bench.router.submit(FakeRequest(f"r{number}", 10, own=Objectives(None, 0.03)))
+    assert bench.router.learning.tpot.seconds == 0.03
+    policies = bench.router._decider._policies
+    assert policies.slo_of(RequestInfo("any", 10, 10, 0.0)).tpot_s == 0.03, "also of one that brings none"
 
 
 async def test_what_is_refused_unread_has_missed_its_objectives():

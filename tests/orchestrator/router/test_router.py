@@ -782,6 +782,12 @@ async def test_the_tightest_objectives_that_a_header_may_name_are_taken(placed_b
     assert bench.submits() or bench.queue.jobs
 
 
+@pytest.mark.parametrize(("own", "told_s"), [(Objectives(0.3), 0.3), (Objectives(), 0.0)])
+async def test_a_job_tells_workers_the_objective_of_its_request(own, told_s):
+    bench = await Bench.asked(FakeRequest("r", own=own))
+    assert [job.ttft_s for job in bench.queue.jobs] == [told_s]
+
+
 async def test_a_request_that_could_not_be_counted_is_left_nowhere(monkeypatch):
     bench = Bench()
     monkeypatch.setattr(bench.router.learning, "arrived", lambda active, block_size: 1 / 0)

@@ -1,5 +1,8 @@
 """Who waits for whom: streams for the prompts that are prefilled beside them, and requests for those with less time."""
 
+import random
+from itertools import accumulate
+
 import msgspec
 import pytest
 
@@ -9,7 +12,7 @@ from orchestrator.simulator.loads import synthetic
 from orchestrator.simulator.report import Report, report
 from orchestrator.simulator.settings import SHIPPED, Settings, Stack, changed, stack
 from orchestrator.simulator.simulation import Simulation
-from orchestrator.simulator.trace import Load, at_rate
+from orchestrator.simulator.trace import Arrival, Load, at_rate
 
 ALL_REMOTE = changed(SHIPPED, {"routing": {"remote_prefill_min_tokens": 1}})
 WARM_UP = 0.1
@@ -65,3 +68,27 @@ def test_prompts_in_a_burst_do_not_wait_for_what_a_busy_worker_has_claimed():
     """0.96 are in time where prefill workers claim what two of their batches hold, which takes 0.6 s."""
     slo = SLOConfig(ttft_s=0.3, tpot_s=0.05)
     assert simulated(4, 48.0, synthetic("bursty", 1500), slo).attained > 0.98
+
+
+def test_a_tpot_objective_that_requests_bring_is_worth_as_much_as_the_same_in_the_file():
+    """By the file's 0.1 s 0.95 are in time, since decode workers prefill too much."""
+
+    def run(of_file_s: float, own_s: float | None) -> float:
+        load = at_rate(synthetic("code", 1000), 44.0)
+        made = [msgspec.structs.replace(arrival, tpot_slo_s=own_s) for arrival in load.arrivals]
+        slo = SLOConfig(ttft_s=1.0, tpot_s=of_file_s)
+        return simulated(4, 44.0, Load("code", made, load.unit_tokens), slo).attained
+
+    assert run(0.1, 0.05) > run(0.05, None) - 0.01
+
+
+def test_an_objective_that_requests_bring_is_worth_as_much_as_the_same_in_the_file():
+    """0.976 are in time where prefill workers claim what they compute in 0.6 of the file's 1 s."""
+
+    def run(of_file_s: float, own_s: float | None) -> Report:
+        rng = random.Random(1)
+        times = accumulate(rng.expovariate(1.0) for _ in range(1500))
+        made = [Arrival(at, 8 + int(rng.lognormvariate(5.6, 0.6)), 6, ttft_slo_s=own_s) for at in times]
+        return simulated(1, 107.0, Load("short", made, 512), SLOConfig(ttft_s=of_file_s, tpot_s=0.1))
+
+    assert run(1.0, 0.3).attained > run(0.3, None).attained - 0.01

@@ -10,13 +10,14 @@ import pytest
 from orchestrator.config.settings import ConfigError, SLOConfig
 from orchestrator.policy.placement import claim_timeout_s
 from orchestrator.policy.ratio import decision
+from orchestrator.policy.ratio.load import INTERVAL_S
 from orchestrator.simulator import faults, ratio_control
 from orchestrator.simulator.engine.profile import PROFILES, Profile, load_profile
 from orchestrator.simulator.engine.stay import Stay
 from orchestrator.simulator.loads import synthetic
 from orchestrator.simulator.report import goodput, report
 from orchestrator.simulator.settings import SHIPPED, Settings, changed, stack, stack_names
-from orchestrator.simulator.simulation import Simulation
+from orchestrator.simulator.simulation import REPORT_AGE_S, Simulation
 from orchestrator.simulator.trace import Arrival, Load, at_rate
 from orchestrator.simulator.worker import Worker
 from orchestrator.types import DesiredRatio, QueueDepth
@@ -193,6 +194,15 @@ def test_a_fleet_of_agents_near_its_limit_meets_its_objectives():
         load = at_rate(synthetic("agents", 3500, seed), 31.0)
         attained.append(report(Simulation(settings, load).run(), warm_up=0.25).attained)
     assert min(attained) > 0.95
+
+
+def test_the_split_changes_after_two_samples_of_a_new_load():
+    """As in a fleet, which was observed before: it has the first sample 2 s after the first request."""
+    profile, slo = load_profile(PROFILES / "h100-llama-8b.json"), SLOConfig(ttft_s=1.0, tpot_s=0.05)
+    settings = Settings(prefill=4, decode=4, profile=profile, stack=stack("ours"), slo=slo)
+    sim = Simulation(settings, at_rate(synthetic("code", 400), 60.0)).run()
+    first = sim.ratio.decisions[0]
+    assert first.more > 0 and first.after.set_at == pytest.approx(2 * INTERVAL_S, abs=REPORT_AGE_S)
 
 
 LONG_ANSWERS = [Arrival(0.1 * n, 100, 2000) for n in range(4)]  # decode takes more than 20 s

@@ -333,6 +333,19 @@ async def test_a_window_drops_what_is_corrupt_or_orphaned(make, claimers, redis)
     assert await dropped(redis, queue) == {"corrupt": 1, "orphaned": 1}
 
 
+async def test_a_claim_tells_a_jobs_own_objective(make, redis):
+    """A job without it, or with one that nobody can read, has the fleet's."""
+    queue = make()
+    for request_id, ttft_s in (("a", 0.3), ("b", 1e-6), ("c", 0.0), ("old", 0.0), ("odd", 30.0), ("odder", 30.0)):
+        await queue.enqueue(msgspec.structs.replace(job(request_id), ttft_s=ttft_s))
+    told = [await redis.hget(queue.keys.job(name), "ttft_s") for name in ("a", "c")]
+    assert told == [b"0.3", None], "redis-cli shows it where there is one"
+    await redis.hset(queue.keys.job("odd"), "ttft_s", "nan")
+    await redis.hset(queue.keys.job("odder"), "ttft_s", b"\xff soon")
+    claims = await claim_head(queue, "w", ALL, 9)
+    assert [claim.job.ttft_s for claim in claims] == [0.3, 1e-6, 0.0, 0.0, 0.0, 0.0]
+
+
 async def test_window_with_binary_id_drops_it(make, claimers, redis):
     queue, strange = make(), b"\xff\xfe"
     await claimers("w")

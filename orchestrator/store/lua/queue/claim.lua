@@ -19,7 +19,7 @@ local function is_left(q, claims, id) return claims.away and claims.away[try('HG
 -- A waiting job that can be claimed, and its body; else nil, and it is dropped: nobody can read it or waits for it.
 local function read_claimable(q, claims, id)
   local fields = try('HMGET', q.job .. id, 'state', 'attempt', 'tokens', 'uncached', 'arrived_at', 'deliveries',
-    'reply_to', 'cached', 'body')
+    'reply_to', 'cached', 'body', 'ttft_s')
   local job, body = parse_job(fields), fields[9]
   if not (job and job.state == 'waiting' and body) then
     drop(q, id, nil, 'corrupt')
@@ -29,6 +29,7 @@ local function read_claimable(q, claims, id)
     drop(q, id, job, 'orphaned')
     return nil
   end
+  job.ttft_s = amount(fields[10]) or 0
   return job, body
 end
 
@@ -42,7 +43,7 @@ local function take(q, claims, id, score, job, body)
   q.removed = (q.removed or 0) + job.uncached
   local number = #claims.rows + 1
   claims.rows[number] = { id, job.reply_to, job.cached, #body, job.attempt, job.tokens, job.uncached, deliveries,
-    job.arrived_at }
+    job.arrived_at, job.ttft_s }
   claims.bodies[number] = body
 end
 

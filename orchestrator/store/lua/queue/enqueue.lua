@@ -3,7 +3,7 @@
 -- Returns 'queued', 'known' or 'full'.
 local function enqueue(keys, args)
   local q, now = open(keys), clock()
-  local id, attempt, tokens, uncached, delay_s, max_waiting, ttl_s, reply_to, body, cached = unpack(args)
+  local id, attempt, tokens, uncached, delay_s, max_waiting, ttl_s, reply_to, body, cached, ttft_s = unpack(args)
   local arrived_at, outcome = now, 'full'
   -- Mostly there is neither an older attempt to replace nor anybody to wake: one look tells.
   local eventful = call('EXISTS', q.job .. id, q.waiters) > 0
@@ -26,6 +26,7 @@ local function enqueue(keys, args)
       call('HSET', q.job .. id, 'cached', cached)
       call('SET', q.prefix .. 'affine', 1, 'EX', AFFINE_S)
     end
+    if tonumber(ttft_s) > 0 then call('HSET', q.job .. id, 'ttft_s', ttft_s) end -- seconds; most jobs have none
     place(q, id, arrived_at + delay_s, uncached, ttl_s)
   end
   settle(q)
