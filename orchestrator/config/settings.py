@@ -320,7 +320,7 @@ def check_mesh(config: Config, host: str) -> None:
 
 def _apply(tree: dict[str, Any], override: str) -> None:
     key, sign, value = override.partition("=")
-    if not sign or not key:
+    if not sign or not all(key.split(".")):
         raise ConfigError(f"--set {override}: expected a.b=value")
     node = tree
     *parents, leaf = key.split(".")
@@ -329,6 +329,7 @@ def _apply(tree: dict[str, Any], override: str) -> None:
         if not isinstance(node, dict):
             raise ConfigError(f"--set {override}: {name} is a value, not a section")
     try:
-        node[leaf] = load_yaml(value)
-    except NotYaml:
-        raise ConfigError(f"--set {override}: {value!r} is not a YAML value") from None
+        node[leaf] = load_yaml(value, typed=True)
+    except NotYaml as error:
+        why = f"{value!r} is not a YAML value ({error}); text is written as --set '{key}=\"...\"'"
+        raise ConfigError(f"--set {override}: {why}") from None
