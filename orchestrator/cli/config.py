@@ -11,16 +11,7 @@ import msgspec
 import typer
 from rich.text import Text
 
-from orchestrator.cli.handle import (
-    OUT,
-    JsonOption,
-    NamespaceOption,
-    SetOption,
-    check_writable,
-    config_here,
-    print_json,
-    say,
-)
+from orchestrator.cli.handle import OUT, JsonOption, NamespaceOption, SetOption, config_here, print_json, say
 from orchestrator.cli.look.views import config_keys, how_often, keys_view, plain, plain_table
 from orchestrator.config.engine_args import check_engine_args
 from orchestrator.config.explain import shown
@@ -117,7 +108,6 @@ def init(
     elif file.exists():
         raise Refused(f"{file}: exists already; name another file, or remove it")
     else:
-        check_writable(file)
         file.write_text(text, "utf-8")
         OUT.print(f"wrote {file}; review it, then `orchestrator up {file}`", highlight=False, soft_wrap=True)
 

@@ -106,8 +106,7 @@ class EmbeddedRedis:
                 return self.url
             where = path
         else:
-            why = "" if not port or _can_bind(port) else "the port is in use"
-            for _ in range(0 if why else 1 if port else _PORT_TRIES):
+            for _ in range(1 if port else _PORT_TRIES):
                 if not (why := await self._try(binary, run_dir, port or _free_port())):
                     return self.url
             where = f"127.0.0.1:{port or 'any free port'}"
@@ -260,16 +259,6 @@ def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
-
-
-def _can_bind(port: int) -> bool:
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the server sets it: TIME_WAIT is no obstacle
-        try:
-            probe.bind(("127.0.0.1", port))
-        except OSError:
-            return False
-    return True
 
 
 def _last_line(path: Path) -> str:

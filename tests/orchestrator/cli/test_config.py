@@ -51,11 +51,6 @@ def test_without_a_file_or_a_fleet_it_asks_for_a_file(tmp_path: Path, monkeypatc
         assert str(said) == f"no fleet runs on this machine{where}; name a file"
 
 
-def test_a_file_is_begun_in_a_folder_that_is_there(tmp_path: Path):
-    said = runner.invoke(app, ["config", "init", str(tmp_path / "gone" / "fleet.yaml")]).exception
-    assert isinstance(said, Refused) and "name a file in an existing folder" in str(said)
-
-
 def test_a_file_of_one_model_may_be_asked_for_its_namespace(tmp_path: Path):
     file = tmp_path / "c.yaml"
     file.write_text("model: demo\nnamespace: mine\n")

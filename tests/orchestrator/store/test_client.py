@@ -511,15 +511,6 @@ async def test_a_socket_whose_path_is_too_long_is_refused(tmp_path):
     assert not embedded.alive
 
 
-async def test_a_taken_port_is_named(tmp_path):
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
-        with pytest.raises(EmbeddedRedisError, match=rf"127\.0\.0\.1:{port}.*in use.*redis\.url"):
-            await EmbeddedRedis().start(tmp_path, port)
-
-
 async def test_foreign_server_is_not_ours(tmp_path):
     other = EmbeddedRedis()
     url = await other.start(tmp_path)
