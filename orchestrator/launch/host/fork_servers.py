@@ -106,13 +106,13 @@ class ForkServers:
                 except OSError:  # too many files are open, say: nobody would know of it
                     _end(reply.pid)
                     return None
-            await server.end()
             if self._servers.get(key) is server:
                 del self._servers[key]
+            if reply is None and not server.answered:
+                self._failed.add(key)
+            await server.end()
             if reply is None:
                 log.warning("a fork server does not answer: its processes are executed, which takes longer")
-                if not server.answered:
-                    self._failed.add(key)
                 return None
             log.info("%s has changed: modules are imported again", reply.changed)
         return None
