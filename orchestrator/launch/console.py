@@ -160,7 +160,6 @@ class Console:
         self._outlet.written(_LAST_WORDS_S)
 
     def close(self) -> None:
-        """The log file is closed, too."""
         self.stop_progress()
         self.flush()
         if self.log_file is not None:
