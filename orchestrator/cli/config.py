@@ -11,7 +11,7 @@ import msgspec
 import typer
 from rich.text import Text
 
-from orchestrator.cli.handle import OUT, JsonOption, NamespaceOption, SetOption, find_fleet, print_json, say
+from orchestrator.cli.handle import OUT, JsonOption, NamespaceOption, SetOption, config_here, print_json, say
 from orchestrator.cli.look.views import config_keys, how_often, keys_view, plain, plain_table
 from orchestrator.config.engine_args import check_engine_args
 from orchestrator.config.explain import shown
@@ -75,10 +75,10 @@ def show(
     else:
         if set_:
             raise Refused(f"--set {set_[0]}: changes what a file says; name the file")
-        handle = find_fleet(namespace, None)
-        if handle.config is None:
-            raise Refused("no fleet runs on this machine; name a file")
-        config = handle.config
+        if (here := config_here(namespace)) is None:
+            of = f" in namespace {namespace!r}" if namespace else ""
+            raise Refused(f"no fleet runs on this machine{of}; name a file")
+        config = here
     rows = list(_effective(config, origins, "default" if file is not None else "the fleet's file or --set"))
     if changed:
         rows = [row for row in rows if row["from"] != "default"]

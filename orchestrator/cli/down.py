@@ -44,9 +44,10 @@ def down(namespace: WholeFleetOption = None, as_json: JsonOption = False) -> Non
     if pid is None:
         raise Refused(f"the fleet in namespace {namespace!r} runs in another container: run `orchestrator down` there")
     _send(launcher, signal.SIGTERM)
-    if not folder.wait_until_free(_KILL_AFTER_S):
+    _send(launcher, signal.SIGCONT)  # one that was stopped (Ctrl-Z) would end by SIGKILL only
+    if not folder.wait_until_free(within_s := _ends_within_s(folder)):
         if not as_json:
-            OUT.print(f"process {pid} did not end within {_KILL_AFTER_S:g} s; killing it")
+            OUT.print(f"process {pid} did not end within {within_s:g} s; killing it")
         _send(launcher, signal.SIGKILL)
         folder.wait_until_free(_KILL_AFTER_S)
         _remove_killed(folder, as_json)
@@ -55,6 +56,14 @@ def down(namespace: WholeFleetOption = None, as_json: JsonOption = False) -> Non
     while not has_ended(launcher) and time.monotonic() < deadline:
         time.sleep(0.01)
     say({"namespace": namespace, "ended": "in order"}, f"fleet {namespace!r} ended", as_json)
+
+
+def _ends_within_s(folder: RunFolder) -> float:
+    """In it a launcher ends in order: its frontends first, then its workers."""
+    with contextlib.suppress(OtherRelease):
+        if (config := folder.config()) is not None:
+            return _KILL_AFTER_S + 2 * config.launcher.stop_timeout_s
+    return _KILL_AFTER_S
 
 
 def _send(identity: str, number: signal.Signals) -> None:

@@ -125,6 +125,12 @@ def find_fleet(namespace: str | None, redis_url: str | None, url: str | None = N
     return FleetHandle(namespace, redis, url, folder.config(model), model)
 
 
+def config_here(namespace: str | None) -> Config | None:
+    """That of the fleet on this machine, or of its model; None where none runs. Raises Refused where several do."""
+    fleet, model = _located(namespace)
+    return RunFolder(fleet).config(model) if RunFolder(fleet).is_held else None
+
+
 def find_whole_fleet(namespace: str | None, redis_url: str | None) -> FleetHandle:
     """All models of the fleet that the options name, or that runs here. Raises Refused where there is none."""
     fleet = namespace_here(namespace)

@@ -24,8 +24,7 @@ _KINDS = {
     "object": "a section",
     "array": "a list",
 }
-
-
+_UNQUOTED = [f", got `{kind}`" for kind in ("int", "float", "bool", "object")]  # what text may be read as
 # As `a.b`: of an environment variable, or of an argument of vLLM.
 _SECRET = re.compile(r"(^|\.)env\.|_args\..*(_token|password|secret|api_key)$")
 
@@ -122,9 +121,11 @@ def explain(error: str, tree: dict[str, Any], root: Any) -> str:
         return f"{path}: expected one of {', '.join(_choices(root, path))}, got {got}"
     if expected:
         kind = " or ".join(_KINDS.get(k.strip(), k.strip()) for k in expected[1].split("|"))
+        unquoted = expected[1] in ("str", "str | null") and expected[3] in _UNQUOTED
+        quoted = "; in quotes it is text, after --set as 'KEY=\"VALUE\"'" if unquoted else ""
         if path.endswith("[...]"):
-            return f"{path.removesuffix('[...]')}: expected {kind}{bound} for each name in it"
-        return f"{path or 'the file'}: expected {kind}{bound}, got {got}"
+            return f"{path.removesuffix('[...]')}: expected {kind}{bound} for each name in it{quoted}"
+        return f"{path or 'the file'}: expected {kind}{bound}, got {got}{quoted}"
     return f"{path or 'the file'}: {message[0].lower()}{message[1:]}, got {got}"
 
 

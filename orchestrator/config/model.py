@@ -52,15 +52,17 @@ def resolve_model(name: str, say: Say | None = None) -> str:
     if _REMOTE.match(name):
         return name
     folder = _path(name)
-    if folder.is_dir():
-        if not (folder / "config.json").is_file() and not (folder / "params.json").is_file():
+    # By functions that say no where Path's methods raise: a folder that is another user's, a name that is too long.
+    if os.path.isdir(folder):
+        if not any(os.path.isfile(folder / described) for described in ("config.json", "params.json")):
             raise ConfigError(f"model: folder {name!r} has no config.json; name a Hugging Face model folder")
         return str(folder.resolve())
-    if folder.is_file():
+    if os.path.isfile(folder):
         return str(folder.resolve())
     if name.startswith((".", "/", "~")) or not _HUB_NAME.match(name):
         raise ConfigError(
-            f"model: folder {name!r} does not exist; name a folder, a Hugging Face model (org/name), or 'demo'"
+            f"model: folder {name!r} does not exist for this user; name a folder, a Hugging Face model (org/name), or "
+            "'demo'"
         )
     return name
 
@@ -71,18 +73,18 @@ def find_model(name: str, say: Say | None = None) -> str:
     Fetches its config.json at most. Raises ConfigError.
     """
     found = resolve_model(name, say)
-    if found != name or _REMOTE.match(name) or Path(name).exists() or os.environ.get("VLLM_USE_MODELSCOPE"):
+    if found != name or _REMOTE.match(name) or os.path.exists(name) or os.environ.get("VLLM_USE_MODELSCOPE"):
         return found
     try:
         from huggingface_hub import hf_hub_download, try_to_load_from_cache
     except ImportError:
         return found  # an engine that needs no hub client finds its models itself
-    if any(isinstance(try_to_load_from_cache(name, file), str) for file in ("config.json", "params.json")):
-        return found
     try:
+        if any(isinstance(try_to_load_from_cache(name, file), str) for file in ("config.json", "params.json")):
+            return found
         _reach_hub()
         hf_hub_download(name, "config.json", etag_timeout=_HUB_TIMEOUT_S)
-    except Exception as error:  # many kinds: no such repository, gated, offline, no network
+    except Exception as error:  # many kinds: no name of one, no such repository, gated, offline, no network
         why = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
         raise ConfigError(
             f"model: {name!r} is neither a folder nor in the Hugging Face cache, and cannot be fetched ({why}); "
@@ -95,12 +97,12 @@ def read_model_config(name: str) -> dict[str, Any]:
     """The config.json of a model that is here: a folder, or in the Hugging Face cache. Empty for one that is not, or
     cannot be read."""
     file: object = _path(name) / "config.json"
-    if name == DEMO or not _path(name).is_dir():
-        hub = "huggingface_hub"
-        if name == DEMO or not _HUB_NAME.match(name) or importlib.util.find_spec(hub) is None:
-            return {}
-        file = importlib.import_module(hub).try_to_load_from_cache(name, "config.json")
     try:
+        if name == DEMO or not os.path.isdir(_path(name)):
+            hub = "huggingface_hub"
+            if name == DEMO or not _HUB_NAME.match(name) or importlib.util.find_spec(hub) is None:
+                return {}
+            file = importlib.import_module(hub).try_to_load_from_cache(name, "config.json")
         read = json.loads(Path(file).read_bytes()) if isinstance(file, str | Path) else {}
     except (OSError, ValueError):
         return {}

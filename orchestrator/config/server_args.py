@@ -67,10 +67,11 @@ def check_server_args(config: Config) -> None:
         raise ConfigError(f"frontend.server_args.{others[0]}: needs ssl_certfile, the server's certificate")
     if uses_tls(config):
         _check_tls(arguments)
-    if config.frontend.replicas != 1 and os.environ.get(_KEEPS_RESPONSES, "0") not in ("", "0"):
+    number = "one on each node" if config.launcher.kind == "ray" else config.frontend.replicas
+    if number != 1 and os.environ.get(_KEEPS_RESPONSES, "0") not in ("", "0"):
         raise ConfigError(
-            f"frontend.replicas: expected 1 with {_KEEPS_RESPONSES}, got {config.frontend.replicas}: what one frontend "
-            "keeps is unknown to the others; unset the variable, or set this to 1"
+            f"frontend.replicas: expected 1 with {_KEEPS_RESPONSES}, got {number}: what one frontend keeps is unknown "
+            "to the others; unset the variable, or set this to 1, and launcher.kind to local"
         )
     try:
         read_api_keys(config.security)

@@ -246,11 +246,21 @@ def leaves(tree: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any
 
 def value_at(tree: Any, key: str) -> Any:
     """What a tree has at `a.b`; `UNKNOWN` where it has nothing."""
-    for name in key.split("."):
-        if not isinstance(tree, Mapping) or name not in tree:
+    while key:
+        if not isinstance(tree, Mapping):
+            return UNKNOWN
+        name, key = _split(tree, key)
+        if name not in tree:
             return UNKNOWN
         tree = tree[name]
     return tree
+
+
+def _split(tree: Mapping[str, Any], key: str) -> tuple[str, str]:
+    """The first name of `a.b`, and the rest. One that is there may have dots, as those of models and tenants do."""
+    there = (name for name in map(str, tree) if f"{key}.".startswith(f"{name}."))
+    name = max(there, key=len, default=key.partition(".")[0])
+    return name, key[len(name) + 1 :]
 
 
 def overridden(tree: dict[str, Any], overrides: list[str]) -> dict[str, Any]:
@@ -320,15 +330,16 @@ def check_mesh(config: Config, host: str) -> None:
 
 def _apply(tree: dict[str, Any], override: str) -> None:
     key, sign, value = override.partition("=")
-    if not sign or not key:
+    if not sign or not all(key.split(".")):
         raise ConfigError(f"--set {override}: expected a.b=value")
-    node = tree
-    *parents, leaf = key.split(".")
-    for name in parents:
-        node = node.setdefault(name, {})
-        if not isinstance(node, dict):
+    name, rest = _split(tree, key)
+    while rest:
+        tree = tree.setdefault(name, {})
+        if not isinstance(tree, dict):
             raise ConfigError(f"--set {override}: {name} is a value, not a section")
+        name, rest = _split(tree, rest)
     try:
-        node[leaf] = load_yaml(value)
-    except NotYaml:
-        raise ConfigError(f"--set {override}: {value!r} is not a YAML value") from None
+        tree[name] = load_yaml(value, typed=True)
+    except NotYaml as error:
+        why = f"{value!r} is not a YAML value ({error}); text is written as --set '{key}=\"...\"'"
+        raise ConfigError(f"--set {override}: {why}") from None

@@ -54,7 +54,8 @@ PATTERNS = {  # in words
     _PORTS_PATTERN: "like 20000-20999",
 }
 
-_HOST_NAME = re.compile(r"(?=.*[A-Za-z])[A-Za-z0-9_][A-Za-z0-9_.-]{0,252}\Z")
+# Longer labels, and empty ones, are a UnicodeError where a name is looked up.
+_HOST_NAME = re.compile(r"(?=.*[A-Za-z])(?=.{1,253}\Z)[A-Za-z0-9_][A-Za-z0-9_-]{0,62}(\.[A-Za-z0-9_-]{1,63})*\.?\Z")
 _REDIS_URLS = "redis://, rediss:// or unix://, or with several hosts redis+sentinel:// or redis+cluster://"
 
 

@@ -15,17 +15,20 @@ class NotYaml(ValueError):
         self.line = line
 
 
-def load_yaml(text: str) -> Any:
-    """Raises NotYaml."""
+def load_yaml(text: str, typed: bool = False) -> Any:
+    """`typed`: on a command line, where each character counts but in a list, a section or quotes. Raises NotYaml."""
     import yaml
 
     try:
-        loader = _loader()(text)
-        node = loader.get_single_node()
+        loader = _loader()(text := text.strip() if typed else text)
+        if typed and not text.startswith(("[", "{", "'", '"')):
+            node = yaml.ScalarNode(loader.resolve(yaml.ScalarNode, text, (True, False)), text)
+        else:
+            node = loader.get_single_node()
         if _values(node, {}) > _MOST_VALUES:
             raise NotYaml(f"it has more than {_MOST_VALUES} values, with what its aliases (*) repeat", 0)
         return loader.construct_document(node) if node is not None else None
-    # A date in the thirteenth month is a ValueError, and a thousand open brackets are a RecursionError.
+    # A number of five thousand digits is a ValueError, and a thousand open brackets are a RecursionError.
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         where = getattr(error, "problem_mark", None)
         why = " ".join(str(getattr(error, "problem", error)).split())
@@ -70,7 +73,7 @@ def _values(node: Any, seen: dict[int, float]) -> float:
 
 @functools.cache
 def _loader() -> Any:
-    """A loader whose booleans are `true` and `false`, as in YAML 1.2; in YAML 1.1 the `off` of `mode: off` is one."""
+    """A loader that knows only `_SCALARS`, and refuses a key that is there twice."""
     import yaml
 
     class Loader(yaml.SafeLoader):
@@ -86,10 +89,20 @@ def _loader() -> Any:
                     names.add((name.tag, name.value))
             return super().construct_mapping(node, deep)
 
-    boolean = "tag:yaml.org,2002:bool"
-    Loader.yaml_implicit_resolvers = {
-        letter: [(tag, pattern) for tag, pattern in resolvers if tag != boolean]
-        for letter, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
-    }
-    Loader.add_implicit_resolver(boolean, re.compile(r"^(?:true|false)$", re.I), list("tTfF"))
+    Loader.yaml_implicit_resolvers = {}
+    for kind, pattern, first in _SCALARS:
+        Loader.add_implicit_resolver(f"tag:yaml.org,2002:{kind}", re.compile(rf"^(?:{pattern})$"), first)
     return Loader
+
+
+# What is no text: the pattern, and what it begins with. As in YAML 1.2, in which JSON is written. In YAML 1.1, the
+# parser's, the `off` of `mode: off` is a boolean, 010 is 8, 1:30 is 90, and 1e-6 is text.
+_DIGITS = r"[0-9][0-9_]*"
+_SCALARS: tuple[tuple[str, str, list[str]], ...] = (
+    ("null", "|~|null|Null|NULL", ["", *"~nN"]),
+    ("bool", "(?i:true|false)", [*"tTfF"]),
+    ("int", r"[-+]?(?:0|[1-9][0-9_]*|0x[0-9a-fA-F]+)", [*"-+0123456789"]),
+    ("float", rf"[-+]?(?:{_DIGITS}\.[0-9_]*|\.{_DIGITS}|{_DIGITS}(?=[eE]))(?:[eE][-+]?[0-9]+)?", [*"-+.0123456789"]),
+    ("float", r"[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)", [*"-+."]),
+    ("merge", "<<", ["<"]),
+)

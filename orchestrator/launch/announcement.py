@@ -36,7 +36,8 @@ def announce(models: Mapping[str, FleetProcesses], device: str, folder: RunFolde
     if fleet.desired.prefill:
         console.say(f"A long one{'' if by_length is None else ' is prefilled by one worker and decoded by another'}:")
         console.say(_curl(ready.url, names[0], protected, sentences=(by_length or _LONG_TOKENS) // 3))
-    folder.note_ready(ready)  # last: `up --detach` returns once it is there
+    console.flush()
+    folder.note_ready(ready)  # last: `up --detach` returns once it is there, and shows no more
 
 
 def _curl(url: str, model: str, protected: bool, sentences: int = 0) -> str:

@@ -155,10 +155,13 @@ class Console:
         if live is not None:
             live.stop()
 
-    def close(self) -> None:
-        """The last lines get a moment to be written; the log file is closed."""
-        self.stop_progress()
+    def flush(self) -> None:
+        """What was said gets a moment to be written."""
         self._outlet.written(_LAST_WORDS_S)
+
+    def close(self) -> None:
+        self.stop_progress()
+        self.flush()
         if self.log_file is not None:
             self.log_file.close()
 

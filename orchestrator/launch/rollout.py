@@ -184,7 +184,7 @@ class RolloutRunner:
             return
         try:
             setup = self._preparing.result()
-        except ConfigError as error:
+        except (ConfigError, OSError) as error:
             if rollout.phase is Phase.FORWARD:
                 await self._replacer.give_up(rollout, str(error))
                 return

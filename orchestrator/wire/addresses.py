@@ -65,7 +65,10 @@ def addresses_of(*hosts: str) -> list[str]:
     for host in hosts[:-1]:
         with contextlib.suppress(OSError):
             return addresses_of(host)
-    return [str(found[0]) for *_, found in socket.getaddrinfo(hosts[-1], None, type=socket.SOCK_STREAM)]
+    try:
+        return [str(found[0]) for *_, found in socket.getaddrinfo(hosts[-1], None, type=socket.SOCK_STREAM)]
+    except UnicodeError:
+        raise socket.gaierror(socket.EAI_NONAME, "a label of it is empty or too long") from None
 
 
 def resolve(host: str, like: str) -> str:

@@ -467,6 +467,7 @@ async def test_advertised_address_is_registered_or_refused(
     [
         ([], "workers.bind: 127.0.0.1 is reached from this host alone, but Redis is elsewhere (192.0.2.9); set it to"),
         (["--advertise", "no-such-name.invalid"], "workers.advertise: 'no-such-name.invalid' has no address"),
+        (["--bind", "a..b"], "workers.bind: 'a..b' has no address (a label of it is empty or too long)"),
         (["--bind", "0.0.0.0", "--advertise", "0.0.0.0"], "workers.advertise: expected the address of one host"),
     ],
 )

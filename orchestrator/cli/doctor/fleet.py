@@ -114,7 +114,7 @@ async def port_checks(handle: FleetHandle, host: str) -> AsyncIterator[Check]:
     try:
         addresses = addresses_of(host)
     except OSError as error:
-        raise Refused(f"{host!r} has no address ({error.strerror})") from None
+        raise Refused(f"{host!r} has no address ({error.strerror}); name one of the fleet's hosts") from None
     ports = [
         (name, worker.id, url)
         for worker in workers.values()

@@ -53,20 +53,25 @@ def add_command(
     namespace: NamespaceOption = None,
     redis: RedisOption = None,
     url: UrlOption = None,
+    as_json: JsonOption = False,
 ) -> None:
     """Load an adapter on all workers, then let all frontends serve it."""
     body = {"lora_name": name, "lora_path": path, "load_inplace": replace}
     _asked(namespace, redis, url, "/v1/load_lora_adapter", body)
-    typer.echo(f"{name}: added")
+    say({"name": name, "path": path}, f"{name}: added", as_json)
 
 
 @lora_app.command("remove")
 def remove_command(
-    name: NameArgument, namespace: NamespaceOption = None, redis: RedisOption = None, url: UrlOption = None
+    name: NameArgument,
+    namespace: NamespaceOption = None,
+    redis: RedisOption = None,
+    url: UrlOption = None,
+    as_json: JsonOption = False,
 ) -> None:
     """Let no frontend serve an adapter any more."""
     _asked(namespace, redis, url, "/v1/unload_lora_adapter", {"lora_name": name})
-    typer.echo(f"{name}: removed")
+    say({"name": name}, f"{name}: removed", as_json)
 
 
 def _asked(namespace: str | None, redis: str | None, url: str | None, path: str, body: object = None) -> Any:

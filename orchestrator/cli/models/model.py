@@ -46,7 +46,7 @@ app.add_typer(model_app, name="model")
 Show = Callable[["Seen"], None]
 
 
-class Seen(msgspec.Struct, frozen=True, omit_defaults=True):
+class Seen(msgspec.Struct, frozen=True):
     """A model as it is now. `frontends` serve it; `by_hand` has the URLs of those that no launcher runs."""
 
     name: str
@@ -72,9 +72,9 @@ def list_command(namespace: WholeFleetOption = None, redis: RedisOption = None, 
         ]
 
     revision, models = ask(handle, read)
-    columns = ("name", "clients ask for", "state", "prefill", "decode", "frontends", "model")
-    counts = {it.name: map(str, (it.prefill, it.decode, it.frontends)) for it in models}
-    rows = ((it.name, it.served_model_name, it.state, *counts[it.name], it.model) for it in models)
+    columns = ("name", "clients ask for", "state", "prefill", "decode", "frontends", "of them by hand", "model", "")
+    counts = {it.name: map(str, (it.prefill, it.decode, it.frontends, len(it.by_hand))) for it in models}
+    rows = ((it.name, it.served_model_name, it.state, *counts[it.name], it.model, it.why) for it in models)
     say({"revision": revision, "models": models}, plain_table(columns, rows), as_json)
 
 

@@ -14,7 +14,6 @@ import os
 import signal
 import socket
 import subprocess
-import time
 from collections import deque
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -23,11 +22,12 @@ import msgspec
 
 from orchestrator.process.fork_server import IMPORTS_S, MAX_MESSAGE_BYTES, OURS, OWN_VARIABLES, Order, Reply
 from orchestrator.process.parent import kill_with
+from orchestrator.process.tasks import in_background, in_thread
 
 log = logging.getLogger("pd.launcher")
 
 _SERVER = "orchestrator.process.fork_server"
-_ENDS_WITHIN_S, _LOOK_S = 5.0, 0.001
+_ENDS_WITHIN_S = 5.0
 _EXIT_CODE_UNKNOWN = 255  # asyncio's, for a process that somebody else has waited for
 
 
@@ -106,13 +106,13 @@ class ForkServers:
                 except OSError:  # too many files are open, say: nobody would know of it
                     _end(reply.pid)
                     return None
-            server.close()
             if self._servers.get(key) is server:
                 del self._servers[key]
+            if reply is None and not server.answered:
+                self._failed.add(key)
+            await server.end()
             if reply is None:
                 log.warning("a fork server does not answer: its processes are executed, which takes longer")
-                if not server.answered:
-                    self._failed.add(key)
                 return None
             log.info("%s has changed: modules are imported again", reply.changed)
         return None
@@ -182,13 +182,20 @@ class _ForkServer:
         elif reply.pid:  # whoever asked has gone
             _end(reply.pid)
 
-    def close(self) -> None:
+    async def end(self) -> None:
+        """As `close`, without holding up the loop."""
+        self._process.kill()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            await in_thread(functools.partial(self._process.wait, _ENDS_WITHIN_S))
+        self.close(0)
+
+    def close(self, within_s: float = _ENDS_WITHIN_S) -> None:
         """Idempotent. Whoever waits gets no answer but what has come."""
         if self._loop is not None and not self._loop.is_closed() and self._socket.fileno() >= 0:
             self._loop.remove_reader(self._socket)
         self._process.kill()
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(_ENDS_WITHIN_S)
+            self._process.wait(within_s)
         with contextlib.suppress(OSError):
             while message := self._socket.recv(MAX_MESSAGE_BYTES):  # a process that it forked has an owner, or ends
                 self._answer(message)
@@ -199,12 +206,10 @@ class _ForkServer:
 
 
 def _end(pid: int) -> None:
-    """One that the kernel does not let go in time, as at a disk that hangs, is left to it."""
-    deadline = time.monotonic() + _ENDS_WITHIN_S
-    with contextlib.suppress(ProcessLookupError, ChildProcessError):
+    """In a thread: the kernel may keep it for long, as at a disk that hangs."""
+    with contextlib.suppress(ProcessLookupError):
         os.kill(pid, signal.SIGKILL)
-        while os.waitpid(pid, os.WNOHANG) == (0, 0) and time.monotonic() < deadline:
-            time.sleep(_LOOK_S)
+    in_background(functools.partial(os.waitpid, pid, 0))
 
 
 def _can_watch() -> bool:

@@ -16,7 +16,7 @@ import socket
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
-from urllib.parse import urlsplit
+from urllib.parse import quote, unquote
 
 from orchestrator.config.settings import Config, ConfigError
 from orchestrator.launch.supervise import backoff_s
@@ -67,7 +67,7 @@ class EmbeddedRedis:
     """One server process. `start` in the main thread: the kernel ties the child to the thread that forks it."""
 
     def __init__(self, on_socket: bool = False) -> None:
-        """`on_socket`: listen on a unix socket instead of a port, if its path is short enough."""
+        """`on_socket`: listen on a unix socket instead of a port, which every user of this host could connect to."""
         self._on_socket = on_socket
         self._process: subprocess.Popen[bytes] | None = None
         self.url = ""
@@ -83,7 +83,7 @@ class EmbeddedRedis:
     @property
     def reachable(self) -> bool:
         """Whether it runs, and its socket has not been removed."""
-        return self.alive and (not self.url.startswith(_UNIX) or os.path.exists(self.url.removeprefix(_UNIX)))
+        return self.alive and (not self.url.startswith(_UNIX) or os.path.exists(unquote(self.url.removeprefix(_UNIX))))
 
     async def start(self, run_dir: Path, port: int = 0) -> str:
         """Start and wait until it answers; port 0 takes a free one. The log is `run_dir/redis.log`.
@@ -96,13 +96,17 @@ class EmbeddedRedis:
         binary = server_binary()
         make_folder(run_dir)
         path = str(run_dir / _SOCKET)
-        if self._on_socket and len(path.encode()) <= _SOCKET_PATH_BYTES:
+        if self._on_socket:
+            if (length := len(os.fsencode(path))) > _SOCKET_PATH_BYTES:
+                raise EmbeddedRedisError(
+                    f"redis.url: embedded: {path} has {length} bytes, and the path of a socket at most "
+                    f"{_SOCKET_PATH_BYTES}; set XDG_RUNTIME_DIR to a shorter folder, or redis.url to a server"
+                )
             if not (why := await self._try(binary, run_dir, path)):
                 return self.url
             where = path
         else:
-            why = "" if not port or _can_bind(port) else "the port is in use"
-            for _ in range(0 if why else 1 if port else _PORT_TRIES):
+            for _ in range(1 if port else _PORT_TRIES):
                 if not (why := await self._try(binary, run_dir, port or _free_port())):
                     return self.url
             where = f"127.0.0.1:{port or 'any free port'}"
@@ -122,7 +126,7 @@ class EmbeddedRedis:
         if why:
             await self.stop()
         else:
-            self.url = f"{_UNIX}{at}" if isinstance(at, str) else f"redis://127.0.0.1:{at}"
+            self.url = f"{_UNIX}{quote(at)}" if isinstance(at, str) else f"redis://127.0.0.1:{at}"
         return why
 
     async def stop(self) -> None:
@@ -171,7 +175,7 @@ class RedisServer:
             log.error("redis: the embedded server %s; starting it again", how)
             try:
                 await self._own.stop()
-                await self._own.start(self._folder, port=urlsplit(self.url).port or 0)
+                await self._own.start(self._folder)
             except Exception as error:  # too many files are open, say: without it the queue would be away for ever
                 pause_s = backoff_s(crashes, self._config.launcher)
                 log.error("redis: %s; trying again in %.1f s", error, pause_s)
@@ -255,16 +259,6 @@ def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
-
-
-def _can_bind(port: int) -> bool:
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the server sets it: TIME_WAIT is no obstacle
-        try:
-            probe.bind(("127.0.0.1", port))
-        except OSError:
-            return False
-    return True
 
 
 def _last_line(path: Path) -> str:

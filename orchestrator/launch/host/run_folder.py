@@ -313,7 +313,7 @@ def base_folder() -> Path:
     may have made it under /tmp, to read our files or to have us read theirs."""
     runtime = os.environ.get("XDG_RUNTIME_DIR")
     base = Path(f"/tmp/pd-orchestrator-{own_uid()}")  # noqa: S108 - one of another user is refused
-    if runtime and os.access(runtime, os.W_OK):
+    if runtime and os.path.isabs(runtime) and os.access(runtime, os.W_OK):  # the same one wherever a command is run
         base = Path(runtime) / "pd-orchestrator"
     try:
         check_own(base)

@@ -61,7 +61,7 @@ def _check_address(address: str) -> None:
         raise ConfigError(f"launcher.address: expected HOST:PORT of the cluster's head, got {address!r}")
     try:
         socket.create_connection((host.strip("[]"), int(port)), _CONNECT_TIMEOUT_S).close()
-    except OSError as error:
+    except (OSError, UnicodeError) as error:
         raise ConfigError(
             f"launcher.address: no Ray cluster answers at {address!r} ({error}); start one with `ray start --head`"
         ) from None

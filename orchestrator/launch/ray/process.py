@@ -87,7 +87,7 @@ class RayProcess:
         try:
             ended = decode_reply(await self._asked(lambda: self._runner.wait.remote()))
             assert isinstance(ended, Ended)
-            code = ended.code
+            code, self.lost = ended.code, ended.lost
             if ended.reason is not None:
                 self.exit_reason = ExitReason(ended.reason, ended.final)
         except RayError as error:

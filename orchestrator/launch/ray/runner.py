@@ -17,6 +17,7 @@ import ray
 import yaml
 
 from orchestrator.config.model import find_model
+from orchestrator.config.server_args import check_server_args
 from orchestrator.config.settings import Config, ConfigError
 from orchestrator.launch.commands import frontend_spec, resolve, worker_spec
 from orchestrator.launch.host.leftovers import SharedMemory
@@ -66,11 +67,13 @@ class NotStarted(msgspec.Struct, tag="not_started", frozen=True):
 
 
 class Ended(msgspec.Struct, tag="ended", frozen=True):
-    """From a runner: how the process ended. `code` is negative for a signal, `reason` what the process said."""
+    """From a runner: how the process ended. `code` is negative for a signal, `reason` what the process said. `lost`:
+    see Process."""
 
     code: int
     reason: str | None = None
     final: bool = False
+    lost: bool = False
 
 
 Order = Union[RunWorker, RunFrontend]
@@ -139,6 +142,8 @@ class Runner:
         host = ray.util.get_node_ip_address()
         folder = base_folder() / f"{order.config.namespace}@{host}"  # its files have passwords and keys
         config = await asyncio.to_thread(self._on_this_node, order.config, host)
+        if isinstance(order, RunFrontend):
+            check_server_args(config)  # by this node's environment and files
         make_folder(base_folder())
         make_folder(folder)
         file = folder / f"{order.name}.yaml"
@@ -178,7 +183,7 @@ class Runner:
         said = process.exit_reason
         self._remove_file()
         self._changed.set()
-        return encode(Ended(ended.result(), said.text if said else None, bool(said and said.final)))
+        return encode(Ended(ended.result(), said.text if said else None, bool(said and said.final), process.lost))
 
     def _remove_file(self) -> None:
         self._file.unlink(missing_ok=True)

@@ -43,6 +43,14 @@ def test_each_value_of_one_of_several_models_says_where_it_is_from(tmp_path: Pat
     assert added["model"] == ("other", "--set") and added["slo.ttft_s"] == (1.0, str(file))
 
 
+def test_without_a_file_or_a_fleet_it_asks_for_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Not for the Redis of a fleet elsewhere, which does not have this host's part."""
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    for arguments, where in (((), ""), (("--namespace", "other"), " in namespace 'other'")):
+        said = runner.invoke(app, ["config", "show", *arguments]).exception
+        assert str(said) == f"no fleet runs on this machine{where}; name a file"
+
+
 def test_a_file_of_one_model_may_be_asked_for_its_namespace(tmp_path: Path):
     file = tmp_path / "c.yaml"
     file.write_text("model: demo\nnamespace: mine\n")

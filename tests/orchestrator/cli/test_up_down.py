@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 from support_cli import SIM, orchestrator, refused
+from support_wait import DEADLINE_S
 
 from orchestrator.cli import down, up
 from orchestrator.config.settings import parse_config
@@ -73,6 +74,45 @@ def test_down_waits_for_a_launcher_that_has_just_ended(
     monkeypatch.setattr(down, "os", SimpleNamespace(kill=ended))
     done = orchestrator("down", "--namespace", "a")
     assert done.returncode == 0 and "ended" in done.stdout, done.stderr
+
+
+def test_down_ends_a_launcher_that_was_stopped_in_order(
+    other: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = RunFolder("a")
+    folder.claim()
+    (folder.path / "launcher").write_text(f"{identity_of(other.pid)}\n")
+    other.send_signal(signal.SIGSTOP)
+
+    def wait_until_free(_: RunFolder, timeout_s: float) -> bool:
+        other.wait(DEADLINE_S)
+        folder.remove()
+        return True
+
+    monkeypatch.setattr(RunFolder, "wait_until_free", wait_until_free)
+    assert orchestrator("down", "--namespace", "a").returncode == 0
+    assert other.returncode == -signal.SIGTERM
+
+
+@pytest.mark.parametrize("stop_timeout_s", [0.5, 300.0])
+def test_down_gives_a_launcher_the_time_that_its_processes_have(
+    other: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch, stop_timeout_s: float
+) -> None:
+    """Frontends end first, then workers."""
+    folder = RunFolder("a")
+    folder.claim()
+    folder.write_config(parse_config({"model": "m", "launcher": {"stop_timeout_s": stop_timeout_s}}))
+    (folder.path / "launcher").write_text(f"{identity_of(other.pid)}\n")
+    waited: list[float] = []
+
+    def wait_until_free(_: RunFolder, timeout_s: float) -> bool:
+        waited.append(timeout_s)
+        folder.remove()
+        return True
+
+    monkeypatch.setattr(RunFolder, "wait_until_free", wait_until_free)
+    assert orchestrator("down", "--namespace", "a").returncode == 0
+    assert waited[0] > 2 * stop_timeout_s and waited[0] > 30
 
 
 @pytest.mark.parametrize("options", [[], ["--json"]])

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from orchestrator.config import model as model_module
-from orchestrator.config.model import _gguf, find_model, resolve_model
+from orchestrator.config.model import _gguf, find_model, read_model_config, resolve_model
 from orchestrator.config.settings import ConfigError
 from orchestrator.process import files
 
@@ -23,15 +23,35 @@ def test_folders_names_and_urls_are_taken_as_they_are(tmp_path):
     assert resolve_model("s3://bucket/model") == "s3://bucket/model"
 
 
-@pytest.mark.parametrize("name", ["/no/such/folder", "./models/mine", "~/nowhere", "~nobody-has-this-name/m", "a/b/c"])
+@pytest.mark.parametrize(
+    "name", ["/no/such/folder", "./models/mine", "~/nowhere", "~nobody-has-this-name/m", "a/b/c", "/" + "x" * 300]
+)
 def test_folders_that_do_not_exist_are_refused(name):
-    with pytest.raises(ConfigError, match="does not exist; name a folder"):
+    with pytest.raises(ConfigError, match="does not exist for this user; name a folder"):
         resolve_model(name)
 
 
 def test_a_folder_without_a_model_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="has no config.json"):
         resolve_model(str(tmp_path))
+
+
+@pytest.mark.parametrize("name", ["a--b", "org/a..b", "a.git", "x" * 97, "x" * 300])
+def test_a_name_that_no_hub_has_is_refused(name):
+    """Its client raises what is no ConfigError."""
+    with pytest.raises(ConfigError, match="is neither a folder nor in the Hugging Face cache"):
+        find_model(name)
+    assert read_model_config(name) == {}
+
+
+def test_a_folder_that_is_not_open_to_this_user_is_refused(tmp_path):
+    (inner := tmp_path / "model").mkdir()
+    tmp_path.chmod(0)
+    refused = f"from orchestrator.config.model import *\nread_model_config({str(inner)!r})\nfind_model({str(inner)!r})"
+    as_nobody = f"import json, os\nimport orchestrator.config.model\nos.setuid(65534)\n{refused}"
+    done = subprocess.run([sys.executable, "-c", as_nobody if os.geteuid() == 0 else refused], capture_output=True)
+    tmp_path.chmod(0o700)
+    assert b"ConfigError: model: folder" in done.stderr
 
 
 def test_unknown_model_is_refused_at_once():

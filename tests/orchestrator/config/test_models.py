@@ -73,6 +73,12 @@ def test_one_model_of_a_file_is_chosen_by_its_name(tmp_path: Path) -> None:
             load_model(file, None, name)
 
 
+def test_an_override_reaches_a_model_whose_name_has_dots(tmp_path: Path) -> None:
+    (file := tmp_path / "c.yaml").write_text("models: {q-2.5: {model: demo}, q-2: {model: demo}}\n")
+    models = load_models(file, ["models.q-2.5.slo.ttft_s=3", "models.q-2.slo.ttft_s=4"])
+    assert {name: config.slo.ttft_s for name, config in models.items()} == {"q-2.5": 3.0, "q-2": 4.0}
+
+
 def test_a_file_of_one_model_means_what_it_meant(tmp_path: Path) -> None:
     file = tmp_path / "fleet.yaml"
     file.write_text("model: demo\nnamespace: n\nslo: {ttft_s: 3}\n")

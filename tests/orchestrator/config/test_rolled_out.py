@@ -73,6 +73,16 @@ def test_fixed_keys_are_refused_by_name(sections: dict[str, Any], why: str):
         changed(VERSION.config, RUNNING, with_(**sections))
 
 
+def test_names_with_dots_are_as_they_were():
+    """Those of tenants and labels may have some."""
+    sections = {"limits": {"shares": {"acme.com": 2.0, "acme": 1.0}}}
+    started = parse_config(FILE | sections | {"served_model_name": "demo"})
+    assert changed(shared(started), started, with_(**sections))
+    other = {"limits": {"shares": {"acme.com": 3.0, "acme": 1.0}}}
+    with pytest.raises(Refused, match=r"limits.shares.acme.com: a rollout cannot change it \(2.0 now\)"):
+        changed(shared(started), started, with_(**other))
+
+
 @pytest.mark.parametrize(
     "sections",
     [{"security": {"api_keys": ["new"]}}, {"redis": {"url": "redis://h:2"}}, {"security": {"operator_key": "new"}}],

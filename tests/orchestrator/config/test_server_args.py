@@ -42,6 +42,8 @@ def test_responses_are_kept_by_one_frontend_only(monkeypatch: pytest.MonkeyPatch
     """By vLLM in the memory of its process: whoever asks for one reaches any frontend."""
     frontends: tuple[int | str, ...] = (1, 2, "auto")
     one, *several = [parse_config({"model": "m", "frontend": {"replicas": number}}) for number in frontends]
+    on_ray = {"model": "m", "redis": {"url": "redis://h"}, "launcher": {"kind": "ray"}}  # one on each node
+    several.append(parse_config(on_ray))
     for value, refused in ((None, False), ("0", False), ("1", True)):
         if value is not None:
             monkeypatch.setenv("VLLM_ENABLE_RESPONSES_API_STORE", value)

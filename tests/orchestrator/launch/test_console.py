@@ -5,16 +5,21 @@ import os
 import select
 import shutil
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import IO
 
 import msgspec
 import pytest
 
+from orchestrator.config.settings import parse_config
+from orchestrator.launch.announcement import announce
 from orchestrator.launch.console import Console, LogFile, Outlet, shown_request
 from orchestrator.launch.host.process import LocalProcess, ProcessSpec
 from orchestrator.process.telemetry.requests import RequestLine
+from orchestrator.types import DesiredRatio
 
 LINE = RequestLine(
     id="abc", outcome="finished", decision="remote", reason="long_prompt", prompt_tokens=400, output_tokens=8,
@@ -35,6 +40,19 @@ def stream(tmp_path: Path) -> Iterator[IO[str]]:
 def shown(console: Console, stream: IO[str]) -> list[str]:
     console.close()
     return Path(stream.name).read_text().splitlines()
+
+
+def test_a_fleet_is_noted_as_ready_once_that_was_shown(stream: IO[str], monkeypatch: pytest.MonkeyPatch):
+    """Then `up --detach` reads no more, and the thread that writes may be late on a busy machine."""
+    console, at_ready = Console(stream), list[str]()
+    write = console._outlet._write_all
+    monkeypatch.setattr(console._outlet, "_write_all", lambda data: (time.sleep(0.01), write(data)))
+    config = parse_config({"model": "demo"})
+    fleet = SimpleNamespace(config=config, desired=DesiredRatio(1, 1), url="http://127.0.0.1:1")
+    folder = SimpleNamespace(note_ready=lambda ready: at_ready.append(Path(stream.name).read_text()))
+    announce({"": fleet}, "CPU", folder, console)  # type: ignore[dict-item, arg-type]
+    assert at_ready[0].startswith("Ready  http://127.0.0.1:1") and at_ready[0].count("curl") == 2
+    console.close()
 
 
 def logged(line: RequestLine) -> str:

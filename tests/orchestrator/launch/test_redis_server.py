@@ -2,7 +2,9 @@
 
 import asyncio
 import os
+import shutil
 import signal
+import tempfile
 from pathlib import Path
 from subprocess import SubprocessError
 from typing import Any
@@ -37,6 +39,20 @@ async def test_launcher_waits_for_a_slow_redis(tmp_path: Path):
         os.kill(pid, signal.SIGCONT)
         await redis.aclose()
         await server.stop()
+
+
+@pytest.mark.parametrize("name", ["with space", "é", "a#b", "a?b", "a%41"])
+async def test_any_folder_can_have_the_socket(name: str):
+    """Some characters mean something else in a URL."""
+    base = Path(tempfile.mkdtemp(prefix="pd-"))  # a path short enough for a socket
+    server = RedisServer(parse_config({"model": "m"}), base / name)
+    try:
+        redis = await server.start()
+        assert await redis.ping() and server._own is not None and server._own.reachable
+        await redis.aclose()
+    finally:
+        await server.stop()
+        shutil.rmtree(base)
 
 
 @pytest.mark.parametrize(("has_bytes", "bound"), [(32 << 30, (32 << 30) // 10), (256 << 20, 64 << 20)])

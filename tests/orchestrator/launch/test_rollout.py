@@ -49,12 +49,13 @@ class Leader:
 
     def __init__(self, config: Config, registry: Registry) -> None:
         self.cannot, self.hangs = "", False  # why it cannot prepare; that it never ends to
+        self.kind: type[Exception] = ConfigError  # of what it raises then
 
         async def prepare(changed: Config, generation: int) -> Setup:
             if self.hangs:
                 await asyncio.Event().wait()
             if self.cannot:
-                raise ConfigError(self.cannot)
+                raise self.kind(self.cannot)
             return Setup(generation, changed, Path("unused"))
 
         self.workers, frontends = (Nobody(Setup(0, config, Path("unused"))) for _ in range(2))
@@ -122,6 +123,18 @@ async def test_launcher_that_cannot_prepare_rolls_back(leader: Leader):
     leader.now += 2
     await leader.sees(behind)
     assert await phase(leader) == (Phase.BACK, f"nothing has changed for {PATIENCE_S:g} s: launcher b is not prepared")
+
+
+@pytest.mark.parametrize("kind", [ConfigError, PermissionError])
+async def test_a_leader_that_cannot_prepare_rolls_back_at_once(leader: Leader, kind: type[Exception]):
+    before = await leader.registry.rollout.read()
+    assert before is not None
+    leader.cannot, leader.kind = "model: 'm' is gone", kind
+    assert await leader.registry.rollout.change(before, Rollout(before.new, Version(2, before.new.config)))
+    for _ in range(9):
+        await leader.sees({})
+        await asyncio.sleep(0)
+    assert await phase(leader) == (Phase.BACK, leader.cannot)
 
 
 async def test_a_leader_that_never_gets_prepared_rolls_back(leader: Leader):

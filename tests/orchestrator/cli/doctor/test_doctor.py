@@ -11,7 +11,7 @@ import pytest
 from support_redis import fresh_namespace, running_server, worker
 
 from orchestrator.cli.doctor import host
-from orchestrator.cli.doctor.fleet import kv_checks, learned, redis_checks, written
+from orchestrator.cli.doctor.fleet import kv_checks, learned, port_checks, redis_checks, written
 from orchestrator.cli.doctor.host import Check, at_least, at_most
 from orchestrator.cli.handle import FleetHandle, open_fleet
 from orchestrator.config.settings import Refused
@@ -110,6 +110,14 @@ async def test_doctor_checks_a_fleet(tmp_path: Path):
         with pytest.raises(Refused, match="'x9' is not in the fleet; its workers: d0, p0"):
             _ = [check async for check in kv_checks(handle, "x9", "d0")]
         await redis.aclose()
+
+
+@pytest.mark.parametrize("host", ["a..b", "no-such-host.invalid"])
+async def test_a_host_without_an_address_is_refused(tmp_path: Path, host: str):
+    with running_server(tmp_path) as server:
+        handle = FleetHandle(fresh_namespace(), server.url, None, None)
+        with pytest.raises(Refused, match=f"'{host}' has no address .*; name one of the fleet's hosts"):
+            _ = [check async for check in port_checks(handle, host)]
 
 
 def test_what_frontends_have_learned_of_a_link_is_told():

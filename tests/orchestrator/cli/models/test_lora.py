@@ -55,6 +55,9 @@ def at(frontend: Frontend) -> tuple[str, str]:
 def test_adapters_are_added_removed_and_listed(frontend: Frontend) -> None:
     assert orchestrator("lora", "add", "a", "/a", "--replace", *at(frontend)).stdout == "a: added\n"
     assert orchestrator("lora", "remove", "a", *at(frontend)).stdout == "a: removed\n"
+    added = orchestrator("lora", "add", "a", "/a", "--json", *at(frontend)).stdout
+    removed = orchestrator("lora", "remove", "a", "--json", *at(frontend)).stdout
+    assert [json.loads(added), json.loads(removed)] == [{"name": "a", "path": "/a"}, {"name": "a"}]
     frontend.answer = (200, CARDS, "application/json")
     listed = json.loads(orchestrator("lora", "list", "--json", *at(frontend)).stdout)
     assert listed == {"adapters": [{"name": "a", "path": "/a", "parent": "m"}]}

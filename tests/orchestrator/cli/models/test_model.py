@@ -36,10 +36,10 @@ class Fleet:
 
         return asyncio.run(main())
 
-    def is_of(self, models: dict[str, ModelState]) -> None:
+    def is_of(self, models: dict[str, ModelState], why: str = "") -> None:
         async def write(redis: Redis) -> None:
             store = ModelStore(redis, self.name)
-            listed = {name: ListedModel({"model": "demo"}, state) for name, state in models.items()}
+            listed = {name: ListedModel({"model": "demo"}, state, why) for name, state in models.items()}
             assert await store.change(await store.read(), ModelList(1, listed))
 
         self.ask(write)
@@ -103,4 +103,10 @@ def test_list_shows_each_model(fleet: Fleet) -> None:
         ("a", "serving", "demo"),
         ("b", "removing", "demo"),
     ]
+    assert {"name", "prefill", "decode", "frontends", "by_hand", "why"} <= shown["models"][0].keys(), "none is left out"
     assert "removing" in orchestrator("model", "list", *fleet.where).stdout
+
+
+def test_list_says_why_a_model_is_removed(fleet: Fleet) -> None:
+    fleet.is_of({"a": ModelState.SERVING, "b": ModelState.REMOVING}, why="no room")
+    assert "no room" in orchestrator("model", "list", *fleet.where).stdout

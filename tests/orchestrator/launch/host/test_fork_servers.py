@@ -3,6 +3,7 @@
 import asyncio
 import errno
 import os
+import queue
 import signal
 import subprocess
 import sys
@@ -12,7 +13,7 @@ from unittest.mock import Mock
 
 import psutil
 import pytest
-from support_wait import until
+from support_wait import DEADLINE_S, until
 
 from orchestrator.launch.host import fork_servers
 from orchestrator.launch.host.fork_servers import Forkable, ForkServers
@@ -144,7 +145,7 @@ async def test_a_forked_process_that_cannot_be_watched_is_ended(
     waiting = Run(modules, forks, "waits")
     await waiting.process.start()
     assert len(pids) == 1 and waiting.process.pid not in pids
-    assert started_ticks(pids[0]) is None
+    await until(lambda: started_ticks(pids[0]) is None)
     await waiting.process.stop(5)
 
 
@@ -280,16 +281,38 @@ async def test_a_fork_server_that_outlives_sigkill_holds_nobody_up(modules: Path
 
 
 def test_a_forked_process_that_outlives_sigkill_holds_nobody_up(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(fork_servers, "_ENDS_WITHIN_S", 0.05)
-    monkeypatch.setattr(fork_servers, "os", Mock(wraps=os, kill=Mock(), WNOHANG=os.WNOHANG))
-    with subprocess.Popen(["sleep", "600"]) as process:
-        ending = threading.Thread(target=fork_servers._end, args=(process.pid,))
-        ending.start()
-        ending.join(10)
-        still_waits = ending.is_alive()
-        process.kill()
-        ending.join()
-    assert not still_waits
+    waits = queue.Queue[threading.Thread]()
+    waitpid = Mock(side_effect=lambda *_: waits.put(threading.current_thread()) or (0, 0))
+    monkeypatch.setattr(fork_servers, "os", Mock(wraps=os, kill=Mock(), waitpid=waitpid))
+    fork_servers._end(1)
+    assert waits.get(timeout=DEADLINE_S) is not threading.current_thread()
+
+
+async def test_a_fork_server_that_outlives_sigkill_does_not_hold_up_the_loop(
+    modules: Path, forks: ForkServers, monkeypatch: pytest.MonkeyPatch
+):
+    """Within that time the launcher's claims on its workers' ids would run out."""
+    monkeypatch.setattr(fork_servers, "IMPORTS_S", 0.01)
+    monkeypatch.setattr(fork_servers, "_ENDS_WITHIN_S", DEADLINE_S)
+    waits, ends = threading.Event(), threading.Event()
+
+    def wait(within_s: float) -> None:
+        waits.set()
+        ends.wait(within_s)
+
+    run = Run(modules, forks, "tells", "0")
+    (modules / "heavy.py").write_text("import time\ntime.sleep(600)\n")
+    starting = asyncio.create_task(run.process.start())
+    await until(lambda: forks._servers)
+    (server,) = forks._servers.values()
+    process, server._process = server._process, Mock(wait=wait)
+    await until(waits.is_set)
+    assert not starting.done()
+    ends.set()
+    process.kill()
+    process.wait()
+    await starting
+    await run.process.stop(0)
 
 
 def children_of_this_process() -> set[int]:

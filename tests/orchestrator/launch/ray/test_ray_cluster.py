@@ -30,7 +30,7 @@ from orchestrator.launch.ray import process as process_module  # noqa: E402
 from orchestrator.launch.ray import runner as runner_module  # noqa: E402
 from orchestrator.launch.ray.places import Bundles  # noqa: E402
 from orchestrator.launch.ray.process import RayProcess, Runners  # noqa: E402
-from orchestrator.launch.ray.runner import NotStarted, RunWorker, Started, decode_reply, encode  # noqa: E402
+from orchestrator.launch.ray.runner import Ended, NotStarted, RunFrontend, RunWorker, Started, decode_reply, encode  # noqa: E402
 
 CONFIG = parse_config(
     {"model": "m", "engine": "sim", "redis": {"url": "redis://h"}, "launcher": {"kind": "ray", "gpus_per_rank": 2}}
@@ -273,8 +273,21 @@ async def test_a_runner_replaces_a_file_that_was_there(runner, tmp_path: Path):
         assert isinstance(reply, Started) and waiting.read() == ""
     assert await runner.role() == "decode", "a launcher that comes later asks"
     make_folder(folder / "metrics")  # of frontends that have been there
-    await runner.wait()
+    assert decode_reply(await runner.wait()) == Ended(0)
     assert not folder.exists()
+
+
+async def test_a_runner_says_that_its_process_outlives_sigkill(runner, tmp_path: Path):
+    stuck = SimpleNamespace(wait=AsyncMock(return_value=-9), pid=1 << 30, lost=True, exit_reason=None)
+    runner._file = tmp_path / "folder" / "file"
+    assert decode_reply(await runner._run(stuck)) == Ended(-9, lost=True)
+
+
+async def test_a_frontend_is_refused_by_what_its_node_has(runner, monkeypatch: pytest.MonkeyPatch):
+    """Another environment than the launcher's."""
+    monkeypatch.setenv("VLLM_ENABLE_RESPONSES_API_STORE", "1")
+    reply = decode_reply(await runner.start(encode(RunFrontend(CONFIG, "frontend-0@10.0.0.2", 0))))
+    assert isinstance(reply, NotStarted) and "got one on each node" in reply.reason
 
 
 async def test_a_process_that_cannot_be_started_leaves_no_password_on_its_node(runner, tmp_path: Path, monkeypatch):
@@ -284,7 +297,7 @@ async def test_a_process_that_cannot_be_started_leaves_no_password_on_its_node(r
     assert list((tmp_path / "pd-orchestrator").iterdir()) == []
 
 
-@pytest.mark.parametrize("address", ["127.0.0.1:²", "127.0.0.1"])
+@pytest.mark.parametrize("address", ["127.0.0.1:²", "127.0.0.1", "a..b:6379"])
 def test_an_address_that_no_cluster_can_have_is_refused(address: str):
     with pytest.raises(ConfigError, match="^launcher.address: "):
         connection_module._check_address(address)
@@ -510,6 +523,15 @@ async def test_a_runner_that_does_not_answer_is_given_up_once_its_process_is_to_
         assert await waiting == process_module.NODE_LOST
     assert process.lost and not process.running and "has ended" in process.last_lines[-1]
     assert (await asyncio.to_thread(actors.killed.get, timeout=DEADLINE_S)).name == "worker-0"
+
+
+async def test_a_process_that_its_runner_could_not_end_is_lost(monkeypatch, actors):
+    """It may hold its devices: it is not started again in the same place."""
+    actors.answers.set()
+    await (process := process_of(Runners())).start()
+    ended = encode(Ended(-9, lost=True))
+    process._runner.wait = SimpleNamespace(remote=AsyncMock(return_value=ended))
+    assert await process.wait() == -9 and process.lost
 
 
 async def test_nodes_are_asked_for_once_at_a_time_and_nobody_waits_for_long(monkeypatch, caplog):
