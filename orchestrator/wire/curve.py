@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-import struct
 from collections.abc import Awaitable, Callable, Container, Mapping, Sequence
 
 import msgspec
@@ -45,14 +44,6 @@ class KeyPair(msgspec.Struct, frozen=True):
 
     def __repr__(self) -> str:
         return f"KeyPair({self.public})"
-
-
-def is_key(text: str) -> bool:
-    """Whether it is a public half: an entry in Redis may be damaged, and sockets raise at what is none."""
-    try:
-        return len(z85.decode(text)) == _KEY_BYTES
-    except (ValueError, KeyError, struct.error):
-        return False
 
 
 def use_as_client(socket: zmq.Socket[bytes], keys: KeyPair) -> None:

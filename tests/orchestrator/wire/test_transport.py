@@ -412,7 +412,7 @@ async def test_an_address_that_cannot_be_connected_to_is_named(pair, address):
 
 
 @pytest.mark.parametrize(
-    "key", ["x" * 39, "~" * 40, "#" * 40, "\ufffd" * 40], ids=["short", "other characters", "too large", "no ASCII"]
+    "key", ["x" * 39, "x" * 41, "~" * 40, "\ufffd" * 40], ids=["short", "long", "other characters", "no ASCII"]
 )
 async def test_what_is_no_key_is_named(key):
     frontend = FrontendTransport("f", keys=KeyPair.new())
