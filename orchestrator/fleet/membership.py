@@ -18,8 +18,7 @@ from orchestrator.fleet.view import Fleet
 from orchestrator.process.ticks import left_s, ticks, until_told
 from orchestrator.store.client import RedisAway
 from orchestrator.store.registry import Registry
-from orchestrator.types import WorkerInfo, WorkerLoad
-from orchestrator.wire.addresses import AddressError
+from orchestrator.types import WorkerLoad
 from orchestrator.wire.transport import FrontendTransport
 
 log = logging.getLogger("pd.membership")
@@ -62,7 +61,7 @@ class Membership:
         self._on_lost, self._on_quiet, self._on_reset = on_lost, on_quiet, on_reset
         self._registry_changed = asyncio.Event()
         self._unregistered: set[str] = set()
-        self._bad_addresses: dict[str, str] = {}  # the logged reason by worker, so that it is logged once
+        self._left_out: dict[str, str] = {}  # the logged reason by worker, so that it is logged once
         self._unreached: set[str] = set()  # workers of which the log says that they have not been reached
         self.synced = asyncio.Event()  # the registry has been asked once
 
@@ -191,10 +190,14 @@ class Membership:
         now, lost = time.monotonic(), []
         for info in registered.values():
             known = self._fleet.workers.get(info.id)
-            if not self._connect(info):
-                continue
-            if self._fleet.upsert(info, now) and known is not None:
-                lost.append(info.id)
+            try:
+                self._transport.connect(info.id, info.request_address, info.load_address, info.mesh_key)
+                if self._fleet.upsert(info, now) and known is not None:
+                    lost.append(info.id)
+            except Exception as error:  # of an address, or of anything else in a damaged entry: the others are taken
+                if self._left_out.get(info.id) != str(error):
+                    self._left_out[info.id] = str(error)
+                    log.warning("left out worker %s: %s", info.id, error)
         if lost:
             self._on_lost(*lost)
         views = self._fleet.workers.values()
@@ -203,16 +206,6 @@ class Membership:
         self._unregistered = self._fleet.workers.keys() - registered.keys()
         hosted = (view.load.kv.host_blocks for view in views if view.load is not None)
         self._prefixes.index.make_room(sum(view.info.blocks_total for view in views) + sum(hosted))
-
-    def _connect(self, info: WorkerInfo) -> bool:
-        try:
-            self._transport.connect(info.id, info.request_address, info.load_address, info.mesh_key)
-        except AddressError as error:
-            if self._bad_addresses.get(info.id) != str(error):
-                self._bad_addresses[info.id] = str(error)
-                log.warning("left out worker %s: %s", info.id, error)
-            return False
-        return True
 
     def _heartbeat_slack(self) -> float:
         return min(1.0, self._silence_s / 4)

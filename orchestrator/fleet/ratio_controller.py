@@ -29,6 +29,7 @@ from orchestrator.policy.ratio.load import (
     Observation,
     offered_since,
 )
+from orchestrator.process.tasks import Turns
 from orchestrator.process.telemetry.metrics import Metrics
 from orchestrator.store.client import RedisAway
 from orchestrator.store.operator.events import EventLog
@@ -76,13 +77,15 @@ class RatioController:
 
     async def run(self) -> None:
         """Runs until cancelled; returns at once when it is off."""
+        turns = Turns(log, "the automatic ratio")  # the frontends that led after this one would meet the same defect
         while self._ratio.mode == "auto":
             await asyncio.sleep(self._tick_s)
-            try:
-                await self._tick()
-            except RedisAway as error:
-                log.debug("no ratio is decided without Redis: %s", error)
-                self._forget()
+            with turns.turn():
+                try:
+                    await self._tick()
+                except RedisAway as error:
+                    log.debug("no ratio is decided without Redis: %s", error)
+                    self._forget()
 
     async def _tick(self) -> None:
         now = await self._registry.lead(self._frontend_id, LEASE_S)

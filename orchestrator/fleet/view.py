@@ -109,12 +109,15 @@ class Fleet:
         self._shortlist = Shortlist(static_score) if static_score is not None else None
 
     def upsert(self, info: WorkerInfo, now: float) -> bool:
-        """Add or update a worker. True if it is a new process: the requests of an older one with this id are lost."""
+        """Add or update a worker. True if it is a new process: the requests of an older one with this id are lost.
+        Raises ValueError for labels that cannot be read."""
         view = self.workers.get(info.id)
         if view is not None and view.info.kv.engine_id == info.kv.engine_id:
             if view.info is not info and view.info != info:
                 view.info = info
             return False
+        if self.places.add(info):  # first, since it raises at labels that are damaged
+            self._changed.update(self.workers)
         self._leave_domain(info.id)
         self.adapters.forget(info.id)
         self._domains[info.domain] += 1
@@ -122,8 +125,6 @@ class Fleet:
             self._changed.update(self.workers)  # until now nobody had to be found by a domain
         self.workers[info.id] = WorkerView(info, now, self._changed, self._numbers)
         self._note_link(info.id, 0.0)
-        if self.places.add(info):
-            self._changed.update(self.workers)
         self.block_size = info.identity.block_size
         if info.speed.prefill_s_per_token:
             self.speed = info.speed

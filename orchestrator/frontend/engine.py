@@ -17,14 +17,15 @@ from typing import Any
 from vllm.config import VllmConfig
 from vllm.exceptions import GenerationError, GracefulHTTPError, VLLMValidationError
 from vllm.lora.request import LoRARequest
-from vllm.outputs import PoolingRequestOutput, RequestOutput
+from vllm.outputs import CompletionOutput, PoolingRequestOutput, RequestOutput
 from vllm.sampling_params import SamplingParams
 from vllm.utils.async_utils import cancel_task_threadsafe
 from vllm.utils.collection_utils import as_list
-from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequest, PauseMode
+from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequest, PauseMode, async_llm
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.core_client import EngineCoreClient
 from vllm.v1.engine.output_processor import RequestOutputCollector
+from vllm.v1.engine.parallel_sampling import ParentRequest
 from vllm.v1.executor import Executor
 from vllm.v1.metrics.loggers import PrometheusStatLogger
 from vllm.v1.metrics.stats import SchedulerStats
@@ -231,6 +232,15 @@ def _engine_core(core: FleetCore) -> Iterator[None]:
         EngineCoreClient.make_async_mp_client = original
 
 
+class Choices(ParentRequest):
+    """The choices of a request with `n` > 1. One that fails is told of at once, which ends the others: vLLM keeps what
+    is not streamed until all have ended."""
+
+    def get_outputs(self, child: str, output: CompletionOutput) -> tuple[list[CompletionOutput], bool]:
+        outputs, finished = super().get_outputs(child, output)
+        return ([output], True) if isinstance(output.stop_reason, Failure) else (outputs, finished)
+
+
 class FleetLLM(AsyncLLM):
     """AsyncLLM without an engine of its own."""
 
@@ -244,6 +254,7 @@ class FleetLLM(AsyncLLM):
     ) -> None:
         self.adapters = adapters
         detokenizer.install()
+        async_llm.ParentRequest = Choices  # vLLM has no setting for this either
         with _engine_core(core):
             super().__init__(
                 vllm_config,

@@ -64,7 +64,7 @@ from orchestrator.process.telemetry.metrics import Metrics, join_ended, recreate
 from orchestrator.store.client import Redis, RedisAway, connect
 from orchestrator.store.operator.log_levels import LogLevels, follow_log_level
 from orchestrator.store.servers import redis_elsewhere
-from orchestrator.wire.addresses import address_towards, hosts_in, in_url
+from orchestrator.wire.addresses import ALL_IPV4, ANYBODY_IPV4, address_towards, hosts_in, in_url
 
 log = logging.getLogger("pd.frontend")
 
@@ -80,7 +80,9 @@ def advertised_url(config: Config, bound: tuple[str, int], redis_url: str) -> st
     """The URL of this frontend for others. If it listens on all addresses: the address from which it reaches Redis."""
     host, port = bound
     if ipaddress.ip_address(host).is_unspecified:
-        host = address_towards(*hosts_in(redis_url), bind=host)
+        here = address_towards(*hosts_in(redis_url), bind=host)
+        # Where Redis is reached over IPv6, and this listens at IPv4 only: the address that leads to anybody else.
+        host = address_towards(ANYBODY_IPV4) if host == ALL_IPV4 and ":" in here else here
     return f"{'https' if uses_tls(config) else 'http'}://{in_url(host)}:{port}"
 
 

@@ -162,13 +162,14 @@ class Router:
                 if worker_id == active.prefill_worker:  # else another one has taken the claim over
                     self._on_prefilled(active, message, payload, now)
             elif isinstance(message, PrefillFailed):
-                self._on_prefill_failed(active)
+                self._on_prefill_failed(active, worker_id)
             elif worker_id == active.decode_worker:
                 self._on_rejected(active, worker_id, message)
 
     def _on_claimed(self, active: ActiveRequest, worker_id: str, claimed: Claimed, now: float) -> None:
         if active.state is not State.QUEUED:
-            if active.prefill_worker != worker_id:  # not a duplicate of what is known already
+            # Not a duplicate of what is known; and an abort would end what it decodes, which once was a decode worker.
+            if worker_id not in (active.prefill_worker, active.decode_worker):
                 self._dispatch.drop_stale(worker_id, claimed.request_id, claimed.attempt)
             return
         claim_s = max(0.0, now - active.moved_at - claimed.queued_s)
@@ -195,8 +196,9 @@ class Router:
         elif (batch := self._requests.from_prefill(active, said, payload, now)) is not None:
             self.batches.put_nowait(batch)
 
-    def _on_prefill_failed(self, active: ActiveRequest) -> None:
-        if active.state in (State.QUEUED, State.TRANSFERRING):
+    def _on_prefill_failed(self, active: ActiveRequest, worker_id: str = "") -> None:
+        """`worker_id`: who says so; empty: the queue. Where another worker computes it, that one goes on."""
+        if active.state is State.QUEUED or (active.state is State.TRANSFERRING and active.prefill_worker == worker_id):
             self._dispatch.retry(active, "prefill_failed")
 
     def _on_rejected(self, active: ActiveRequest, by: str, rejected: Rejected) -> None:

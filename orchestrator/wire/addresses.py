@@ -13,6 +13,7 @@ from typing import NamedTuple
 from urllib.parse import urlsplit
 
 ALL_IPV4 = "0.0.0.0"  # noqa: S104 - all addresses of this host of IPv4; :: is those of both families
+ANYBODY_IPV4 = "192.0.2.1"  # of no host: routed as any address that no route is known for (RFC 5737)
 _EPHEMERAL_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
 _LOWEST_PORT, _FIRST_EPHEMERAL = 10_000, 32_768  # Linux's default
 _TRIES = 100

@@ -12,6 +12,7 @@ import contextlib
 import itertools
 import logging
 import random
+import re
 from collections.abc import Callable
 
 import msgspec
@@ -37,8 +38,9 @@ MOST_UNDER_WAY = 32
 # A host whose kernel has not accepted a connection by now may be cut off: others need not wait for it.
 ACCEPT_S = 0.25
 # Before a handshake that failed is tried again: doubled each time, and any time from half of it.
-RETRY_S, MOST_RETRY_S = 0.1, 1.0
+RETRY_S, MOST_RETRY_S, MOST_DOUBLINGS = 0.1, 1.0, 4
 FAILURES_BEFORE_LOG = 4
+_PUBLIC_KEY = re.compile(r"[0-9a-zA-Z.:+=^!/*?&<>()[\]{}@%$#-]{40}")  # Z85, RFC 32
 
 
 class Connection(msgspec.Struct):
@@ -96,6 +98,8 @@ class Connections:
             return
         for address in (request_address, load_address):
             check_address(address)
+        if key and not _PUBLIC_KEY.fullmatch(key):  # ZMQ would raise at it
+            raise AddressError(f"{request_address} has {key!r} in place of a public key")
         if bool(key) != self._encrypted:
             raise AddressError(
                 f"{request_address} is {'encrypted' if key else 'not encrypted'}, unlike this frontend's connections; "
@@ -192,18 +196,23 @@ class Connections:
     async def _notice(self, socket: Socket, events: zmq.asyncio.Socket) -> None:
         while True:
             event = await recv_monitor_message(events)
-            address, happened = event["endpoint"].decode(), event["event"]
-            connection = self._by_address.get(address)
-            if connection is None or connection.route not in self.by_route:
-                continue  # late news of a try that was given up
-            if happened == zmq.EVENT_CONNECTED:
-                self._count(address, HANDSHAKE_TIMEOUT_MS / 1000)
-            if socket is self._requests:
-                self._requests_changed(connection, happened)
-            elif happened == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
-                self._failed(connection, happened)
-            if happened != zmq.EVENT_CONNECTED:
-                self._done(address)
+            try:
+                self._noticed(socket, event["endpoint"].decode(), event["event"])
+            except Exception:  # else nothing would be known of any connection any more
+                log.exception("could not handle news of the connection to %s", event["endpoint"])
+
+    def _noticed(self, socket: Socket, address: str, happened: int) -> None:
+        connection = self._by_address.get(address)
+        if connection is None or connection.route not in self.by_route:
+            return  # late news of a try that was given up
+        if happened == zmq.EVENT_CONNECTED:
+            self._count(address, HANDSHAKE_TIMEOUT_MS / 1000)
+        if socket is self._requests:
+            self._requests_changed(connection, happened)
+        elif happened == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
+            self._failed(connection, happened)
+        if happened != zmq.EVENT_CONNECTED:
+            self._done(address)
 
     def _requests_changed(self, connection: Connection, happened: int) -> None:
         connection.accepted = happened == zmq.EVENT_CONNECTED
@@ -233,8 +242,8 @@ class Connections:
             )
         self._broke(connection)
         self._end(connection)
-        retry_s = min(MOST_RETRY_S, RETRY_S * 2 ** (connection.failures - 1)) * random.uniform(0.5, 1.0)
-        asyncio.get_running_loop().call_later(retry_s, self._retry, connection)
+        retry_s = min(MOST_RETRY_S, RETRY_S * 2 ** min(connection.failures - 1, MOST_DOUBLINGS))
+        asyncio.get_running_loop().call_later(retry_s * random.uniform(0.5, 1.0), self._retry, connection)
 
     def _retry(self, connection: Connection) -> None:
         if self.by_worker.get(connection.worker_id) is connection and self._tasks:

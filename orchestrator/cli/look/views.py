@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import datetime
 import enum
-import time
 import types
 import typing
 from collections.abc import Container, Iterable, Iterator, Sequence
@@ -18,7 +18,6 @@ from orchestrator.types import IDLE, WAKE
 
 STATE_STYLE = {"ready": "green", "draining": "yellow", "unreachable": "red"}
 _BAR_CELLS = 6
-_AGES = ((86_400, "d"), (3600, "h"), (60, "min"), (1, "s"))
 
 
 def plain_table(columns: Sequence[str], rows: Iterable[Iterable[str | Text]], right: Container[str] = ()) -> Table:
@@ -237,12 +236,12 @@ def at_rest(seen: dict[str, Any]) -> str:
     return "waking: requests wait for its workers" if by == WAKE and not decodes else ""
 
 
-def set_by(desired: dict[str, Any], now: float | None = None) -> str:
-    """Who set the desired ratio, how long ago, and why. `now`: unix seconds."""
-    age_s = max(0.0, (time.time() if now is None else now) - desired["set_at"])
-    size, unit = next(((size, unit) for size, unit in _AGES if age_s >= size), _AGES[-1])
+def set_by(desired: dict[str, Any]) -> str:
+    """Who set the desired ratio, when, and why. When by the clock of Redis, as events have it: that of this host, by
+    which it would be so long ago, may be another."""
+    at = datetime.datetime.fromtimestamp(desired["set_at"])
     why = f": {desired['why']}" if desired.get("why") else ""
-    return f"by {desired['set_by']} {age_s // size:.0f} {unit} ago{why}"
+    return f"by {desired['set_by']} at {at:%Y-%m-%d %H:%M:%S}{why}"
 
 
 def _queue_line(queue: dict[str, int] | None) -> str:

@@ -12,6 +12,7 @@ from vllm.config import VllmConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.entrypoints.launchers.api_server.app_state import init_app_state
 from vllm.entrypoints.launchers.app import build_app
+from vllm.exceptions import GenerationError
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 try:
@@ -110,6 +111,7 @@ async def build_model_app(
             await init_app_state(engine, app.state, args, tasks)
     except Exception as error:
         raise _refused(config, error) from error
+    end_streams_of_failures(getattr(app.state, "openai_serving_responses", None))
     refuse_what_trips(app)
     streaming.watch(app, args)
     route.install(app, args)
@@ -122,6 +124,24 @@ async def build_model_app(
     # Routes are tried in turn, once for the request and once for its metrics: the most used ones come first.
     app.router.routes.sort(key=lambda each: getattr(each, "path", None) not in route.PATHS)
     return app
+
+
+def end_streams_of_failures(responses: Any) -> None:
+    """Who watches a response that is made in the background hears of its failure: vLLM waits for a last event, which
+    does not come then (vllm/entrypoints/openai/responses/serving.py, 0.32.0). `responses`: its handler, if any."""
+
+    async def nothing_follows() -> NoReturn:
+        raise GenerationError("the response has ended without its last event: it failed, or was cancelled")
+
+    async def made(request: Any, *args: Any, **kwargs: Any) -> None:
+        try:
+            await make(request, *args, **kwargs)
+        finally:
+            _, told = responses.event_store[request.request_id]
+            told.wait = nothing_follows  # whoever has got all events asks for more
+
+    if responses is not None:
+        make, responses._run_background_request_stream = responses._run_background_request_stream, made
 
 
 def _is_stopping(app: FastAPI) -> bool:

@@ -127,10 +127,11 @@ class LoadSampler:
 
 
 def offered_since(before: dict[str, Offered], now: dict[str, Offered]) -> Offered:
-    """The load that arrived at all frontends between two readings of their counts. A new frontend counts from 0."""
+    """The load that arrived at all frontends between two readings of their counts. What one counted before it was read
+    first is not of now: it may have been there before, and Redis had lost it for a while."""
     total = Offered()
     for name, count in now.items():
-        total += count - before.get(name, Offered())
+        total += count - before.get(name, count)
     return total
 
 

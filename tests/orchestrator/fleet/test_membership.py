@@ -299,6 +299,18 @@ async def test_a_worker_with_a_bad_address_is_left_out_with_one_line(scene, capl
     ) == 1
 
 
+async def test_a_worker_whose_entry_is_damaged_is_left_out_with_one_line(scene, caplog):
+    """Whatever it is in it that trips: the others are taken all the same."""
+    damaged = LivingWorker("a-zone", "e9")
+    scene.living.append(damaged)
+    scene.registry.registered["a-zone"] = msgspec.structs.replace(damaged.info, labels=("zone",))
+    await scene.start("d")
+    await scene.changed()
+    await scene.start("d2")
+    assert scene.fleet.workers.keys() == {"d", "d2"}
+    assert sum("left out worker a-zone: " in record.getMessage() for record in caplog.records) == 1
+
+
 @pytest.mark.parametrize(("workers", "before_a_request_asks"), [(200, True), (40, False)])
 async def test_reports_of_many_workers_are_applied_before_requests(workers, before_a_request_asks):
     ranked = []

@@ -270,6 +270,21 @@ async def test_when_the_leader_dies_another_goes_on(registry, monkeypatch):
     assert await registry.redis.get(f"{registry.keys.prefix}ratio_leader") in (b"second", None)
 
 
+async def test_a_defect_of_its_rules_ends_no_frontend(registry, monkeypatch, caplog):
+    """The next one would lead then, and meet it too."""
+    tries = []
+
+    def trip(*args, **more):
+        tries.append(None)
+        return decision.desired_ratio(*args, **more) if len(tries) > 3 else 1 // 0
+
+    monkeypatch.setattr(controller, "desired_ratio", trip)
+    await set_desired(registry, 3, 1, "launcher")
+    async with running(registry, fleet_of(P, P, P, D, running=64, waiting=190)), offering(registry, *LONG_ANSWERS):
+        await until(lambda: is_desired(registry, 0, 4), "it decides once the rules do")
+    assert "the automatic ratio: failed, and is tried again" in caplog.text and "ZeroDivisionError" in caplog.text
+
+
 async def test_ratio_mode_off_changes_nothing(registry):
     config = parse_config({"model": "m", "ratio": {"mode": "off"}})
     mine = RatioController(

@@ -17,6 +17,7 @@ from orchestrator.process.tasks import cancelled
 from orchestrator.store.client import Redis
 from orchestrator.store.configuration import Phase, Rollout, Version
 from orchestrator.store.registry import Registry
+from orchestrator.wire.addresses import address_towards
 
 pytest.importorskip("vllm")
 
@@ -86,6 +87,7 @@ def test_argument_refused_by_vllm_is_configuration_error(wrong, capsys):
         (("0.0.0.0", 80), "redis://no.such.host.invalid", "http://127.0.0.1:80"),
         (("0.0.0.0", 80), "redis://both", "http://127.0.0.1:80"),
         (("::", 80), "redis://both", "http://[::1]:80"),
+        (("0.0.0.0", 80), "redis://[::1]:6379", f"http://{address_towards('192.0.2.200')}:80"),
     ],
 )
 def test_a_frontend_announces_an_address_that_others_can_reach(bound, redis_url, url, monkeypatch):

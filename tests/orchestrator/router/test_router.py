@@ -328,6 +328,32 @@ async def test_failed_prefill_is_retried_locally_and_fenced():
     bench.assert_no_leaks()
 
 
+async def test_a_prefill_goes_on_whoever_else_gives_it_up_or_takes_its_claims_for_dead():
+    """A second worker gets its job where the lease of the first has run out, and may change its role at once."""
+    bench = await Bench.asked(FakeRequest("r"), claimed=True)
+    bench.say("p1", PrefillFailed("r", 1, "given back"))
+    bench.router.job_failed("r", 1)
+    await bench.settle()
+    assert bench.transport.of(Abort) == [] and bench.router.requests["r"].state is State.TRANSFERRING
+    bench.say("p0", PrefillFailed("r", 1, "out of memory"))
+    await bench.settle()
+    assert [submit.attempt for _, submit in bench.submits()] == [1, 2]
+    unheard = await Bench.asked(FakeRequest("r"))  # nobody has said that he has claimed it
+    unheard.say("p1", PrefillFailed("r", 1, "its claims died too often"))
+    await unheard.settle()
+    assert [submit.attempt for _, submit in unheard.submits()] == [2]
+
+
+async def test_who_decodes_a_request_and_claims_its_job_once_more_is_left_to_decode_it():
+    """It became a prefill worker, and the lease of the first claim has run out: an abort would end both."""
+    bench = await Bench.asked(FakeRequest("r"), claimed=True)
+    bench.claim("r", worker=bench.bound_to())
+    assert bench.transport.of(Abort) == []
+    bench.add_worker("p1", Role.PREFILL)
+    bench.claim("r", worker="p1")
+    assert bench.transport.of(Abort) == [("p1", Abort("r", 1))]
+
+
 async def test_a_rejected_submission_goes_to_another_worker():
     bench = await Bench.asked(FakeRequest("r", prompt_tokens=10))
     first = bench.bound_to()

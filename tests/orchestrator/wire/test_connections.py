@@ -79,6 +79,36 @@ async def test_handshakes_that_fail_are_tried_again_a_few_at_a_time(fleet, monke
     await until(lambda: len(fleet.greeted) == WORKERS)
 
 
+async def test_a_worker_whose_handshake_fails_for_hours_takes_nobody_the_news_of_others(fleet):
+    """As where something else answers at its address."""
+    tries = list[None]()
+
+    async def refuse(_, writer):
+        tries.append(writer.close())
+
+    async with await asyncio.start_server(refuse, "127.0.0.1", 0) as server:
+        address = f"tcp://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        fleet.frontend.connect("other", address, "tcp://127.0.0.1:1", "")
+        fleet.frontend._connections.by_worker["other"].failures = 5000
+        await until(lambda: len(tries) > 2)
+        fleet.doors.open_all()
+        await fleet.add(2)
+        await until(lambda: len(fleet.greeted) == 2)
+
+
+async def test_news_of_one_connection_that_cannot_be_handled_leave_those_of_others(fleet, monkeypatch, caplog):
+    fleet.doors.open_all()
+    changed = connections.Connections._requests_changed
+
+    def trip(them, connection, happened):
+        changed(them, connection, happened if connection.worker_id != "w0" else 1 // 0)
+
+    monkeypatch.setattr(connections.Connections, "_requests_changed", trip)
+    await fleet.add(3)
+    await until(lambda: fleet.greeted == {1, 2})
+    assert "could not handle news of the connection to" in caplog.text and "ZeroDivisionError" in caplog.text
+
+
 async def test_workers_that_are_cut_off_keep_none_waiting(fleet):
     with contextlib.ExitStack() as stack:
         for number in range(2 * MOST):

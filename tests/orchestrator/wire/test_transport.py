@@ -411,6 +411,18 @@ async def test_an_address_that_cannot_be_connected_to_is_named(pair, address):
     assert frontend.send("w", Abort("r", 1))
 
 
+@pytest.mark.parametrize(
+    "key", ["x" * 39, "x" * 41, "~" * 40, "\ufffd" * 40], ids=["short", "long", "other characters", "no ASCII"]
+)
+async def test_what_is_no_key_is_named(key):
+    frontend = FrontendTransport("f", keys=KeyPair.new())
+    try:
+        with pytest.raises(AddressError, match="tcp://127.0.0.1:1 has .* in place of a public key"):
+            frontend.connect("x", "tcp://127.0.0.1:1", "tcp://127.0.0.1:2", key)
+    finally:
+        frontend.close()
+
+
 def publish_while_the_loop_is_blocked(worker, loads):
     for load in loads:
         worker.publish(load)

@@ -12,6 +12,7 @@ pytest.importorskip("vllm")
 
 from fastapi import FastAPI
 from support_served import CHAT, COMPLETION, ENDS, ONE_BY_ONE, PLAIN, TEXT, UNUSUAL, Served, script
+from support_wait import DEADLINE_S
 from vllm.entrypoints.openai.completion.api_router import attach_router
 from vllm.exceptions import GenerationError
 from vllm.pooling_params import PoolingParams
@@ -19,6 +20,7 @@ from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequest, FinishReason
 
 from orchestrator.frontend import engine
 from orchestrator.frontend.codec.vllm_codec import VllmCodec, aborted
+from orchestrator.frontend.models.app import end_streams_of_failures
 from orchestrator.frontend.plain import route
 from orchestrator.policy.placement import Reject
 from orchestrator.router.request import Failure
@@ -42,6 +44,45 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
     monkeypatch.setattr(route.PlainRoute, "validated", noted)
     return requests
+
+
+@pytest.mark.parametrize("kind", [COMPLETION, CHAT], ids=["completion", "chat"])
+async def test_a_choice_that_fails_ends_the_others_though_nothing_is_streamed(
+    served: Served, monkeypatch: pytest.MonkeyPatch, kind: tuple[str, dict[str, Any]]
+) -> None:
+    path, body = kind
+    play = served.core.add_request_async
+
+    async def add(request: EngineCoreRequest) -> None:
+        served.core.script = [([5], None, None)]  # and no end
+        if request.request_id.startswith("1_"):
+            served.core.script = [([5], None, None), ENDS["fleet's failure"]]
+        await play(request)
+
+    monkeypatch.setattr(served.core, "add_request_async", add)
+    served.core.cancelled.clear()
+    async with asyncio.timeout(DEADLINE_S):
+        head, answer, *_ = await served.ask(path, body | {"n": 3, "stream": False})
+    assert b" 500 " in head and b"every engine crashed on it" in answer
+    assert sorted(name[:2] for name in served.core.cancelled) == ["0_", "2_"]
+    assert not served.engine.output_processor.has_unfinished_requests()
+
+
+async def test_a_response_made_in_the_background_ends_for_who_watches_it_also_where_it_fails(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    responses = served.app.state.openai_serving_responses
+    monkeypatch.setattr(responses, "enable_store", True)
+    monkeypatch.setattr(responses, "_run_background_request_stream", responses._run_background_request_stream)
+    end_streams_of_failures(responses)
+    asked = {"input": "Say it", "stream": True, "background": True, "store": True}
+    async with asyncio.timeout(DEADLINE_S):
+        served.core.script = [([5], None, None), ENDS["length"]]
+        head, *events, _ = await served.ask("/v1/responses", asked)
+        assert b" 200 " in head and b"response.created" in events[0] and b"response.completed" in events[-1]
+        served.core.script = [([5], None, None), ENDS["fleet's failure"]]
+        with pytest.raises(ValueError, match="invalid literal"):  # the connection breaks off
+            await served.ask("/v1/responses", asked)
 
 
 async def by_vllm_alone(plain: route.PlainRoute, scope: Any, receive: Any, send: Any) -> None:

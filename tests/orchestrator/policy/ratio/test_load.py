@@ -132,5 +132,5 @@ def test_step_time_per_sequence_excludes_fixed_time():
 
 def test_offered_load_is_summed_over_frontends_that_come_and_go():
     before = {"a": Offered(5, 500, 50.0), "gone": Offered(7, 700, 70.0)}
-    now = {"a": Offered(8, 900, 80.0), "new": Offered(1, 10, 1.0)}
-    assert offered_since(before, now) == Offered(4, 410, 31.0)
+    now = {"a": Offered(8, 900, 80.0), "again": Offered(100_000, 1_000_000, 1.0)}  # as after a loss of Redis' data
+    assert offered_since(before, now) == Offered(3, 400, 30.0)
