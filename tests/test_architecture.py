@@ -12,7 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from support_fleet import RunningFleet, running_fleet
+from support_fleet import RunningFleet, running_fleet, small_model
 from support_trace import Call, Trace, tracing
 
 ROOT = Path(__file__).parents[1]
@@ -158,9 +158,9 @@ async def ask(trace: Trace, fleet: RunningFleet, name: str, tries: Iterator[int]
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_the_walk_names_every_file_that_a_remote_request_passes_and_no_other(tmp_path: Path):
-    # Float32: decode samples the token that prefill has sent, so that one attempt is all there is.
-    settings = ("workers.engine_args.dtype=float32",)
-    with tracing(tmp_path) as trace, running_fleet("demo-1p1d-cpu.yaml", *settings, forked=False) as fleet:
+    # In float32 decode samples the token that prefill has sent, so that one attempt is all there is.
+    model = f"model={small_model(tmp_path / 'small')}"
+    with tracing(tmp_path) as trace, running_fleet("demo-1p1d-cpu.yaml", model, forked=False) as fleet:
         tries = itertools.count(FIRST_TRY)
         warm = asyncio.run(ask(trace, fleet, "warm", tries))
         trace.enter(IDLE)

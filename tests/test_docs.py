@@ -161,11 +161,23 @@ def test_the_page_of_metrics_has_each_with_its_labels_type_and_meaning():
     assert all(("_total" in name) == (kind == "counter") for name, kind, _ in rows)
 
 
+def names_of_metrics() -> set[str]:
+    return {name.partition("{")[0] + ("_total" if kind == "counter" else "") for name, kind, _ in our_metrics()}
+
+
 @documents
 def test_metrics_that_are_named_exist(document: Path):
-    ours = {name.partition("{")[0] + ("_total" if kind == "counter" else "") for name, kind, _ in our_metrics()}
     named = set(re.findall(r"\bpd_[a-z_]+[a-z]\b", " ".join(code_spans(document)))) - {"pd_orchestrator"}
-    assert sorted(named - ours) == []
+    assert sorted(named - names_of_metrics()) == []
+
+
+def test_metrics_that_tests_read_exist():
+    """One that there is not is 0, whatever happens."""
+    texts = [file.read_text() for folder in ("tests", "benchmarks") for file in (ROOT / folder).rglob("*.py")]
+    read = {name for text in texts for name in re.findall(r'\.metric\(\s*"(pd_\w+)"', text)}
+    read |= {f"{name}_total" for text in texts for name in re.findall(r'\bcounted\(\s*"(pd_\w+)"', text)}
+    assert len(read) > 10
+    assert sorted({re.sub(r"_(count|sum|bucket)$", "", name) for name in read} - names_of_metrics()) == []
 
 
 def slugs(text: str) -> set[str]:

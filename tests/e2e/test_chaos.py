@@ -20,6 +20,7 @@ def test_no_client_notices_a_fault():
     """How long gaps may be is not asked here: that depends on what else the machine does."""
     rows = measure([FAULTS[name] for name in MIX], real=False, seed=7, budget=Budget(runs=1))
     print(table(rows))
+    assert {row.seen.fault for row in rows} == set(MIX), "a fleet that did not start is left out"
     for row in rows:
         seen = row.seen
         assert (dict(seen.errors), seen.wrong, seen.leaks, row.failures) == ({}, 0, 0, []), seen.fault

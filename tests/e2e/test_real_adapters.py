@@ -49,13 +49,15 @@ class Frontends:
             if self._name(client) != name:
                 self._clients.pop(name).close()
         for _ in range(20):
+            if len(self._clients) == 2:
+                return True
             client = httpx.Client(base_url=self._fleet.url, timeout=120)
             name = self._name(client)
             if name is None or name in self._clients:
                 client.close()
             else:
                 self._clients[name] = client
-        return len(self._clients) == 2
+        return False
 
     def _name(self, client: httpx.Client) -> str | None:
         try:

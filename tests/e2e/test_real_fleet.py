@@ -179,11 +179,12 @@ async def test_a_fleet_that_was_paused_answers_as_before(fleet: RunningFleet, tr
 async def test_killing_the_only_prefill_worker_under_load_fails_nobody(fleet: RunningFleet, truth):
     prompts = PROMPTS[3:14]
     victim = fleet.workers("prefill")[0]["pid"]
+    before = fleet.metric("pd_placements_total", reason="no_prefill_worker")
     async with fleet.under_load(prompts, concurrency=4, max_tokens=MAX_TOKENS) as answers:
         await asyncio.sleep(3)
         os.kill(victim, signal.SIGKILL)
         await fleet.soon(
-            lambda: fleet.metric("pd_placements_total", reason="no_prefill_worker") > 0, "requests go local"
+            lambda: fleet.metric("pd_placements_total", reason="no_prefill_worker") > before, "requests go local"
         )
         await fleet.soon(lambda: fleet.shape() == (1, 1), "it came back by itself", START_TIMEOUT_S)
     assert [a.error for a in answers if not a.ok] == []

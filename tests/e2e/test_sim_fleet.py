@@ -147,16 +147,16 @@ async def test_role_and_drain_under_load_fail_nobody(fleet):
 
 
 async def test_redis_stopped_under_load_means_local_until_it_is_back(fleet):
-    redis_pid = fleet.redis_pid()
+    redis_pid, before = fleet.redis_pid(), fleet.metric("pd_placements_total", reason="queue_unavailable")
     async with nobody_fails([fleet], PROMPTS, concurrency=6, max_tokens=30):
         await asyncio.sleep(0.5)
         os.kill(redis_pid, signal.SIGSTOP)
         try:
-            await fleet.soon(lambda: fleet.metric("pd_placements_total", reason="queue_unavailable") > 0, "local")
+            await fleet.soon(lambda: fleet.metric("pd_placements_total", reason="queue_unavailable") > before, "local")
         finally:
             os.kill(redis_pid, signal.SIGCONT)
-        before = fleet.metric("pd_placements_total", decision="remote")
-        await fleet.soon(lambda: fleet.metric("pd_placements_total", decision="remote") > before + 5, "remote again")
+        remote = fleet.metric("pd_placements_total", decision="remote")
+        await fleet.soon(lambda: fleet.metric("pd_placements_total", decision="remote") > remote + 5, "remote again")
 
 
 async def test_a_full_fleet_answers_429_with_retry_after_and_forgets_nobody():

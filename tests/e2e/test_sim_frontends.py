@@ -23,8 +23,8 @@ pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 PROMPTS = [token_prompt(20, seed=i) for i in range(40)]
 # A frontend is to have fewer requests than of the product's own (`decisions/test_frontend_count.py`), and a quiet
 # minute is short.
-LIMITS = {"GROW_REQUESTS": 64, "SHRINK_REQUESTS": 24, "SHRINK_AFTER_S": 10.0}
-CROWD = 80  # requests in flight: more than one frontend is to have
+LIMITS = {"GROW_REQUESTS": 24, "SHRINK_REQUESTS": 12, "SHRINK_AFTER_S": 5.0}
+CROWD = 30  # requests in flight: more than one frontend is to have
 
 
 @pytest.fixture(scope="module")

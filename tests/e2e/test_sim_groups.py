@@ -80,7 +80,8 @@ async def test_group_ends_with_any_rank_and_is_started_again(
     before = pids(fleet)
     group = [worker for worker in fleet.workers("decode") if worker["unit"] == units(fleet, "decode")[-1]]
     async with nobody_fails([fleet], PROMPTS, USERS, MAX_TOKENS):
-        await later(fleet, lambda: fleet.metric("pd_requests_running") or True, "load")
+        mine = {worker["id"] for worker in group}
+        await later(fleet, lambda: any(w["running"] for w in fleet.workers() if w["id"] in mine), "it decodes")
         os.kill(group[rank]["pid"], how)
         await later(fleet, lambda: not {w["pid"] for w in group} & {*pids(fleet).values()}, "both ranks are gone")
         await later(fleet, lambda: fleet.shape() == SHAPE, "the group is back")

@@ -83,32 +83,54 @@ class Request(SimpleNamespace):
         return False
 
 
-def decode_order(tokens: int, *, mamba: bool) -> wire.Register:
-    decode = scheduler(mamba=mamba)
+def prefilling(tokens: int, **engine: Any) -> tuple[Any, Request]:
+    """A prefill scheduler, and a request that it has begun."""
+    prefill, request = scheduler(**engine), Request(tokens, do_remote_decode=True)
+    prefill.on_new_request(request)
+    prefill.update_state_after_alloc(request, None, 0)
+    return prefill, request
+
+
+def step(prefill: Any, tokens: int, *blocks: list[int], preempted: set[str] | None = None) -> Any:
+    """What the workers are told with a step that computes so many tokens of x. `blocks`: which it has in each group."""
+    state = SimpleNamespace(get_block_ids=lambda key: blocks)
+    scheduled = {"x": tokens} if tokens else {}
+    return prefill.build_connector_meta(
+        SimpleNamespace(kv_connector_block_state=state, num_scheduled_tokens=scheduled, preempted_req_ids=preempted)
+    )
+
+
+def ended(prefill: Any, request: Request, *blocks: int) -> tuple[bool, Any]:
+    """Whether these are kept, and what is said of it."""
+    from vllm.v1.request import RequestStatus
+
+    request.status = RequestStatus.FINISHED_LENGTH_CAPPED
+    found: tuple[bool, Any] = prefill.request_finished(request, (list(blocks),))
+    return found
+
+
+def reserved(decode: Any, tokens: int, *blocks: list[int]) -> wire.Register:
+    """For what is to come of a prompt, in each group."""
     request = Request(tokens, do_remote_prefill=True, kv_source=SOURCE)
     decode.on_new_request(request)
     loaded, _ = decode.get_num_new_matched_tokens(request, 0)
-    blocks = SimpleNamespace(get_unhashed_block_ids_all_groups=lambda: [[1, 2, 3]])
-    decode.update_state_after_alloc(request, blocks, loaded)
-    (reserved,) = decode._next.reserved
-    assert reserved.order.prompt_tokens == loaded
-    return reserved.order
+    allocated = SimpleNamespace(get_unhashed_block_ids_all_groups=lambda: list(blocks))
+    decode.update_state_after_alloc(request, allocated, loaded)
+    (found,) = decode._next.reserved
+    assert found.order.prompt_tokens == loaded
+    order: wire.Register = found.order
+    return order
 
 
 @pytest.mark.parametrize("mamba", [True, False])
 @pytest.mark.parametrize("tokens", [1, 2, 33])
 def test_truncated_prompt_has_same_blocks_on_both_ends(tokens: int, mamba: bool) -> None:
-    from vllm.v1.request import RequestStatus
-
-    prefill = scheduler(mamba=mamba)
-    request = Request(tokens, do_remote_decode=True)
-    prefill.on_new_request(request)
-    prefill.update_state_after_alloc(request, None, 0)
+    prefill, request = prefilling(tokens, mamba=mamba)
     (started,) = prefill._next.started
     truncated = mamba and tokens > 1
-    assert started.prompt_tokens == tokens - truncated == decode_order(tokens, mamba=mamba).prompt_tokens
-    request.status = RequestStatus.FINISHED_LENGTH_CAPPED
-    held, said = prefill.request_finished(request, ([1],))
+    assert started.prompt_tokens == tokens - truncated
+    assert started.prompt_tokens == reserved(scheduler(mamba=mamba), tokens, [1, 2, 3]).prompt_tokens
+    held, said = ended(prefill, request, 1)
     assert held and bool(said and said["prompt_truncated"]) is truncated
 
 
@@ -128,41 +150,22 @@ def test_a_prefill_that_waits_to_be_scheduled_is_told_and_one_that_is_scheduled_
 
 def test_blocks_reserved_for_tokens_to_come_are_not_shipped() -> None:
     """A drafter has some; decode reserves none, and takes the last blocks for the prompt's."""
-    from vllm.v1.request import RequestStatus
-
-    prefill = scheduler(mamba=False, stages=2)
-    request = Request(32, do_remote_decode=True)
-    prefill.on_new_request(request)
-    prefill.update_state_after_alloc(request, None, 0)
-    request.status = RequestStatus.FINISHED_LENGTH_CAPPED
-    assert prefill.request_finished(request, ([4, 5, 6],)) == (True, None)
+    prefill, request = prefilling(32, stages=2)
+    assert ended(prefill, request, 4, 5, 6) == (True, None)
     (computed,) = prefill._next.computed
     assert computed.whole and computed.blocks == ((4, 5),)
 
 
 def test_a_prefill_that_is_preempted_after_its_last_chunk_is_shipped_again() -> None:
-    prefill = scheduler(mamba=False)
-    request = Request(32, do_remote_decode=True)
-    prefill.on_new_request(request)
-    prefill.update_state_after_alloc(request, None, 0)
-
-    def step(tokens: int, blocks: list[int], preempted: set[str] | None = None) -> Any:
-        return prefill.build_connector_meta(
-            SimpleNamespace(
-                kv_connector_block_state=SimpleNamespace(get_block_ids=lambda key: [blocks]),
-                num_scheduled_tokens={"x": tokens} if tokens else {},
-                preempted_req_ids=preempted,
-            )
-        )
-
-    (last,) = step(32, [4, 5]).computed
+    prefill, request = prefilling(32)
+    (last,) = step(prefill, 32, [4, 5]).computed
     assert last.closed and last.epoch == 0
     request.num_preemptions = 1
-    assert [(p.key, p.epoch) for p in step(0, [], {"x", "another"}).preempted] == [("x", 1)]
-    (again,) = step(16, [7]).computed
+    assert [(p.key, p.epoch) for p in step(prefill, 0, [], preempted={"x", "another"}).preempted] == [("x", 1)]
+    (again,) = step(prefill, 16, [7]).computed
     assert (again.epoch, again.start, again.blocks, again.closed) == (1, 0, ((7,),), False)
     request.num_computed_tokens = 16
-    (last,) = step(16, [7, 8]).computed
+    (last,) = step(prefill, 16, [7, 8]).computed
     assert (last.epoch, last.start, last.blocks, last.closed) == (1, 1, ((8,),), True)
 
 
@@ -170,9 +173,7 @@ def test_a_prefill_that_a_reset_preempts_before_it_is_aborted_ships_nothing_of_w
     """Between two steps: the next one may give its blocks to others."""
     from vllm.v1.request import RequestStatus
 
-    prefill = scheduler(mamba=False)
-    request = Request(32, do_remote_decode=True)
-    prefill.update_state_after_alloc(request, None, 0)
+    prefill, request = prefilling(32)
     request.num_preemptions, request.status = 1, RequestStatus.FINISHED_ABORTED
     assert prefill.request_finished(request, ([],)) == (False, None)
     told = prefill.build_connector_meta(SimpleNamespace(preempted_req_ids={"x"}, kv_connector_block_state=None))
@@ -181,17 +182,11 @@ def test_a_prefill_that_a_reset_preempts_before_it_is_aborted_ships_nothing_of_w
 
 def test_a_window_is_shipped_from_the_first_block_that_the_prompts_last_token_attends_to() -> None:
     """100 tokens in 7 blocks of 16; a window of 40 begins in block 3."""
-    prefill = scheduler(windows=(None, 40))
-    request = Request(100, do_remote_decode=True)
-    prefill.on_new_request(request)
-    prefill.update_state_after_alloc(request, None, 0)
+    prefill, request = prefilling(100, windows=(None, 40))
     shipped = []
     # The window's manager has given block 20 away by the second step, and 21 and 22 by the third.
     for tokens, window in ((40, [20, 21, 22]), (40, [0, 21, 22, 23, 24]), (20, [0, 0, 0, 23, 24, 25, 26])):
-        state = SimpleNamespace(get_block_ids=lambda key, window=window: ([*range(10, 10 + len(window))], window))
-        (computed,) = prefill.build_connector_meta(
-            SimpleNamespace(kv_connector_block_state=state, num_scheduled_tokens={"x": tokens}, preempted_req_ids=None)
-        ).computed
+        (computed,) = step(prefill, tokens, [*range(10, 10 + len(window))], window).computed
         shipped.append((computed.start, computed.blocks, computed.closed))
         request.num_computed_tokens += tokens
     assert shipped == [
@@ -203,12 +198,9 @@ def test_a_window_is_shipped_from_the_first_block_that_the_prompts_last_token_at
 
 def test_decode_reserves_no_block_outside_of_the_window() -> None:
     """vLLM's own bound for a window has a block more where that begins with a block."""
-    decode = scheduler(windows=(None, 40, 64))
-    request = Request(100, do_remote_prefill=True, kv_source=SOURCE)
     ids = [[1, 2, 3, 4, 5, 6, 7], [11, 12, 13, 14, 15], [21, 22, 23]]  # of the third it has the earlier ones cached
-    decode.update_state_after_alloc(request, SimpleNamespace(get_unhashed_block_ids_all_groups=lambda: ids), 100)
-    (reserved,) = decode._next.reserved
-    assert reserved.order.blocks == [[1, 2, 3, 4, 5, 6, 7], [12, 13, 14, 15], [21, 22, 23]]
+    order = reserved(scheduler(windows=(None, 40, 64)), 100, *ids)
+    assert order.blocks == [[1, 2, 3, 4, 5, 6, 7], [12, 13, 14, 15], [21, 22, 23]]
 
 
 @pytest.mark.parametrize("window", [1, 2, 15, 16, 17, 40])
@@ -225,18 +217,12 @@ def test_no_block_that_is_shipped_is_given_away_while_the_prompt_is_computed(win
 
 def test_a_recurrent_state_is_shipped_with_the_last_chunk() -> None:
     """It moves from block to block while the prompt is computed, and nobody needs those that it leaves."""
-    prefill = scheduler(windows=(None, STATE))
-    request = Request(101, do_remote_decode=True)
-    prefill.on_new_request(request)
-    prefill.update_state_after_alloc(request, None, 0)
+    prefill, request = prefilling(101, windows=(None, STATE))
     assert prefill._next.started[0].prompt_tokens == 100, "decode computes the last token from the state before it"
     shipped = []
     for tokens, states in ((40, [0, 0, 30, 90]), (40, [0, 0, 30, 0, 31, 90]), (20, [0, 0, 0, 0, 31, 0, 32, 90])):
         attention = [*range(10, 10 + len(states) - 1)]
-        state = SimpleNamespace(get_block_ids=lambda key, ids=(attention, states): ids)
-        (computed,) = prefill.build_connector_meta(
-            SimpleNamespace(kv_connector_block_state=state, num_scheduled_tokens={"x": tokens}, preempted_req_ids=None)
-        ).computed
+        (computed,) = step(prefill, tokens, attention, states).computed
         shipped.append((computed.start, computed.blocks, computed.closed))
         request.num_computed_tokens += tokens
     assert shipped == [
@@ -248,17 +234,10 @@ def test_a_recurrent_state_is_shipped_with_the_last_chunk() -> None:
 
 def test_ranks_that_share_prompts_have_a_block_for_as_many_tokens_together() -> None:
     """100 tokens in 4 blocks of 2 x 16."""
-    decode, prefill = scheduler(shards=2), scheduler(shards=2)
-    request = Request(100, do_remote_prefill=True, kv_source=SOURCE)
-    blocks = SimpleNamespace(get_unhashed_block_ids_all_groups=lambda: [[2, 3, 4, 5]])
-    decode.update_state_after_alloc(request, blocks, 100)
-    assert decode._next.reserved[0].order.blocks == [[2, 3, 4, 5]]
-    request = Request(100, do_remote_decode=True)
-    prefill.update_state_after_alloc(request, None, 0)
+    assert reserved(scheduler(shards=2), 100, [2, 3, 4, 5]).blocks == [[2, 3, 4, 5]]
+    prefill, _ = prefilling(100, shards=2)
     assert prefill._next.started[0].total_blocks == 4
-    state = SimpleNamespace(get_block_ids=lambda key: ([11, 12],))
-    step = SimpleNamespace(kv_connector_block_state=state, num_scheduled_tokens={"x": 60}, preempted_req_ids=None)
-    (computed,) = prefill.build_connector_meta(step).computed
+    (computed,) = step(prefill, 60, [11, 12]).computed
     assert (computed.start, computed.blocks, computed.closed) == (0, ((11,),), False)
 
 
@@ -333,16 +312,10 @@ def test_what_streams(differing: dict[str, Any], streams: bool) -> None:
 
 
 def test_a_prefill_that_has_ended_is_dropped_once_while_its_blocks_are_held() -> None:
-    from vllm.v1.request import RequestStatus
-
-    prefill = scheduler(mamba=False)
-    request = Request(32, do_remote_decode=True)
-    prefill.on_new_request(request)
-    prefill.update_state_after_alloc(request, None, 0)
+    prefill, request = prefilling(32)
     prefill.drop(["x"])
     assert prefill._next.unwanted == []  # vLLM aborts it
-    request.status = RequestStatus.FINISHED_LENGTH_CAPPED
-    assert prefill.request_finished(request, ([1, 2],))[0]
+    assert ended(prefill, request, 1, 2)[0]
     prefill.drop(["x", "another"])
     prefill.drop(["x"])
     assert prefill.has_pending_push_work() and prefill._next.unwanted == ["x"]
@@ -358,25 +331,18 @@ def output(**said: Any) -> SimpleNamespace:
 
 def test_transfer_given_up_by_one_rank_ends_on_all() -> None:
     """Once: the other ranks may wait for what the peer of that rank would say."""
-    from vllm.v1.request import RequestStatus
-
     from connectors.push.metadata import RankReport
 
-    decode = scheduler(mamba=False)
-    request = Request(32, do_remote_prefill=True, kv_source=SOURCE)
-    blocks = SimpleNamespace(get_unhashed_block_ids_all_groups=lambda: [[1, 2]])
-    decode.update_state_after_alloc(request, blocks, 32)
+    decode = scheduler()
+    reserved(decode, 32, [1, 2])
     reports = RankReport(unreceived=frozenset({"x", "gone"})).aggregate(RankReport(withdrawing_blocks=2))
     decode.update_connector_output(output(kv_connector_worker_meta=reports))
     assert decode.has_pending_push_work() and decode._next.withdrawn == {"x": "another rank gave it up"}
     decode.update_connector_output(output(finished_recving={"x"}, kv_connector_worker_meta=reports))
     assert decode._next.withdrawn.keys() == {"x"} and not decode._reserved
 
-    prefill = scheduler(mamba=False)
-    request = Request(32, do_remote_decode=True)
-    prefill.update_state_after_alloc(request, None, 0)
-    request.status = RequestStatus.FINISHED_LENGTH_CAPPED
-    assert prefill.request_finished(request, ([1, 2],))[0]
+    prefill, request = prefilling(32)
+    assert ended(prefill, request, 1, 2)[0]
     prefill.update_connector_output(output(kv_connector_worker_meta=RankReport(unpushed=frozenset({"x", "gone"}))))
     assert prefill._next.unwanted == ["x"]
 
@@ -384,7 +350,7 @@ def test_transfer_given_up_by_one_rank_ends_on_all() -> None:
 def test_withdrawing_blocks_are_reported_on_change() -> None:
     from connectors.push.metadata import PushStats, RankReport
 
-    decode = scheduler(mamba=False)
+    decode = scheduler()
     told = []
     for blocks in (None, 5, 5, 7, None, 0, 0):
         report = None if blocks is None else RankReport(withdrawing_blocks=blocks)
@@ -449,23 +415,26 @@ def test_what_cannot_be_lent_is_refused_at_once(lost: str) -> None:
     assert pool.get_num_free_blocks() == free
 
 
-def with_host_memory(lends: Any, pool: Any, hashes: list[Any]) -> Any:
-    """A tier that has blocks of these hashes; what it would tell a rank to load are its `_reqs_to_load`."""
+def tiered(first: int, last: int = 5) -> tuple[Any, Any, list[Any], Any]:
+    """A lender with two of five blocks in its cache, the blocks' hashes, and a tier that has those from `first` to
+    `last`; what it would tell a rank to load are its `_reqs_to_load`."""
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_utils import make_block_hash_with_group_id
 
     from connectors.host.tier import HostTier
 
+    lends, pool, hashes = lender(blocks=32, cached=2)
+    hashes += [bytes([number]) * 32 for number in range(10, 13)]
     lends.lending.tier = tier = HostTier.__new__(HostTier)
     tier.cpu_block_pool = BlockPool(16, enable_caching=True, hash_block_size=16)
     tier._gpu_block_pool, tier._reqs_to_load, tier._abandoned_reqs_to_load = pool, {}, {}
     tier._load_event_to_reqs, tier._interval_load_blocks_completed, tier._expected_worker_count = {}, 0, 1
     tier._store_event_pending_counts = {}
-    held = tier.cpu_block_pool.get_new_blocks(len(hashes))
-    for block, block_hash in zip(held, hashes, strict=True):
+    held = tier.cpu_block_pool.get_new_blocks(last - first)
+    for block, block_hash in zip(held, hashes[first:last], strict=True):
         tier.cpu_block_pool._insert_block_hash(make_block_hash_with_group_id(block_hash, 0), block, 16)
     tier.cpu_block_pool.free_blocks(reversed(held))
-    return tier
+    return lends, pool, hashes, tier
 
 
 def loaded(lends: Any, tier: Any, key: str) -> None:
@@ -489,9 +458,7 @@ def test_what_is_given_up_before_it_is_sent_is_not_lent_again_meanwhile() -> Non
 
 @pytest.mark.parametrize("wanted", [True, False])
 def test_what_only_host_memory_has_is_lent_once_it_is_loaded(wanted: bool) -> None:
-    lends, pool, hashes = lender(blocks=32, cached=2)
-    hashes += [bytes([number]) * 32 for number in range(10, 13)]
-    tier = with_host_memory(lends, pool, hashes[1:])
+    lends, pool, hashes, tier = tiered(1)
     free, host_free = pool.get_num_free_blocks(), tier.cpu_block_pool.get_num_free_blocks()
     lends.lend("k", hashes, 80)
     assert not lends._next.has_news() and lends.has_pending_push_work()
@@ -519,9 +486,7 @@ def test_what_only_host_memory_has_is_lent_once_it_is_loaded(wanted: bool) -> No
 @pytest.mark.parametrize("lost", ["a block", "the memory", "the time"])
 def test_what_cannot_be_loaded_to_be_lent_is_refused_at_once(lost: str) -> None:
     """`the time`: the tier loads a sixth of the device's memory for others."""
-    lends, pool, hashes = lender(blocks=32, cached=2)
-    hashes += [bytes([number]) * 32 for number in range(10, 13)]
-    tier = with_host_memory(lends, pool, hashes[2:4] if lost == "a block" else hashes[2:])
+    lends, pool, hashes, tier = tiered(2, 4 if lost == "a block" else 5)
     if lost == "the memory":
         pool.get_new_blocks(pool.get_num_free_blocks() - 8)
     elif lost == "the time":
@@ -541,9 +506,7 @@ def test_what_takes_too_long_to_load_is_refused_and_given_back(monkeypatch: pyte
     def build() -> Any:
         return lends.build_connector_meta(SimpleNamespace(preempted_req_ids=None, kv_connector_block_state=None))
 
-    lends, pool, hashes = lender(blocks=32, cached=2)
-    hashes += [bytes([number]) * 32 for number in range(10, 13)]
-    tier = with_host_memory(lends, pool, hashes[2:])
+    lends, pool, hashes, tier = tiered(2)
     free = pool.get_num_free_blocks()
     lends.lend("k", hashes, 80)
     assert not build().finished, "there is time"

@@ -383,15 +383,10 @@ def test_nothing_is_written_over_a_connection_that_decode_has_cut(equal: Any) ->
     assert nixl.told() == [wire.Landed("r-s")]
 
 
-def test_a_link_that_was_cut_is_noticed_without_any_further_registration(push: Any, monkeypatch: Any) -> None:
+def test_a_link_that_was_cut_is_noticed_without_any_further_registration(waiting: Any, monkeypatch: Any) -> None:
     """The message that broke it had left already."""
-    worker, source = push.FakeWorker(0, 1), wire.Endpoint("P2", "host", 2, 1)
-    worker.handshakes = [None, None]
-    worker.step(reserved=[Reserved(order("s", 7, 8), source)])
-    worker.turn()
-    nixl, began = worker.nixl_wrapper, time.monotonic()
-    nixl.told()
-    nixl.broken = {"P2/0"}
+    worker, nixl, began = waiting, waiting.nixl_wrapper, time.monotonic()
+    nixl.broken, worker.handshakes = {"P2/0"}, [None]
     worker._inbound._waiting["r-s"].resend_at = began + 60.0
     for passed_s in (1.0, 2.0):
         monkeypatch.setattr(time, "monotonic", lambda passed_s=passed_s: began + passed_s)
@@ -458,30 +453,35 @@ def test_a_failed_write_that_nixl_keeps_is_told_of_once(equal: Any, caplog: Any,
     assert nixl.removed == ["D/0"] and equal._failed == set()
 
 
-def test_a_registration_that_never_left_goes_out_on_the_new_link(push: Any) -> None:
+SOURCE = wire.Endpoint("P2", "host", 2, 1)
+
+
+@pytest.fixture
+def waiting(push: Any) -> Any:
+    """Rank 0 of 1, connected with SOURCE, from which it waits for s."""
     worker = push.FakeWorker(0, 1)
-    source = wire.Endpoint("P2", "host", 2, 1)
     worker.handshakes = [None]
-    worker.step(reserved=[Reserved(order("s", 7, 8), source)])
+    worker.step(reserved=[Reserved(order("s", 7, 8), SOURCE)])
     worker.turn()
     worker.nixl_wrapper.told()
+    return worker
+
+
+def test_a_registration_that_never_left_goes_out_on_the_new_link(waiting: Any) -> None:
+    worker = waiting
     worker.nixl_wrapper.broken, worker.handshakes = {"P2/0"}, [None]
-    worker.step(reserved=[Reserved(order("t", 9, 10), source)])
+    worker.step(reserved=[Reserved(order("t", 9, 10), SOURCE)])
     worker.turn()
     # Both: an answer to the first may be lost.
     assert [message.stream for message in worker.nixl_wrapper.told()] == ["s", "t"]
 
 
-def test_kv_that_has_arrived_counts_though_its_sender_is_disconnected_before_the_engine_looks(push: Any) -> None:
+def test_kv_that_has_arrived_counts_though_its_sender_is_disconnected_before_the_engine_looks(waiting: Any) -> None:
     """An engine looks at the end of its step. Meanwhile another request found the link cut, or the sender dead."""
-    worker = push.FakeWorker(0, 1)
-    source = wire.Endpoint("P2", "host", 2, 1)
-    worker.handshakes = [None]
-    worker.step(reserved=[Reserved(order("s", 7, 8), source)])
-    worker.turn()
+    worker = waiting
     worker.hear("P2/0", wire.Landed("r-s"))
     worker.nixl_wrapper.broken, worker.handshakes = {"P2/0"}, [zmq.Again()]
-    worker.step(reserved=[Reserved(order("t", 9, 10), source)])
+    worker.step(reserved=[Reserved(order("t", 9, 10), SOURCE)])
     worker.turn()
     assert worker.nixl_wrapper.removed == ["P2/0"], "the registration that never left fails with its peer"
     results = worker.get_transfer_results()
@@ -511,12 +511,9 @@ def test_a_rank_reports_what_it_has_given_up_and_how_many_blocks_wait_for_a_sile
     assert worker.reports.take() == RankReport(unpushed=frozenset({"u"}))
 
 
-def test_what_could_not_be_said_to_an_engine_that_is_gone_ends_no_later_handshake(push: Any) -> None:
+def test_what_could_not_be_said_to_an_engine_that_is_gone_ends_no_later_handshake(waiting: Any) -> None:
     """vLLM forgets engines that it has not used for an hour, before it connects with another one."""
-    worker, gone = push.FakeWorker(0, 1), wire.Endpoint("P2", "host", 2, 1)
-    worker.handshakes = [None]
-    worker.step(reserved=[Reserved(order("s", 7, 8), gone)])
-    worker.turn()
+    worker = waiting
     worker.nixl_wrapper.broken, worker.handshakes = {"P2/0"}, [zmq.Again()]
     worker._lose("P2", "its kernel says so")
     worker.turn()

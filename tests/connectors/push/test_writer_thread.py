@@ -116,12 +116,18 @@ def layers_of(worker: Any, *names: str, transfer: str = "layer", block_bytes: in
     worker.region_group_ids = worker.dst_region_group_ids["D"] = [0] * len(names)
 
 
-def step_by_layers(worker: Any, nixl: Any, *layers: str) -> None:
-    """A step that computes the whole of a, in which these layers report."""
+def all_of_a(worker: Any, nixl: Any, **how: bool) -> PushMetadata:
+    """Of a step that computes the whole of a, which decode has registered."""
     begin(worker, "a")
     register(nixl, "a")
     metadata = PushMetadata()
-    metadata.computed.append(Computed("a", 0, 0, ((1, 2),), closed=True))
+    metadata.computed.append(Computed("a", 0, 0, ((1, 2),), closed=True, **how))
+    return metadata
+
+
+def step_by_layers(worker: Any, nixl: Any, *layers: str) -> None:
+    """A step that computes the whole of a, in which these layers report."""
+    metadata = all_of_a(worker, nixl)
     worker.start_load_kv(metadata)
     for layer in layers:
         worker.on_layer(layer, metadata, FORWARD)
@@ -212,10 +218,7 @@ def test_the_thread_goes_on_after_an_event_that_could_not_be_asked(
 
 
 def test_a_whole_prompt_waits_for_no_step(worker: Any, nixl: Any) -> None:
-    begin(worker, "a")
-    register(nixl, "a")
-    metadata = PushMetadata()
-    metadata.computed.append(Computed("a", 0, 0, ((1, 2),), closed=True, whole=True))
+    metadata = all_of_a(worker, nixl, whole=True)
     worker.start_load_kv(metadata)  # an earlier step has computed it; an unrelated one is about to run
     soon(lambda: (AGENT, wire.Landed("a-decode")) in nixl.sent, "the news that a has landed")
     worker.on_computed(metadata)
@@ -224,11 +227,7 @@ def test_a_whole_prompt_waits_for_no_step(worker: Any, nixl: Any) -> None:
 
 def test_a_whole_prompt_waits_for_the_drafter(worker: Any, nixl: Any) -> None:
     worker.drafts = True
-    begin(worker, "a")
-    register(nixl, "a")
-    metadata = PushMetadata()
-    metadata.computed.append(Computed("a", 0, 0, ((1, 2),), closed=True, whole=True))
-    worker.start_load_kv(metadata)
+    worker.start_load_kv(all_of_a(worker, nixl, whole=True))
     assert len(worker.steps) == 1 and not nixl.posted
     worker.steps[0].happened.set()
     soon(lambda: (AGENT, wire.Landed("a-decode")) in nixl.sent, "the news that a has landed")
@@ -314,11 +313,7 @@ def test_kv_goes_out_before_sampling_unless_a_drafter_follows(worker: Any, nixl:
 
     connector = object.__new__(PushConnector)
     connector.connector_worker, worker.drafts = worker, drafts
-    begin(worker, "a")
-    register(nixl, "a")
-    metadata = PushMetadata()
-    metadata.computed.append(Computed("a", 0, 0, ((1, 2),), closed=True))
-    connector._connector_metadata = metadata
+    connector._connector_metadata = all_of_a(worker, nixl)
     connector.finish_forward()
     assert len(worker.steps) == (0 if drafts else 1)
     connector.start_load_kv(None)  # type: ignore[arg-type]

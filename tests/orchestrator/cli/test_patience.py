@@ -4,7 +4,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 from unittest.mock import Mock
 
 import msgspec
@@ -83,6 +83,12 @@ class ByHand:
         self.infos = {n: msgspec.structs.replace(worker(n), state=WorkerState.READY, process="1") for n in names}
         self.shown: list[Event] = []
 
+    @classmethod
+    async def joined(cls, fleet: OpenFleet, *names: str) -> Self:
+        workers = cls(fleet, *names)
+        await workers.join(*names)
+        return workers
+
     async def join(self, *names: str, process: str = "1") -> None:
         for name in names:
             info = msgspec.structs.replace(self.infos[name], process=process)
@@ -94,21 +100,21 @@ class ByHand:
     async def told(self, name: str) -> None:
         await until(lambda: Event("draining", name) in self.shown)
 
-    async def all_restart(self, *names: str) -> None:
+    async def all_restart(self, restarting: asyncio.Task[None], *names: str) -> None:
+        """They are the last ones."""
         for name in names:
             await self.told(name)
             await self.join(name, process="2")
+        await restarting
 
 
 async def test_a_restart_keeps_the_number_of_a_rollout_that_went_back(fleet: OpenFleet) -> None:
     """A launcher would take the next rollout for that one, and start workers with what it prepared for it."""
     rollout = fleet.registry.rollout
     assert await rollout.change(None, Rollout(Version(0, {}), Version(1, {}), phase=Phase.UNDONE))
-    workers = ByHand(fleet, "a", "b")
-    await workers.join("a", "b")
+    workers = await ByHand.joined(fleet, "a", "b")
     restarting = workers.restart(max_unavailable=2, force=True)
-    await workers.all_restart("a", "b")
-    await restarting
+    await workers.all_restart(restarting, "a", "b")
     last = await rollout.read()
     assert last is not None and last.phase is Phase.DONE and last.new.generation == 0
     assert last.highest == 1, "the next rollout is number 2"
@@ -126,17 +132,14 @@ async def test_the_only_prefill_worker_restarts_by_force_alone_where_long_prompt
         with pytest.raises(Refused, match="^p: is the only prefill worker; .* use --force"):
             await workers.restart(role=role)
     restarting = workers.restart(role=Role.DECODE)
-    await workers.all_restart("a", "b")
-    await restarting
+    await workers.all_restart(restarting, "a", "b")
     restarting = workers.restart(role=Role.PREFILL, force=True)
-    await workers.all_restart("p")
-    await restarting
+    await workers.all_restart(restarting, "p")
 
 
 async def test_restart_continues_after_redis_outage(server: Server, fleet: OpenFleet) -> None:
     """One that gave up would leave half of them as they were."""
-    workers = ByHand(fleet, "a", "b")
-    await workers.join("a", "b")
+    workers = await ByHand.joined(fleet, "a", "b")
     restarting = workers.restart()
     await workers.told("a")
     server.stop()
@@ -145,8 +148,7 @@ async def test_restart_continues_after_redis_outage(server: Server, fleet: OpenF
     server.start()
     await workers.join("b")
     await workers.join("a", process="2")
-    await workers.all_restart("b")
-    await restarting
+    await workers.all_restart(restarting, "b")
     assert workers.shown[-1] == Event("done", workers=2)
 
 
@@ -162,8 +164,7 @@ async def test_restart_orders_again_what_redis_did_not_take(fleet: OpenFleet, mo
     monkeypatch.setattr(fleet.registry, "steer", first_away)
     await workers.join("a", "b")
     restarting = workers.restart()
-    await workers.all_restart("a", "b")
-    await restarting
+    await workers.all_restart(restarting, "a", "b")
     assert not away and workers.shown[-1] == Event("done", workers=2)
 
 
@@ -173,14 +174,12 @@ async def test_restart_waits_for_workers_that_a_redis_without_its_data_has_not_h
     restarting = workers.restart()
     await asyncio.sleep(0.3)
     await workers.join("b")  # its first heartbeat since
-    await workers.all_restart("a", "b")
-    await restarting
+    await workers.all_restart(restarting, "a", "b")
     assert workers.shown[-1] == Event("done", workers=2)
 
 
 async def test_restart_does_not_wait_for_workers_that_leave_for_good(fleet: OpenFleet) -> None:
-    workers = ByHand(fleet, "a", "b", "c")
-    await workers.join("a", "b", "c")
+    workers = await ByHand.joined(fleet, "a", "b", "c")
     restarting = workers.restart()
     await workers.told("a")
     await workers.registry.leave("a")  # to come back
@@ -189,20 +188,17 @@ async def test_restart_does_not_wait_for_workers_that_leave_for_good(fleet: Open
     assert workers.shown == [Event("draining", "a")]
     await workers.registry.leave("c")
     await workers.join("a", process="2")
-    await workers.all_restart("b")
-    await restarting
+    await workers.all_restart(restarting, "b")
     assert workers.shown[-2:] == [Event("left", "c"), Event("done", workers=2)]
 
 
 async def test_max_unavailable_above_fleet_size_keeps_one_serving(fleet: OpenFleet) -> None:
-    workers = ByHand(fleet, "a", "b")
-    await workers.join("a", "b")
+    workers = await ByHand.joined(fleet, "a", "b")
     restarting = workers.restart(max_unavailable=9)
     await workers.told("a")
     await asyncio.sleep(0.5)  # in which it would drain the other
     assert workers.shown == [Event("draining", "a")]
-    await workers.all_restart("a", "b")
-    await restarting
+    await workers.all_restart(restarting, "a", "b")
 
 
 async def test_restart_of_one_role_leaves_the_others(fleet: OpenFleet) -> None:
@@ -210,14 +206,12 @@ async def test_restart_of_one_role_leaves_the_others(fleet: OpenFleet) -> None:
     workers.infos["b"] = msgspec.structs.replace(workers.infos["b"], role=workers.infos["a"].role.other)
     await workers.join("a", "b")
     restarting = workers.restart(role=workers.infos["b"].role)
-    await workers.all_restart("b")
-    await restarting
+    await workers.all_restart(restarting, "b")
     assert [event.id for event in workers.shown] == ["b", "b", ""]
 
 
 async def test_interrupted_restart_tells_no_more_workers_and_the_next_one_begins_anew(fleet: OpenFleet) -> None:
-    workers = ByHand(fleet, "a", "b")
-    await workers.join("a", "b")
+    workers = await ByHand.joined(fleet, "a", "b")
     restarting = workers.restart()
     await workers.told("a")
     restarting.cancel()
@@ -231,21 +225,18 @@ async def test_interrupted_restart_tells_no_more_workers_and_the_next_one_begins
     again = workers.restart()
     await workers.told("a")
     await workers.join("a", process="3")
-    await workers.all_restart("b")
-    await again
+    await workers.all_restart(again, "b")
 
 
 async def test_restart_that_nobody_carries_out_is_given_up_with_the_reason(fleet: OpenFleet) -> None:
-    workers = ByHand(fleet, "a", "b")
-    await workers.join("a", "b")
+    workers = await ByHand.joined(fleet, "a", "b")
     quick = msgspec.structs.replace(QUICK, drain_timeout_s=0.5, start_timeout_s=0.5)
     with pytest.raises(Refused, match="nothing has changed for 1 s: a worker told to restart is not back"):
         await restart(workers.fleet, quick, None, 1, False, workers.shown.append)
 
 
 async def test_restart_prints_steps_as_json(fleet: OpenFleet, capsys: pytest.CaptureFixture[str]) -> None:
-    workers = ByHand(fleet, "a")
-    await workers.join("a")
+    workers = await ByHand.joined(fleet, "a")
     restarting = asyncio.create_task(restart(workers.fleet, QUICK, None, 1, True, handle_module.print_json))
     printed = ""
 

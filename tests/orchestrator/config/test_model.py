@@ -1,5 +1,6 @@
 """Names of models: what is loaded, what is refused, and that the demo model is what it was made from."""
 
+import functools
 import os
 import subprocess
 import sys
@@ -7,6 +8,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
+from support_here import run_here
 
 from orchestrator.config import model as model_module
 from orchestrator.config.model import _gguf, find_model, read_model_config, resolve_model
@@ -115,44 +117,44 @@ def test_a_cache_may_be_on_another_disk(made: Path, tmp_path: Path, monkeypatch:
     assert resolve_model("demo") == str(made)
 
 
+def compare(folder: str, file: Path) -> None:
+    import gguf
+    import torch
+    from safetensors import safe_open
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+
+    gguf.GGUFReader = functools.cache(gguf.GGUFReader)  # else each of these reads the file anew, for seconds
+    source = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
+    theirs = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.bfloat16)
+    wanted = {name: each for name, each in theirs.state_dict().items() if name != "lm_head.weight"}
+    with safe_open(f"{folder}/model.safetensors", "pt") as ours:
+        assert set(ours.keys()) == set(wanted)
+        for name, each in wanted.items():
+            mine = ours.get_tensor(name)
+            assert mine.dtype == each.dtype == torch.bfloat16 and torch.equal(mine, each), name
+    mine, wanted = AutoConfig.from_pretrained(folder).to_dict(), theirs.config.to_dict()
+    for name in ("_name_or_path", "_model_name_or_path", "quantization_config", "architectures"):
+        mine.pop(name, None), wanted.pop(name, None)
+    assert str(mine.pop("dtype")) == str(wanted.pop("dtype")) and mine == wanted, (mine, wanted)
+    mine, wanted = GenerationConfig.from_pretrained(folder), theirs.generation_config
+    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        assert getattr(mine, name) == getattr(wanted, name), name
+    mine, wanted = AutoTokenizer.from_pretrained(folder), AutoTokenizer.from_pretrained(**source)
+    assert mine.get_vocab() == wanted.get_vocab() and mine.chat_template == wanted.chat_template
+    assert mine.special_tokens_map == wanted.special_tokens_map
+    assert mine.backend_tokenizer.to_str() == wanted.backend_tokenizer.to_str()
+    for text in ("Two  words,\n\tnaïve 1234 東京 🙂", "<|im_start|>user\nWhat?<|im_end|>", ""):
+        assert mine.encode(text) == wanted.encode(text) and mine.decode(mine.encode(text)) == text
+    print("the same")
+
+
 @pytest.mark.vllm
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_the_demo_model_is_what_transformers_makes_of_it():
     """Weights bit for bit; the same tokens, configuration and special tokens."""
-    code = """
-        import sys, torch
-        from safetensors import safe_open
-        from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
-        folder, gguf = sys.argv[1], {"pretrained_model_name_or_path": sys.argv[2], "gguf_file": sys.argv[3]}
-        theirs = AutoModelForCausalLM.from_pretrained(**gguf, dtype=torch.bfloat16)
-        wanted = {name: each for name, each in theirs.state_dict().items() if name != "lm_head.weight"}
-        with safe_open(folder + "/model.safetensors", "pt") as ours:
-            assert set(ours.keys()) == set(wanted)
-            for name, each in wanted.items():
-                mine = ours.get_tensor(name)
-                assert mine.dtype == each.dtype == torch.bfloat16 and torch.equal(mine, each), name
-        mine, wanted = AutoConfig.from_pretrained(folder).to_dict(), theirs.config.to_dict()
-        for name in ("_name_or_path", "_model_name_or_path", "quantization_config", "architectures"):
-            mine.pop(name, None), wanted.pop(name, None)
-        assert str(mine.pop("dtype")) == str(wanted.pop("dtype")) and mine == wanted, (mine, wanted)
-        mine, wanted = GenerationConfig.from_pretrained(folder), theirs.generation_config
-        for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
-            assert getattr(mine, name) == getattr(wanted, name), name
-        mine, wanted = AutoTokenizer.from_pretrained(folder), AutoTokenizer.from_pretrained(**gguf)
-        assert mine.get_vocab() == wanted.get_vocab() and mine.chat_template == wanted.chat_template
-        assert mine.special_tokens_map == wanted.special_tokens_map
-        assert mine.backend_tokenizer.to_str() == wanted.backend_tokenizer.to_str()
-        for text in ("Two  words,\\n\\tnaïve 1234 東京 🙂", "<|im_start|>user\\nWhat?<|im_end|>", ""):
-            assert mine.encode(text) == wanted.encode(text) and mine.decode(mine.encode(text)) == text
-        print("the same")
-    """
-    gguf = _gguf()
-    arguments = [resolve_model("demo"), str(gguf.parent), gguf.name]
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code), *arguments], capture_output=True, text=True, timeout=540
-    )
-    assert done.stdout == "the same\n", done.stderr[-2000:]
+    done = run_here(functools.partial(compare, resolve_model("demo"), _gguf()), timeout_s=540)
+    assert done.stdout.endswith("the same\n"), done.stderr[-2000:]
 
 
 @pytest.mark.slow

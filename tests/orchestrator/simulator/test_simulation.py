@@ -190,7 +190,7 @@ def test_a_fleet_of_agents_near_its_limit_meets_its_objectives():
     profile, slo = load_profile(PROFILES / "h100-llama-8b.json"), SLOConfig(ttft_s=1.0, tpot_s=0.05)
     settings = Settings(prefill=4, decode=4, profile=profile, stack=stack("ours"), slo=slo)
     attained = []
-    for seed in range(5):
+    for seed in range(3):
         load = at_rate(synthetic("agents", 3500, seed), 31.0)
         attained.append(report(Simulation(settings, load).run(), warm_up=0.25).attained)
     assert min(attained) > 0.95

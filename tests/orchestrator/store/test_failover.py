@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
 
@@ -223,16 +224,18 @@ async def test_waiting_worker_is_woken_after_move(cluster, connected):
     primary, replica = cluster
     redis = await connected(f"redis+cluster://{replica.address},{primary.address}")
     queue = PrefillQueue(redis, fresh_namespace(), "w")
-    waiting = asyncio.create_task(queue.wait_for_work(30.0))
+    await queue.wait_for_work(10)  # ended by its new subscription
+    began, within_s = time.monotonic(), 50.0
+    waiting = asyncio.create_task(queue.wait_for_work(within_s))
 
     async def heard() -> bool:
         ((_, listeners),) = await ask(primary, "PUBSUB NUMSUB", queue.keys.wake("w"))
-        return listeners == 1
+        return listeners == 1 == await redis.zcard(f"{queue.keys.prefix}waiters")
 
-    await until(heard, "the worker listens at the node that has the queue")
+    await until(heard, "the worker listens at the node that has the queue, and waits")
     await queue.enqueue(job("a"))
-    async with asyncio.timeout(DEADLINE_S):
-        await waiting
+    await waiting
+    assert time.monotonic() - began < within_s, "it was told"
     await queue.aclose()
 
 

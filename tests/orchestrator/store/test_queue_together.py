@@ -17,10 +17,9 @@ from support_redis import (
     job,
     running_server,
 )
-from support_wait import DEADLINE_S, until
+from support_wait import until
 
 from orchestrator.policy.claims import choose_claims
-from orchestrator.process.tasks import cancelled
 from orchestrator.store.client import RedisAway, connect
 from orchestrator.store.keys import Keys
 from orchestrator.store.operator.shown import peek, show
@@ -351,7 +350,7 @@ async def test_a_rank_that_died_is_told_of_nothing_however_long_its_work_would_h
 
 
 async def test_no_other_is_told_while_an_idle_worker_is_on_its_way_but_of_what_it_leaves(queues):
-    idler, ahead, producer = await listening(queues, "idler"), await listening(queues, "ahead", "ahead", 0, 0.0), None
+    idler, ahead = await listening(queues, "idler"), await listening(queues, "ahead", "ahead", 0, 0.0)
     producer = await queues()
     await producer.enqueue(job("a", tokens=100))
     await told(idler)
@@ -424,27 +423,6 @@ async def test_a_waiter_can_be_woken_by_its_own_process(queues):
     await waiting_are(queues, 1)
     queue.wake()
     assert await waiting < 15
-
-
-async def test_a_dead_waiter_is_passed_over(queues):
-    dead, alive, other = await queues(), await queues(), await queues()
-    for queue in (dead, alive):
-        await queue.wait_for_work(10)
-    tasks = [asyncio.create_task(dead.wait_for_work(60))]
-    await waiting_are(queues, 1)
-    tasks.append(asyncio.create_task(alive.wait_for_work(60)))
-    await waiting_are(queues, 2)
-    await cancelled(dead._listener)
-
-    async def unsubscribed():
-        channels = await queues.redis.execute_command("PUBSUB", "CHANNELS", f"pd:{{{queues.namespace}}}:wake:*")
-        return len(channels) == 1
-
-    await until(unsubscribed, "the dead waiter's subscription is gone")
-    await other.enqueue(job("a"))
-    await asyncio.wait_for(tasks[1], DEADLINE_S)
-    tasks[0].cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def test_wait_without_work_times_out(queues):
