@@ -58,7 +58,9 @@ _EXPERT_COUNTS, _ADDS_EXPERTS = (
 # Where a model's config.json has the sizes of its text part.
 _TEXT_PARTS = ("text_config", "llm_config", "language_config")
 # An engine's KV blocks can be read by another engine only when these agree.
-_FLEET_WIDE = ("dtype", "kv_cache_dtype", "block_size", "max_model_len", "quantization", "revision")
+_FOR_KV = ("dtype", "kv_cache_dtype", "block_size", "max_model_len", "quantization", "revision")
+# An answer has its first token from either, and goes on at any: so what is sampled, and what is said of it, must agree.
+_FOR_ANSWERS = ("logits_processors", "logprobs_mode", "use_fp64_gumbel", "watermark_config")
 
 
 def pool(config: Config, role: Role) -> PoolConfig:
@@ -283,7 +285,7 @@ def check_engine_args(config: Config) -> None:
                 f"{_key(config, Role.DECODE, _SHARDS)}: {shards} ranks cannot share prompts of {stages} stages: "
                 f"set {_SHARDS} or workers.prefill.engine_args.{_STAGES} to 1"
             )
-        for name in _FLEET_WIDE:
+        for name in _FOR_KV + _FOR_ANSWERS:
             if (difference := _difference(config, name)) is not None:
                 raise ConfigError(f"{difference}; set it once, in workers.engine_args")
 

@@ -39,6 +39,7 @@ from workers.engine import Group
 from workers.vllm_engine.interfaces import group_settings, interfaces_here
 from workers.vllm_engine.loop import TPOT
 from workers.vllm_engine.plugin import SOCKETS, engine_env, engine_process
+from workers.vllm_engine.ranks import WHY, told
 
 _CPU_KV_CACHE_BYTES = 1 << 30
 # vLLM reads much of its start-up configuration from the environment, which all threads share.
@@ -161,8 +162,8 @@ def _section(name: str, value: Any) -> Any:
 
 
 def start_client(config: VllmConfig, setup: Setup, kv_secret: str = "") -> EngineCoreClient:
-    """Start the engine, and block until it is ready. Raises RuntimeError if its process ends before that. `kv_secret`:
-    the key of its KV handshakes; empty if they are not encrypted."""
+    """Start the engine, and block until it is ready. Raises RuntimeError, with what ended its process before that.
+    `kv_secret`: the key of its KV handshakes; empty if they are not encrypted."""
     cores = setup.cores
     # vLLM adds the rank to the port that it is given.
     own_port = setup.kv_port - config.parallel_config.data_parallel_index
@@ -172,6 +173,7 @@ def start_client(config: VllmConfig, setup: Setup, kv_secret: str = "") -> Engin
         environment |= {name: value for name, value in network.items() if name not in os.environ}
     if not os.environ.get(SOCKETS):
         environment[SOCKETS] = _own_folder()
+    environment[WHY] = why = os.path.join(environment.get(SOCKETS) or os.environ[SOCKETS], f"why-{setup.engine_id}")
     executor = Executor.get_class(config)
     shares: list[list[int]] = []
     if current_platform.is_cpu():
@@ -185,7 +187,10 @@ def start_client(config: VllmConfig, setup: Setup, kv_secret: str = "") -> Engin
         if issubclass(executor, UniProcExecutor) or (bind == "nobind" and issubclass(executor, MultiprocExecutor)):
             environment["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
     with _environment, _set_env(environment | engine_env(shares)), engine_process():
-        return EngineCoreClient.make_async_mp_client(config, executor, log_stats=True)
+        try:
+            return EngineCoreClient.make_async_mp_client(config, executor, log_stats=True)
+        except RuntimeError as error:  # vLLM's says that a process of the engine's failed
+            raise RuntimeError(told(why) or error) from error
 
 
 def _limit_threads(environment: dict[str, str], ranks: int) -> None:

@@ -25,6 +25,10 @@ tokenizer with the first grammar, and the code of quantized weights where weight
 A token without LoRA adapter is computed without one. Beside tokens with one, vLLM's kernels for CPUs take -1, the slot
 of those without, for the last: they get the weights of the adapter there, and so does what is cached of them.
 
+With drafts, a temperature or top-p is its request's. vLLM's sampler spreads them over the tokens of drafts, and its
+kernel for CPUs writes into a copy that is lost: where one request of a batch draws, the logits of all drafts, of greedy
+requests too, are divided by what was in memory.
+
 An engine process ends without collecting garbage. vLLM collects three times, with all objects that were frozen before
 the process was forked: it copies the memory that it shares, for a second, and then ends.
 
@@ -140,6 +144,7 @@ def patch_cpu_engines() -> None:
         registry._run_in_subprocess = lambda ask: ask()
         _load_when_needed()
         _spare_generators()
+        _spread_over_drafts()
         _make_stage_buffers()
         _sleep_between_messages()
         _end_without_collecting()
@@ -262,3 +267,13 @@ def _spare_generators() -> None:
 
     CPUModelRunner._sample = sample
     CPUModelRunner._bookkeeping_sync = bookkeeping
+
+
+def _spread_over_drafts() -> None:
+    from vllm.v1.sample import rejection_sampler
+
+    def expand(each: Any, ends: Any, tokens: int, replace_from: int = 0, replace_to: int = 0) -> Any:
+        counts = torch.diff(ends, prepend=ends.new_zeros(1))
+        return each.masked_fill(each == replace_from, replace_to).repeat_interleave(counts, output_size=tokens)
+
+    rejection_sampler.expand_batch_to_tokens = expand

@@ -41,6 +41,7 @@ from workers.vllm_engine.patches import (
     spare_groups_of_one,
     tell_preemptions_first,
 )
+from workers.vllm_engine.ranks import tell_why
 
 _CORES = "PD_ENGINE_CORES"  # "0,1|2,3": cores that each rank computes on
 SOCKETS = "VLLM_RPC_BASE_PATH"  # vLLM's own name: the folder for its local sockets
@@ -88,6 +89,7 @@ def run_engine_core(*args: Any, **kwargs: Any) -> None:
         _set_rendezvous_folder(folder)
         name_socket(folder, kwargs["executor_class"], kwargs["vllm_config"])
     EngineCoreProc._process_engine_step = _process_engine_step
+    tell_why(EngineCoreProc)
     _vllm_target(*args, **kwargs)
 
 
@@ -103,6 +105,7 @@ def run_rank(*args: Any, **kwargs: Any) -> None:
     patch_as_configured(kwargs["vllm_config"])
     if shares := _shares():
         _use_cores(shares[kwargs["local_rank"]])
+    tell_why(multiproc_executor.WorkerProc)
     _vllm_rank(*args, **kwargs)
 
 

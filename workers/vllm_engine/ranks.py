@@ -1,7 +1,7 @@
-"""Notices at once when the process of one of the engine's ranks has ended, and kills the others.
+"""The processes of an engine: why one did not start, and that a rank's has ended, at which the others are killed.
 
-vLLM does both too, but ten seconds later if the others wait for the dead one in a collective operation. Meanwhile they
-keep their cores or GPUs busy, and hold memory that the next engine needs.
+vLLM notices such an end too, but ten seconds later if the others wait for the dead one in a collective operation.
+Meanwhile they keep their cores or GPUs busy, and hold memory that the next engine needs.
 """
 
 from __future__ import annotations
@@ -15,6 +15,34 @@ from contextlib import suppress
 from typing import Any
 
 log = logging.getLogger("pd.worker")
+
+WHY = "PD_ENGINE_WHY"  # a file for why it did not start: an engine's processes say so in their logs only
+
+
+def tell_why(process: type) -> None:
+    """In an engine's process: what ends the making of `process` is told to the worker, by the first that fails."""
+    make = vars(process)["__init__"]
+
+    def made(self: Any, *args: Any, **kwargs: Any) -> None:
+        try:
+            make(self, *args, **kwargs)
+        except Exception as error:
+            with suppress(OSError, KeyError), open(os.environ[WHY], "x") as file:
+                file.write(" ".join(f"{type(error).__name__}: {error}".split()))
+            raise
+
+    process.__init__ = made  # type: ignore[misc]
+
+
+def told(file: str) -> str:
+    """What was told, once; empty if nothing was."""
+    try:
+        with open(file) as opened:
+            why = opened.read()
+        os.unlink(file)
+    except OSError:
+        return ""
+    return why
 
 
 def coordinators(client: Any) -> list[int]:

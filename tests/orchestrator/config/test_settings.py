@@ -467,6 +467,8 @@ def test_group_on_a_ray_cluster_needs_a_network_of_its_own(tmp_path):
         ("data_parallel_size: 4", "", "4 for {role}, and 1 for {other}: ratio.mode auto"),
         ("data_parallel_size: 4", "data_parallel_size: 2", "4 for {role}, and 2 for {other}: ratio.mode auto"),
         ("dtype: float32", "dtype: bfloat16", "'float32' for {role}, and 'bfloat16' for {other}; set it once"),
+        ("logprobs_mode: processed_logprobs", "", "'processed_logprobs' for {role}, and None for {other}; set it once"),
+        ("logits_processors: ['a:b']", "", "['a:b'] for {role}, and None for {other}; set it once"),
     ],
 )
 @pytest.mark.parametrize(("role", "other"), [("prefill", "decode"), ("decode", "prefill")])

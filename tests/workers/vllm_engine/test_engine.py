@@ -508,3 +508,12 @@ async def test_a_taken_kv_port_is_an_error_and_not_a_wait(model: Path) -> None:
         taken.listen()
         with pytest.raises(EngineDead, match="did not start"):
             await Driver.start(model, name="late", kv_port=taken.getsockname()[1])
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+async def test_an_engine_that_does_not_start_says_why(tmp_path: Path, ranks: int) -> None:
+    """vLLM says it in the log of the process that failed: the engine's, or a rank's."""
+    empty = tiny_model(tmp_path / "empty")
+    (empty / "model.safetensors").unlink()
+    with pytest.raises(EngineDead, match="did not start: RuntimeError: Cannot find any model weights"):
+        await Driver.start(empty, name="empty", tensor_parallel_size=ranks)

@@ -86,6 +86,29 @@ def test_no_process_is_started_to_find_out_what_a_model_can_do(tmp_path: Path) -
     assert list((tmp_path / "modelinfos").iterdir()), "the next process finds it"
 
 
+def spreads() -> None:
+    """Of a greedy request with two drafts, one that draws with two, a greedy one with one, and one that has none."""
+    import torch
+    from vllm.platforms import current_platform
+    from vllm.v1.sample import rejection_sampler
+
+    from workers.vllm_engine.patches import patch_cpu_engines
+
+    current_platform.register_triton_kernel_overrides()  # as each engine does
+    patch_cpu_engines()
+    logits, ends = torch.randn(5, 50), torch.tensor([2, 4, 5, 5], dtype=torch.int32)
+    asked: Any = types.SimpleNamespace(all_greedy=False, temperature=torch.tensor([0, 0.5, 0, 0.9]))
+    asked.top_k = asked.top_p = None
+    given = rejection_sampler.apply_sampling_constraints(logits.clone(), ends, asked)
+    print(torch.equal(given, logits / torch.tensor([[1], [1], [0.5], [0.5], [1]])))
+
+
+def test_drafts_have_the_temperature_of_their_own_request() -> None:
+    """With vLLM's own kernel for CPUs greedy requests were answered with other tokens beside one that draws."""
+    done = run_here(spreads)
+    assert done.stdout.split()[-1:] == ["True"], done.stderr
+
+
 _LOADING = """
 import os, sys
 import workers.vllm_engine.engine
