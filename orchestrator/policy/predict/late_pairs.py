@@ -1,7 +1,8 @@
 """Pairs of a prefill and a decode worker between which no KV comes, though both are heard: a firewall, a cut link.
 
 Each prompt that is sent there waits for seconds, and the blocks that its decode worker has reserved for it stay so for
-longer. So a pair rests after a few late ones in a row, ever longer, and then one prompt tries it.
+longer; or its KV is refused, and it is computed twice. So a pair rests after a few such ones in a row, ever longer, and
+then one prompt tries it.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ class LatePairs:
         self._pairs.pop((prefill, decode), None)
 
     def late(self, prefill: str, decode: str, now: float) -> bool:
-        """It has not come in time. Of many that were on their way together the first ones count: whether this one is of
-        these."""
+        """It has not come, or not in time. Of many that were on their way together the first ones count: whether this
+        one is of these."""
         pair = self._pairs.setdefault((prefill, decode), _Late())
         counts = pair.in_a_row < LATE_IN_A_ROW or pair.on_trial
         pair.in_a_row += 1
