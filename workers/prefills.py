@@ -140,10 +140,11 @@ class Prefills:
     def begin(self, claim: Claim, wanted: Callable[[], bool]) -> None:
         """Prefill a claimed job, or give it back if it is not `wanted` any more, now or when its frontend is there."""
         job = claim.job
-        if self._unacked.get(job.request_id) == job.attempt:
+        older = self._attempts.find(Phase.PREFILL, job.request_id)
+        # Its end was not told, or Redis was restored from a time before the attempt that is here now.
+        if self._unacked.get(job.request_id) == job.attempt or (older is not None and older.number > job.attempt):
             self._start(self._ack(job.request_id, job.attempt))
             return
-        older = self._attempts.find(Phase.PREFILL, job.request_id)
         if older is not None and older.number == job.attempt:
             older.leased = True  # its lease had expired while Redis was away; the computation goes on
             return
