@@ -15,7 +15,7 @@ from orchestrator.launch.host.redis_server import EmbeddedRedis
 from orchestrator.store.client import RedisAway
 from orchestrator.store.fields import Departed
 from orchestrator.store.registry import Frontend, Registry
-from orchestrator.types import Role, WorkerInfo
+from orchestrator.types import FinishReason, Role, WorkerInfo
 from orchestrator.wire import sockets
 from orchestrator.wire.curve import KeyPair, use_as_client
 from orchestrator.wire.messages import Abort, Call, Claimed, Hello, Prefilled, Rejected, Submit
@@ -23,6 +23,7 @@ from workers import serving as serving_module
 from workers.attempts import Attempt
 from workers.engine import EngineRequest, EngineStep, Phase
 from workers.peers import IdInUse
+from workers.sim.codec import WireOutput
 
 PROMPT = list(range(100, 400))
 
@@ -388,6 +389,18 @@ async def test_dead_peer_frees_claims_despite_engine_error(workers: Workers, mon
     at = ("an-engine", "tcp://127.0.0.1:1", "127.0.0.1", 1)
     await worker.agent._peer_died(Departed(dead.id, *at, claims=True))
     assert heard == [dead.id]
+
+
+async def test_a_prompt_that_the_engine_gives_up_counts_as_no_work(workers: Workers) -> None:
+    """It ends at once: placement would take this worker for a fast one."""
+    worker = await workers.start(Role.DECODE)
+    agent = worker.agent
+    agent._attempts.add(Attempt("r#1", "r", 1, "f", Phase.DECODE, 80_000, 0.0, blocks=5))
+    agent._load.added()
+    await asyncio.sleep(0.01)
+    given_up = WireOutput("r#1", [], finish_reason=FinishReason.ERROR)
+    await agent._serving.deliver(EngineStep([given_up], None, 0.0, refused={"r#1": "no such grammar"}))
+    assert agent._load.rate.tokens_per_s == 0.0 and not agent._attempts.waiting_tokens
 
 
 async def test_outputs_that_come_without_a_step_count_for_none(workers: Workers) -> None:
