@@ -23,7 +23,7 @@ from workers import serving as serving_module
 from workers.attempts import Attempt
 from workers.engine import EngineRequest, EngineStep, Phase
 from workers.peers import IdInUse
-from workers.sim.codec import WireOutput
+from workers.sim.codec import WireOutput, WirePrefillStats
 
 PROMPT = list(range(100, 400))
 
@@ -391,16 +391,23 @@ async def test_dead_peer_frees_claims_despite_engine_error(workers: Workers, mon
     assert heard == [dead.id]
 
 
-async def test_a_prompt_that_the_engine_gives_up_counts_as_no_work(workers: Workers) -> None:
-    """It ends at once: placement would take this worker for a fast one."""
-    worker = await workers.start(Role.DECODE)
-    agent = worker.agent
-    agent._attempts.add(Attempt("r#1", "r", 1, "f", Phase.DECODE, 80_000, 0.0, blocks=5))
-    agent._load.added()
-    await asyncio.sleep(0.01)
-    given_up = WireOutput("r#1", [], finish_reason=FinishReason.ERROR)
-    await agent._serving.deliver(EngineStep([given_up], None, 0.0, refused={"r#1": "no such grammar"}))
-    assert agent._load.rate.tokens_per_s == 0.0 and not agent._attempts.waiting_tokens
+SAYS_MORE = WirePrefillStats(num_prompt_tokens=4000, num_computed_tokens=4000)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "stats", "counts"), [([], None, 0), ([7], SAYS_MORE, 4000), ([7], None, 80)], ids=["error", "says", "-"]
+)
+async def test_what_an_engine_has_computed_of_a_prompt_is_what_it_says(
+    workers: Workers, monkeypatch: pytest.MonkeyPatch, tokens: list[int], stats: WirePrefillStats | None, counts: int
+) -> None:
+    """Its rate, which placement reads, would rise with each prompt that it gives up at once, and fall with each that it
+    was believed to have cached."""
+    agent, counted = (await workers.start(Role.DECODE)).agent, list[int]()
+    monkeypatch.setattr(agent._load, "prefilled", counted.append)
+    agent._attempts.add(Attempt("r#1", "r", 1, "f", Phase.DECODE, 80, 0.0, blocks=5))
+    output = WireOutput("r#1", tokens, finish_reason=FinishReason.ERROR, prefill_stats=stats)
+    await agent._serving.deliver(EngineStep([output], None, 0.0, refused={"r#1": "no such grammar"}))
+    assert counted == [counts] and not agent._attempts.waiting_tokens
 
 
 async def test_outputs_that_come_without_a_step_count_for_none(workers: Workers) -> None:
