@@ -130,6 +130,13 @@ class Learning:
             return
         self._transferred(request, link, now)
 
+    def given_up(self, request: ActiveRequest, why: str, now: float) -> None:
+        """The engine has ended it. One without pixels does so where their KV has not come, before any token."""
+        decode, prefill = request.decode, request.prefill
+        without_pixels = request.state is State.TRANSFERRING and request.parsed.frames_with_kv is not None
+        if without_pixels and why == "engine_error" and decode is not None and prefill is not None:
+            self.late.late(prefill.worker_id, decode.worker_id, now)
+
     def _transferred(self, request: ActiveRequest, link: Link, now: float) -> None:
         """Record how long the KV has taken after the end of its prefill."""
         decode, prefill, prompt_tokens = request.decode, request.prefill, request.parsed.info.prompt_tokens

@@ -227,6 +227,7 @@ class Router:
                 if output.finish_reason is None:
                     self._dispatch.drop_stale(worker_id, output.request_id, attempt)
             elif output.finish_reason in GIVEN_UP:
+                self.learning.given_up(active, GIVEN_UP[output.finish_reason], now)
                 self._dispatch.retry(active, GIVEN_UP[output.finish_reason])
             elif active.state is not State.DECODING and self._precedes_prefill(active, output):
                 active.answer.hold(output, now)
