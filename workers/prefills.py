@@ -37,7 +37,7 @@ log = logging.getLogger("pd.prefills")
 
 GREETING_TIMEOUT_S = 1.0  # how long to wait for the `Hello` of a frontend
 ANSWER_TIMEOUT_S = 0.25  # of a frontend that was asked which worker has a prefix
-_HERE = ""  # this worker, in pairs with engines that lend
+_HERE, LATE_FETCHES = "", 5  # this worker, in pairs with engines that lend; so many late ones in a row are no chance
 _ENDED_WELL = (FinishReason.STOP, FinishReason.LENGTH)
 
 
@@ -51,7 +51,7 @@ class Fetches:
 
     def __init__(self, engine: Engine, load: LoadReporter, source: Callable[[str], None]) -> None:
         """`source(engine_id)`: called when that engine will push KV to this one."""
-        self._engine, self._load, self._source, self.late = engine, load, source, LatePairs()
+        self._engine, self._load, self._source, self.late = engine, load, source, LatePairs(LATE_FETCHES)
         self._asked: dict[str, asyncio.Future[Prefix | None]] = {}  # engine key of a prefill -> a frontend's answer
         self._coming: dict[str, asyncio.Future[EngineOutput]] = {}  # key of a fetch -> its only output
 

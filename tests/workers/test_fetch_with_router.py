@@ -13,13 +13,12 @@ from support_wait import until
 from support_workers import LocalWorker, WorkerProcess, Workers, running_workers
 
 from orchestrator.launch.host.redis_server import EmbeddedRedis
-from orchestrator.policy.predict.late_pairs import LATE_IN_A_ROW
 from orchestrator.policy.prefix_keys import prefix_keys
 from orchestrator.store.fields import Departed
 from orchestrator.types import FinishReason, KVEndpoint, KVSource, PrefillJob, Role
 from orchestrator.wire.messages import Prefix, Submit
 from workers.engine import EngineInfo, EngineRequest, Group
-from workers.prefills import Fetches
+from workers.prefills import LATE_FETCHES, Fetches
 from workers.sim.codec import WireOutput
 from workers.sim.engine import SimEngine
 
@@ -141,9 +140,9 @@ async def test_nobody_waits_for_a_holder_from_which_nothing_comes_in_time_again_
 
     monkeypatch.setattr(asker.engine, "submit", take)
     monkeypatch.setattr("workers.prefills.wait_limit_s", lambda tokens, s_per_token: 0.01)
-    for number in range(LATE_IN_A_ROW + 2):
+    for number in range(LATE_FETCHES + 2):
         await fetch("silent", number)
-    assert tried == [f"silent-{number}~" for number in range(LATE_IN_A_ROW)]
+    assert tried == [f"silent-{number}~" for number in range(LATE_FETCHES)]
     await fetch("another", 0)
     assert tried[-1] == "another-0~"
     ends.set()

@@ -25,7 +25,8 @@ class _Late:
 class LatePairs:
     """Times are seconds of a clock that never goes back."""
 
-    def __init__(self) -> None:
+    def __init__(self, in_a_row: int = LATE_IN_A_ROW) -> None:
+        self._in_a_row = in_a_row
         self._pairs: dict[tuple[str, str], _Late] = {}  # those whose last KV was late
 
     def came(self, prefill: str, decode: str) -> None:
@@ -36,9 +37,9 @@ class LatePairs:
         """It has not come, or not in time. Of many that were on their way together the first ones count: whether this
         one is of these."""
         pair = self._pairs.setdefault((prefill, decode), _Late())
-        counts = pair.in_a_row < LATE_IN_A_ROW or pair.on_trial
+        counts = pair.in_a_row < self._in_a_row or pair.on_trial
         pair.in_a_row += 1
-        if pair.in_a_row >= LATE_IN_A_ROW and (pair.on_trial or now >= pair.rests_until):
+        if pair.in_a_row >= self._in_a_row and (pair.on_trial or now >= pair.rests_until):
             pair.rest_s = min(2 * pair.rest_s, MOST_REST_S)
             pair.rests_until, pair.on_trial = now + pair.rest_s, False
         return counts
@@ -51,7 +52,7 @@ class LatePairs:
     def tried(self, prefill: str, decode: str, now: float) -> None:
         """A prompt is sent that way. After a rest it is alone there until its KV has come, or has not."""
         pair = self._pairs.get((prefill, decode))
-        if pair is not None and pair.in_a_row >= LATE_IN_A_ROW:
+        if pair is not None and pair.in_a_row >= self._in_a_row:
             pair.rests_until, pair.on_trial = now + TRIAL_S, True
 
     def forget(self, worker_id: str) -> None:
