@@ -113,7 +113,10 @@ class _Addresses:
 class PeerAddresses:
     """What this process knows about other engines: their addresses, and the ports at which their ranks listen."""
 
-    def __init__(self) -> None:
+    def __init__(self, not_ucx: Collection[int] = ()) -> None:
+        """`not_ucx`: inodes of sockets that this process had before UCX made any, as those to the other ranks of its
+        engine or group, which may run on the machine of an engine that is cut off."""
+        self._not_ucx = not_ucx
         self._lock = threading.Lock()
         self._engines: OrderedDict[str, _Addresses] = OrderedDict()
 
@@ -196,9 +199,10 @@ class PeerAddresses:
         return True
 
     def tear_down(self, engine: str) -> None:
-        """End every connection with the machine of `engine`, and accepted ones whose engine is not known. If the engine
-        ran on this machine, also local ones that have unread data."""
-        all_mine, mine, here = connections(), _own_addresses(), self.is_local(engine)
+        """End every connection of UCX with the machine of `engine`, and accepted ones whose engine is not known. If the
+        engine ran on this machine, also local ones that have unread data."""
+        all_mine = [one for one in connections() if one.inode not in self._not_ucx]
+        mine, here = _own_addresses(), self.is_local(engine)
         accepting = {one.here[1] for one in all_mine if one.listens}
         theirs = self._metadata(engine)
         with self._lock:

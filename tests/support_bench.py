@@ -46,6 +46,7 @@ class FakeOutput:
     request_id: str
     new_token_ids: list[int]
     finish_reason: int | None = None
+    lacked_kv: bool = False
 
 
 class FakeCodec:
@@ -84,6 +85,9 @@ class FakeCodec:
     def drop_told(self, output, tokens):
         self.dropped.append(tokens)
         output.new_token_ids = output.new_token_ids[tokens:]
+
+    def lacked_kv(self, output):
+        return output.lacked_kv
 
     def count_prompt(self, output, cached_tokens, created_cache_tokens):
         self.prompts.append((cached_tokens, created_cache_tokens))
@@ -184,8 +188,8 @@ class Bench:
         domain = view.info.domain if (view := self.fleet.workers.get(worker)) else "0"
         self.say(worker, Claimed(request_id, attempt, source, 0.01, domain, cached_tokens))
 
-    def tokens(self, worker_id, request_id, tokens, attempt=1, finish=None):
-        payload = msgspec.msgpack.encode([[request_id, tokens, finish]])
+    def tokens(self, worker_id, request_id, tokens, attempt=1, finish=None, lacked_kv=False):
+        payload = msgspec.msgpack.encode([[request_id, tokens, finish, lacked_kv]])
         self.say(worker_id, Outputs([attempt], 0.0), [payload])
 
     def received(self):

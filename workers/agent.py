@@ -322,6 +322,7 @@ class Agent:
         except RuntimeError as error:  # this engine may be dead too
             log.info("the engine was not told that %s is dead: %s", peer.worker_id, error)
         self._load.dirty.set()
+        self._prefills.fetches.late.forget(peer.engine_id)
         await self._claims.peer_died(peer.worker_id)
 
     # ---- the data path -----------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 from orchestrator.policy.predict.fetch import could_gain, wait_limit_s
+from orchestrator.policy.predict.late_pairs import LatePairs
 from orchestrator.policy.predict.predictor import PRIOR_S_PER_TOKEN
 from orchestrator.process.tasks import cancelled
 from orchestrator.store.client import RedisAway
@@ -36,6 +37,7 @@ log = logging.getLogger("pd.prefills")
 
 GREETING_TIMEOUT_S = 1.0  # how long to wait for the `Hello` of a frontend
 ANSWER_TIMEOUT_S = 0.25  # of a frontend that was asked which worker has a prefix
+_HERE, LATE_FETCHES = "", 5  # this worker, in pairs with engines that lend; so many late ones in a row are no chance
 _ENDED_WELL = (FinishReason.STOP, FinishReason.LENGTH)
 
 
@@ -44,11 +46,12 @@ class Fetches:
 
     A prefix is received as the prompt of an engine request of its own, which leaves it in the prefix cache. However
     that ends, and at the latest after a bound, the request that needs it is computed, and what has not come with it.
+    Nobody waits for an engine from which nothing has come in time again and again, as through a firewall.
     """
 
     def __init__(self, engine: Engine, load: LoadReporter, source: Callable[[str], None]) -> None:
         """`source(engine_id)`: called when that engine will push KV to this one."""
-        self._engine, self._load, self._source = engine, load, source
+        self._engine, self._load, self._source, self.late = engine, load, source, LatePairs(LATE_FETCHES)
         self._asked: dict[str, asyncio.Future[Prefix | None]] = {}  # engine key of a prefill -> a frontend's answer
         self._coming: dict[str, asyncio.Future[EngineOutput]] = {}  # key of a fetch -> its only output
 
@@ -80,10 +83,14 @@ class Fetches:
 
     async def fetch(self, prefix: Prefix, frames: list[bytes]) -> None:
         """Returns when it is cached here, or will not be. `frames`: the request that needs it. Raises EngineDead."""
-        key, tokens = prefix.source.key, prefix.tokens
+        key, tokens, holder = prefix.source.key, prefix.tokens, prefix.source.endpoint.engine_id
+        if self.late.resting(holder, now := time.monotonic()):
+            self._load.fetched("late", 0)
+            return
+        self.late.tried(holder, _HERE, now)
         request = EngineRequest(key, Phase.DECODE, frames, prefix.source, prefix_tokens=tokens)
         coming = self._coming[key] = asyncio.get_running_loop().create_future()
-        self._source(prefix.source.endpoint.engine_id)
+        self._source(holder)
         received, outcome = 0, "late"
         try:
             if await submit(self._engine, request) is not None:
@@ -99,7 +106,10 @@ class Fetches:
             del self._coming[key]
             self._load.fetched(outcome, received)
             if outcome == "late":
+                self.late.late(holder, _HERE, time.monotonic())
                 await self._engine.abort([key])
+            else:
+                self.late.came(holder, _HERE)
 
     def take(self, output: EngineOutput) -> None:
         """An output of the engine that is no attempt's."""
@@ -140,10 +150,11 @@ class Prefills:
     def begin(self, claim: Claim, wanted: Callable[[], bool]) -> None:
         """Prefill a claimed job, or give it back if it is not `wanted` any more, now or when its frontend is there."""
         job = claim.job
-        if self._unacked.get(job.request_id) == job.attempt:
+        older = self._attempts.find(Phase.PREFILL, job.request_id)
+        # Its end was not told, or Redis was restored from a time before the attempt that is here now.
+        if self._unacked.get(job.request_id) == job.attempt or (older is not None and older.number > job.attempt):
             self._start(self._ack(job.request_id, job.attempt))
             return
-        older = self._attempts.find(Phase.PREFILL, job.request_id)
         if older is not None and older.number == job.attempt:
             older.leased = True  # its lease had expired while Redis was away; the computation goes on
             return

@@ -324,6 +324,7 @@ class Serving:
 
 
 def _computed_tokens(attempt: Attempt, output: EngineOutput) -> int:
-    """Prompt tokens that the engine computed, without those that it had cached."""
-    stats = getattr(output, "prefill_stats", None)
-    return attempt.tokens if stats is None else min(attempt.tokens, stats.num_computed_tokens)
+    """Prompt tokens that the engine computed: as it says, or as was believed; none of a request that it gave up."""
+    if (stats := getattr(output, "prefill_stats", None)) is not None:
+        return int(stats.num_computed_tokens)
+    return attempt.tokens if output.new_token_ids else 0

@@ -45,7 +45,7 @@ class Connections(verify.Verifying):
     _TRANSFER_MODE: str = f"pd-push-{wire.VERSION}"
 
     def __init__(self, vllm_config: VllmConfig, engine_id: str, kv_cache_config: KVCacheConfig) -> None:
-        cores, listened, polled = os.sched_getaffinity(0), sockets.listening(), wake.epolls()
+        cores, polled, others = os.sched_getaffinity(0), wake.epolls(), {it.inode for it in sockets.connections()}
         with agent_settings(vllm_config.kv_transfer_config.get_from_extra_config("backend_parameters", {})):
             super().__init__(vllm_config, engine_id, kv_cache_config)
         self._push_writer_wake = wake.MessageEvent(wake.epolls() - polled)
@@ -53,7 +53,7 @@ class Connections(verify.Verifying):
             os.sched_setaffinity(0, cores)  # vLLM has just pinned the compute thread to the last core
         self.options = PushOptions.of(vllm_config)
         self._inbound = Inbound(self.options.timeout_s)
-        hello = wire.Hello(0, engine_id, list(sockets.listening() - listened))
+        hello = wire.Hello(0, engine_id, [one for one in sockets.listening() if one[2] not in others])
         self._outbound = Outbound(self.options.timeout_s, hello)
         self._events: queue.SimpleQueue[verify.Event] = queue.SimpleQueue()
         self._records: queue.SimpleQueue[verify.Record] = queue.SimpleQueue()
@@ -68,7 +68,7 @@ class Connections(verify.Verifying):
         self._looked_at = time.monotonic()  # messages read next may have arrived since then
         self._shipments = verify.Shipments() if self.options.verify else None
         self._signing, self._checks = {}, []
-        self._peer_addresses = sockets.PeerAddresses()
+        self._peer_addresses = sockets.PeerAddresses(others)
         self._handshake_initiation_executor.shutdown(wait=False)
         self._handshake_initiation_executor: ThreadPoolExecutor = ThreadPoolExecutor(
             _HANDSHAKES_AT_ONCE, "pd-kv-handshake"

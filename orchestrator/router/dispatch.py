@@ -238,12 +238,15 @@ class Dispatch:
     def diverged(self, active: ActiveRequest) -> None:
         """The engines sampled different first tokens: continue after the one that the client has, if possible on the
         same decode worker, where the prompt is cached. `MAX_ATTEMPTS` does not apply, since nothing failed."""
-        worker_id, placed = active.decode_worker, active.placed
+        worker_id, placed, parsed = active.decode_worker, active.placed, active.parsed
         self._give_up(active, "first_token_mismatch")
         active.next_attempt("first_token_mismatch")
-        if worker_id in self._fleet.workers and self.send(active, worker_id, State.LOCAL):
-            active.placed = placed
-            return
+        if worker_id in self._fleet.workers and placed is not None:
+            cached_tokens = len(parsed.prefix_keys) * self._fleet.block_size
+            active.placed = placed.with_cached(cached_tokens, parsed.info.prompt_tokens)
+            if self.send(active, worker_id, State.LOCAL):
+                active.placed = placed
+                return
         self.background(self._place_again(active))
 
     def leave_queue(self, why: str) -> None:

@@ -103,13 +103,16 @@ class Learning:
         self.recent.itl.add(gap_s)
         self.recent.output_tokens += tokens
 
-    def first_token(self, request: ActiveRequest, link: Link, now: float) -> None:
+    def first_token(self, request: ActiveRequest, link: Link, now: float, lacked_kv: bool) -> None:
         """Record the decode engine's first token. Call it before the request moves to DECODING. `link`: over which the
-        KV of a remote prefill came."""
+        KV of a remote prefill came. `lacked_kv`: none did, so that the engine has computed the prompt."""
         decode, prompt_tokens, prefill = request.decode, request.parsed.info.prompt_tokens, request.prefill
         if prefill is not None and prefill.ended_at is not None:
             self._metrics.kv_exposed_s.observe(now - prefill.ended_at)
         if prefill is not None and decode is not None:
+            if lacked_kv:
+                self.late.late(prefill.worker_id, decode.worker_id, now)
+                return  # how long this took says nothing of the link
             self.recent.transferred[f"{prefill.worker_id} {decode.worker_id}"] += prompt_tokens
             self.late.came(prefill.worker_id, decode.worker_id)
         if decode is None or request.attempt > 1:
@@ -128,6 +131,13 @@ class Learning:
         if decode is None or prefill is None or not self.late.late(prefill.worker_id, decode.worker_id, now):
             return
         self._transferred(request, link, now)
+
+    def given_up(self, request: ActiveRequest, why: str, now: float) -> None:
+        """The engine has ended it. One without pixels does so where their KV has not come, before any token."""
+        decode, prefill = request.decode, request.prefill
+        without_pixels = request.state is State.TRANSFERRING and request.parsed.frames_with_kv is not None
+        if without_pixels and why == "engine_error" and decode is not None and prefill is not None:
+            self.late.late(prefill.worker_id, decode.worker_id, now)
 
     def _transferred(self, request: ActiveRequest, link: Link, now: float) -> None:
         """Record how long the KV has taken after the end of its prefill."""

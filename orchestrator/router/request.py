@@ -284,6 +284,10 @@ class Codec(Protocol):
         said of the prompt, and of when the engine took and began it."""
         ...
 
+    def lacked_kv(self, output: Any) -> bool:
+        """Whether an attempt's first output says that its engine has computed a prompt whose KV was to come to it."""
+        ...
+
     def count_prompt(self, output: Any, cached_tokens: int, created_cache_tokens: int) -> None:
         """Put the prefill engine's cached and newly cached token counts into decode's first output."""
         ...

@@ -229,6 +229,7 @@ class Router:
                 if output.finish_reason is None:
                     self._dispatch.drop_stale(worker_id, output.request_id, attempt)
             elif output.finish_reason in GIVEN_UP:
+                self.learning.given_up(active, GIVEN_UP[output.finish_reason], now)
                 self._dispatch.retry(active, GIVEN_UP[output.finish_reason])
             elif active.state is not State.DECODING and self._precedes_prefill(active, output):
                 active.answer.hold(output, now)
@@ -271,6 +272,7 @@ class Router:
         """The same, for the first outputs of an attempt."""
         began = bool(output.new_token_ids)
         first = began and active.answer.decoding_at is None
+        lacked_kv = first and self._codec.lacked_kv(output)  # before what it says of the prompt is dropped
         had_first = active.answer.first_token_at is not None
         action = self._requests.from_decode(active, output, now)
         if action is OutputAction.DIVERGED:
@@ -282,7 +284,7 @@ class Router:
         if first:
             self._prefixes.expected.settled(active.id)
             link = self._fleet.places.link(active.prefill_worker, active.decode_worker)
-            self.learning.first_token(active, link, now)
+            self.learning.first_token(active, link, now, lacked_kv)
         if began:
             active.move(State.DECODING)
             self._dispatch.clear_suspect(active)

@@ -102,6 +102,27 @@ def test_tear_down_ends_connections_of_machine_and_unknown_ones(
     assert torn == [4, 6]
 
 
+def test_an_engine_that_is_cut_off_takes_no_connection_between_the_ranks_of_a_group_with_it(
+    monkeypatch: pytest.MonkeyPatch, torn: list[int]
+) -> None:
+    """They meet before UCX does: one on the machine of that engine, one elsewhere, one here. Without these the engine
+    could not go on, nor the other ranks' engines."""
+    ranks = [
+        sockets.Connection(10, (SOMEWHERE, 1001), (bytes(4), 0), True, 0, 110),
+        connection(11, socket.inet_aton("10.9.8.4"), here=1001)._replace(inode=111),
+        connection(12, ELSEWHERE, here=1001)._replace(inode=112),
+        connection(13, LOOPBACK, here=1001, unread=9)._replace(inode=113),
+    ]
+    monkeypatch.setattr(sockets, "refuses", lambda host, port: True)
+    for of_engine in (ELSEWHERE, SOMEWHERE):
+        peer_addresses = PeerAddresses({one.inode for one in ranks})
+        know(peer_addresses, "P", of_engine)
+        its = [LISTENING, connection(4, of_engine, unread=9)]
+        monkeypatch.setattr(sockets, "connections", lambda its=its: [*ranks, *its])
+        assert peer_addresses.cut_off("P", settled=False)
+    assert torn == [4, 4]
+
+
 def test_fabric_may_carry_posted_writes(monkeypatch: pytest.MonkeyPatch, torn: list[int], tmp_path) -> None:
     (tmp_path / "mlx5_0").mkdir()
     monkeypatch.setattr(sockets, "_FABRICS", tmp_path)

@@ -15,7 +15,7 @@ from orchestrator.launch.host.redis_server import EmbeddedRedis
 from orchestrator.store.client import RedisAway
 from orchestrator.store.fields import Departed
 from orchestrator.store.registry import Frontend, Registry
-from orchestrator.types import Role, WorkerInfo
+from orchestrator.types import FinishReason, Role, WorkerInfo
 from orchestrator.wire import sockets
 from orchestrator.wire.curve import KeyPair, use_as_client
 from orchestrator.wire.messages import Abort, Call, Claimed, Hello, Prefilled, Rejected, Submit
@@ -23,6 +23,7 @@ from workers import serving as serving_module
 from workers.attempts import Attempt
 from workers.engine import EngineRequest, EngineStep, Phase
 from workers.peers import IdInUse
+from workers.sim.codec import WireOutput, WirePrefillStats
 
 PROMPT = list(range(100, 400))
 
@@ -388,6 +389,25 @@ async def test_dead_peer_frees_claims_despite_engine_error(workers: Workers, mon
     at = ("an-engine", "tcp://127.0.0.1:1", "127.0.0.1", 1)
     await worker.agent._peer_died(Departed(dead.id, *at, claims=True))
     assert heard == [dead.id]
+
+
+SAYS_MORE = WirePrefillStats(num_prompt_tokens=4000, num_computed_tokens=4000)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "stats", "counts"), [([], None, 0), ([7], SAYS_MORE, 4000), ([7], None, 80)], ids=["error", "says", "-"]
+)
+async def test_what_an_engine_has_computed_of_a_prompt_is_what_it_says(
+    workers: Workers, monkeypatch: pytest.MonkeyPatch, tokens: list[int], stats: WirePrefillStats | None, counts: int
+) -> None:
+    """Its rate, which placement reads, would rise with each prompt that it gives up at once, and fall with each that it
+    was believed to have cached."""
+    agent, counted = (await workers.start(Role.DECODE)).agent, list[int]()
+    monkeypatch.setattr(agent._load, "prefilled", counted.append)
+    agent._attempts.add(Attempt("r#1", "r", 1, "f", Phase.DECODE, 80, 0.0, blocks=5))
+    output = WireOutput("r#1", tokens, finish_reason=FinishReason.ERROR, prefill_stats=stats)
+    await agent._serving.deliver(EngineStep([output], None, 0.0, refused={"r#1": "no such grammar"}))
+    assert counted == [counts] and not agent._attempts.waiting_tokens
 
 
 async def test_outputs_that_come_without_a_step_count_for_none(workers: Workers) -> None:

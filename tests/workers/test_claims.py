@@ -505,6 +505,22 @@ async def test_a_retried_request_is_prefilled_again(workers: Workers) -> None:
     await frontend.finished(request)
 
 
+async def test_an_older_attempt_that_redis_hands_out_again_ends_no_newer_one(workers: Workers) -> None:
+    """As one does that was restored from a snapshot. Nobody would tell the frontend of the newer one's end."""
+    frontend, _, _ = await pair(workers, speed=1.0, prefill_us_per_token=1000.0)
+    request = frontend.new(PROMPT)
+    request.attempt = 2
+    await frontend.claimed(request)
+    await workers.redis.execute_command("DEL", f"{workers.queue.keys.prefix}job:{request.id}")
+    request.attempt = 1
+    await frontend.enqueue(request)
+    request.attempt = 2
+    while (await workers.queue.states([request.id]))[request.id] is not JobState.ABSENT:
+        await asyncio.sleep(0.01)
+    await frontend.finished(request)
+    assert request.got(Prefilled)
+
+
 async def test_jobs_with_too_many_deliveries_fail_at_frontend(workers: Workers) -> None:
     decode, frontend = await workers.served(Role.DECODE)
     request = frontend.new(PROMPT)

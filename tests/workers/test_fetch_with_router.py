@@ -3,6 +3,7 @@
 import asyncio
 import itertools
 import signal
+import time
 from typing import Any
 
 import msgspec
@@ -13,10 +14,12 @@ from support_workers import LocalWorker, WorkerProcess, Workers, running_workers
 
 from orchestrator.launch.host.redis_server import EmbeddedRedis
 from orchestrator.policy.prefix_keys import prefix_keys
-from orchestrator.types import KVSource, PrefillJob, Role
+from orchestrator.store.fields import Departed
+from orchestrator.types import FinishReason, KVEndpoint, KVSource, PrefillJob, Role
 from orchestrator.wire.messages import Prefix, Submit
-from workers.engine import EngineInfo, Group
-from workers.prefills import Fetches
+from workers.engine import EngineInfo, EngineRequest, Group
+from workers.prefills import LATE_FETCHES, Fetches
+from workers.sim.codec import WireOutput
 from workers.sim.engine import SimEngine
 
 SECTIONS: dict[str, Any] = {
@@ -117,6 +120,37 @@ async def test_what_nobody_lends_is_computed_unless_it_was_aborted(workers: Work
     await frontend.finished(waits)
     await until(lambda: frontend.loads[asker.id].fetches == {"late": 2}, "both are counted")
     assert not aborted.tokens and f"{aborted.id}#1" not in asker.engine._scheduler.requests
+
+
+async def test_nobody_waits_for_a_holder_from_which_nothing_comes_in_time_again_and_again(
+    workers: Workers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As behind a firewall that drops: each prompt whose beginning it has would wait for up to two seconds."""
+    asker, tried = await workers.start(Role.DECODE), list[str]()
+    fetches, ends = asker.agent._prefills.fetches, asyncio.Event()
+
+    async def take(request: EngineRequest) -> None:
+        tried.append(request.key)
+        if ends.is_set():
+            fetches.take(WireOutput(request.key, [1], finish_reason=FinishReason.LENGTH))
+
+    async def fetch(holder: str, number: int) -> None:
+        source = KVSource(KVEndpoint(holder, "127.0.0.1", 1), f"{holder}-{number}~")
+        await fetches.fetch(Prefix(source, 16), [])
+
+    monkeypatch.setattr(asker.engine, "submit", take)
+    monkeypatch.setattr("workers.prefills.wait_limit_s", lambda tokens, s_per_token: 0.01)
+    for number in range(LATE_FETCHES + 2):
+        await fetch("silent", number)
+    assert tried == [f"silent-{number}~" for number in range(LATE_FETCHES)]
+    await fetch("another", 0)
+    assert tried[-1] == "another-0~"
+    ends.set()
+    await fetch("another", 1)
+    assert not fetches.late.resting("another", 0.0) and fetches.late.resting("silent", time.monotonic())
+    await asker.agent._peer_died(Departed("w", "silent", "tcp://127.0.0.1:1", "127.0.0.1", 1, claims=False))
+    await fetch("silent", 9)
+    assert tried[-1] == "silent-9~"
 
 
 async def test_nothing_is_asked_for_while_it_is_off(redis_server: EmbeddedRedis) -> None:

@@ -12,7 +12,9 @@ from support_steering import order_role
 from support_wait import until
 from support_workers import WorkerProcess, Workers
 
+from orchestrator.policy.predict.late_pairs import LATE_IN_A_ROW
 from orchestrator.types import Role
+from workers.sim.connections import SimConnections
 
 pytestmark = pytest.mark.slow
 
@@ -66,6 +68,26 @@ async def test_a_prefill_worker_that_alone_is_cut_off_from_redis_keeps_no_prompt
         await until(lambda: client.connection.fleet.ready(Role.PREFILL), "it is registered again")
         assert await placed(4) == ("remote", "long_prompt")
         await workers.assert_no_leaks()
+
+
+async def test_workers_whose_handshake_is_refused_rest_from_each_other(
+    workers: Workers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The client gets the first token from prefill, and decode computes the prompt once more, unheard."""
+
+    async def refuse(connections: SimConnections, peer: object) -> None:
+        raise ConnectionRefusedError("it speaks another version")
+
+    monkeypatch.setattr(SimConnections, "_open", refuse)
+    for role in (Role.PREFILL, Role.DECODE):
+        await workers.start(role)
+    client = await workers.router(prefill=1, decode=1)
+    ended, retries = client.connection.router.learning.recent, []
+    for number in range(LATE_IN_A_ROW + 1):
+        await client.ask([number, *range(300)], 8)
+        retries.append(ended.latest(1)[0].retries)
+    assert retries == [[]] * LATE_IN_A_ROW + [["no_decode_worker"]]
+    assert not ended.transferred
 
 
 @pytest.mark.timeout(180)

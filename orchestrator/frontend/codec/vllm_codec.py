@@ -238,6 +238,10 @@ class VllmCodec:
         if output.new_sampling_mask is not None:
             output.new_sampling_mask = output.new_sampling_mask.slice_request(tokens, left) if left else None
 
+    def lacked_kv(self, output: EngineCoreOutput) -> bool:
+        stats = output.prefill_stats  # its own cache may have all but the last token, and then nothing has to come
+        return stats is not None and not stats.num_external_cached_tokens and stats.num_computed_tokens > 1
+
     def count_prompt(self, output: EngineCoreOutput, cached_tokens: int, created_cache_tokens: int) -> None:
         if (stats := output.prefill_stats) is not None:
             stats.num_cached_tokens, stats.num_cache_creation_tokens = cached_tokens, created_cache_tokens

@@ -1,7 +1,8 @@
 """Pairs of a prefill and a decode worker between which no KV comes, though both are heard: a firewall, a cut link.
 
 Each prompt that is sent there waits for seconds, and the blocks that its decode worker has reserved for it stay so for
-longer. So a pair rests after a few late ones in a row, ever longer, and then one prompt tries it.
+longer; or its KV is refused, and it is computed twice. So a pair rests after a few such ones in a row, ever longer, and
+then one prompt tries it.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ class _Late:
 class LatePairs:
     """Times are seconds of a clock that never goes back."""
 
-    def __init__(self) -> None:
+    def __init__(self, in_a_row: int = LATE_IN_A_ROW) -> None:
+        self._in_a_row = in_a_row
         self._pairs: dict[tuple[str, str], _Late] = {}  # those whose last KV was late
 
     def came(self, prefill: str, decode: str) -> None:
@@ -32,12 +34,12 @@ class LatePairs:
         self._pairs.pop((prefill, decode), None)
 
     def late(self, prefill: str, decode: str, now: float) -> bool:
-        """It has not come in time. Of many that were on their way together the first ones count: whether this one is of
-        these."""
+        """It has not come, or not in time. Of many that were on their way together the first ones count: whether this
+        one is of these."""
         pair = self._pairs.setdefault((prefill, decode), _Late())
-        counts = pair.in_a_row < LATE_IN_A_ROW or pair.on_trial
+        counts = pair.in_a_row < self._in_a_row or pair.on_trial
         pair.in_a_row += 1
-        if pair.in_a_row >= LATE_IN_A_ROW and (pair.on_trial or now >= pair.rests_until):
+        if pair.in_a_row >= self._in_a_row and (pair.on_trial or now >= pair.rests_until):
             pair.rest_s = min(2 * pair.rest_s, MOST_REST_S)
             pair.rests_until, pair.on_trial = now + pair.rest_s, False
         return counts
@@ -50,7 +52,7 @@ class LatePairs:
     def tried(self, prefill: str, decode: str, now: float) -> None:
         """A prompt is sent that way. After a rest it is alone there until its KV has come, or has not."""
         pair = self._pairs.get((prefill, decode))
-        if pair is not None and pair.in_a_row >= LATE_IN_A_ROW:
+        if pair is not None and pair.in_a_row >= self._in_a_row:
             pair.rests_until, pair.on_trial = now + TRIAL_S, True
 
     def forget(self, worker_id: str) -> None:

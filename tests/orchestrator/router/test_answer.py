@@ -9,7 +9,7 @@ from support_bench import Bench, FakeRequest, counted
 
 from orchestrator.router.request import State
 from orchestrator.router.router import HELD_S
-from orchestrator.types import FinishReason
+from orchestrator.types import FinishReason, PrefixEvents
 from orchestrator.wire.messages import Abort, Prefilled, PrefillFailed
 
 STOP, LENGTH = 0, 1
@@ -17,8 +17,10 @@ STOP, LENGTH = 0, 1
 
 async def transferring(**request) -> tuple[Bench, str]:
     """A request that prefill computes and a decode worker waits for."""
-    options = {"first_token": "prefill", **request.pop("routing", {})}
-    bench = await Bench.asked(FakeRequest("r", **request), claimed=True, **options)
+    bench = Bench(**{"first_token": "prefill", **request.pop("routing", {})})
+    bench.prefixes.take_events(PrefixEvents("d0", 1, stored=[999]), 0.0)  # without any, nobody looks at keys
+    await bench.router.submit(FakeRequest("r", **request))
+    bench.claim("r")
     return bench, bench.bound_to()
 
 
@@ -127,14 +129,16 @@ async def test_token_of_other_prefill_worker_is_ignored():
 
 async def test_diverged_answer_continues_on_same_worker(monkeypatch):
     monkeypatch.setattr("orchestrator.router.dispatch.MAX_ATTEMPTS", 1)
-    bench, decode = await transferring()
-    before = mismatches()
+    bench, decode = await transferring(keys=list(range(1, 62 + 1)), priority=1)
+    before, delay_s = mismatches(), bench.router.requests["r"].placed.delay_s
     prefilled(bench)
     bench.tokens(decode, "r", [6])
     await bench.settle()
     worker, submit = bench.submits()[-1]
     assert mismatches() == before + 1
     assert (worker, submit.attempt, submit.resume_tokens, submit.kv_source) == (decode, 2, [5], None)
+    assert submit.cached_tokens == 62 * 16, "decode has the prompt, and computes little"
+    assert submit.behind_s <= delay_s and bench.router.requests["r"].placed.cached_tokens == 0
     assert (decode, Abort("r", 1)) in bench.transport.sent and ("p0", Abort("r", 1)) in bench.transport.sent
     bench.tokens(decode, "r", [7], attempt=1)  # of the attempt that went another way
     bench.tokens(decode, "r", [5], attempt=2)  # the second token, though equal to the first

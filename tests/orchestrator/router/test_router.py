@@ -611,8 +611,13 @@ async def test_of_kv_that_is_late_it_is_known_how_long_it_takes_at_least():
     assert 3.5 < known_s[1] < 5
 
 
-async def test_a_pair_whose_kv_is_late_again_and_again_gets_no_more_for_a_while():
-    bench = Bench()
+@pytest.mark.parametrize("how", ["late", "refused", "refused, with images"])
+async def test_a_pair_whose_kv_is_late_or_refused_again_and_again_gets_no_more_for_a_while(how):
+    """One whose handshake is refused would compute each prompt twice, and be taken for a fast one. Where decode has no
+    pixels to compute it from, it gives it back."""
+    bench = Bench(first_token="decode")
+    learning = bench.router.learning
+    known_s = learning.predictor.transfer_s(1000)
     for worker in ("d0", "d1"):
         bench.fleet.take_load(load_of(worker, blocks_free=900), time.monotonic())
 
@@ -629,9 +634,16 @@ async def test_a_pair_whose_kv_is_late_again_and_again_gets_no_more_for_a_while(
         if active.decode_worker == first:
             late.append(active)
         bench.say("p0", Prefilled(active.id, 1, 0.2))
-        if active.decode_worker == first:
+        if active.decode_worker == first and how == "refused":
+            bench.tokens(first, active.id, [5], lacked_kv=True)
+            assert active.retries == [] and active.state is State.DECODING
+        elif active.decode_worker == first and how == "late":
             bench.router.check(time.monotonic() + 4)
             assert active.retries == ["kv_late"]
+        elif active.decode_worker == first:
+            bench.tokens(first, active.id, [], finish=FinishReason.ERROR)
+            assert active.retries == ["engine_error"]
+    assert how == "late" or (learning.predictor.transfer_s(1000), dict(learning.recent.transferred)) == (known_s, {})
     other = {"d0", "d1"} - {first}
     assert {(await bound(f"n{number}")).decode_worker for number in range(6)} == other
     bench.lose(*other)

@@ -207,12 +207,16 @@ async def test_a_decode_aborted_at_any_moment_frees_both_sides(pair) -> None:
 
 async def test_an_aborted_prefill_is_recomputed_by_decode(pair, reference) -> None:
     prefill, decode = pair
+    came = []
     for index in range(12):
         key, body = f"lost-{index}", frames(prompt(1200, 200 + index), 4)
         await transfer(prefill, decode, key, body)
         await asyncio.sleep(index * 0.004)
         await prefill.engine.abort([key])
         assert await decode.done(key) == await expected(reference, key, body)
+        said = decode.stats[key]
+        came.append((said.num_external_cached_tokens, said.num_computed_tokens))
+    assert came[0] == (0, 1200) and {*came} <= {(0, 1200), (1200, 0)}, "the router learns of it"
     await assert_no_leaks(prefill, decode)
 
 

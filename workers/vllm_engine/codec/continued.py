@@ -113,14 +113,21 @@ def _draw_on() -> None:
 
 
 def _draw(runner: Any, generator: torch.Generator, times: int) -> None:
+    """All at once: many answers that go on in one step, each after thousands of tokens, would hold it up for seconds.
+    Only `use_fp64_gumbel` on a CPU takes 10 ms for each token, of a large vocabulary."""
     sampler = runner.sampler.topk_topp_sampler
+    if sampler.forward == sampler.forward_cpu and not sampler.use_fp64_gumbel:
+        torch.randint(0, 1 << 31, (times,), generator=generator)  # one after the other, as one by one
+        return
     dtype = torch.float64 if sampler.use_fp64_gumbel else torch.float32
     noise = torch.empty(runner.model_config.get_vocab_size(), dtype=dtype, device=runner.device)
-    for _ in range(times):
-        if sampler.forward == sampler.forward_cpu and not sampler.use_fp64_gumbel:
-            torch.randint(0, 1 << 31, (1,), generator=generator)
-        else:
+    if runner.device.type == "cpu":
+        for _ in range(times):
             noise.exponential_(generator=generator)
+    else:  # each draw of one size moves a device's generator on by as much
+        before = generator.get_offset()
+        noise.exponential_(generator=generator)
+        generator.set_offset(before + times * (generator.get_offset() - before))
 
 
 def _count_thoughts() -> None:

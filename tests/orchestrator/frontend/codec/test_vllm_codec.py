@@ -110,6 +110,20 @@ def test_first_token_is_dropped_from_decode_output(codec) -> None:
     assert goes_on.new_logprobs.logprob_token_ids.tolist() == [[7, 8], [8, 9]]
 
 
+@pytest.mark.parametrize(
+    ("cached", "came", "lacked"), [(0, 100, False), (96, 4, False), (99, 0, False), (0, 0, True), (48, 0, True)]
+)
+def test_that_no_kv_came_is_told_by_an_engines_first_output(codec, cached, came, lacked) -> None:
+    from vllm.v1.metrics.stats import PrefillStats
+
+    said = output([7])
+    said.prefill_stats = PrefillStats()
+    said.prefill_stats.set(100, cached, came)
+    assert codec.lacked_kv(said) is lacked
+    codec.drop_told(said, 0)
+    assert not codec.lacked_kv(said), "an answer that goes on"
+
+
 def test_processors_of_the_operator_keep_the_first_token_until_decode_has_sampled_it(codec) -> None:
     """Where another engine decodes they see other limits: the prompt is prefilled for one token."""
     from orchestrator.frontend.codec.vllm_codec import VllmCodec

@@ -196,6 +196,32 @@ def test_a_seed_is_drawn_on_from_where_it_stopped(native: bool, wide: bool) -> N
     assert len(set(whole)) > 4 and sampled(3, 5) == whole[3:]
 
 
+def test_many_draws_are_made_at_once_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """64 seeded answers of 2,000 tokens may move to one engine in one step."""
+    from workers.vllm_engine.codec import continued
+
+    class Philox:
+        offset, draws = 400, 0
+
+        def get_offset(self) -> int:
+            return self.offset
+
+        def set_offset(self, offset: int) -> None:
+            self.offset = offset
+
+    class Noise:
+        def exponential_(self, generator: Philox) -> None:
+            generator.offset, generator.draws = generator.offset + 12, generator.draws + 1
+
+    monkeypatch.setattr(continued.torch, "empty", lambda *_, **__: Noise())
+    sampler = SimpleNamespace(use_fp64_gumbel=False, forward="native", forward_cpu="cpu")
+    parts, model = SimpleNamespace(topk_topp_sampler=sampler), SimpleNamespace(get_vocab_size=lambda: 300)
+    runner: Any = SimpleNamespace(sampler=parts, model_config=model, device=torch.device("cuda"))
+    generator: Any = Philox()
+    continued._draw(runner, generator, 2000)
+    assert (generator.offset, generator.draws) == (400 + 2000 * 12, 1)
+
+
 MARKS = [([1], [2]), ([1], [2, 3]), ([1, 4], [2]), ([1, 4], [2, 3, 5])]
 STEPS = 14
 
