@@ -98,6 +98,12 @@ class Learning:
         self.recent.ttft.add(now - request.accepted_at)
         self.recent.output_tokens += 1
 
+    def began(self, request: ActiveRequest, tokens: int, had_first: bool, now: float) -> None:
+        """The first outputs of an attempt, of so many tokens. `had_first`: the client had a token before."""
+        if not had_first and request.answer.first_token_at is not None:
+            self.recent.ttft.add(now - request.accepted_at)
+        self.recent.output_tokens += tokens
+
     def streamed(self, tokens: int, gap_s: float) -> None:
         """The client gets so many tokens, so long after those before."""
         self.recent.itl.add(gap_s)

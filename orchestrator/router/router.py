@@ -278,9 +278,7 @@ class Router:
         if action is OutputAction.DIVERGED:
             self._dispatch.diverged(active)
             return False
-        if not had_first and active.answer.first_token_at is not None:
-            self.learning.recent.ttft.add(now - active.accepted_at)
-        self.learning.recent.output_tokens += len(output.new_token_ids)
+        self.learning.began(active, len(output.new_token_ids), had_first, now)
         if first:
             self._prefixes.expected.settled(active.id)
             link = self._fleet.places.link(active.prefill_worker, active.decode_worker)

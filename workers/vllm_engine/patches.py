@@ -27,7 +27,8 @@ of those without, for the last: they get the weights of the adapter there, and s
 
 With drafts, a temperature or top-p is its request's. vLLM's sampler spreads them over the tokens of drafts, and its
 kernel for CPUs writes into a copy that is lost: where one request of a batch draws, the logits of all drafts, of greedy
-requests too, are divided by what was in memory.
+requests too, are divided by what was in memory. A draft of -1 is none, and is rejected: with such vLLM fills up the
+first step after KV has come. Its kernels for CPUs read what lies before a row for it, and may take it for a token.
 
 An engine process ends without collecting garbage. vLLM collects three times, with all objects that were frozen before
 the process was forked: it copies the memory that it shares, for a second, and then ends.
@@ -145,6 +146,7 @@ def patch_cpu_engines() -> None:
         _load_when_needed()
         _spare_generators()
         _spread_over_drafts()
+        _reject_padding()
         _make_stage_buffers()
         _sleep_between_messages()
         _end_without_collecting()
@@ -277,3 +279,25 @@ def _spread_over_drafts() -> None:
         return each.masked_fill(each == replace_from, replace_to).repeat_interleave(counts, output_size=tokens)
 
     rejection_sampler.expand_batch_to_tokens = expand
+
+
+def _reject_padding() -> None:
+    from vllm.v1.sample import rejection_sampler
+
+    recover, accept = rejection_sampler._sample_recovered_tokens, rejection_sampler._rejection_random_sample
+
+    def recovered(tokens: Any, ends: Any, drafts: Any, draft_probs: Any, probs: Any, noise: Any, **kwargs: Any) -> None:
+        recover(tokens, ends, drafts.clamp(min=0), draft_probs, probs, noise, **kwargs)
+        if (padded := drafts < 0).any():
+            requests = torch.searchsorted(ends, padded.nonzero().flatten(), right=True)
+            tokens[padded] = (probs[padded] * noise[requests]).argmax(dim=-1).to(tokens.dtype)
+
+    def accepted(tokens: Any, ends: Any, drafts: Any, *between: Any) -> None:
+        *rest, drawn, is_greedy, longest, rates = between
+        accept(tokens, ends, drafts.clamp(min=0), *rest, drawn.masked_fill(drafts < 0, 2.0), is_greedy, longest, rates)
+
+    kernels: list[tuple[Any, Any]] = [(recover, recovered), (accept, accepted)]
+    for kernel, ours in kernels:
+        ours.register_warmup = kernel.register_warmup
+    rejection_sampler._sample_recovered_tokens = recovered
+    rejection_sampler._rejection_random_sample = accepted

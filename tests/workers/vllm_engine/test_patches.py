@@ -109,6 +109,35 @@ def test_drafts_have_the_temperature_of_their_own_request() -> None:
     assert done.stdout.split()[-1:] == ["True"], done.stderr
 
 
+def pads() -> None:
+    """Two requests that draw: one with drafts that are likely, and one whose two drafts are none."""
+    import torch
+    from vllm.platforms import current_platform
+    from vllm.v1.sample import rejection_sampler
+
+    from workers.vllm_engine.patches import patch_cpu_engines
+
+    current_platform.register_triton_kernel_overrides()
+    patch_cpu_engines()
+    ends, bonus = torch.tensor([2, 4], dtype=torch.int32), torch.zeros(2, 1, dtype=torch.long)
+    drawn = []
+    for seed in range(400):
+        both = {place: torch.Generator().manual_seed(seed + place) for place in range(2)}
+        asked = types.SimpleNamespace(all_greedy=False, all_random=True, temperature=torch.ones(2), generators=both)
+        logits = torch.full((4, 4), -100.0)
+        logits[:2, 3] = logits[2, 0] = logits[2, 1] = 5.0  # what lies before the rows of the second request is likely
+        drafts = torch.tensor([3, 3, -1, -1], dtype=torch.int32)
+        drawn.append(rejection_sampler.rejection_sample(drafts, [2, 2], 2, ends, None, logits, bonus, asked))
+    first, second = torch.stack(drawn).unbind(1)
+    halves = 150 < int((second[:, 0] == 0).sum()) < 250 and bool(((second[:, 0] == 0) | (second[:, 0] == 1)).all())
+    print(halves and bool((second[:, 1:] == -1).all()) and bool((first == torch.tensor([3, 3, 0])).all()))
+
+
+def test_a_draft_that_is_none_is_rejected_and_every_token_may_come_for_it() -> None:
+    done = run_here(pads)
+    assert done.stdout.split()[-1:] == ["True"], done.stderr
+
+
 _LOADING = """
 import os, sys
 import workers.vllm_engine.engine
