@@ -127,16 +127,19 @@ class VllmCodec:
         classes: Mapping[str, SLOClass] | None = None,
         media: MediaRules = MediaRules(),
         own_processors: bool = False,
+        drafts: bool = False,
     ) -> None:
         """`classes`: of objectives, by name. `own_processors`: whether engines run logits processors of the operator,
-        which may sample another first token where a prompt is prefilled for another engine."""
+        which may sample another first token where a prompt is prefilled for another engine. `drafts`: whether engines
+        that decode speculate."""
         self._classes, self._media, self._own_processors = classes or {}, media, own_processors
+        self._drafts = drafts
         self._encoder = MsgpackEncoder()
         self._decoder = MsgpackDecoder(EngineCoreOutputs)
 
     @classmethod
     def of(cls, config: VllmConfig, classes: Mapping[str, SLOClass] | None = None) -> VllmCodec:
-        return cls(classes, MediaRules.of(config), own_processors(config))
+        return cls(classes, MediaRules.of(config), own_processors(config), config.speculative_config is not None)
 
     def read(self, request: EngineCoreRequest, block_size: int) -> ParsedRequest:
         """Raises VLLMValidationError for a request that a fleet cannot serve."""
@@ -176,7 +179,7 @@ class VllmCodec:
                 else None
             ),
             label=context.request_id if context else request.external_req_id or request.request_id,
-            early_token=sampling is not None and not self._own_processors and _same_first_token(sampling),
+            early_token=sampling is not None and not self._own_processors and _same_first_token(sampling, self._drafts),
             prefix_keys=keys,
             received_at=context.received_at if context else request.arrival_time,
             on_request_ended=context.on_request_ended if context else None,
@@ -301,11 +304,16 @@ def _prefix_keys(request: EngineCoreRequest, block_size: int) -> list[int]:
     return reusable_keys(request.prompt_token_ids or (), block_size, salt, media_of(request))
 
 
-def _same_first_token(sampling: SamplingParams) -> bool:
-    """Whether prefill and decode sample the same first token, except for rounding, and the client gets it at once."""
+def _same_first_token(sampling: SamplingParams, drafts: bool) -> bool:
+    """Whether prefill and decode sample the same first token, except for rounding, and the client gets it at once.
+
+    With drafts a seed does not say so: vLLM fills the step after KV has come with drafts that are rejected, and draws
+    the token otherwise than without them.
+    """
+    kind = sampling.sampling_type
     return (
         sampling.output_kind is not RequestOutputKind.FINAL_ONLY
-        and sampling.sampling_type is not SamplingType.RANDOM  # greedy, or seeded
+        and (kind is SamplingType.GREEDY or (kind is SamplingType.RANDOM_SEED and not drafts))
         # These carry state from token to token. Prefill samples without them (workers.vllm_engine.codec.messages).
         and sampling.structured_outputs is None
         and sampling.thinking_token_budget is None

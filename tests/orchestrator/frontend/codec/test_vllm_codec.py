@@ -132,6 +132,15 @@ def test_processors_of_the_operator_keep_the_first_token_until_decode_has_sample
     assert not VllmCodec(own_processors=True).read(request(temperature=0.0), 16).early_token
 
 
+def test_a_seed_does_not_say_the_first_token_where_decode_speculates() -> None:
+    """vLLM draws it otherwise in a step that has drafts."""
+    from orchestrator.frontend.codec.vllm_codec import VllmCodec
+
+    codec = VllmCodec(drafts=True)
+    assert not codec.read(request(temperature=0.7, seed=3), 0).early_token
+    assert codec.read(request(temperature=0.0), 0).early_token
+
+
 def test_prefix_keys_separate_lora_and_salt(codec) -> None:
     from vllm.lora.request import LoRARequest
 
