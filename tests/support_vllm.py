@@ -19,6 +19,8 @@ from orchestrator.wire.addresses import free_ports
 from workers.engine import EngineInfo, EngineLoad, EngineRequest, Group, Phase
 
 BLOCK_SIZE = 32
+# What an engine has to do may take a minute; the second model runner's kernels are interpreted.
+PATIENCE_S = 300.0 if os.environ.get("VLLM_USE_V2_MODEL_RUNNER") else 60.0
 VOCABULARY = 512
 
 
@@ -227,12 +229,12 @@ class Driver:
     async def decode(self, key: str, body: list[bytes], source: KVSource | None = None, **more: Any) -> None:
         await self.engine.submit(EngineRequest(key, Phase.DECODE, body, source, **more))
 
-    async def done(self, key: str, timeout_s: float = 120.0) -> list[int]:
+    async def done(self, key: str, timeout_s: float = PATIENCE_S) -> list[int]:
         await self._until(lambda: key in self.finished or self.error, f"the end of {key}", timeout_s)
         assert self.error is None, self.error
         return self.tokens[key]
 
-    async def idle(self, timeout_s: float = 60.0) -> None:
+    async def idle(self, timeout_s: float = PATIENCE_S) -> None:
         """Nothing runs, nothing waits, and every block is free."""
 
         async def empty() -> bool:

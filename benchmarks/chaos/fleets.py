@@ -23,7 +23,6 @@ from typing import IO
 
 import httpx
 import msgspec
-import yaml
 from support_client import FleetClient, FleetFailed
 from support_fleet import ROOT, RunningFleet, small_model, token_prompt
 
@@ -186,7 +185,7 @@ def _network_fleet() -> Iterator[NetworkFleet]:
         sets += [f"security.operator_key={OPERATOR_KEY}"]  # its fleet pages need a key: it is not on loopback
         config = folder / "config.yaml"
         loaded = load_config(ROOT / "configs" / "sim-2p2d.yaml", [*sets, *SIMULATED])
-        config.write_text(yaml.safe_dump(msgspec.to_builtins(loaded)))
+        config.write_text(msgspec.json.encode(loaded).decode())
         redis = [server_binary(), "--bind", network.address("redis"), "--port", str(REDIS_PORT)]
         _spawn(stack, network, "redis", [*redis, "--protected-mode", "no", "--save", ""], log)
         common = ["--redis", redis_url, "--config", str(config)]

@@ -246,21 +246,23 @@ def leaves(tree: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any
 
 def value_at(tree: Any, key: str) -> Any:
     """What a tree has at `a.b`; `UNKNOWN` where it has nothing."""
-    while key:
+    rest: str | None = key
+    while rest is not None:
         if not isinstance(tree, Mapping):
             return UNKNOWN
-        name, key = _split(tree, key)
+        name, rest = _split(tree, rest)
         if name not in tree:
             return UNKNOWN
         tree = tree[name]
     return tree
 
 
-def _split(tree: Mapping[str, Any], key: str) -> tuple[str, str]:
-    """The first name of `a.b`, and the rest. One that is there may have dots, as those of models and tenants do."""
+def _split(tree: Mapping[str, Any], key: str) -> tuple[str, str | None]:
+    """The first name of `a.b`, and the rest, None after the last. One that is there may have dots, as those of models
+    and tenants do."""
     there = (name for name in map(str, tree) if f"{key}.".startswith(f"{name}."))
     name = max(there, key=len, default=key.partition(".")[0])
-    return name, key[len(name) + 1 :]
+    return name, key[len(name) + 1 :] if len(name) < len(key) else None
 
 
 def overridden(tree: dict[str, Any], overrides: list[str]) -> dict[str, Any]:

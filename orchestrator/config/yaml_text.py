@@ -95,7 +95,7 @@ def _loader() -> Any:
     return Loader
 
 
-# What is no text: the pattern, and what it begins with. As in YAML 1.2, in which JSON is written. In YAML 1.1, the
+# What is no text: the pattern, and what it begins with. As in JSON, with 0x10, 1_000, .5 and .inf. In YAML 1.1, the
 # parser's, the `off` of `mode: off` is a boolean, 010 is 8, 1:30 is 90, and 1e-6 is text.
 _DIGITS = r"[0-9][0-9_]*"
 _SCALARS: tuple[tuple[str, str, list[str]], ...] = (

@@ -294,7 +294,16 @@ def _reject_padding() -> None:
 
     def accepted(tokens: Any, ends: Any, drafts: Any, *between: Any) -> None:
         *rest, drawn, is_greedy, longest, rates = between
-        accept(tokens, ends, drafts.clamp(min=0), *rest, drawn.masked_fill(drafts < 0, 2.0), is_greedy, longest, rates)
+        accept(
+            tokens,
+            ends,
+            drafts.clamp(min=0),
+            *rest,
+            drawn.masked_fill(drafts < 0, float("inf")),
+            is_greedy,
+            longest,
+            rates,
+        )
 
     kernels: list[tuple[Any, Any]] = [(recover, recovered), (accept, accepted)]
     for kernel, ours in kernels:

@@ -131,7 +131,7 @@ def end_streams_of_failures(responses: Any) -> None:
     does not come then (vllm/entrypoints/openai/responses/serving.py, 0.32.0). `responses`: its handler, if any."""
 
     async def nothing_follows() -> NoReturn:
-        raise GenerationError("the response has ended without its last event: it failed, or was cancelled")
+        raise GenerationError("the response has ended, and no event of it follows: GET /v1/responses/ID says how")
 
     async def made(request: Any, *args: Any, **kwargs: Any) -> None:
         try:

@@ -14,7 +14,6 @@ from typing import Union
 
 import msgspec
 import ray
-import yaml
 
 from orchestrator.config.model import find_model
 from orchestrator.config.server_args import check_server_args
@@ -147,7 +146,7 @@ class Runner:
         make_folder(base_folder())
         make_folder(folder)
         file = folder / f"{order.name}.yaml"
-        write_text(file, yaml.safe_dump(msgspec.to_builtins(config), sort_keys=False))
+        write_text(file, msgspec.json.encode(config).decode())
         self._file, setup = file, Setup(order.generation, config, file)
         try:
             if isinstance(order, RunWorker):

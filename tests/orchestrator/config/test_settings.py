@@ -188,6 +188,13 @@ def test_an_override_that_cannot_be_read_is_refused_and_says_how_to_quote(tmp_pa
     assert "\n" not in str(error.value)
 
 
+def test_an_empty_name_has_its_own_value():
+    from orchestrator.config.settings import value_at
+
+    tree = {"limits": {"shares": {"": 1.0, "b": 2.0}}}
+    assert value_at(tree, "limits.shares.") == 1.0 and value_at(tree, "limits.shares") == tree["limits"]["shares"]
+
+
 def test_every_number_of_a_file_that_a_launcher_writes_is_read_again():
     """As JSON has it, whose `1e-06` is text in YAML 1.1."""
     numbers = {"eps": 1e-6, "large": 1e22, "small": -5e-324, "int": -3, "half": 0.5}

@@ -129,7 +129,15 @@ def pads() -> None:
         drafts = torch.tensor([3, 3, -1, -1], dtype=torch.int32)
         drawn.append(rejection_sampler.rejection_sample(drafts, [2, 2], 2, ends, None, logits, bonus, asked))
     first, second = torch.stack(drawn).unbind(1)
-    halves = 150 < int((second[:, 0] == 0).sum()) < 250 and bool(((second[:, 0] == 0) | (second[:, 0] == 1)).all())
+    likely = torch.full((4, 4), 0.33)
+    likely[:, 0] = 0.01  # far more likely to the model than to who drafted it
+    drafts = torch.full((4,), -1, dtype=torch.int32)
+    unlike = rejection_sampler.rejection_sample(drafts, [2, 2], 2, ends, likely, torch.zeros(4, 4), bonus, asked)
+    halves = (
+        bool((unlike[:, 1:] == -1).all())
+        and 150 < int((second[:, 0] == 0).sum()) < 250
+        and bool(((second[:, 0] == 0) | (second[:, 0] == 1)).all())
+    )
     print(halves and bool((second[:, 1:] == -1).all()) and bool((first == torch.tensor([3, 3, 0])).all()))
 
 

@@ -14,7 +14,7 @@ import msgspec
 import pytest
 from support_wait import DEADLINE_S, until
 
-from orchestrator.config.settings import Config, ConfigError, parse_config
+from orchestrator.config.settings import Config, ConfigError, load_config, parse_config
 from orchestrator.launch.host.process import ProcessSpec
 from orchestrator.launch.machines import Setup
 from orchestrator.process.files import make_folder
@@ -275,6 +275,17 @@ async def test_a_runner_replaces_a_file_that_was_there(runner, tmp_path: Path):
     make_folder(folder / "metrics")  # of frontends that have been there
     assert decode_reply(await runner.wait()) == Ended(0)
     assert not folder.exists()
+
+
+async def test_a_process_gets_text_as_text_on_its_node(runner, tmp_path: Path):
+    """Also where it looks like a number."""
+    tree = msgspec.to_builtins(CONFIG) | {"namespace": "7e10", "served_model_name": "1e3"}
+    tree["workers"]["engine_args"] = {"revision": "12345e6"}
+    assert isinstance(
+        decode_reply(await runner.start(encode(RunWorker(parse_config(tree), "w", Role.DECODE)))), Started
+    )
+    read = load_config(tmp_path / "pd-orchestrator" / "7e10@10.0.0.2" / "w.yaml")
+    assert (read.namespace, read.name_served, read.workers.engine_args) == ("7e10", "1e3", {"revision": "12345e6"})
 
 
 async def test_a_runner_says_that_its_process_outlives_sigkill(runner, tmp_path: Path):
