@@ -139,7 +139,9 @@ def bench_decision(results: dict[str, Any]) -> None:
                 prefixes.index.stored(holder, keys[: rng.randrange(1, 750)])
         config = parse_config({"model": "m", "routing": routing})
         queue = cast(QueueView, SimpleNamespace(depth=QueueDepth(10, 50_000, 5)))
-        decider = Decider("f", config, fleet, queue, prefixes.index, choose, Learning(choose, config.slo, Metrics()))
+        decider = Decider(
+            "f", config, fleet, queue, prefixes.index, choose, Learning(fleet, choose, config.slo, Metrics())
+        )
         decisions: dict[str, Callable[[ActiveRequest, str], Any]] = {
             "": lambda request, asker, decider=decider: decider.decide(request),
             "bind_": lambda request, asker, decider=decider: decider.bind(request, "0"),

@@ -116,9 +116,14 @@ class PeerAddresses:
     def __init__(self, not_ucx: Collection[int] = ()) -> None:
         """`not_ucx`: inodes of sockets that this process had before UCX made any, as those to the other ranks of its
         engine or group, which may run on the machine of an engine that is cut off."""
-        self._not_ucx = not_ucx
+        self._not_ucx = set(not_ucx)
         self._lock = threading.Lock()
         self._engines: OrderedDict[str, _Addresses] = OrderedDict()
+
+    def spare_connections(self) -> None:
+        """Call it before other engines know this one: what is connected by now is none of theirs, as the socket to the
+        coordinator of its group. UCX listens already, and what it will accept is not spared."""
+        self._not_ucx.update(one.inode for one in connections() if not one.listens)
 
     def connecting(self, engine: str, metadata: bytes, answers: tuple[str, int]) -> None:
         """This process is about to connect to one rank of `engine`, whose NIXL metadata is `metadata`. The engine
@@ -199,8 +204,9 @@ class PeerAddresses:
         return True
 
     def tear_down(self, engine: str) -> None:
-        """End every connection of UCX with the machine of `engine`, and accepted ones whose engine is not known. If the
-        engine ran on this machine, also local ones that have unread data."""
+        """End every connection with the machine of `engine`, and accepted ones whose engine is not known; if the engine
+        ran on this machine, also local ones that have unread data. Those are spared that were there before another
+        engine could connect. One of them that ZMQ has made again since is not known as such."""
         all_mine = [one for one in connections() if one.inode not in self._not_ucx]
         mine, here = _own_addresses(), self.is_local(engine)
         accepting = {one.here[1] for one in all_mine if one.listens}

@@ -108,7 +108,7 @@ class Fetches:
             if outcome == "late":
                 self.late.late(holder, _HERE, time.monotonic())
                 await self._engine.abort([key])
-            else:
+            elif outcome != "refused":  # by this engine: nothing was asked of the holder
                 self.late.came(holder, _HERE)
 
     def take(self, output: EngineOutput) -> None:

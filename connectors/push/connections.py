@@ -68,7 +68,7 @@ class Connections(verify.Verifying):
         self._looked_at = time.monotonic()  # messages read next may have arrived since then
         self._shipments = verify.Shipments() if self.options.verify else None
         self._signing, self._checks = {}, []
-        self._peer_addresses = sockets.PeerAddresses(others)
+        self.peer_addresses = sockets.PeerAddresses(others)
         self._handshake_initiation_executor.shutdown(wait=False)
         self._handshake_initiation_executor: ThreadPoolExecutor = ThreadPoolExecutor(
             _HANDSHAKES_AT_ONCE, "pd-kv-handshake"
@@ -168,7 +168,7 @@ class Connections(verify.Verifying):
             case wire.Unregister():
                 return self._outbound.unregister(message, agent, now)
             case wire.Hello(epoch=epoch, engine=engine, listens=listens):
-                self._peer_addresses.listens(engine, listens)
+                self.peer_addresses.listens(engine, listens)
                 return self._inbound.hello(agent, epoch, now)
             case wire.Meet(sender=sender):
                 return self._meet(sender, None, now)
@@ -335,7 +335,7 @@ class Connections(verify.Verifying):
             self._pongs.forget(engine_id)
             self._inbound.forget(engine_id)
             self._outbound.forget(engine_id)
-            self._peer_addresses.forget(engine_id, awaited=self._inbound.engines())
+            self.peer_addresses.forget(engine_id, awaited=self._inbound.engines())
 
     def add_remote_agent(self, meta: Any, *args: Any, **kwargs: Any) -> str:
         self._note_address(meta)
@@ -347,4 +347,4 @@ class Connections(verify.Verifying):
 
     def _note_address(self, meta: Any) -> None:
         at = self._endpoints[meta.engine_id]
-        self._peer_addresses.connecting(meta.engine_id, meta.agent_metadata, (at.host, at.port))
+        self.peer_addresses.connecting(meta.engine_id, meta.agent_metadata, (at.host, at.port))

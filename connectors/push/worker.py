@@ -258,7 +258,7 @@ class PushWorker(Connections):
     def _cut(self, cut: do.Cut) -> None:
         if cut.engine not in self._cutting:
             self._cutting.add(cut.engine)
-            done = self._cutters.submit(self._peer_addresses.cut_off, cut.engine, cut.settled, cut.answered)
+            done = self._cutters.submit(self.peer_addresses.cut_off, cut.engine, cut.settled, cut.answered)
             done.add_done_callback(lambda done: self._submit(functools.partial(self._on_cut, cut, done)))
 
     def _on_cut(self, cut: do.Cut, done: Future[bool], now: float) -> Iterable[Any]:

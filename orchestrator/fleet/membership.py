@@ -197,7 +197,11 @@ class Membership:
             except Exception as error:  # of an address, or of anything else in a damaged entry: the others are taken
                 if self._left_out.get(info.id) != str(error):
                     self._left_out[info.id] = str(error)
-                    log.warning("left out worker %s: %s", info.id, error)
+                    defect = not isinstance(error, ValueError)  # an AddressError is one
+                    log.warning("left out worker %s: %s", info.id, error, exc_info=defect)
+                if known is not None and known.info.kv.engine_id != info.kv.engine_id:
+                    self._remove(info.id, "another process has its id, which is left out")
+                    lost.append(info.id)
         if lost:
             self._on_lost(*lost)
         views = self._fleet.workers.values()

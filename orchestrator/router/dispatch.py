@@ -247,6 +247,7 @@ class Dispatch:
             if self.send(active, worker_id, State.LOCAL):
                 active.placed = placed
                 return
+            active.placed = None  # it is placed nowhere
         self.background(self._place_again(active))
 
     def leave_queue(self, why: str) -> None:

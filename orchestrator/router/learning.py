@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from orchestrator.config.settings import SLOConfig
 from orchestrator.config.values import Link
+from orchestrator.fleet.view import Fleet
 from orchestrator.fleet.worker_view import WorkerView
 from orchestrator.policy.decode_choice import DecodeChoice
 from orchestrator.policy.objectives import latest_tpot
@@ -17,14 +18,14 @@ from orchestrator.policy.predict.late_pairs import LatePairs
 from orchestrator.policy.predict.predictor import Predictor
 from orchestrator.process.telemetry.metrics import Metrics
 from orchestrator.process.telemetry.requests import Recent
-from orchestrator.router.request import ActiveRequest, State
+from orchestrator.router.request import ActiveRequest, Prefilling, State, Submitted
 from orchestrator.types import Offered
 
 
 class Learning:
-    def __init__(self, choose: DecodeChoice, slo: SLOConfig, metrics: Metrics) -> None:
+    def __init__(self, fleet: Fleet, choose: DecodeChoice, slo: SLOConfig, metrics: Metrics) -> None:
         self.predictor, self.recent = Predictor(), Recent()
-        self._choose, self._slo, self._metrics = choose, slo, metrics
+        self._fleet, self._choose, self._slo, self._metrics = fleet, choose, slo, metrics
         self.offered, self.reuse, self.tpot = Offered(), ReuseCounter(), latest_tpot(slo)
         self.late = LatePairs()
         # By decode worker, the prefill workers from which KV has come. Not a set of pairs: a large fleet has 10,000s.
@@ -117,7 +118,7 @@ class Learning:
             self._metrics.kv_exposed_s.observe(now - prefill.ended_at)
         if prefill is not None and decode is not None:
             if lacked_kv:
-                self.late.late(prefill.worker_id, decode.worker_id, now)
+                self._late(prefill, decode, now)
                 return  # how long this took says nothing of the link
             self.recent.transferred[f"{prefill.worker_id} {decode.worker_id}"] += prompt_tokens
             self.late.came(prefill.worker_id, decode.worker_id)
@@ -134,7 +135,7 @@ class Learning:
         """The attempt is given up, because its KV has not come by now. It takes longer than this: a link too slow for
         all prompts would never be known as such by those whose KV comes."""
         decode, prefill = request.decode, request.prefill
-        if decode is None or prefill is None or not self.late.late(prefill.worker_id, decode.worker_id, now):
+        if decode is None or prefill is None or not self._late(prefill, decode, now):
             return
         self._transferred(request, link, now)
 
@@ -143,12 +144,27 @@ class Learning:
         decode, prefill = request.decode, request.prefill
         without_pixels = request.state is State.TRANSFERRING and request.parsed.frames_with_kv is not None
         if without_pixels and why == "engine_error" and decode is not None and prefill is not None:
-            self.late.late(prefill.worker_id, decode.worker_id, now)
+            self._late(prefill, decode, now)
+
+    def _late(self, prefill: Prefilling, decode: Submitted, now: float) -> bool:
+        """Whether it counts. The KV of a worker that has gone lacks for that reason alone."""
+        return not self._has_gone(prefill) and self.late.late(prefill.worker_id, decode.worker_id, now)
+
+    def _has_gone(self, prefill: Prefilling) -> bool:
+        """Its worker has been forgotten, and nothing would forget it again; another process may have its id."""
+        view = self._fleet.workers.get(prefill.worker_id)
+        return view is None or view.info.kv.engine_id != prefill.source.endpoint.engine_id
 
     def _transferred(self, request: ActiveRequest, link: Link, now: float) -> None:
         """Record how long the KV has taken after the end of its prefill."""
         decode, prefill, prompt_tokens = request.decode, request.prefill, request.parsed.info.prompt_tokens
-        if decode is None or prefill is None or prefill.ended_at is None or request.attempt > 1:
+        if (
+            decode is None
+            or prefill is None
+            or prefill.ended_at is None
+            or request.attempt > 1
+            or self._has_gone(prefill)
+        ):
             return
         connected = self._connected.setdefault(decode.worker_id, set())
         if prefill.worker_id in connected:

@@ -64,7 +64,7 @@ class Router:
     ) -> None:
         self._metrics, self._recall_at = metrics, 0.0
         self._routing, self._fleet, self._codec, self._prefixes = config.routing, fleet, codec, prefixes
-        self.learning = Learning(choose, config.slo, metrics)
+        self.learning = Learning(fleet, choose, config.slo, metrics)
         self._decider = Decider(transport.frontend_id, config, fleet, queue, prefixes, choose, self.learning)
         early = config.routing.first_token == "prefill"
         self._requests = ActiveRequests(codec, early, self.learning, prefixes, metrics)

@@ -55,7 +55,8 @@ def check_address(address: str) -> None:
     host, _, port = address.removeprefix("tcp://").rpartition(":")
     try:
         ipaddress.ip_address(host.strip("[]"))
-        if not address.startswith("tcp://") or not 0 < int(port) < 65536:
+        digits = port.isascii() and port.isdigit()  # int() takes more, at which ZMQ raises
+        if not address.startswith("tcp://") or not digits or not 0 < int(port) < 65536:
             raise ValueError
     except ValueError:
         raise AddressError(f"{address!r} is not an address like tcp://127.0.0.1:5000") from None

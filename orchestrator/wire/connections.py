@@ -12,12 +12,13 @@ import contextlib
 import itertools
 import logging
 import random
-import re
+import struct
 from collections.abc import Callable
 
 import msgspec
 import zmq
 import zmq.asyncio
+from zmq.utils import z85
 from zmq.utils.monitor import recv_monitor_message
 
 from orchestrator.wire.addresses import AddressError, check_address
@@ -40,7 +41,7 @@ ACCEPT_S = 0.25
 # Before a handshake that failed is tried again: doubled each time, and any time from half of it.
 RETRY_S, MOST_RETRY_S, MOST_DOUBLINGS = 0.1, 1.0, 4
 FAILURES_BEFORE_LOG = 4
-_PUBLIC_KEY = re.compile(r"[0-9a-zA-Z.:+=^!/*?&<>()[\]{}@%$#-]{40}")  # Z85, RFC 32
+_KEY_BYTES = 32
 
 
 class Connection(msgspec.Struct):
@@ -56,6 +57,7 @@ class Connection(msgspec.Struct):
     open: bool = False
     subscribed: bool = False  # to its load, once it was open
     failures: int = 0  # handshakes that failed, one after the other
+    refused: str = ""  # why ZMQ does not take its addresses or its key
 
     @property
     def addresses(self) -> tuple[str, str]:
@@ -98,7 +100,7 @@ class Connections:
             return
         for address in (request_address, load_address):
             check_address(address)
-        if key and not _PUBLIC_KEY.fullmatch(key):  # ZMQ would raise at it
+        if key and not _is_key(key):
             raise AddressError(f"{request_address} has {key!r} in place of a public key")
         if bool(key) != self._encrypted:
             raise AddressError(
@@ -115,6 +117,8 @@ class Connections:
         self.by_worker[worker_id] = connection
         self._by_address[request_address] = self._by_address[load_address] = connection
         self._wait(connection)
+        if connection.refused:
+            raise AddressError(connection.refused)
 
     def disconnect(self, worker_id: str) -> None:
         connection = self.by_worker.pop(worker_id, None)
@@ -153,13 +157,21 @@ class Connections:
             connection.route = b"%d" % next(self._numbers)
             self.by_route[connection.route] = connection
             self._requests.setsockopt(zmq.CONNECT_ROUTING_ID, connection.route)
-            self._begin(self._requests, connection.request_address, connection.key)
+            self._begin(self._requests, connection, connection.request_address)
 
-    def _begin(self, socket: Socket, address: str, key: str) -> None:
-        if key:
-            socket.setsockopt(zmq.CURVE_SERVERKEY, key.encode())
-        self._count(address, ACCEPT_S)
-        connect(socket, address)
+    def _begin(self, socket: Socket, connection: Connection, address: str) -> None:
+        """Whoever names a worker again whose connection ZMQ refuses has it tried again."""
+        try:
+            if connection.key:
+                socket.setsockopt(zmq.CURVE_SERVERKEY, connection.key.encode())
+            connect(socket, address)
+        except zmq.ZMQError as error:
+            connection.refused = f"{address} cannot be connected to: {error}"
+            log.warning("worker %s: %s", connection.worker_id, connection.refused)
+            self._broke(connection)
+            self.disconnect(connection.worker_id)
+        else:
+            self._count(address, ACCEPT_S)
 
     def _count(self, address: str, limit_s: float) -> None:
         """Count a handshake as under way until it ends, `limit_s` at most."""
@@ -222,8 +234,9 @@ class Connections:
             connection.open, connection.failures = True, 0
             if not connection.subscribed:
                 connection.subscribed = True
-                self._begin(self._published, connection.load_address, connection.key)
-            self._on_open(connection)
+                self._begin(self._published, connection, connection.load_address)
+            if connection.open:
+                self._on_open(connection)
         elif happened == zmq.EVENT_DISCONNECTED:
             self._broke(connection)
         else:
@@ -253,3 +266,11 @@ class Connections:
         if connection.open:
             connection.open = False
             self._on_broken(connection)
+
+
+def _is_key(text: str) -> bool:
+    """Whether ZMQ takes it for a public key. Not all groups of five characters are four bytes (Z85, RFC 32)."""
+    try:
+        return len(z85.decode(text)) == _KEY_BYTES
+    except (ValueError, KeyError, struct.error):
+        return False

@@ -123,6 +123,26 @@ def test_an_engine_that_is_cut_off_takes_no_connection_between_the_ranks_of_a_gr
     assert torn == [4, 4]
 
 
+@pytest.mark.parametrize("of_engine", [ELSEWHERE, SOMEWHERE], ids=["elsewhere", "here"])
+def test_what_its_engine_connected_before_others_knew_it_is_spared(
+    monkeypatch: pytest.MonkeyPatch, torn: list[int], of_engine: bytes
+) -> None:
+    """As the socket to its group's coordinator, on the machine of the engine that is cut off. UCX listens before that,
+    and what it accepts is ended."""
+    ucx, unknown = LISTENING._replace(inode=100), socket.inet_aton("10.9.8.4")
+    coordinator = connection(4, of_engine, here=2000, unread=9)._replace(inode=101)
+    monkeypatch.setattr(sockets, "connections", lambda: [ucx, coordinator])
+    monkeypatch.setattr(sockets, "refuses", lambda host, port: True)
+    peer_addresses = PeerAddresses({99})
+    peer_addresses.spare_connections()
+    know(peer_addresses, "P", of_engine)
+    accepted = connection(5, of_engine, unread=9)._replace(inode=102), connection(6, unknown)._replace(inode=103)
+    earlier = connection(7, of_engine, unread=9)._replace(inode=99)
+    monkeypatch.setattr(sockets, "connections", lambda: [ucx, coordinator, *accepted, earlier])
+    assert peer_addresses.cut_off("P", settled=False)
+    assert torn == [5, 6]
+
+
 def test_fabric_may_carry_posted_writes(monkeypatch: pytest.MonkeyPatch, torn: list[int], tmp_path) -> None:
     (tmp_path / "mlx5_0").mkdir()
     monkeypatch.setattr(sockets, "_FABRICS", tmp_path)

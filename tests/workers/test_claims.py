@@ -515,8 +515,11 @@ async def test_an_older_attempt_that_redis_hands_out_again_ends_no_newer_one(wor
     request.attempt = 1
     await frontend.enqueue(request)
     request.attempt = 2
-    while (await workers.queue.states([request.id]))[request.id] is not JobState.ABSENT:
-        await asyncio.sleep(0.01)
+
+    async def left() -> bool:
+        return (await workers.queue.states([request.id]))[request.id] is JobState.ABSENT
+
+    await until(left, "the older attempt's job left the queue")
     await frontend.finished(request)
     assert request.got(Prefilled)
 

@@ -167,8 +167,11 @@ async def test_a_stopped_process_is_not_dead_though_its_host_drops_further_conne
     agent, engine = (port.port for port in ports)
     watched = Watched("engine-a", timeout_s=0.1)
     watched.peers.note([departed("a", agent, engine)], idle=False)
-    while await probe("127.0.0.1", agent) or await probe("127.0.0.1", engine):
-        await asyncio.sleep(0.01)
+
+    async def answers_nobody() -> bool:
+        return not (await probe("127.0.0.1", agent) or await probe("127.0.0.1", engine))
+
+    await until(answers_nobody, "its queues are full")
     await asyncio.sleep(1.0)
     assert watched.dead == [] and watched.peers.suspects == {"engine-a"}
     for port in ports:

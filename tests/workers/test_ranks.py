@@ -5,11 +5,12 @@ import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from support_wait import until
 
-from workers.vllm_engine.ranks import RankWatch
+from workers.vllm_engine.ranks import WHY, RankWatch, tell_why, told
 
 
 @pytest.fixture
@@ -60,3 +61,28 @@ async def test_missing_process_watch_is_logged(ranks, monkeypatch, caplog):
     monkeypatch.setattr(os, "pidfd_open", forbidden)
     RankWatch([ranks[0].pid], lambda why: pytest.fail(why))
     assert "vLLM will say" in caplog.text
+
+
+def test_what_follows_the_making_of_an_engine_is_done_with_it_and_its_failure_told(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    class Made:
+        def __init__(self, has_room: bool) -> None:
+            self.has_room = has_room
+
+    class MadeAfterIt(Made):
+        pass
+
+    def then(made: Made) -> None:
+        after.append(made)
+        if not made.has_room:
+            raise OSError("no room")
+
+    after, why = list[Made](), str(tmp_path / "why")
+    monkeypatch.setenv(WHY, why)
+    tell_why(Made, then=then)
+    made = MadeAfterIt(True)
+    assert after == [made] and told(why) == ""
+    with pytest.raises(OSError):
+        Made(False)
+    assert told(why) == "OSError: no room"

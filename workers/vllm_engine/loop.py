@@ -42,6 +42,18 @@ def name_socket(folder: str, executor: type, config: Any) -> None:
         os.environ[_SOCKET] = os.path.join(folder, f"pd-wake-{uuid.uuid4().hex[:8]}")
 
 
+def _kv_worker() -> Any:
+    """Our connector's worker, where its rank is in this process."""
+    return getattr(get_kv_transfer_group(), "connector_worker", None) if has_kv_transfer_group() else None
+
+
+def spare_sockets(_: Any = None) -> None:
+    """The engine has been made, and is not registered yet: cutting off another one must not end its own connections, as
+    with its group's coordinator, which it makes after its ranks."""
+    if (addresses := getattr(_kv_worker(), "peer_addresses", None)) is not None:
+        addresses.spare_connections()
+
+
 def waker_of(engine: Any) -> Waker:
     if not hasattr(engine, "_pd_waker"):
         engine._pd_waker = Waker(engine.input_queue)
@@ -53,8 +65,7 @@ class Waker:
     """Of one engine. `step` before each step, then `worked` or `wait`."""
 
     def __init__(self, input_queue: Any) -> None:
-        worker = getattr(get_kv_transfer_group(), "connector_worker", None) if has_kv_transfer_group() else None
-        event: threading.Event | None = getattr(worker, "wake_event", None)
+        event: threading.Event | None = getattr(_kv_worker(), "wake_event", None)
         self._event = event or threading.Event()
         self._by_all_ranks = event is not None or self._listen()  # none of them has to be asked
         self._empty_steps = 0  # since something happened

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 LATE_IN_A_ROW = 2  # one may have been sent just before a connection broke, and the next one makes it anew
 FIRST_REST_S, MOST_REST_S = 5.0, 60.0  # doubled with each prompt that tries it and is late
 TRIAL_S = 10.0  # for which the prompt that tries it is alone, or until it is late
+MOST_PAIRS = 16_384  # remembered, the latest: of an engine that has left nobody may be told
 
 
 @dataclass(slots=True)
@@ -36,7 +37,10 @@ class LatePairs:
     def late(self, prefill: str, decode: str, now: float) -> bool:
         """It has not come, or not in time. Of many that were on their way together the first ones count: whether this
         one is of these."""
-        pair = self._pairs.setdefault((prefill, decode), _Late())
+        pair = self._pairs.pop((prefill, decode), _Late())
+        self._pairs[prefill, decode] = pair  # the latest last
+        if len(self._pairs) > MOST_PAIRS:
+            del self._pairs[next(iter(self._pairs))]
         counts = pair.in_a_row < self._in_a_row or pair.on_trial
         pair.in_a_row += 1
         if pair.in_a_row >= self._in_a_row and (pair.on_trial or now >= pair.rests_until):

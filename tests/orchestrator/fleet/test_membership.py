@@ -308,7 +308,31 @@ async def test_a_worker_whose_entry_is_damaged_is_left_out_with_one_line(scene, 
     await scene.changed()
     await scene.start("d2")
     assert scene.fleet.workers.keys() == {"d", "d2"}
-    assert sum("left out worker a-zone: " in record.getMessage() for record in caplog.records) == 1
+    told = [record for record in caplog.records if "left out worker a-zone: " in record.getMessage()]
+    assert len(told) == 1 and not told[0].exc_info
+
+
+async def test_a_worker_that_starts_again_with_a_damaged_entry_is_lost(scene, caplog):
+    """Its requests would wait for a process that has ended, and what is sent there go to one that is left out."""
+    await scene.start("d")
+    again = LivingWorker("d", "e2")
+    scene.living.append(again)
+    scene.registry.registered["d"] = msgspec.structs.replace(again.info, labels=("zone",))
+    await scene.changed()
+    await until(lambda: scene.lost == ["d"])
+    assert "d" not in scene.fleet.workers and not scene.transport.is_coming("d")
+    scene.registry.registered["d"] = again.info
+    await scene.changed()
+    await scene.heard("d")
+    assert scene.lost == ["d"]
+
+
+async def test_a_defect_that_leaves_a_worker_out_is_logged_with_where_it_happened(scene, caplog, monkeypatch):
+    monkeypatch.setattr(scene.fleet, "upsert", lambda info, now: {}["nothing"])
+    scene.registry.registered["d"] = worker_info("d", "e1")
+    await scene.changed()
+    await until(lambda: "left out worker d: 'nothing'" in caplog.text)
+    assert "KeyError" in caplog.text and "Traceback" in caplog.text
 
 
 @pytest.mark.parametrize(("workers", "before_a_request_asks"), [(200, True), (40, False)])

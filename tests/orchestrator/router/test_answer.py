@@ -156,6 +156,7 @@ async def test_diverged_answer_continues_on_other_worker(gone):
     else:
         bench.transport.unreachable = {decode}
     bench.tokens(decode, "r", [6])
+    assert bench.router.requests["r"].placed is None
     await bench.settle()
     worker, submit = bench.submits()[-1]
     assert worker != decode and submit.resume_tokens == [5]

@@ -51,7 +51,7 @@ def looked_at(workers: int, generations: int) -> list[int]:
     prefixes, config = PrefixIndex(), parse_config({"model": "m"})
     for name in ("d1", "d3", "p0", "p2"):
         prefixes.stored(name, KEYS[:40])
-    learning = Learning(choose, config.slo, Metrics())
+    learning = Learning(fleet, choose, config.slo, Metrics())
     decider = Decider("f", config, fleet, FakeQueue(QueueDepth(10, 50_000, 5)), prefixes, choose, learning)
     active = ActiveRequest(FakeCodec().read(FakeRequest("r", keys=KEYS), 16), 0.0)
     again = ActiveRequest(FakeCodec().read(FakeRequest("again", keys=KEYS), 16), 0.0)

@@ -8,8 +8,9 @@ from support_bench import Bench, FakeRequest, counted
 from orchestrator.frontend.edge import Objectives
 from orchestrator.policy.decode_choice import RequestInfo
 from orchestrator.policy.objectives import LATEST
+from orchestrator.policy.predict.late_pairs import LATE_IN_A_ROW
 from orchestrator.router.request import Overloaded
-from orchestrator.types import PrefixEvents, QueueDepth, WorkerLoad
+from orchestrator.types import PrefixEvents, QueueDepth, Role, WorkerLoad
 from orchestrator.wire.messages import Prefilled
 
 
@@ -105,3 +106,25 @@ async def test_what_was_connected_ends_with_either_worker():
     assert learning._connected == {"d1": {"p0"}}
     bench.lose("p0")
     assert learning._connected == {"d1": set()}
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["gone", "started again"])
+async def test_kv_that_lacks_since_its_prefill_worker_has_gone_says_nothing_of_one_to_come(again):
+    bench = Bench(first_token="decode")
+    learning, bound = bench.router.learning, {}
+    for number in range(2 * LATE_IN_A_ROW + 2):
+        await bench.router.submit(FakeRequest(f"r{number}"))
+        bench.claim(f"r{number}")
+        bench.say("p0", Prefilled(f"r{number}", 1, 0.2))
+        bound[f"r{number}"] = bench.bound_to()
+    came = dict([bound.popitem(), bound.popitem()])
+    bench.lose("p0")
+    if again:
+        bench.add_worker("p0", Role.PREFILL, engine_id="p0-engine-2")
+    for name, decode in bound.items():
+        bench.tokens(decode, name, [5], lacked_kv=True)
+    assert not learning.late._pairs
+    for name, decode in came.items():
+        bench.tokens(decode, name, [5])
+    assert all(request.retries == [] for request in bench.router.requests.values())
+    assert not learning._connected

@@ -5,11 +5,12 @@ import contextlib
 import socket
 
 import pytest
+import zmq
 from support_doors import Doors
 from support_wait import until
 
 from orchestrator.wire import connections
-from orchestrator.wire.addresses import Listening
+from orchestrator.wire.addresses import AddressError, Listening
 from orchestrator.wire.messages import Hello
 from orchestrator.wire.transport import FrontendTransport, WorkerTransport
 
@@ -107,6 +108,39 @@ async def test_news_of_one_connection_that_cannot_be_handled_leave_those_of_othe
     await fleet.add(3)
     await until(lambda: fleet.greeted == {1, 2})
     assert "could not handle news of the connection to" in caplog.text and "ZeroDivisionError" in caplog.text
+
+
+@pytest.mark.parametrize("socket_name", ["_requests", "_published"])
+async def test_a_connection_that_zmq_refuses_is_forgotten_and_keeps_none_waiting(fleet, monkeypatch, socket_name):
+    """Neither is it known as one that has been made, nor do those that are made after it fail for it."""
+    refused, connect = list[str](), connections.connect
+    fleet.doors.open_all()
+    own = getattr(fleet.frontend, socket_name)
+
+    def refuse(socket, address):
+        if socket is own and len(refused) < 2 * MOST:
+            refused.append(address)
+            raise zmq.ZMQError(zmq.EINVAL)
+        connect(socket, address)
+
+    monkeypatch.setattr(connections, "connect", refuse)
+    for number in range(2 * MOST):
+        worker = WorkerTransport(Listening("127.0.0.1"), keys=None)
+        fleet.workers.append(worker)
+        fleet.tasks.append(asyncio.create_task(fleet._receive(number, worker)))
+        told = (
+            pytest.raises(AddressError, match="Invalid argument")
+            if socket_name == "_requests"
+            else contextlib.nullcontext()
+        )
+        with told:
+            fleet.frontend.connect(f"w{number}", worker.request_address, worker.load_address, "")
+    them = fleet.frontend._connections
+    await until(lambda: len(refused) == 2 * MOST and not them.by_worker)
+    assert not them.by_route and not them._by_address and not them._under_way and not fleet.greeted
+    for number, worker in enumerate(fleet.workers):
+        fleet.frontend.connect(f"w{number}", worker.request_address, worker.load_address, "")
+    await until(lambda: len(fleet.greeted) == 2 * MOST)
 
 
 async def test_workers_that_are_cut_off_keep_none_waiting(fleet):

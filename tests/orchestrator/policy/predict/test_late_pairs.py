@@ -1,5 +1,7 @@
 """A pair between which no KV comes rests, is tried by one prompt at a time, and counts again once KV has come."""
 
+import pytest
+
 from orchestrator.policy.predict.late_pairs import FIRST_REST_S, LATE_IN_A_ROW, MOST_REST_S, TRIAL_S, LatePairs
 
 
@@ -57,3 +59,17 @@ def test_a_worker_that_is_gone_is_forgotten() -> None:
         pairs = late_pairs()
         pairs.forget(worker)
         assert pairs.resting("p", 0.0) == []
+
+
+def test_the_latest_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of those that have left nobody may be told, and whoever comes has another name."""
+    monkeypatch.setattr("orchestrator.policy.predict.late_pairs.MOST_PAIRS", 3)
+    pairs = late_pairs()
+    for number in range(2):
+        pairs.late(f"left-{number}", "d", 0.0)
+    pairs.late("p", "d", 0.0)
+    pairs.late("left-2", "d", 0.0)
+    assert pairs.resting("p", 0.0) == ["d"], "it was late after the first of those that left"
+    for number in range(3, 6):
+        pairs.late(f"left-{number}", "d", 0.0)
+    assert pairs.resting("p", 0.0) == [] and len(pairs._pairs) == 3
