@@ -78,7 +78,7 @@ class Policies:
     ) -> None:
         self.routing, self.slo = config.routing, config.slo
         self.choose, self.predictor, self._shares = choose, predictor, Shares(config.limits.shares)
-        self._tpot, self.adapters = tpot or latest_tpot(config.slo), AdapterDemand()
+        self._tpot, self.adapters = tpot or latest_tpot(config.slo, predictor), AdapterDemand()
 
     def decide(
         self,
@@ -161,7 +161,7 @@ class Policies:
     def _admitted(
         self, request: RequestInfo, candidates: Sequence[Candidate], prefill: PrefillView, admission: bool
     ) -> PlacementDecision:
-        slo = self.slo_of(request)
+        slo = self.slo_of(request, prefill)
         decision = place(request, candidates, prefill, self.routing, self.choose, self.predictor, slo)
         if not admission or slo.admission == "off":
             return PlacementDecision(decision)
@@ -187,7 +187,7 @@ class Policies:
         that part, but it moves only for a gain.
         """
         waiting = msgspec.structs.replace(prefill, queued=True)
-        slo = self.slo_of(request)
+        slo = self.slo_of(request, waiting)
         decision = place(request, candidates, waiting, self.routing, self.choose, self.predictor, slo)
         return decision if isinstance(decision, Local) else None
 
@@ -218,10 +218,14 @@ class Policies:
             loads[chosen.worker_id] = load.plus(waiting.request, chosen, 1 + others)
         return found
 
-    def slo_of(self, request: RequestInfo) -> SLOConfig:
-        """The fleet's objectives with the TTFT objective that the request has of its own. The TPOT objective is that of
-        those that decode beside it."""
-        own_s, tpot_s = request.ttft_slo_s, self._tpot.seconds
+    def slo_of(self, request: RequestInfo, prefill: PrefillView | None = None) -> SLOConfig:
+        """The fleet's objectives with the TTFT objective that the request has of its own. A tighter TPOT objective that
+        many of the latest requests bring keeps prompts off those that decode. Where prompts wait for that, the others
+        pay for it: so it counts while `prefill` has room, or if all bring one."""
+        own_s, tpot_s = request.ttft_slo_s, self._tpot.of_all_s
+        if prefill is not None and prefill.queue is not None and self._tpot.seconds < tpot_s:
+            backlog_s = self.predictor.backlog_s(prefill.queue, prefill.workers_ready)
+            tpot_s = self._tpot.seconds if backlog_s <= ROOM_SHARE * self.slo.ttft_s else tpot_s
         if own_s is None and tpot_s == self.slo.tpot_s:
             return self.slo
         return msgspec.structs.replace(self.slo, ttft_s=own_s or self.slo.ttft_s, tpot_s=tpot_s)

@@ -26,7 +26,7 @@ class Learning:
     def __init__(self, fleet: Fleet, choose: DecodeChoice, slo: SLOConfig, metrics: Metrics) -> None:
         self.predictor, self.recent = Predictor(), Recent()
         self._fleet, self._choose, self._slo, self._metrics = fleet, choose, slo, metrics
-        self.offered, self.reuse, self.tpot = Offered(), ReuseCounter(), latest_tpot(slo)
+        self.offered, self.reuse, self.tpot = Offered(), ReuseCounter(), latest_tpot(slo, self.predictor)
         self.late = LatePairs()
         # By decode worker, the prefill workers from which KV has come. Not a set of pairs: a large fleet has 10,000s.
         self._connected: dict[str, set[str]] = {}

@@ -59,7 +59,7 @@ class Router:
         self.predictor = Predictor()
         self.predictor.set_prior(profile.speed)
         self.predictor.adapter_load_s = profile.adapter_load_s or self.predictor.adapter_load_s
-        self.tpot = latest_tpot(self.slo)
+        self.tpot = latest_tpot(self.slo, self.predictor)
         config = msgspec.structs.replace(config, slo=self.slo)
         self.policies = Policies(config, self.choose, self.predictor, self.tpot)
         self.decode = PoolView(self.choose, racks)
@@ -98,7 +98,8 @@ class Router:
         shared = self.reuse.arrived(job.prompt_tokens, job.arrival.keys, self._unit_tokens, self._clock.now)
         nearest = max([candidate.cached_tokens for candidate in candidates], default=0)
         at_prefill, at_decode = [max(1, job.prompt_tokens - max(hit, shared)) for hit in (cached, nearest)]
-        self.tpot.came(request.tpot_slo_s)
+        if not again:
+            self.tpot.came(request.tpot_slo_s)
         urgency = haste(request.ttft_slo_s, self.slo)
         self.offered += Offered.one(at_prefill, at_decode, self.predictor.output_tokens, urgency)
         if isinstance(decision, Reject):

@@ -135,7 +135,7 @@ def quick(monkeypatch):
 
 
 @contextlib.asynccontextmanager
-async def running(registry, fleet, frontend_id="f", tpot=latest_tpot(SLOConfig()), **ratio):
+async def running(registry, fleet, frontend_id="f", tpot=latest_tpot(SLOConfig(), Predictor()), **ratio):
     config = parse_config({"model": "m", "ratio": {"mode": "auto", **ratio}})
     learned = Predictor(0.0005), ReuseCounter(), tpot
     ratio_controller = RatioController(frontend_id, config, registry, registry.log, fleet, *learned, interval_s=0.02)
@@ -230,7 +230,7 @@ async def test_the_split_is_for_the_tpot_objective_of_the_latest_requests(regist
     asked = []
     monkeypatch.setattr(controller, "desired_ratio", lambda window, current, config, slo, **_: asked.append(slo))
     await set_desired(registry, 3, 1, "launcher")
-    tpot = latest_tpot(SLOConfig())
+    tpot = latest_tpot(SLOConfig(), Predictor())
     async with running(registry, fleet_of(P, P, P, D), tpot=tpot):
         await until(lambda: asked, "a first look")
         assert asked[-1] == SLOConfig()
@@ -288,7 +288,14 @@ async def test_a_defect_of_its_rules_ends_no_frontend(registry, monkeypatch, cap
 async def test_ratio_mode_off_changes_nothing(registry):
     config = parse_config({"model": "m", "ratio": {"mode": "off"}})
     mine = RatioController(
-        "f", config, registry, registry.log, Fleet("f"), Predictor(), ReuseCounter(), latest_tpot(config.slo)
+        "f",
+        config,
+        registry,
+        registry.log,
+        Fleet("f"),
+        Predictor(),
+        ReuseCounter(),
+        latest_tpot(config.slo, Predictor()),
     )
     await asyncio.wait_for(mine.run(), DEADLINE_S)
     assert await registry.redis.exists(f"{registry.keys.prefix}ratio_leader") == 0

@@ -4,6 +4,8 @@ import pytest
 
 from orchestrator.config.settings import SLOConfig
 from orchestrator.policy.objectives import LATEST, LatestObjective, latest_tpot
+from orchestrator.policy.predict.predictor import Predictor
+from orchestrator.types import EngineSpeed
 
 FLEET_S = 2.0
 
@@ -30,8 +32,25 @@ def test_a_looser_objective_does_not_count():
 
 
 def test_the_tpot_objective_is_that_of_half_of_the_latest_requests():
-    latest = latest_tpot(SLOConfig(tpot_s=0.1))
+    latest = latest_tpot(SLOConfig(tpot_s=0.1), Predictor())
     for _ in range(LATEST // 2):
         assert latest.seconds == 0.1
         latest.came(0.05)
-    assert latest.seconds == 0.05
+    assert latest.seconds == 0.05 < latest.of_all_s
+    for _ in range(LATEST // 2):
+        assert latest.of_all_s == 0.1
+        latest.came(0.04)
+    assert (latest.seconds, latest.of_all_s) == (0.04, 0.05)
+
+
+def test_a_tpot_objective_that_a_sequence_alone_misses_does_not_count():
+    predictor = Predictor()
+    predictor.set_prior(EngineSpeed(prefill_s_per_token=1e-4, step_s=0.008, step_s_per_sequence=0.0001))
+    latest = latest_tpot(SLOConfig(tpot_s=0.1), predictor)
+    for own_s, counts in ((0.001, False), (0.0085, False), (0.0095, True)):
+        for _ in range(LATEST):
+            latest.came(own_s)
+        assert latest.seconds == latest.of_all_s == (own_s if counts else 0.1)
+    for _ in range(LATEST // 2):
+        latest.came(0.001)
+    assert latest.seconds == 0.0095 < latest.of_all_s, "those of the others count beside it"

@@ -6,6 +6,7 @@ import pytest
 from orchestrator.config.settings import SLOConfig, parse_config
 from orchestrator.policy.choices.named import decode_choice
 from orchestrator.policy.decode_choice import Candidate, RequestInfo
+from orchestrator.policy.objectives import LATEST, latest_tpot
 from orchestrator.policy.placement import Local, PrefillView, Reject, Remote
 from orchestrator.policy.policies import LATE_OBJECTIVES, MAX_STEPS, Policies, Waiting, delay_s, haste
 from orchestrator.policy.predict.predictor import Predictor
@@ -139,6 +140,22 @@ def test_a_request_is_admitted_by_its_own_objective(own_s, refused):
     ours = policies(slo={"ttft_s": TTFT_S, "admission": "reject"})
     decided = ours.decide(request(5000, ttft_slo_s=own_s), [IDLE_DECODE], queue_of(9000), now=0.0)
     assert isinstance(decided.decision, Reject) is refused
+
+
+def test_a_tpot_objective_that_requests_bring_counts_while_prefill_has_room_or_all_bring_one():
+    config, predictor = parse_config({"model": "m"}), Predictor(prior_s_per_token=0.001)
+    tpot = latest_tpot(config.slo, predictor)
+    mine = Policies(config, decode_choice(config.routing.decode_choice), predictor, tpot)
+
+    def counted_s() -> list[float]:
+        return [mine.slo_of(request(1000), prefill).tpot_s for prefill in (queue_of(100), queue_of(1000), None)]
+
+    for _ in range(LATEST // 2):
+        tpot.came(0.05)
+    assert counted_s() == [0.05, config.slo.tpot_s, config.slo.tpot_s]
+    for _ in range(LATEST // 2):
+        tpot.came(0.05)
+    assert counted_s() == [0.05] * 3
 
 
 def test_haste_is_the_share_of_its_objective_that_others_have():

@@ -54,6 +54,18 @@ def test_every_request_ends_and_every_block_is_free_again(seed):
         assert worker.idle and worker.kv.used == 0 and worker.pending_tokens == 0, worker.name
 
 
+def test_a_request_that_is_placed_again_brings_its_tpot_objective_once():
+    load = synthetic("bursty", 40)
+    made = [msgspec.structs.replace(it, at=0.01 * n, tpot_slo_s=0.015) for n, it in enumerate(load.arrivals[:40])]
+    settings = Settings(prefill=1, decode=2, profile=PROFILE, stack=stack("ours:fixed"))
+    sim = Simulation(settings, Load("lost", made, load.unit_tokens))
+    for at in (0.5, 1.0, 1.5):
+        faults.kill(sim, "d0", at, 0.2)
+    sim.run()
+    assert sim.router.reasons.total() > 40, "some were placed again"
+    assert list(sim.router.tpot._latest).count(0.015) == 40
+
+
 def test_an_unknown_worker_cannot_be_killed():
     sim = Simulation(Settings(prefill=1, decode=1, profile=PROFILE, stack=stack("ours")), synthetic("bursty", 5))
     with pytest.raises(ConfigError, match=r"worker p7.*p0, d0"):

@@ -82,6 +82,27 @@ def test_a_tpot_objective_that_requests_bring_is_worth_as_much_as_the_same_in_th
     assert run(0.1, 0.05) > run(0.05, None) - 0.01
 
 
+@pytest.mark.parametrize("own_s", [0.001, 0.02])
+def test_a_tpot_objective_of_half_of_the_requests_costs_others_no_more_than_it_gains(own_s):
+    """Where it counts whatever it costs, 0.34 and 0.75 of the others are in time instead of 0.99."""
+    slo = SLOConfig(ttft_s=1.0, tpot_s=0.05)
+
+    def run(brought_s: float | None) -> tuple[float, float]:
+        """Shares of the others and of theirs in time."""
+        load = at_rate(synthetic("code", 1500), 44.0)
+        load.arrivals[::2] = [msgspec.structs.replace(it, tpot_slo_s=brought_s) for it in load.arrivals[::2]]
+        profile = load_profile(PROFILES / "h100-llama-8b.json")
+        settings = Settings(prefill=4, decode=4, profile=profile, stack=stack("ours:fixed"), slo=slo)
+        judged = msgspec.structs.replace(slo, tpot_s=own_s)
+        jobs = Simulation(settings, load).run().jobs
+        met = [[all(job.met(by)) for job in jobs[first::2]] for first, by in ((1, slo), (0, judged))]
+        return sum(met[0]) / len(met[0]), sum(met[1]) / len(met[1])
+
+    (others, theirs), (before, theirs_before) = run(own_s), run(None)
+    assert before - others <= theirs - theirs_before
+    assert others > before - 0.03
+
+
 def test_an_objective_that_requests_bring_is_worth_as_much_as_the_same_in_the_file():
     """0.976 are in time where prefill workers claim what they compute in 0.6 of the file's 1 s."""
 
