@@ -25,6 +25,9 @@ tokenizer with the first grammar, and the code of quantized weights where weight
 A token without LoRA adapter is computed without one. Beside tokens with one, vLLM's kernels for CPUs take -1, the slot
 of those without, for the last: they get the weights of the adapter there, and so does what is cached of them.
 
+Log-probabilities of a prompt (`prompt_logprobs`) are computed with the adapter of its request. Where adapters may come,
+vLLM's kernel for CPUs looks for a slot per sampled token, finds too few for a prompt's tokens, and the engine ends.
+
 With drafts, a temperature or top-p is its request's. vLLM's sampler spreads them over the tokens of drafts, and its
 kernel for CPUs writes into a copy that is lost: where one request of a batch draws, the logits of all drafts, of greedy
 requests too, are divided by what was in memory. A draft of -1 is none, and is rejected: with such vLLM fills up the
@@ -190,6 +193,7 @@ def patch_as_configured(config: Any) -> None:
         tell_preemptions_first()
     if current_platform.is_cpu() and config.lora_config:
         _add_adapters_where_wanted()
+        _score_prompts_with_adapters()
     if not compiles(config):
         torch.compiler.set_stance("force_eager")
 
@@ -209,6 +213,36 @@ def _add_adapters_where_wanted() -> None:
         wanted = where_wanted(getattr(lora_ops, name))
         for module in (lora_ops, punica_cpu):
             setattr(module, name, wanted)
+
+
+def _score_prompts_with_adapters() -> None:
+    from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
+    from vllm.v1.worker.cpu_model_runner import CPUModelRunner
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    add, first_token = PunicaWrapperCPU.add_lora_logits, list[int]()  # in the step, of the prompt that is scored
+
+    def add_logits(wrapper: Any, logits: Any, states: Any, *args: Any, **kwargs: Any) -> None:
+        was, lengths = wrapper._sampler_indices, list(wrapper.indices_len)
+        if first_token:
+            wrapper._sampler_indices = wrapper.token_lora_indices[first_token[0]].expand(len(states))
+            wrapper.indices_len[1] = len(states)
+        add(wrapper, logits, states, *args, **kwargs)
+        wrapper._sampler_indices, wrapper.indices_len[:] = was, lengths
+
+    def prompt_logprobs(runner: Any, states: Any, tokens: dict[str, int]) -> dict[str, Any]:
+        asked, found = runner.num_prompt_logprobs, dict[str, Any]()
+        for key in [key for key in asked if key in tokens]:  # in one order on all ranks
+            runner.num_prompt_logprobs = {key: asked.pop(key)}
+            first_token[:] = [runner.query_start_loc.np[runner.input_batch.req_id_to_index[key]].item()]
+            found |= GPUModelRunner._get_prompt_logprobs_dict(runner, states, tokens)
+            asked |= runner.num_prompt_logprobs  # unless that was its last part
+        runner.num_prompt_logprobs = asked
+        first_token.clear()
+        return found
+
+    PunicaWrapperCPU.add_lora_logits = add_logits
+    CPUModelRunner._get_prompt_logprobs_dict = prompt_logprobs
 
 
 def _end_without_collecting() -> None:

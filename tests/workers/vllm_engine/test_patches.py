@@ -69,6 +69,57 @@ def test_only_tokens_with_an_adapter_get_its_weights(monkeypatch: pytest.MonkeyP
     assert torch.allclose(linear[3], torch.cat(of_nine))
 
 
+def scores() -> None:
+    """In a step with prompts of two adapters, one of them in parts, and of none."""
+    import torch
+    from vllm.lora.layers import LoRAMapping
+    from vllm.lora.punica_wrapper import punica_cpu
+    from vllm.v1.sample.sampler import Sampler
+    from vllm.v1.worker.cpu_model_runner import CPUModelRunner
+
+    from workers.vllm_engine.patches import patch_as_configured
+
+    model = types.SimpleNamespace(enforce_eager=True, logprobs_mode="raw_logits")
+    patch_as_configured(types.SimpleNamespace(model_config=model, use_v2_model_runner=False, lora_config=True))
+    wrapper = punica_cpu.PunicaWrapperCPU(32, 8, "cpu")
+    a, b, states = torch.rand(2, 1, 4, 16), torch.rand(2, 1, 50, 4), torch.rand(13, 16)
+
+    def logits(rows: torch.Tensor) -> torch.Tensor:
+        wrapper.add_lora_logits(made := torch.zeros(len(rows), 50), rows, a, b, 1.0)
+        return made
+
+    def request(length: int, computed: int) -> types.SimpleNamespace:
+        some = {"prompt_token_ids": list(range(length)), "num_computed_tokens": computed}
+        return types.SimpleNamespace(**some, in_progress_prompt_logprobs_cpu=None)
+
+    runner: Any = types.SimpleNamespace(
+        num_prompt_logprobs={"of nine": 1, "of none": 1, "part of seven": 1, "preempted": 1},
+        requests={"of nine": request(6, 0), "of none": request(3, 0), "part of seven": request(40, 8)},
+        input_batch=types.SimpleNamespace(req_id_to_index={"of nine": 0, "of none": 1, "part of seven": 2}),
+        query_start_loc=types.SimpleNamespace(np=np.array([0, 6, 9, 13])),
+        model=types.SimpleNamespace(compute_logits=logits),
+        model_config=model,
+        sampler=Sampler(),
+        device="cpu",
+        _sync_device=lambda: None,
+    )
+    wrapper.update_metadata(LoRAMapping((9,) * 6 + (0,) * 3 + (7,) * 4, (9, 0, 7), is_prefill=True), [7, 9], 2, 100)
+    scored = CPUModelRunner._get_prompt_logprobs_dict(runner, states, {"of nine": 6, "of none": 3, "part of seven": 4})
+    assert set(scored) == {"of nine", "of none"} and set(runner.num_prompt_logprobs) == {"part of seven", "preempted"}
+    going_on = runner.requests["part of seven"].in_progress_prompt_logprobs_cpu.logprobs[8:12]
+    nine, none = scored["of nine"].logprobs, scored["of none"].logprobs
+    for first, values, slot, weight in ((0, nine, 1, 1), (6, none, 0, 0), (9, going_on, 0, 1)):
+        rows = states[first : first + len(values)] * weight
+        assert torch.allclose(values[:, 1], (rows @ a[slot, 0].T @ b[slot, 0].T).max(dim=1).values, rtol=1e-4)
+    print(wrapper.sampler_indices.tolist())
+
+
+def test_prompts_are_scored_with_the_adapters_of_their_requests() -> None:
+    """With vLLM's own runner and kernels for CPUs the engine ended, whoever asked for log-probabilities of a prompt."""
+    done = run_here(scores)
+    assert done.stdout == "[1, -1, 0]\n", f"what is sampled has its own as before; {done.stdout}{done.stderr}"
+
+
 def inspects() -> None:
     from vllm.model_executor.models import registry
 
