@@ -53,11 +53,8 @@ class Decider:
         self._frontend_id = frontend_id
         self._routing, self._slo, self._fetches = config.routing, config.slo, config.kv.fetch == "auto"
         self._fleet, self._queue, self._prefixes = fleet, queue, prefixes
-        self._policies, self._predictor = (
-            Policies(config, choose, learning.predictor, learning.tpot),
-            learning.predictor,
-        )
-        self._late = learning.late
+        self._policies = Policies(config, choose, learning.predictor, learning.tpot)
+        self._predictor, self._late = learning.predictor, learning.late
         self._decoded_until = -math.inf  # monotonic; a decode worker was ready so lately that another will be soon
 
     def fleet_rejection(self) -> Reject | None:

@@ -32,6 +32,13 @@ def other() -> Iterator[subprocess.Popen[bytes]]:
         process.kill()
 
 
+def held_by(launcher: str) -> RunFolder:
+    folder = RunFolder("a")
+    folder.claim()
+    (folder.path / "launcher").write_text(f"{launcher}\n")
+    return folder
+
+
 def test_the_fleet_of_a_killed_launcher_is_not_taken_for_the_one_that_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     killed = RunFolder("a")
     killed.claim()
@@ -49,10 +56,8 @@ def test_the_fleet_of_a_killed_launcher_is_not_taken_for_the_one_that_starts(mon
 
 def test_down_ends_no_process_that_has_the_pid_of_a_launcher_before(other: subprocess.Popen[bytes]) -> None:
     """A launcher has the folder, and has not written yet which process it is."""
-    folder = RunFolder("a")
-    folder.claim()
     place, pid, ticks = identity_of(other.pid).split("/")
-    (folder.path / "launcher").write_text(f"{place}/{pid}/{int(ticks) - 1}\n")
+    folder = held_by(f"{place}/{pid}/{int(ticks) - 1}")
     assert "just starting or ending; try again" in refused("down", "--namespace", "a")
     assert other.poll() is None
     folder.remove()
@@ -61,9 +66,7 @@ def test_down_ends_no_process_that_has_the_pid_of_a_launcher_before(other: subpr
 def test_down_waits_for_a_launcher_that_has_just_ended(
     other: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = RunFolder("a")
-    folder.claim()
-    (folder.path / "launcher").write_text(f"{identity_of(other.pid)}\n")
+    folder = held_by(identity_of(other.pid))
 
     def ended(pid: int, number: int) -> None:
         other.terminate()
@@ -79,9 +82,7 @@ def test_down_waits_for_a_launcher_that_has_just_ended(
 def test_down_ends_a_launcher_that_was_stopped_in_order(
     other: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = RunFolder("a")
-    folder.claim()
-    (folder.path / "launcher").write_text(f"{identity_of(other.pid)}\n")
+    folder = held_by(identity_of(other.pid))
     other.send_signal(signal.SIGSTOP)
 
     def wait_until_free(_: RunFolder, timeout_s: float) -> bool:
@@ -99,10 +100,8 @@ def test_down_gives_a_launcher_the_time_that_its_processes_have(
     other: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch, stop_timeout_s: float
 ) -> None:
     """Frontends end first, then workers."""
-    folder = RunFolder("a")
-    folder.claim()
+    folder = held_by(identity_of(other.pid))
     folder.write_config(parse_config({"model": "m", "launcher": {"stop_timeout_s": stop_timeout_s}}))
-    (folder.path / "launcher").write_text(f"{identity_of(other.pid)}\n")
     waited: list[float] = []
 
     def wait_until_free(_: RunFolder, timeout_s: float) -> bool:
