@@ -272,7 +272,7 @@ class Router:
         """The same, for the first outputs of an attempt."""
         began = bool(output.new_token_ids)
         first = began and active.answer.decoding_at is None
-        lacked_kv = first and self._codec.lacked_kv(output)  # before what it says of the prompt is dropped
+        computed = self._codec.computed_alone(output) if first else None  # before what it says of that is dropped
         had_first = active.answer.first_token_at is not None
         action = self._requests.from_decode(active, output, now)
         if action is OutputAction.DIVERGED:
@@ -282,7 +282,7 @@ class Router:
         if first:
             self._prefixes.expected.settled(active.id)
             link = self._fleet.places.link(active.prefill_worker, active.decode_worker)
-            self.learning.first_token(active, link, now, lacked_kv)
+            self.learning.first_token(active, link, now, computed)
         if began:
             active.move(State.DECODING)
             self._dispatch.clear_suspect(active)

@@ -669,7 +669,7 @@ async def test_a_pair_whose_kv_is_late_or_refused_again_and_again_gets_no_more_f
             late.append(active)
         bench.say("p0", Prefilled(active.id, 1, 0.2))
         if active.decode_worker == first and how == "refused":
-            bench.tokens(first, active.id, [5], lacked_kv=True)
+            bench.tokens(first, active.id, [5], computed=1000)
             assert active.retries == [] and active.state is State.DECODING
         elif active.decode_worker == first and how == "late":
             bench.router.check(time.monotonic() + 4)
