@@ -200,8 +200,7 @@ class WorkerLoad(msgspec.Struct, tag="load", frozen=True, omit_defaults=True):
     waiting: int  # requests waiting, those for remote KV included
     waiting_tokens: int  # prompt tokens not yet computed, of all requests here
     step_ms: float  # duration of the last engine step that did work
-    # Highest submission number seen per frontend: what a frontend placed up to it is in this load.
-    seen: dict[str, int] = {}
+    seen: dict[str, int] = {}  # by frontend, its highest submission number: what it placed up to that is in this load
     prefill_tokens_per_s: float = 0.0  # measured, exponentially weighted; 0 = not measured yet
     kv: KVCounters = KVCounters()
     prefix_sequence: int = 0  # of the last `PrefixEvents` published before it; 0 = none ever
@@ -209,6 +208,7 @@ class WorkerLoad(msgspec.Struct, tag="load", frozen=True, omit_defaults=True):
     corrupt_messages: int = 0  # messages from frontends that could not be read
     fetches: dict[str, int] = {}  # of prefixes from other workers' caches, by outcome
     fetched_tokens: int = 0
+    rests_from: list[str] = []  # engines from which it fetches nothing now, since again and again nothing came in time
     group: StepCounters | None = None  # reported by the first rank
     # Requests here by the number of their LoRA adapter; 0 for one that is loaded and idle. Least recently used first.
     adapters: dict[int, int] = {}

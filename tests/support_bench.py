@@ -46,7 +46,7 @@ class FakeOutput:
     request_id: str
     new_token_ids: list[int]
     finish_reason: int | None = None
-    lacked_kv: bool = False
+    computed: int | None = None  # of its prompt, without KV from elsewhere
 
 
 class FakeCodec:
@@ -86,8 +86,8 @@ class FakeCodec:
         self.dropped.append(tokens)
         output.new_token_ids = output.new_token_ids[tokens:]
 
-    def lacked_kv(self, output):
-        return output.lacked_kv
+    def computed_alone(self, output):
+        return output.computed
 
     def count_prompt(self, output, cached_tokens, created_cache_tokens):
         self.prompts.append((cached_tokens, created_cache_tokens))
@@ -188,8 +188,8 @@ class Bench:
         domain = view.info.domain if (view := self.fleet.workers.get(worker)) else "0"
         self.say(worker, Claimed(request_id, attempt, source, 0.01, domain, cached_tokens))
 
-    def tokens(self, worker_id, request_id, tokens, attempt=1, finish=None, lacked_kv=False):
-        payload = msgspec.msgpack.encode([[request_id, tokens, finish, lacked_kv]])
+    def tokens(self, worker_id, request_id, tokens, attempt=1, finish=None, computed=None):
+        payload = msgspec.msgpack.encode([[request_id, tokens, finish, computed]])
         self.say(worker_id, Outputs([attempt], 0.0), [payload])
 
     def received(self):

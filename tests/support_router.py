@@ -42,9 +42,9 @@ class SimRouterCodec:
         output.new_token_ids = output.new_token_ids[tokens:]
         output.prefill_stats = None
 
-    def lacked_kv(self, output: WireOutput) -> bool:
+    def computed_alone(self, output: WireOutput) -> int | None:
         stats = output.prefill_stats
-        return stats is not None and not stats.num_external_cached_tokens and stats.num_computed_tokens > 1
+        return stats.num_computed_tokens if stats is not None and not stats.num_external_cached_tokens else None
 
     def count_prompt(self, output: WireOutput, cached_tokens: int, created_cache_tokens: int) -> None:
         if output.prefill_stats is not None:

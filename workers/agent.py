@@ -70,7 +70,7 @@ class Agent:
         self._queue = PrefillQueue(redis, config.namespace, worker_id, lease_s=config.workers.lease_s)
         self._attempts = Attempts()
         self._beat_now, self._ended = asyncio.Event(), asyncio.Event()
-        self._exit_code, self._redis_away = EXIT_LEFT, False
+        self._exit_code, self._redis_away, self._died_of = EXIT_LEFT, False, ""
         self._told = Heartbeat()
         self.joined = False
 
@@ -194,6 +194,8 @@ class Agent:
             for task in tasks:
                 if task.done():
                     self._set_exit_code(task)
+            if self._died_of:
+                self._serving.engine_crashed(self._died_of, await self._link.died())
             return EXIT_AGAIN if self._moves.restarts and self._exit_code == EXIT_LEFT else self._exit_code
         finally:
             if self.life.can_enter(LifecycleState.GONE):
@@ -227,8 +229,7 @@ class Agent:
         self._exit_code = EXIT_ENGINE_DEAD
         if isinstance(error, EngineDead):
             log.error("leaving: %s", error)
-            if task.get_name() != "ranks":  # what another rank has died of is none of the requests here
-                self._serving.engine_crashed(str(error))
+            self._died_of = str(error)
         else:
             log.error("leaving: %s ended unexpectedly", task.get_name(), exc_info=error)
 

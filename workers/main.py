@@ -21,7 +21,6 @@ from orchestrator.config.engine_args import check_workers_environment, environme
 from orchestrator.config.settings import ConfigError
 from orchestrator.config.shared import differences
 from orchestrator.process.command_line import CommandLine
-from orchestrator.process.fork_server import IMPORTS_S
 from orchestrator.process.parent import EXIT_AGAIN, die_with_parent, has_ended, own_identity, report_exit
 from orchestrator.process.tasks import cancelled
 from orchestrator.process.telemetry.logs import set_up as set_up_logging
@@ -134,11 +133,11 @@ async def _run(parsed: WorkerSettings) -> int:
     holding: asyncio.Task[None] | None = None
     link: GroupLink | None = None
     try:
-        registry = Registry(redis, config.namespace)
-        if not parsed.id_claimed:
-            await _claim_id(registry, parsed)
-        await redis.aclose()  # connects again when needed; a forked engine process would inherit the connection
+        # Before the id is claimed: nothing renews a claim while vLLM is imported, which may take two minutes.
         engine = _engine(parsed, listening, parsed.kv_port or free_port)
+        if not parsed.id_claimed:
+            await _claim_id(Registry(redis, config.namespace), parsed)
+        await redis.aclose()  # connects again when needed; a forked engine process would inherit the connection
         generation = parsed.generation or 0
         link = GroupLink(config, redis, parsed.worker_id, parsed.ranks, listening, generation)
         agent = Agent(engine, redis, config, parsed.worker_id, parsed.role, listening, generation, link)
@@ -166,7 +165,7 @@ async def _run(parsed: WorkerSettings) -> int:
 
 async def _claim_id(registry: Registry, parsed: WorkerSettings) -> None:
     """Claim this worker's id before the model is loaded, which may take minutes. Raises IdInUse, RedisAway."""
-    worker_id, ttl_s = parsed.worker_id, max(parsed.config.workers.timeout_s, IMPORTS_S)  # nothing renews it meanwhile
+    worker_id, ttl_s = parsed.worker_id, parsed.config.workers.timeout_s
     if await registry.claim_id(BY_HAND + own_identity(), parsed.role, ttl_s, worker_id):
         return
     other = await registry.worker(worker_id)

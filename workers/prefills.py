@@ -54,6 +54,7 @@ class Fetches:
         self._engine, self._load, self._source, self.late = engine, load, source, LatePairs(LATE_FETCHES)
         self._asked: dict[str, asyncio.Future[Prefix | None]] = {}  # engine key of a prefill -> a frontend's answer
         self._coming: dict[str, asyncio.Future[EngineOutput]] = {}  # key of a fetch -> its only output
+        load.rests_from = lambda: self.late.resting(_HERE, time.monotonic())  # frontends then have none of it lent
 
     @property
     def s_per_token(self) -> float:
@@ -84,10 +85,10 @@ class Fetches:
     async def fetch(self, prefix: Prefix, frames: list[bytes]) -> None:
         """Returns when it is cached here, or will not be. `frames`: the request that needs it. Raises EngineDead."""
         key, tokens, holder = prefix.source.key, prefix.tokens, prefix.source.endpoint.engine_id
-        if self.late.resting(holder, now := time.monotonic()):
+        if holder in self.late.resting(_HERE, now := time.monotonic()):  # its frontend had not heard of it yet
             self._load.fetched("late", 0)
             return
-        self.late.tried(holder, _HERE, now)
+        self.late.tried(_HERE, holder, now)
         request = EngineRequest(key, Phase.DECODE, frames, prefix.source, prefix_tokens=tokens)
         coming = self._coming[key] = asyncio.get_running_loop().create_future()
         self._source(holder)
@@ -106,10 +107,10 @@ class Fetches:
             del self._coming[key]
             self._load.fetched(outcome, received)
             if outcome == "late":
-                self.late.late(holder, _HERE, time.monotonic())
+                self.late.late(_HERE, holder, time.monotonic())
                 await self._engine.abort([key])
             elif outcome != "refused":  # by this engine: nothing was asked of the holder
-                self.late.came(holder, _HERE)
+                self.late.came(_HERE, holder)
 
     def take(self, output: EngineOutput) -> None:
         """An output of the engine that is no attempt's."""

@@ -19,10 +19,10 @@ from orchestrator.cli.config import checked_models
 from orchestrator.cli.handle import JsonOption, SetOption, print_json
 from orchestrator.config.models import fleet_namespace
 from orchestrator.config.settings import ConfigError, Refused, overridden, read_tree
+from orchestrator.launch.announcement import READY_FD
 from orchestrator.launch.console import Console
 from orchestrator.launch.host.run_folder import FleetRunning, Ready, RunFolder
 from orchestrator.launch.launcher import launch
-from orchestrator.process.parent import local_pid
 
 DEMO_FILE = Path(__file__).parents[1] / "config" / "demo" / "demo-1p1d-cpu.yaml"
 app = typer.Typer()
@@ -56,7 +56,7 @@ def up(
         launch(models, overridden(read_tree(file), set_ or []), Console(verbose=verbose))
 
 
-_POLL_S = 0.1
+_POLL_S, _READY_BYTES = 0.1, 4096  # the second is what a pipe takes at once
 _SIGNAL_WAIT_S = 60.0
 
 
@@ -69,19 +69,23 @@ def start_detached(namespace: str, arguments: list[str], as_json: bool) -> None:
     folder = RunFolder(namespace)
     if folder.is_held:
         raise FleetRunning(namespace, folder.launcher())
+    told, tells = os.pipe()
     launcher = subprocess.Popen(
         [sys.executable, "-m", "orchestrator.cli.main", "up", *arguments],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
-        env={**os.environ, "PYTHONUNBUFFERED": "1"},
+        env={**os.environ, "PYTHONUNBUFFERED": "1", READY_FD: str(tells)},
+        pass_fds=[tells],
         start_new_session=True,
     )
+    os.close(tells)
     assert launcher.stdout is not None
-    with launcher.stdout as shown:
-        os.set_blocking(shown.fileno(), False)
+    with launcher.stdout as shown, open(told, "rb", buffering=0) as is_ready:
+        for pipe in (shown, is_ready):
+            os.set_blocking(pipe.fileno(), False)
         try:
-            ready = _show_until_ready(launcher, folder, shown, as_json)
+            ready = _show_until_ready(launcher, is_ready, shown, as_json)
         except KeyboardInterrupt:
             launcher.terminate()
             try:
@@ -99,13 +103,11 @@ def start_detached(namespace: str, arguments: list[str], as_json: bool) -> None:
     print(f"runs on as process {launcher.pid}; log: {folder.log_path}; end it with `orchestrator down`", flush=True)
 
 
-def _show_until_ready(launcher: subprocess.Popen[bytes], folder: RunFolder, shown: IO[bytes], quiet: bool) -> Ready:
+def _show_until_ready(launcher: subprocess.Popen[bytes], is_ready: IO[bytes], shown: IO[bytes], quiet: bool) -> Ready:
     last = rest = b""
     while True:
-        # Asked before the output is read, so that everything written before the exit is shown. Until the folder is this
-        # launcher's it may tell of another fleet: one that was killed, or that somebody else starts.
-        ended, ours = launcher.poll() is not None, local_pid(folder.launcher() or "") == launcher.pid
-        ready = folder.ready() if ours else None
+        # Asked before the output is read, so that everything written before that is shown.
+        ended, ready = launcher.poll() is not None, is_ready.read(_READY_BYTES)
         *lines, rest = (rest + (shown.read() or b"")).split(b"\n")
         for line in lines:
             last = line.strip() or last
@@ -114,6 +116,6 @@ def _show_until_ready(launcher: subprocess.Popen[bytes], folder: RunFolder, show
         if ended:
             said = last.decode(errors="replace").removeprefix("orchestrator: ")
             raise ConfigError(said or f"the launcher ended with exit code {launcher.returncode} and said nothing")
-        if ready is not None:
-            return ready
+        if ready:
+            return msgspec.json.decode(ready, type=Ready)
         time.sleep(_POLL_S)

@@ -12,6 +12,7 @@ import logging
 from collections.abc import Awaitable, Callable
 
 from orchestrator.fleet.control_calls import ControlCalls
+from orchestrator.process.tasks import Turns
 from orchestrator.process.ticks import left_s, until_told
 from orchestrator.store.client import RedisAway
 from orchestrator.store.fields import NOTHING
@@ -71,11 +72,13 @@ class AdapterView:
             self._changed.set()
 
     async def _follow(self) -> None:
+        turns = Turns(log, "reading the list of adapters")
         while True:
-            try:
-                await self._sync()
-            except RedisAway as error:
-                log.debug("the list of adapters was not read: %s", error)
+            with turns.turn():
+                try:
+                    await self._sync()
+                except RedisAway as error:
+                    log.debug("the list of adapters was not read: %s", error)
             self.asked.set()
             await until_told(self._changed, left_s(POLL_S))
 

@@ -15,11 +15,12 @@ from collections.abc import Callable
 
 from orchestrator.fleet.prefixes import PrefixView
 from orchestrator.fleet.view import Fleet
+from orchestrator.process.tasks import Turns
 from orchestrator.process.ticks import left_s, ticks, until_told
 from orchestrator.store.client import RedisAway
 from orchestrator.store.registry import Registry
 from orchestrator.types import WorkerLoad
-from orchestrator.wire.transport import FrontendTransport
+from orchestrator.wire.transport import FrontendTransport, Published
 
 log = logging.getLogger("pd.membership")
 
@@ -98,41 +99,46 @@ class Membership:
         """Read the registry again after every event, instead of relying on the order of events."""
         await self._resync()
         self.synced.set()
+        turns = Turns(log, "reading the registry")  # a defect here ends no frontend, nor does one in those below
         while True:
             await until_told(self._registry_changed, left_s(RESYNC_S))
             began = time.monotonic()
-            await self._resync()
+            with turns.turn():
+                await self._resync()
             # At most a fifth of this process's time, however many workers come at once.
             await asyncio.sleep(max(COALESCE_S, 4 * (time.monotonic() - began)))
 
     async def _tick(self) -> None:
+        turns = Turns(log, "looking for silent workers")
         async for late_s in ticks(TICK_S):
-            if late_s > LATE_S:
-                self._fleet.discount_stall(late_s, time.monotonic())
-            if late_s > TICK_S:
-                continue  # reports that came meanwhile are not read yet
-            now = time.monotonic()
-            if quiet := mark_silent_quiet(self._fleet, now, min(QUIET_S, self._silence_s / 2)):
-                for worker_id in quiet:
-                    log.warning("worker %s has become quiet: others take its place for now", worker_id)
-                self._on_quiet(*quiet)
-            for worker_id, view in self._fleet.workers.items():
-                if view.disconnected_at is not None and self._transport.is_coming(worker_id):
-                    view.disconnected_at = now
-            self._tell_unreached(now)
-            lost = self._fleet.silent(now, self._silence_s, RECONNECT_S)
-            for worker_id in lost:
-                self._remove(worker_id, "it fell silent or its connection stayed broken")
-            for worker_id in self._unregistered & self._fleet.workers.keys():
-                view = self._fleet.workers[worker_id]
-                # Redis may have lost its data: keep the workers that still report.
-                silent = now - view.last_heard_at > 2 * TICK_S + self._heartbeat_slack()
-                broken = view.disconnected_at is not None and not self._transport.is_coming(worker_id)
-                if silent or broken:
-                    self._remove(worker_id, "it left the registry")
-                    lost.append(worker_id)
-            if lost:
-                self._on_lost(*lost)
+            with turns.turn():
+                if late_s > LATE_S:
+                    self._fleet.discount_stall(late_s, time.monotonic())
+                if late_s <= TICK_S:  # else reports that came meanwhile are not read yet
+                    self._look(time.monotonic())
+
+    def _look(self, now: float) -> None:
+        if quiet := mark_silent_quiet(self._fleet, now, min(QUIET_S, self._silence_s / 2)):
+            for worker_id in quiet:
+                log.warning("worker %s has become quiet: others take its place for now", worker_id)
+            self._on_quiet(*quiet)
+        for worker_id, view in self._fleet.workers.items():
+            if view.disconnected_at is not None and self._transport.is_coming(worker_id):
+                view.disconnected_at = now
+        self._tell_unreached(now)
+        lost = self._fleet.silent(now, self._silence_s, RECONNECT_S)
+        for worker_id in lost:
+            self._remove(worker_id, "it fell silent or its connection stayed broken")
+        for worker_id in self._unregistered & self._fleet.workers.keys():
+            view = self._fleet.workers[worker_id]
+            # Redis may have lost its data: keep the workers that still report.
+            silent = now - view.last_heard_at > 2 * TICK_S + self._heartbeat_slack()
+            broken = view.disconnected_at is not None and not self._transport.is_coming(worker_id)
+            if silent or broken:
+                self._remove(worker_id, "it left the registry")
+                lost.append(worker_id)
+        if lost:
+            self._on_lost(*lost)
 
     def _tell_unreached(self, now: float) -> None:
         """Log each worker once that is registered, but cannot be reached: a firewall, or its host has another address
@@ -157,24 +163,30 @@ class Membership:
         self._unreached = unreached
 
     async def _receive_reports(self) -> None:
-        views, take_load = self._fleet.workers, self._fleet.take_load
+        turns = Turns(log, "taking a report")
         while True:
             pause_s = self._pause_s()
             messages = await self._transport.receive_published(pause_s)
             now = time.monotonic()
             for message in messages:
-                view = views.get(message.worker_id)
-                if view is None:
-                    continue  # the last message of a worker that is gone
-                if isinstance(message, WorkerLoad):
-                    take_load(message, now)
-                    if view.greeted and not view.connected:
-                        view.connected = True
-                    self._prefixes.take_load(message, now)
-                else:
-                    self._prefixes.take_events(message, now)
+                try:
+                    self._take(message, now)
+                except Exception as error:  # what one worker says must not cost what the others say
+                    turns.failed(error)
             if pause_s:  # of a large fleet many reports come between two requests, which are not to wait for them
                 self._fleet.apply_changes()
+
+    def _take(self, message: Published, now: float) -> None:
+        view = self._fleet.workers.get(message.worker_id)
+        if view is None:
+            return  # the last message of a worker that is gone
+        if isinstance(message, WorkerLoad):
+            self._fleet.take_load(message, now)
+            if view.greeted and not view.connected:
+                view.connected = True
+            self._prefixes.take_load(message, now)
+        else:
+            self._prefixes.take_events(message, now)
 
     def _pause_s(self) -> float:
         pause_s = len(self._fleet.workers) * READ_PAUSE_S_PER_WORKER

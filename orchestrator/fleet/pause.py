@@ -21,6 +21,7 @@ from typing import Literal
 
 from msgspec.structs import replace
 
+from orchestrator.process.tasks import Turns
 from orchestrator.process.ticks import ticks
 from orchestrator.store.client import RedisAway
 from orchestrator.store.planned import Seen
@@ -114,14 +115,19 @@ class Rest:
 
     async def run(self) -> None:
         """Runs until cancelled."""
+        turns = Turns(log, "asking for an idle model's workers")
         async for _ in ticks(_LOOK_EVERY_S):
-            desired = self._desired()
-            if desired is not None and desired.set_by == WAKE and desired.set_at != self._woken[0]:
-                self._woken = desired.set_at, time.monotonic()
-            if self._asked:
-                self._asked = False
-                with contextlib.suppress(RedisAway):
-                    await self._wake()
+            with turns.turn():
+                await self._look()
+
+    async def _look(self) -> None:
+        desired = self._desired()
+        if desired is not None and desired.set_by == WAKE and desired.set_at != self._woken[0]:
+            self._woken = desired.set_at, time.monotonic()
+        if self._asked:
+            self._asked = False
+            with contextlib.suppress(RedisAway):
+                await self._wake()
 
     async def _wake(self) -> None:
         """Unless somebody has done so. Raises RedisAway."""

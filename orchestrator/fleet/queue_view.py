@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
+from orchestrator.process.tasks import Turns
 from orchestrator.process.ticks import left_s, until_told
 from orchestrator.store.client import RedisAway
 from orchestrator.store.queue import JobTooLarge, PrefillQueue, QueueFull
@@ -32,9 +33,10 @@ class QueueView:
     def __init__(self, queue: PrefillQueue, frontend_id: str, lease_s: float) -> None:
         self._queue = queue
         self._frontend_id = frontend_id
-        self._sweep_s = lease_s / 2
+        self._sweep_s, self._next_sweep_at = lease_s / 2, time.monotonic()
         self._depth: QueueDepth | None = None
         self._away_since: float | None = None
+        self._given_up = False
         self._server_run: str | None = None  # of the server that was polled last
         self._stirred = asyncio.Event()  # a job was enqueued or a command failed, since the last poll
         self.polled = asyncio.Event()  # asked once, whether it answered or not
@@ -99,35 +101,38 @@ class QueueView:
         """Runs until cancelled. `on_away()` is called once for each time that the queue is given up: it was away for
         long, or another server, or the same one restarted, answers after it was.
         `on_failed(request_id, attempt)` is called for each job of this frontend that the queue has given up."""
-        next_sweep_at = time.monotonic()
-        given_up = False
+        turns = Turns(log, "looking at the prefill queue")  # a defect here ends no frontend
         while True:
-            try:
-                async with asyncio.timeout(None if given_up else self._patience_s()):
-                    depth = await self._queue.poll()
-                if self._depth is None:
-                    if await self._replaced() and not given_up:
-                        on_away()
-                    given_up, self._away_since = False, None
-                self._depth = depth
-                if time.monotonic() >= next_sweep_at:
-                    # All frontends sweep: jitter spreads the sweeps.
-                    next_sweep_at = time.monotonic() + self._sweep_s * random.uniform(0.75, 1.25)
-                    for request_id, attempt, reply_to in (await self._queue.sweep()).failed:
-                        if reply_to == self._frontend_id:
-                            on_failed(request_id, attempt)
-            except RedisAway as error:
-                self._note_away(error)
-            except TimeoutError:
-                log.debug("the poll in flight is not waited for: the queue is given up")
+            with turns.turn():
+                await self._look(on_away, on_failed)
             self.polled.set()
-            if not given_up and self._patience_s() == 0:
-                given_up = True
-                on_away()
             if self._depth == _EMPTY:
                 await until_told(self._stirred, left_s(EMPTY_POLL_S))
             else:
                 await asyncio.sleep(left_s(POLL_S))
+
+    async def _look(self, on_away: Callable[[], None], on_failed: Callable[[str, int], None]) -> None:
+        try:
+            async with asyncio.timeout(None if self._given_up else self._patience_s()):
+                depth = await self._queue.poll()
+            if self._depth is None:
+                if await self._replaced() and not self._given_up:
+                    on_away()
+                self._given_up, self._away_since = False, None
+            self._depth = depth
+            if time.monotonic() >= self._next_sweep_at:
+                # All frontends sweep: jitter spreads the sweeps.
+                self._next_sweep_at = time.monotonic() + self._sweep_s * random.uniform(0.75, 1.25)
+                for request_id, attempt, reply_to in (await self._queue.sweep()).failed:
+                    if reply_to == self._frontend_id:
+                        on_failed(request_id, attempt)
+        except RedisAway as error:
+            self._note_away(error)
+        except TimeoutError:
+            log.debug("the poll in flight is not waited for: the queue is given up")
+        if not self._given_up and self._patience_s() == 0:
+            self._given_up = True
+            on_away()
 
     def _patience_s(self) -> float | None:
         """How much longer to wait before the queue is given up, seconds; None while it is reachable."""

@@ -214,8 +214,10 @@ class FleetConnection:
             self.router.handle(worker_id, message, payload, now)
 
     async def _heartbeat(self) -> None:
+        turns = Turns(log, "the heartbeat")
         while True:
-            await self._send_heartbeat()
+            with turns.turn():
+                await self._send_heartbeat()
             await asyncio.sleep(left_s(HEARTBEAT_S))
 
     async def _log_retries(self) -> None:

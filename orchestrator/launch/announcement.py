@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import shlex
 from collections.abc import Mapping
+
+import msgspec
 
 from orchestrator.config.access import is_protected
 from orchestrator.launch.console import Console
 from orchestrator.launch.fleet_processes import FleetProcesses
 from orchestrator.launch.host.run_folder import Ready, RunFolder
 
+READY_FD = "PD_READY_FD"  # in the environment: the pipe of who waits for this. A file may find no room on the disk
 _CURL_TOKENS = 24
 _LONG_TOKENS = 768  # of a prompt that shows a remote prefill, where predicted times decide
 _REPEATED = "{repeated}"  # stands for a shell's substitution in a JSON body
@@ -37,7 +42,10 @@ def announce(models: Mapping[str, FleetProcesses], device: str, folder: RunFolde
         console.say(f"A long one{'' if by_length is None else ' is prefilled by one worker and decoded by another'}:")
         console.say(_curl(ready.url, names[0], protected, sentences=(by_length or _LONG_TOKENS) // 3))
     console.flush()
-    folder.note_ready(ready)  # last: `up --detach` returns once it is there, and shows no more
+    folder.note_ready(ready)
+    if told_at := os.environ.get(READY_FD):  # last: `up --detach` returns once it is told, and shows no more
+        with contextlib.suppress(OSError):  # who waited has ended
+            os.write(int(told_at), msgspec.json.encode(ready))
 
 
 def _curl(url: str, model: str, protected: bool, sentences: int = 0) -> str:

@@ -40,13 +40,18 @@ _ERROR = re.compile(r"(^|\s)[\w.]*(Error|Exception): ")  # the last line of a tr
 
 
 class LogFile:
-    """A log file of bounded size. An earlier log, and the older part of a long one, is kept as NAME.1."""
+    """A log file of bounded size; the older part of a long one is kept as NAME.1. That of an earlier launcher goes on:
+    one that is started again and again keeps why it ended first."""
 
     def __init__(self, path: Path, form: LogFormat = "text", max_bytes: int = _MAX_LOG_BYTES) -> None:
         """Raises OSError."""
         self.path, self.form = path, form
         self._max_bytes = max_bytes
-        self._file = self._begin()
+        make_folder(path.parent)
+        try:
+            self._file = open_own(path, "ab", buffering=0)
+        except OSError:  # somebody else's, or no file
+            self._file = self._begin()
 
     def write(self, process: str, line: str) -> None:
         try:

@@ -95,9 +95,13 @@ class Turns:
             yield
             self._said = ""
         except Exception as error:
-            if (said := repr(error)) != self._said:
-                self._said = said
-                self._log.exception("%s: failed, and is tried again", self._what)
+            self.failed(error)
+
+    def failed(self, error: Exception) -> None:
+        """The same, for what is too short to be a turn. Call it in the handling of the exception."""
+        if (said := repr(error)) != self._said:
+            self._said = said
+            self._log.exception("%s: failed, and is tried again", self._what)
 
 
 class Asked(Generic[T]):

@@ -184,7 +184,7 @@ class Decider:
             return None
         hits = self._prefixes.look_up(active.parsed.prefix_keys)
         cached_tokens = max(cached_tokens, hits.blocks(asker) * self._fleet.block_size)
-        links, places = self._predictor.links, self._fleet.places
+        links, places, rests_from = self._predictor.links, self._fleet.places, to.load.rests_from if to.load else ()
         holders = [
             Holder(
                 worker_id=view.info.id,
@@ -198,7 +198,7 @@ class Decider:
                 ),
             )
             for view, load, tokens in self._lenders(active, hits)
-            if view is not to and view.info.domain == to.info.domain
+            if view is not to and view.info.domain == to.info.domain and view.info.kv.engine_id not in rests_from
         ]
         link_s_per_token = to.info.kv_bytes_per_token / (self._fleet.link_bytes_per_s or PRIOR_BYTES_PER_S)
         return choose_holder(holders, cached_tokens, self._predictor.s_per_token, link_s_per_token)

@@ -9,9 +9,10 @@ refused all the same where only a local prefill is left and the client has no to
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterator
 from typing import Any
 
 from orchestrator.config.settings import RoutingConfig
@@ -150,14 +151,8 @@ class Dispatch:
         if active.prefill_worker is not None:
             self._fleet.note_adapter(active.prefill_worker, parsed.info.adapter, now)
         active.move(to)
-        submitted = Submitted(
-            worker_id,
-            now,
-            there.waiting_tokens + there.placed_tokens,
-            there.running + there.waiting,
-            max(0, parsed.info.prompt_tokens - hit_tokens),
-        )
-        active.give_to(active.prefill, submitted)
+        ahead, lacking = there.waiting_tokens + there.placed_tokens, max(0, parsed.info.prompt_tokens - hit_tokens)
+        active.give_to(active.prefill, Submitted(worker_id, now, ahead, there.running + there.waiting, lacking))
         # Now, not at the next decision: what this changes was read a moment ago, and by then it is in no cache.
         self._fleet.apply_changes()
         return True
@@ -230,10 +225,7 @@ class Dispatch:
 
     def unbound(self, active: ActiveRequest) -> None:
         """No decode worker can get the KV from the prefill worker that has claimed its job."""
-        if strict_label(self._routing.pairing):
-            self.retry(active, "no_paired_worker")
-        else:
-            self.retry(active, "no_decode_worker")
+        self.retry(active, "no_paired_worker" if strict_label(self._routing.pairing) else "no_decode_worker")
 
     def diverged(self, active: ActiveRequest) -> None:
         """The engines sampled different first tokens: continue after the one that the client has, if possible on the
@@ -253,8 +245,17 @@ class Dispatch:
     def leave_queue(self, why: str) -> None:
         """Place all queued requests elsewhere: in the queue they would wait until their claim deadline."""
         for active in self._requests.all():
-            if active.state is State.QUEUED:
-                self.retry(active, why)
+            with self.guarding(active):
+                if active.state is State.QUEUED:
+                    self.retry(active, why)
+
+    @contextlib.contextmanager
+    def guarding(self, active: ActiveRequest) -> Iterator[None]:
+        """A defect that this request meets in the context fails it, and must not cost the others theirs."""
+        try:
+            yield
+        except Exception:
+            self.fail_defective(active, active.id)
 
     def fail_withdrawn(self, active: ActiveRequest, failure: Failure) -> None:
         """Fail a request that no worker can answer: withdraw it from all workers and tell the client."""
@@ -276,16 +277,15 @@ class Dispatch:
         of the others does not count against `MAX_ATTEMPTS`."""
         if (view := self._fleet.workers.get(there)) is not None:
             view.disconnect(time.monotonic())  # the worker leaves, whatever its last report says
-        victims = [
-            active for active in self._requests.of(there) if there in (active.decode_worker, active.computing_worker)
-        ]
+        victims = [one for one in self._requests.of(there) if there in (one.decode_worker, one.computing_worker)]
         guilty = self._quarantine.crashed(victims, crash)
         for active in victims:
-            suspected = crash.suspect is None and self._quarantine.suspects(active, there)
-            if active in guilty:
-                said = f"it crashed {active.crashes} engines, the last on {there}: {crash.why}"
-                self.fail_withdrawn(active, Failure(said))
-            else:
+            with self.guarding(active):
+                suspected = crash.suspect is None and self._quarantine.suspects(active, there)
+                if active in guilty:
+                    said = f"it crashed {active.crashes} engines, the last on {there}: {crash.why}"
+                    self.fail_withdrawn(active, Failure(said))
+                    continue
                 self._give_up(active, "engine_crashed")
                 active.avoid_worker(there)  # has no effect if that worker prefilled
                 active.next_attempt("engine_crashed")

@@ -110,14 +110,15 @@ class Learning:
         self.recent.itl.add(gap_s)
         self.recent.output_tokens += tokens
 
-    def first_token(self, request: ActiveRequest, link: Link, now: float, lacked_kv: bool) -> None:
+    def first_token(self, request: ActiveRequest, link: Link, now: float, computed: int | None) -> None:
         """Record the decode engine's first token. Call it before the request moves to DECODING. `link`: over which the
-        KV of a remote prefill came. `lacked_kv`: none did, so that the engine has computed the prompt."""
+        KV of a remote prefill came. `computed`: so many tokens of the prompt the engine says to have computed, since
+        none came: but the last one where its own cache has the rest. A prefix that was to be fetched may not have."""
         decode, prompt_tokens, prefill = request.decode, request.parsed.info.prompt_tokens, request.prefill
         if prefill is not None and prefill.ended_at is not None:
             self._metrics.kv_exposed_s.observe(now - prefill.ended_at)
         if prefill is not None and decode is not None:
-            if lacked_kv:
+            if computed is not None and computed > 1:
                 self._late(prefill, decode, now)
                 return  # how long this took says nothing of the link
             self.recent.transferred[f"{prefill.worker_id} {decode.worker_id}"] += prompt_tokens
@@ -125,7 +126,8 @@ class Learning:
         if decode is None or request.attempt > 1:
             return  # a retry's times are not those of a healthy request
         if request.state is State.LOCAL:
-            tokens = max(1, prompt_tokens - request.cached_tokens) + decode.ahead_tokens
+            own_tokens = prompt_tokens - request.cached_tokens if computed is None else computed
+            tokens = max(1, own_tokens) + decode.ahead_tokens
             tokens += request.placed.adapter_tokens if request.placed is not None else 0
             self.predictor.observe_local(decode.worker_id, tokens, now - decode.at)
         else:

@@ -284,8 +284,9 @@ class Codec(Protocol):
         said of the prompt, and of when the engine took and began it."""
         ...
 
-    def lacked_kv(self, output: Any) -> bool:
-        """Whether an attempt's first output says that its engine has computed a prompt whose KV was to come to it."""
+    def computed_alone(self, output: Any) -> int | None:
+        """Of the prompt, the tokens that its engine has computed, as an attempt's first output says. None where it says
+        nothing, or KV has come to it."""
         ...
 
     def count_prompt(self, output: Any, cached_tokens: int, created_cache_tokens: int) -> None:

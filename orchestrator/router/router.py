@@ -19,6 +19,7 @@ from orchestrator.fleet.view import Fleet
 from orchestrator.policy.decode_choice import DecodeChoice
 from orchestrator.policy.policies import RECALL_S
 from orchestrator.policy.prefix_index import PrefixIndex
+from orchestrator.process.tasks import Turns
 from orchestrator.process.telemetry.metrics import Metrics
 from orchestrator.process.ticks import ticks
 from orchestrator.router.active_requests import ActiveRequests, OutputAction
@@ -62,7 +63,7 @@ class Router:
         choose: DecodeChoice,
         metrics: Metrics,
     ) -> None:
-        self._metrics, self._recall_at = metrics, 0.0
+        self._metrics, self._recall_at, self._of_queue = metrics, 0.0, Turns(log, "the jobs of requests")
         self._routing, self._fleet, self._codec, self._prefixes = config.routing, fleet, codec, prefixes
         self.learning = Learning(fleet, choose, config.slo, metrics)
         self._decider = Decider(transport.frontend_id, config, fleet, queue, prefixes, choose, self.learning)
@@ -109,12 +110,14 @@ class Router:
 
     async def run(self) -> None:
         """Enforce the deadlines of all states. Runs until cancelled."""
+        turns = Turns(log, "the deadlines of requests")
         async with asyncio.TaskGroup() as tasks:
             looking = tasks.create_task(self.check_queue(time.monotonic()))
             async for late_s in ticks(CHECK_S):
-                if late_s > CHECK_S:
-                    self._overdue.stood_still(time.monotonic(), late_s)
-                self.check(time.monotonic())
+                with turns.turn():
+                    if late_s > CHECK_S:
+                        self._overdue.stood_still(time.monotonic(), late_s)
+                    self.check(time.monotonic())
                 if looking.done():  # else Redis does not answer, for which no deadline waits
                     looking = tasks.create_task(self.check_queue(time.monotonic()))
 
@@ -125,13 +128,13 @@ class Router:
         """
         if self._fleet.pause.frozen:
             return
+        self._overdue.check(now, self._fleet.pause.ended_at)  # first: a defect in what follows must not keep it off
         self.learning.predictor.set_prior(self._fleet.speed)
         self._check_claimers()
         self._decider.look(now)
         for active in self._requests.all():
             if active.answer.held and now - active.answer.held_since > HELD_S:
                 self._release_held(active, now)
-        self._overdue.check(now, self._fleet.pause.ended_at)
         if now >= self._recall_at:
             self._recall_at = now + RECALL_S
             queued = [active for active in self._requests.all() if active.state is State.QUEUED]
@@ -140,9 +143,10 @@ class Router:
         self._dispatch.check(now)
 
     async def check_queue(self, now: float) -> None:
-        """The same for requests whose job was lost, or whose prefill worker does not report."""
-        if not self._fleet.pause.frozen:
-            await self._overdue.check_queue(now)
+        """The same for requests whose job was lost, or whose prefill worker does not report. A defect is logged."""
+        with self._of_queue.turn():
+            if not self._fleet.pause.frozen:
+                await self._overdue.check_queue(now)
 
     # ---- what workers say --------------------------------------------------------------------------------------
 
@@ -249,12 +253,8 @@ class Router:
 
     def _release_held(self, active: ActiveRequest, now: float) -> None:
         held, active.answer.held = active.answer.held, []
-        try:
-            outputs = [output for output in held if self._take(active, output, now)]
-        except Exception:
-            self._dispatch.fail_defective(active, active.id)
-        else:
-            if outputs:
+        with self._dispatch.guarding(active):
+            if outputs := [output for output in held if self._take(active, output, now)]:
                 self.batches.put_nowait(Batch(outputs, now))
 
     def _take(self, active: ActiveRequest, output: Any, now: float) -> bool:
@@ -272,7 +272,7 @@ class Router:
         """The same, for the first outputs of an attempt."""
         began = bool(output.new_token_ids)
         first = began and active.answer.decoding_at is None
-        lacked_kv = first and self._codec.lacked_kv(output)  # before what it says of the prompt is dropped
+        computed = self._codec.computed_alone(output) if first else None  # before what it says of that is dropped
         had_first = active.answer.first_token_at is not None
         action = self._requests.from_decode(active, output, now)
         if action is OutputAction.DIVERGED:
@@ -282,7 +282,7 @@ class Router:
         if first:
             self._prefixes.expected.settled(active.id)
             link = self._fleet.places.link(active.prefill_worker, active.decode_worker)
-            self.learning.first_token(active, link, now, lacked_kv)
+            self.learning.first_token(active, link, now, computed)
         if began:
             active.move(State.DECODING)
             self._dispatch.clear_suspect(active)
@@ -296,27 +296,25 @@ class Router:
         """Retry the requests of workers that are gone. Those that they decoded continue on another worker; the prompts
         that they were computing, or had claimed unheard, are prefilled locally. Where one had ended, its KV may be
         there already: `overdue` waits a moment. Call it once for all that go together."""
-        gone = frozenset(lost)
-        for worker_id in gone:
+        self._leave("lost", frozenset(lost), frozenset(lost))
+        for worker_id in lost:
             self.learning.forget(worker_id)
-        for active in self._requests.of(*gone):
-            if active.decode_worker in gone:
-                self._dispatch.retry(active, "decode_worker_lost", avoid=active.decode_worker)
-            elif active.state is State.TRANSFERRING and active.computing_worker in gone:
-                self._dispatch.retry(active, "prefill_worker_lost", charge=False)
-        self._check_claimers()
-        self._dispatch.background(self._overdue.leave_claimers(gone, "prefill_worker_lost"))
 
     def worker_quiet(self, *quiet: str) -> None:
         """Move requests away from workers that are slow, stopped or cut off: of all that become so together."""
-        away, left = frozenset(quiet), frozenset(filter(self._fleet.has_other_decode_worker, quiet))
+        self._leave("quiet", frozenset(quiet), frozenset(filter(self._fleet.has_other_decode_worker, quiet)))
+
+    def _leave(self, how: str, away: frozenset[str], decoding: frozenset[str]) -> None:
+        lost = how == "lost"
         for active in self._requests.of(*away):
-            if active.decode_worker in left:
-                self._dispatch.retry(active, "decode_worker_quiet", avoid=active.decode_worker, charge=False)
-            elif active.state is State.TRANSFERRING and active.prefill_worker in away:
-                self._dispatch.retry(active, "prefill_worker_quiet", charge=False)
+            with self._dispatch.guarding(active):
+                prefills = active.computing_worker if lost else active.prefill_worker
+                if active.decode_worker in decoding:
+                    self._dispatch.retry(active, f"decode_worker_{how}", avoid=active.decode_worker, charge=lost)
+                elif active.state is State.TRANSFERRING and prefills in away:
+                    self._dispatch.retry(active, f"prefill_worker_{how}", charge=False)
         self._check_claimers()
-        self._dispatch.background(self._overdue.leave_claimers(away, "prefill_worker_quiet"))
+        self._dispatch.background(self._overdue.leave_claimers(away, f"prefill_worker_{how}"))
 
     def connection_reset(self, worker_id: str) -> None:
         """A worker's connection was made again: requests or tokens may be lost with the old one."""
@@ -329,8 +327,9 @@ class Router:
     def _retry_decoding(self, worker_id: str, why: str, charge: bool = True, avoid: str | None = None) -> None:
         """Retry all requests that a worker decodes: an answer must not have a gap."""
         for active in self._requests.of(worker_id):
-            if active.decode_worker == worker_id:
-                self._dispatch.retry(active, why, avoid=avoid, charge=charge)
+            with self._dispatch.guarding(active):
+                if active.decode_worker == worker_id:
+                    self._dispatch.retry(active, why, avoid=avoid, charge=charge)
 
     def queue_lost(self) -> None:
         """Take all requests out of the queue: while Redis is away no worker can claim their jobs."""

@@ -1,4 +1,4 @@
-"""The connection to Redis: one pipelined connection, and subscriptions that survive restarts.
+"""The connection to Redis: one pipelined connection, and one for all subscriptions (`subscriptions`).
 
 Every condition that makes Redis unusable raises `RedisAway`. Not responsible for what the keys mean.
 """
@@ -15,7 +15,6 @@ from typing import Any
 
 import hiredis
 import redis.asyncio
-from redis.asyncio.connection import AbstractConnection
 from redis.exceptions import MovedError, NoPermissionError, RedisError, ResponseError
 
 from orchestrator.config.values import masked
@@ -23,6 +22,7 @@ from orchestrator.process.tasks import cancelled
 from orchestrator.process.ticks import backoff_s
 from orchestrator.store.keys import Library
 from orchestrator.store.servers import Command, Pipe, Servers
+from orchestrator.store.subscriptions import Subscriptions
 
 log = logging.getLogger("pd.redis")
 
@@ -39,8 +39,6 @@ _FUNCTION_COMMANDS = ("FCALL", "FUNCTION LOAD")
 _AWAY_FIRST_S, _AWAY_MOST_S = 0.25, 0.5
 _DEADLINE_STEP_S = 0.01
 _STALL_S = 0.1  # a time-out that comes later than this says that our loop stood still
-_SUBSCRIPTION_IDLE_S = 2.0
-_LISTEN_FIRST_S, _LISTEN_MOST_S = 0.1, 1.0  # before a subscription connects again
 
 
 class RedisAway(ConnectionError):
@@ -66,7 +64,7 @@ class Redis(redis.asyncio.Redis):
         self._flushes = False  # soon
         self._connector: asyncio.Task[None] | None = None
         self._pipe: Pipe | None = None
-        self._subscriptions: set[AbstractConnection] = set()
+        self._subscriptions = Subscriptions(servers)
         self._away_until, self._failures = 0.0, 0  # of connections, in a row
         self._why = ""
 
@@ -183,7 +181,7 @@ class Redis(redis.asyncio.Redis):
                             await self._move(pipe, error)
                         elif isinstance(error, _ELSEWHERE):
                             await self._break(pipe, f"it sends us elsewhere: {error}")
-                            await self._break_subscriptions()
+                            await self._subscriptions.reconnect()
                             return
                     else:
                         self._failures = 0
@@ -214,7 +212,7 @@ class Redis(redis.asyncio.Redis):
         if pipe is self._pipe:
             self._servers.moved(error, pipe.connection)
             self._pipe = None
-            await self._break_subscriptions()
+            await self._subscriptions.reconnect()
 
     async def _break(self, pipe: Pipe | None, why: str) -> None:
         """Raise RedisAway for all waiting callers, and for a moment for new ones."""
@@ -234,52 +232,12 @@ class Redis(redis.asyncio.Redis):
             pipe.callers.clear()
             await pipe.connection.disconnect(nowait=True)
 
-    async def _break_subscriptions(self) -> None:
-        """Close all subscriptions. Each connects again."""
-        for connection in list(self._subscriptions):
-            await connection.disconnect(nowait=True)
-
     def _unusable(self, why: str) -> str:
         return f"Redis at {masked(self.url)} cannot be used: {why.rstrip('.')}. Start or repair it, or set redis.url"
 
-    async def listen(self, channel: str) -> AsyncGenerator[bytes | None, None]:
-        """Messages of a channel. Never ends and never raises, whatever happens to Redis.
-
-        Yields None after each (re)connection: messages from before it may be lost.
-        """
-        failures = 0
-        while True:
-            connection = self._servers.new_connection()
-            # redis-py's own time-out is a `wait_for`, which in Python 3.11 may swallow the cancellation of who listens.
-            timeout_s, connection.socket_timeout = connection.socket_timeout, None
-            try:
-                async with asyncio.timeout(timeout_s):
-                    await connection.connect()
-                    await connection.send_command("SUBSCRIBE", channel, check_health=False)
-                    await connection.read_response()
-                self._subscriptions.add(connection)
-                if not self._servers.leads_to(connection):
-                    raise redis.exceptions.ConnectionError("our keys have moved meanwhile")
-                yield None
-                failures = 0
-                pinged = False
-                while True:
-                    message = await connection.read_response(timeout=_SUBSCRIPTION_IDLE_S)
-                    if message is None:
-                        # The channel is quiet, or the peer died without closing the connection. Ping once.
-                        if pinged:
-                            raise redis.exceptions.ConnectionError("no answer to a ping")
-                        await connection.send_command("PING", check_health=False)
-                    elif message[0] == b"message":
-                        yield message[2]
-                    pinged = message is None
-            except (RedisError, OSError) as error:
-                log.debug("subscription to %s broke: %s", channel, error)
-            finally:
-                self._subscriptions.discard(connection)
-                await connection.disconnect(nowait=True)
-            failures += 1
-            await asyncio.sleep(backoff_s(failures, _LISTEN_FIRST_S, _LISTEN_MOST_S))
+    def listen(self, channel: str) -> AsyncGenerator[bytes | None, None]:
+        """See `Subscriptions`."""
+        return self._subscriptions.listen(channel)
 
     async def aclose(self, close_connection_pool: bool | None = None) -> None:
         """End the commands in flight. Later calls connect again."""

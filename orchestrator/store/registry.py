@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from orchestrator.process.tasks import cancelled
+from orchestrator.process.tasks import Turns, cancelled
 from orchestrator.process.ticks import ticks
 from orchestrator.store.client import Redis, RedisAway
 from orchestrator.store.configuration import Rollout, Version
@@ -307,11 +307,10 @@ class Registry:
             await cancelled(pruner)
 
     async def _prune(self) -> None:
+        turns = Turns(log, "looking for silent members")  # who watches does not notice its end
         async for _ in ticks(PRUNE_S):
-            try:
+            with turns.turn(), contextlib.suppress(RedisAway):
                 await self._call("prune")
-            except RedisAway as error:
-                log.debug("looking for silent members: %s", error)
 
     async def forget_log_levels(self) -> None:
         """Delete the log levels that were set in a fleet that has ended."""

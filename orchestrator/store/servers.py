@@ -91,6 +91,7 @@ class Servers:
     def __init__(self, url: str, timeout_s: float) -> None:
         """`timeout_s` bounds connecting and each answer. Raises ValueError, and RedisError."""
         check_redis_url(url)
+        self.timeout_s = timeout_s
         options: dict[str, Any] = {
             "protocol": 2,
             "socket_timeout": timeout_s,

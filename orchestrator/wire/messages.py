@@ -155,8 +155,8 @@ class Rejected(msgspec.Struct, tag="rejected", frozen=True):
 class EngineCrashed(msgspec.Struct, tag="engine_crashed", frozen=True):
     """The worker's engine has died by itself, and the worker leaves. `why`: the engine's own words.
 
-    `suspect`: the suspect that was on trial, and so the cause. Without one `others` counts the
-    requests of other frontends on it that had produced nothing yet, so that one of them may be the cause.
+    `suspect`: the suspect that was on trial, and so the cause; empty: no request of this worker is. Without one
+    `others` counts the requests of other frontends on it that had produced nothing yet, so that one of them may be.
     """
 
     why: str

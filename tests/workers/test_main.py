@@ -317,13 +317,27 @@ async def test_sigterm_lets_a_short_request_end_and_a_second_does_not_wait(worke
     assert endless.finish is None
 
 
-async def test_an_id_stays_claimed_while_vllm_is_imported(redis_server: EmbeddedRedis) -> None:
-    """That takes longer than `workers.timeout_s`, and nobody renews the claim meanwhile."""
+DIES_IN_ITS_IMPORTS = """
+import os, sys
+from orchestrator.types import Role
+from workers import main
+main._engine = lambda *_: os._exit(9)
+main.main(Role.DECODE, sys.argv[1:])
+"""
+
+
+async def test_a_worker_that_dies_in_its_imports_holds_no_id(redis_server: EmbeddedRedis) -> None:
+    """They may take two minutes, in which nobody renews a claim. Another host cannot see that its process has ended."""
     redis, namespace = await connect(redis_server.url, 5.0), fresh_namespace()
     registry, arguments = Registry(redis, namespace), ["--redis", redis_server.url, "--namespace", namespace]
-    await _claim_id(registry, parse(Role.DECODE, [*arguments, "--model", "m", "--engine", "sim", "--id", "d"]))
+    arguments += ["--model", "m", "--engine", "sim", "--id", "d"]
+    died = await asyncio.create_subprocess_exec(sys.executable, "-c", DIES_IN_ITS_IMPORTS, *arguments, cwd=ROOT)
+    assert await asyncio.wait_for(died.wait(), DEADLINE_S) == 9
+    assert not await registry.launchers()
+    parsed = parse(Role.DECODE, arguments)
+    await _claim_id(registry, parsed)
     (holder,) = await registry.launchers()
-    assert await redis.pttl(f"{registry.keys.prefix}launcher:{holder}") > 30_000
+    assert await redis.pttl(f"{registry.keys.prefix}launcher:{holder}") <= parsed.config.workers.timeout_s * 1000
     await registry.leave_launcher(holder)
     await redis.aclose()
 

@@ -136,11 +136,11 @@ class LoadReporter:
         self.prefix_sequence = 0  # of the last prefix batch published before the next report
         self.pause = PauseState()  # the newest that this worker has received
         self._fetches, self._fetched_tokens = Counter[str](), 0
+        self.rests_from: Callable[[], list[str]] = list  # see `WorkerLoad`
         self.dirty = asyncio.Event()  # set by a change that no step may report
         self.steps = 0
         self._seen: dict[str, int] = {}  # the highest submission number of each frontend
-        self._given: list[Attempt] = []
-        self._settling: list[Attempt] = []
+        self._given, self._settling = list[Attempt](), list[Attempt]()
         self._sequence = 0
         self._paced = Paced(self._publish_now, lambda: load_interval_s(workers()))
         self.publish_soon, self.close = self._paced.soon, self._paced.close
@@ -287,6 +287,7 @@ class LoadReporter:
                 corrupt_messages=self._corrupt_messages(),
                 fetches=dict(self._fetches),
                 fetched_tokens=self._fetched_tokens,
+                rests_from=self.rests_from(),
                 group=self._board.counters() if self._board is not None else None,
                 adapters=engine.adapters,
                 adapter_load_s=engine.adapter_load_s,

@@ -12,14 +12,10 @@ import asyncio
 import contextlib
 import hmac
 import logging
-import os
 import secrets
 import socket
 import time
 from collections.abc import Callable
-from typing import Union
-
-import msgspec
 
 from orchestrator.config.settings import Config, ConfigError
 from orchestrator.process.tasks import cancelled, first_of
@@ -32,74 +28,18 @@ from orchestrator.wire.addresses import Listening, hold_port, in_url
 from workers.engine import Engine, EngineDead, EngineInfo, EngineStartFailed, Group, started
 from workers.load.board import announce, withdraw
 from workers.unit.hosts import other_release, refusal, release_here, side_by_side
+from workers.unit.messages import Beat, Come, Died, Message, Met, Paused, Peer, Refused, decode
 
 log = logging.getLogger("pd.worker")
 
 _BEAT_S = 1.0
 _ANSWER_S = 5.0  # for a connection, and its first message
+_VERDICT_S = 1.0  # on which engine of the group has died first
 _TOLD_S = 5.0  # for so long Redis keeps where to meet; it is told again at each beat
 # A connection without a beat for so many times workers.timeout_s, or beats, has no rank at its other end: its host is
 # frozen, or no packet reaches it. A rank that has ended is noticed at once.
 _SILENT_TIMEOUTS = 4.0
 _ONE_HOST = "127.0.0.1"
-
-
-class Come(msgspec.Struct, frozen=True, tag="come"):
-    """From a rank to the first one. `host`: where others reach it."""
-
-    token: str
-    worker_id: str
-    ranks: tuple[str, ...]
-    generation: int
-    host: str
-
-
-class Met(msgspec.Struct, frozen=True, tag="met"):
-    """All have come: their engines meet there. `rank`: of the one that is told."""
-
-    host: str
-    port: int
-    one_host: bool
-    rank: int
-
-
-class Refused(msgspec.Struct, frozen=True, tag="refused"):
-    """The group cannot start, or not with this rank. `final`: nor will it, as it is."""
-
-    why: str
-    final: bool = False
-
-
-class Paused(msgspec.Struct, frozen=True, tag="paused"):
-    """See pause.py."""
-
-    state: PauseState
-
-
-class Beat(msgspec.Struct, frozen=True, tag="beat"):
-    """A sign of life."""
-
-
-_encode = msgspec.json.encode
-_decode = msgspec.json.Decoder(Union[Come, Met, Refused, Paused, Beat]).decode
-
-
-class _Peer:
-    """A connection with another rank."""
-
-    def __init__(self, writer: asyncio.StreamWriter, host: str = "") -> None:
-        self.writer, self.host, self.missed = writer, host, 0
-
-    def send(self, message: Come | Met | Refused | Paused | Beat) -> None:
-        if not self.writer.is_closing():
-            self.writer.write(_encode(message) + b"\n")
-
-    def close(self) -> None:
-        """The other end notices at once, also where an engine that was forked from here has the socket too."""
-        descriptor: int = self.writer.get_extra_info("socket").fileno()
-        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as same:
-            same.shutdown(socket.SHUT_RDWR)
-        self.writer.close()
 
 
 class GroupLink:
@@ -115,10 +55,11 @@ class GroupLink:
         self._token = secrets.token_hex(16)
         self._silence_s = _SILENT_TIMEOUTS * max(config.workers.timeout_s, _BEAT_S)
         self.pauses: asyncio.Queue[PauseState] = asyncio.Queue()  # that other ranks tell
-        self._peers: dict[str, _Peer] = {}  # the first rank has all others, they have it
+        self._peers: dict[str, Peer] = {}  # the first rank has all others, they have it
         self._complete, self._outdated = asyncio.Event(), False
         self._met = self._judges = False
         self._broken: asyncio.Future[str] = asyncio.get_running_loop().create_future()  # done once a rank has gone
+        self._blamed = asyncio.Event()  # of all engines this one has died first
         self._server: asyncio.Server | None = None
         self._held: socket.socket | None = None  # the port where engines meet
         self._tasks: list[asyncio.Task[None]] = []
@@ -194,10 +135,10 @@ class GroupLink:
         """Somebody has connected to the first rank."""
         with contextlib.closing(writer), contextlib.suppress(OSError, TimeoutError, ValueError):
             async with asyncio.timeout(_ANSWER_S):
-                come = _decode(await reader.readline())
+                come = decode(await reader.readline())
             if not isinstance(come, Come) or not hmac.compare_digest(come.token.encode(), self._token.encode()):
                 return
-            peer = _Peer(writer, come.host)
+            peer = Peer(writer, come.host)
             if (come.ranks, come.generation) != (self.ranks, self._generation) or come.worker_id not in self.ranks[1:]:
                 why = (
                     f"{come.worker_id} was started with --ranks {','.join(come.ranks)} and configuration "
@@ -243,7 +184,7 @@ class GroupLink:
                 reader, writer = await asyncio.open_connection(place.host, place.port)
         except (OSError, ValueError, OverflowError) as error:  # the last two: it has named no address
             return f"{in_url(place.host)}:{place.port} is not reached ({str(error) or 'no answer'}); see workers.ports"
-        peer, ended = _Peer(writer), "it has ended"
+        peer, ended = Peer(writer), "it has ended"
         if why := other_release(first, place.release, self._id, release_here()):
             peer.close()
             return Refused(why)
@@ -251,7 +192,7 @@ class GroupLink:
         peer.send(Come(place.token, self._id, self.ranks, self._generation, self._at.reached_at))
         try:
             while line := await self._line(reader):
-                match _decode(line):
+                match decode(line):
                     case Refused() as refused:
                         return refused
                     case Met() as met:
@@ -292,13 +233,32 @@ class GroupLink:
         finally:
             await self.close()
 
-    async def _follow(self, name: str, reader: asyncio.StreamReader, peer: _Peer) -> None:
+    async def died(self) -> bool:
+        """The engine here has died by itself. Whether it was the first of its unit to do so, by the order in which the
+        first rank hears of it: one that steps with the others dies of their end too. Where that rank does not answer,
+        nobody knows, and each counts as the first."""
+        if self.leads and not self._broken.done():
+            self._break(f"{self._id} has ended")
+            self._blamed.set()
+        elif not self._broken.done():
+            self.tell(Died())
+            async with first_of(self._blamed.wait(), asyncio.shield(self._broken), within_s=_VERDICT_S):
+                pass
+        return self._blamed.is_set() or not self._broken.done()
+
+    async def _follow(self, name: str, reader: asyncio.StreamReader, peer: Peer) -> None:
         """Returns when the connection has ended."""
         with contextlib.suppress(OSError, ValueError):
             while line := await reader.readline():
                 peer.missed = 0
-                if isinstance(message := _decode(line), Paused):
-                    self.pauses.put_nowait(message.state)
+                match decode(line):
+                    case Paused(state):
+                        self.pauses.put_nowait(state)
+                    case Died() if not self.leads:
+                        self._blamed.set()
+                    case Died() if not self._broken.done():
+                        peer.send(Died())
+                        self._broken.set_result(f"{name} has ended")  # `watch` ends: it is sent before all is closed
         peer.close()
         if self._peers.get(name) is not peer:
             return  # it has connected again
@@ -323,7 +283,7 @@ class GroupLink:
         for peer in self._peers.values():
             peer.close()
 
-    def tell(self, message: Refused | Paused | Beat) -> None:
+    def tell(self, message: Message) -> None:
         """The first rank tells all others, and they tell it."""
         for peer in self._peers.values():
             peer.send(message)

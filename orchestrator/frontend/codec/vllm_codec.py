@@ -241,9 +241,9 @@ class VllmCodec:
         if output.new_sampling_mask is not None:
             output.new_sampling_mask = output.new_sampling_mask.slice_request(tokens, left) if left else None
 
-    def lacked_kv(self, output: EngineCoreOutput) -> bool:
-        stats = output.prefill_stats  # its own cache may have all but the last token, and then nothing has to come
-        return stats is not None and not stats.num_external_cached_tokens and stats.num_computed_tokens > 1
+    def computed_alone(self, output: EngineCoreOutput) -> int | None:
+        stats = output.prefill_stats
+        return stats.num_computed_tokens if stats is not None and not stats.num_external_cached_tokens else None
 
     def count_prompt(self, output: EngineCoreOutput, cached_tokens: int, created_cache_tokens: int) -> None:
         if (stats := output.prefill_stats) is not None:

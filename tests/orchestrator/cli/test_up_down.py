@@ -1,12 +1,14 @@
 """`up --detach` and `down` beside what another launcher of this namespace has left, or is about to write."""
 
 import errno
+import json
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from support_cli import SIM, orchestrator, refused
@@ -52,6 +54,38 @@ def test_the_fleet_of_a_killed_launcher_is_not_taken_for_the_one_that_starts(mon
 
     monkeypatch.setattr(up, "subprocess", SimpleNamespace(Popen=popen, DEVNULL=0, PIPE=0, STDOUT=0))
     assert refused("up", SIM, "--set", "namespace=a", "--detach") == "orchestrator: no luck"
+
+
+BECOMES_READY_ON_A_FULL_DISK = """
+import signal
+from types import SimpleNamespace
+from orchestrator.config.settings import parse_config
+from orchestrator.launch.announcement import announce
+from orchestrator.launch.console import Console
+from orchestrator.types import DesiredRatio
+fleet = SimpleNamespace(config=parse_config({"model": "demo"}), desired=DesiredRatio(1, 1), url="http://127.0.0.1:1")
+announce({"": fleet}, "CPU", SimpleNamespace(note_ready=lambda ready: None), Console())
+signal.alarm(30)
+signal.pause()
+"""
+
+
+def test_up_returns_once_the_fleet_is_ready_though_the_disk_has_no_room_for_a_file(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    started = list[subprocess.Popen[bytes]]()
+
+    def popen(command: list[str], **options: Any) -> subprocess.Popen[bytes]:
+        started.append(subprocess.Popen([sys.executable, "-c", BECOMES_READY_ON_A_FULL_DISK], **options))
+        return started[0]
+
+    names = {name: getattr(subprocess, name) for name in ("DEVNULL", "PIPE", "STDOUT")}
+    monkeypatch.setattr(up, "subprocess", SimpleNamespace(Popen=popen, **names))
+    up.start_detached("a", [], as_json=True)
+    said = json.loads(capfd.readouterr().out)
+    assert (said["url"], said["pid"]) == ("http://127.0.0.1:1", started[0].pid)
+    started[0].kill()
+    started[0].wait()
 
 
 def test_down_ends_no_process_that_has_the_pid_of_a_launcher_before(other: subprocess.Popen[bytes]) -> None:

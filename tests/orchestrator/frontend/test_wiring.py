@@ -3,6 +3,7 @@
 import asyncio
 import resource
 import sys
+from operator import attrgetter
 
 import pytest
 from support_router import SimRouterCodec
@@ -150,3 +151,45 @@ def test_a_frontend_raises_its_limit_of_open_files(monkeypatch):
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
     hard = before[1]
     assert limits == [(65_535 if hard == resource.RLIM_INFINITY else min(65_535, hard), hard)]
+
+
+# By what fails: the part that has it, its name there, and how often its loop turns.
+LOOPS = {
+    "heartbeat": ("registry", "refresh_frontend", "frontend.wiring.HEARTBEAT_S"),
+    "registry": ("membership", "_resync", "fleet.membership.RESYNC_S"),
+    "silent workers": ("fleet", "silent", "fleet.membership.TICK_S"),
+    "reports": ("membership", "_take", "fleet.membership.TICK_S"),
+    "prefill queue": ("queue._queue", "poll", "fleet.queue_view.EMPTY_POLL_S"),
+    "adapters": ("adapters", "_sync", "fleet.adapters.POLL_S"),
+    "idle model": ("rest", "_desired", "fleet.pause._LOOK_EVERY_S"),
+    "deadlines": ("router", "check", "router.router.CHECK_S"),
+    "jobs": ("router._overdue", "check_queue", "router.router.CHECK_S"),
+}
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+async def test_a_defect_in_one_of_its_loops_ends_no_frontend(loop, redis, monkeypatch, caplog):
+    path, name, interval = LOOPS[loop]
+    connection = FleetConnection("f", parse_config({"model": "demo", "namespace": "t"}), redis, SimRouterCodec())
+    monkeypatch.setattr(f"orchestrator.{interval}", 0.05)
+    if loop == "reports":
+        monkeypatch.setattr(connection.transport, "receive_published", lambda _: asyncio.sleep(0.05, ["a report"]))
+    running = asyncio.create_task(connection.run())
+    met = asyncio.Queue[None]()
+
+    def defect(*_):
+        met.put_nowait(None)
+        raise ZeroDivisionError
+
+    try:
+        async with asyncio.timeout(DEADLINE_S):
+            await unless_ended(running, connection.synced())
+            monkeypatch.setattr(attrgetter(path)(connection), name, defect)
+            for _ in range(3):
+                await unless_ended(running, met.get())
+    finally:
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        monkeypatch.undo()
+        await connection.close()
+    assert [text for text in caplog.messages if text.endswith("failed, and is tried again")]

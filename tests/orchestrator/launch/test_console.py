@@ -108,12 +108,25 @@ def test_other_and_truncated_lines_are_shown_unchanged():
     assert shown_request(cut) == cut
 
 
-def test_log_is_rotated_once(tmp_path: Path):
-    for start in ("first", "second"):
-        log = LogFile(tmp_path / "log", max_bytes=1000)
-        log.write("p", start)
+def test_a_launcher_that_fails_again_and_again_keeps_why_it_did_so_first(tmp_path: Path):
+    for start in range(5):
+        log = LogFile(tmp_path / "log")
+        log.write("p", f"cause {start}")
         log.close()
-    assert (tmp_path / "log.1").read_text() == "[p] first\n"
+    assert (tmp_path / "log").read_text() == "".join(f"[p] cause {start}\n" for start in range(5))
+
+
+def test_a_log_that_is_not_ours_is_set_aside(tmp_path: Path):
+    (tmp_path / "log").symlink_to(tmp_path / "other")
+    log = LogFile(tmp_path / "log")
+    log.write("p", "line")
+    log.close()
+    assert (tmp_path / "log").read_text() == "[p] line\n" and not (tmp_path / "other").exists()
+
+
+@pytest.mark.parametrize("before", [0, 990], ids=["new", "continued"])
+def test_log_is_rotated_once(tmp_path: Path, before: int):
+    (tmp_path / "log").write_text("x" * before)
     log = LogFile(tmp_path / "log", max_bytes=1000)
     for number in range(1000):
         log.write("p", f"line {number}")

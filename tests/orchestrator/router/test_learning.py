@@ -122,9 +122,22 @@ async def test_kv_that_lacks_since_its_prefill_worker_has_gone_says_nothing_of_o
     if again:
         bench.add_worker("p0", Role.PREFILL, engine_id="p0-engine-2")
     for name, decode in bound.items():
-        bench.tokens(decode, name, [5], lacked_kv=True)
+        bench.tokens(decode, name, [5], computed=1000)
     assert not learning.late._pairs
     for name, decode in came.items():
         bench.tokens(decode, name, [5])
     assert all(request.retries == [] for request in bench.router.requests.values())
     assert not learning._connected
+
+
+@pytest.mark.parametrize("computed", [None, 100, 1000], ids=["unsaid", "fetched", "not fetched"])
+async def test_a_local_prompt_counts_with_what_was_computed_of_it(computed, monkeypatch):
+    """Its beginning may be fetched from another worker or not, since those two rest from each other, or cached no more:
+    the worker would count as slow, and more prompts go elsewhere."""
+    bench, seen = Bench(), []
+    await bench.router.submit(FakeRequest("r", local_only="a test"))
+    active, learning = bench.router.requests["r"], bench.router.learning
+    active.placed = active.placed.with_cached(900, 1000)
+    monkeypatch.setattr(learning.predictor, "observe_local", lambda worker, tokens, seconds: seen.append(tokens))
+    bench.tokens(active.decode_worker, "r", [5], computed=computed)
+    assert seen == [computed or 100]

@@ -223,6 +223,19 @@ async def test_suspect_of_another_frontend_clears_ours():
     assert not any(active.crashes or active.suspect for active in bench.router.requests.values())
 
 
+async def test_crashes_of_another_rank_are_held_against_no_request_here():
+    """Ranks of a group that steps together die of each other's ends. One that met three is not charged, nor tried."""
+    bench = CrashBench()
+    await bench.ask("a")
+    for attempt in range(1, 4):
+        await bench.settle()
+        worker, active = bench.where("a"), bench.router.requests["a"]
+        assert active.attempt == attempt and not active.suspect and not active.crashes and not active.charged
+        bench.say(worker, EngineCrashed("cannot go on: d.1 has ended", 0, ""))
+    await bench.settle()
+    assert bench.where("a") and bench.failed() == []
+
+
 async def test_answering_request_continues_and_is_suspect_of_second_crash():
     bench = CrashBench()
     await all_on_one_worker(bench, "a", "b", "new")

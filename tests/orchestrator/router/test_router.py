@@ -579,6 +579,40 @@ async def test_what_happens_to_a_worker_looks_at_its_requests_alone(event, monke
     bench.assert_no_leaks()
 
 
+@pytest.mark.parametrize(
+    "event", ["connection_reset", "worker_quiet", "worker_lost", "engine_crashed", "queue_lost", "check"]
+)
+async def test_a_defect_that_one_request_meets_keeps_no_other_with_what_is_lost(event, monkeypatch):
+    """Another would wait ten minutes for its next token."""
+    queued = event in ("queue_lost", "check")
+    bench, names = Bench(), ("r0", "r1", "r2")
+    bench.fleet.workers["d1"].connected = False
+    for name in names:
+        await bench.router.submit(FakeRequest(name, prompt_tokens=1000 if queued else 10))
+    bench.fleet.workers["d1"].connected = True
+    withdraw, dispatch = bench.router._dispatch.withdraw, bench.router._dispatch
+    met = []
+
+    def defective(active):
+        if active.id == "r1" and not met:
+            met.append(active)
+            raise ZeroDivisionError
+        withdraw(active)
+
+    monkeypatch.setattr(dispatch, "withdraw", defective)
+    if event == "check":  # and one of the fleet itself
+        monkeypatch.setattr(bench.fleet, "claims", lambda: 1 // 0)
+        with pytest.raises(ZeroDivisionError):
+            bench.router.check(time.monotonic() + 1000)
+    elif event == "engine_crashed":
+        dispatch.engine_crashed("d0", EngineCrashed("it died"))
+    else:
+        getattr(bench.router, event)(*[] if queued else ["d0"])
+    await bench.settle()
+    assert bench.router.requests.keys() == {"r0", "r2"} and bench.codec.failures["r1"].why == "it met a defect"
+    assert all(active.attempt == 2 for active in bench.router.requests.values())
+
+
 @pytest.mark.parametrize("full", [False, True])
 async def test_late_kv_is_retried_when_there_is_room(full):
     bench = await Bench.asked(FakeRequest("r"), claimed=True)
@@ -635,7 +669,7 @@ async def test_a_pair_whose_kv_is_late_or_refused_again_and_again_gets_no_more_f
             late.append(active)
         bench.say("p0", Prefilled(active.id, 1, 0.2))
         if active.decode_worker == first and how == "refused":
-            bench.tokens(first, active.id, [5], lacked_kv=True)
+            bench.tokens(first, active.id, [5], computed=1000)
             assert active.retries == [] and active.state is State.DECODING
         elif active.decode_worker == first and how == "late":
             bench.router.check(time.monotonic() + 4)

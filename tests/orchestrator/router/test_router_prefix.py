@@ -2,6 +2,7 @@
 
 import asyncio
 
+import pytest
 from support_bench import Bench, FakeRequest, counted
 from support_wait import until
 
@@ -173,6 +174,23 @@ async def test_a_worker_that_is_quiet_lends_nothing():
     bench.claim("r", worker="p1", cached_tokens=0)
     ((holder, lend),) = bench.transport.of(Lend)
     assert (holder, lend.tokens) == ("d0", 640)
+
+
+@pytest.mark.parametrize("local", [None, "n"], ids=["remote", "local"])
+async def test_a_worker_from_which_the_asker_rests_lends_it_nothing(local):
+    """It would send what nobody takes; another one that has less may lend."""
+    bench = bench_that_lends({"p0": 60, "p1": 40})
+    rests_from = [bench.fleet.workers["p0"].info.kv.engine_id]
+    for name in ("d0", "d1", "p1"):
+        load = WorkerLoad(name, 2, 1000, 1000, 0, 0, 0, step_ms=1.0, rests_from=rests_from)
+        bench.fleet.take_load(load, 0.0)
+    await bench.router.submit(FakeRequest("r", keys=KEYS, local_only=local))
+    if local is None:
+        bench.claim("r", worker="p1", cached_tokens=0)
+        assert not bench.transport.of(Lend) and bench.transport.of(Fetch)[0][1].prefix is None
+    else:
+        ((holder, lend),) = bench.transport.of(Lend)
+        assert (holder, lend.tokens) == ("p1", 640)
 
 
 async def test_nothing_is_lent_for_a_request_that_could_not_be_sent():

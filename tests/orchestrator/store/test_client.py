@@ -265,7 +265,9 @@ async def test_clients_of_a_server_that_restarts_do_not_come_back_at_one_moment(
     assert means[4] > 1.5 * means[0], "a server that stays away is asked more rarely"
     assert max(pauses) < 1.0, "within a heartbeat, since operators wait for two"
     asked = []
-    monkeypatch.setattr("orchestrator.store.client.backoff_s", lambda failures, *limits: asked.append(failures) or 0)
+    monkeypatch.setattr(
+        "orchestrator.store.subscriptions.backoff_s", lambda failures, *limits: asked.append(failures) or 0
+    )
     async with contextlib.aclosing(clients[0].listen("c")) as events:
         listener = asyncio.ensure_future(anext(events))
         await until(lambda: len(asked) >= 3)
@@ -454,6 +456,86 @@ async def test_subscription_survives_restart_and_reports_gap(redis, server):
     assert received == [None, b"one", None, b"two"]
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
+
+
+class Heard:
+    """What each of these channels brings."""
+
+    def __init__(self, redis, *channels):
+        self.of = {channel: [] for channel in channels}
+        self.tasks = {channel: asyncio.create_task(self._listen(redis, channel)) for channel in channels}
+
+    async def _listen(self, redis, channel):
+        async with contextlib.aclosing(redis.listen(channel)) as payloads:
+            async for payload in payloads:
+                self.of[channel].append(payload)
+
+    async def leave(self, *channels):
+        for channel in channels:
+            self.tasks[channel].cancel()
+        await asyncio.gather(*[self.tasks.pop(channel) for channel in channels], return_exceptions=True)
+
+
+async def subscribers(redis):
+    """Connections that hear."""
+    return len(await redis.client_list(_type="pubsub"))
+
+
+async def test_all_subscriptions_of_a_client_share_a_connection(redis):
+    """A frontend has three of each of its models."""
+    channels = [f"c{number}" for number in range(50)]
+    first, later = channels[:25], channels[25:]
+    heard = Heard(redis, *first)
+    await until(lambda: all(heard.of.values()), "all of the first are subscribed to")
+    more = Heard(redis, *later)
+    await until(lambda: all(more.of.values()), "and those that come later")
+    assert await subscribers(redis) == 1
+    for channel in channels:
+        await redis.publish(channel, f"to {channel}")
+    await until(lambda: all(len(got) == 2 for got in (heard.of | more.of).values()), "each has its own")
+    assert heard.of | more.of == {channel: [None, f"to {channel}".encode()] for channel in channels}
+    await heard.leave(*first)
+
+    async def left() -> bool:
+        return await redis.publish(first[-1], "?") == 0
+
+    await until(left, "those that were left are")
+    assert await redis.publish(later[-1], "more") == 1
+    await until(lambda: more.of[later[-1]][-1] == b"more")
+    await more.leave(*later)
+
+    async def closed() -> bool:
+        return await subscribers(redis) == 0
+
+    await until(closed, "the connection ends with the last of them")
+
+
+async def test_a_channel_that_is_refused_costs_the_others_nothing(redis, server, monkeypatch):
+    monkeypatch.setattr("orchestrator.store.subscriptions._IDLE_S", 0.05)
+    await redis.execute_command("ACL SETUSER", "some", "on", ">pw", "~*", "+@all", "resetchannels", "&mine")
+    weak = await connect(server.url.replace("redis://", "redis://some:pw@"), 2.0)
+    heard = Heard(weak, "theirs", "mine")
+    await until(lambda: heard.of["mine"], "it is subscribed to")
+    await redis.publish("mine", "a")
+    await until(lambda: len(heard.of["mine"]) == 2)
+    assert heard.of == {"theirs": [], "mine": [None, b"a"]}, "nor is it connected anew"
+    await redis.execute_command("ACL SETUSER", "some", "&theirs")
+    await until(lambda: heard.of["theirs"], "the other one is asked for again")
+    await heard.leave("theirs", "mine")
+    await weak.aclose()
+    await redis.execute_command("ACL DELUSER", "some")
+
+
+async def test_who_does_not_take_messages_has_lost_them(redis, monkeypatch):
+    monkeypatch.setattr("orchestrator.store.subscriptions._MOST_UNREAD", 3)
+    async with contextlib.aclosing(redis.listen("c")) as payloads:
+        assert await anext(payloads) is None
+        ((queue,),) = redis._subscriptions._listeners.values()
+        for number in range(4):
+            await redis.publish("c", str(number))
+        await until(lambda: queue.qsize() == 1, "too many are dropped")
+        await redis.publish("c", "5")
+        assert [await anext(payloads), await anext(payloads)] == [None, b"5"]
 
 
 # ---- the embedded server ---------------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """The ranks of a group find each other, each once and all of one attempt, and end together."""
 
 import asyncio
+import contextlib
 import json
 import os
 from collections.abc import AsyncIterator, Iterator
@@ -10,6 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 import pytest_asyncio
+import uvloop
 from support_redis import fresh_namespace
 from support_wait import DEADLINE_S, until
 
@@ -23,6 +25,7 @@ from workers.engine import EngineDead, EngineStartFailed, Group
 from workers.unit import link as module
 from workers.unit.hosts import release_here
 from workers.unit.link import GroupLink
+from workers.unit.messages import Peer
 
 RANKS, OTHER = ("d", "d.1", "d.2"), "protocol 9 with vLLM 0.1"
 HERE, THERE = "127.0.0.1", "127.0.0.2"
@@ -171,6 +174,57 @@ async def test_silent_rank_is_given_up(group: Ranks) -> None:
     first, second, _ = await group.serving()
     second.link._tasks[0].cancel()  # its signs of life
     assert "d.1 has been silent for 2 s" in await first.ends_because()
+
+
+@pytest.mark.parametrize("cause", [0, 1, 2])
+async def test_of_engines_that_die_together_the_first_alone_is_to_blame(group: Ranks, cause: int) -> None:
+    """Those of the others, which step with it, die of its end: none of their requests is the cause."""
+    ranks = await group.serving()
+    first = asyncio.create_task(ranks[cause].link.died())
+    await until(ranks[0].link._broken.done, "the first rank has heard of it")
+    others = [rank.link.died() for rank in ranks if rank is not ranks[cause]]
+    assert await asyncio.wait_for(asyncio.gather(first, *others), DEADLINE_S) == [True, False, False]
+    for rank in ranks:
+        await rank.ends_because()
+
+
+async def test_an_engine_that_dies_of_a_rank_that_has_ended_is_not_to_blame(group: Ranks) -> None:
+    first, second, third = await group.serving()
+    await third.dies()  # its whole process
+    for rank in (first, second):
+        assert "has ended" in await rank.ends_because() and not await rank.link.died()
+
+
+async def test_where_nobody_knows_which_engine_died_first_each_may_be_the_cause(
+    group: Ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, second, third = await group.serving()
+    monkeypatch.setattr(module, "_VERDICT_S", 0.1)
+    for rank in (second, third):
+        monkeypatch.setattr(rank.link, "tell", lambda message: None)  # the first rank hears nothing
+        assert await rank.link.died()
+
+
+async def test_a_worker_that_is_alone_is_to_blame(group: Ranks) -> None:
+    assert await (await group.begin("d", ranks=())).link.died()
+
+
+def test_a_connection_that_has_broken_can_be_closed() -> None:
+    """Else the rank would not end, and its requests wait for the silence of the other: uvloop, with which workers run,
+    has no socket of it any more."""
+
+    async def close() -> None:
+        came = asyncio.get_running_loop().create_future()
+        async with await asyncio.start_server(lambda _, writer: came.set_result(writer), HERE, 0) as server:
+            reader, writer = await asyncio.open_connection(*server.sockets[0].getsockname())
+            (await came).transport.abort()
+            writer.write(b"x")
+            with contextlib.suppress(ConnectionResetError):
+                await reader.read()
+            await until(lambda: writer.get_extra_info("socket") is None, "it has broken")
+            Peer(writer).close()
+
+    uvloop.run(close())
 
 
 async def test_drained_rank_leaves_in_order_with_the_others(group: Ranks) -> None:

@@ -111,17 +111,17 @@ def test_first_token_is_dropped_from_decode_output(codec) -> None:
 
 
 @pytest.mark.parametrize(
-    ("cached", "came", "lacked"), [(0, 100, False), (96, 4, False), (99, 0, False), (0, 0, True), (48, 0, True)]
+    ("cached", "came", "computed"), [(0, 100, None), (96, 4, None), (99, 0, 1), (0, 0, 100), (48, 0, 52)]
 )
-def test_that_no_kv_came_is_told_by_an_engines_first_output(codec, cached, came, lacked) -> None:
+def test_what_was_computed_where_no_kv_came_is_told_by_an_engines_first_output(codec, cached, came, computed) -> None:
     from vllm.v1.metrics.stats import PrefillStats
 
     said = output([7])
     said.prefill_stats = PrefillStats()
     said.prefill_stats.set(100, cached, came)
-    assert codec.lacked_kv(said) is lacked
+    assert codec.computed_alone(said) == computed
     codec.drop_told(said, 0)
-    assert not codec.lacked_kv(said), "an answer that goes on"
+    assert codec.computed_alone(said) is None, "an answer that goes on"
 
 
 def test_processors_of_the_operator_keep_the_first_token_until_decode_has_sampled_it(codec) -> None:
