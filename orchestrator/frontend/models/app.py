@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib
 import os
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NoReturn
 
 from fastapi import FastAPI
 from prometheus_client import CollectorRegistry
 from transformers.models.auto import processing_auto
+from vllm import entrypoints
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.entrypoints.launchers.api_server.app_state import init_app_state
@@ -42,6 +45,17 @@ from orchestrator.types import Role
 
 # A frontend has no engine, so options about the place of an engine's weights and memory are left out.
 _ENGINE_ONLY = ("tensor_parallel", "pipeline_parallel", "data_parallel", "distributed_", "kv_cache_memory", "gpu_")
+
+
+def _import_routers() -> None:
+    """What vLLM imports when it makes an app: a frontend that is forked by who has imported this module need not."""
+    folder = Path(entrypoints.__path__[0])
+    for file in folder.rglob("api_router.py"):
+        with contextlib.suppress(ImportError):  # its extra is not installed
+            importlib.import_module(".".join((entrypoints.__name__, *file.relative_to(folder).with_suffix("").parts)))
+
+
+_import_routers()
 
 
 class ServerParser(FlexibleArgumentParser):
