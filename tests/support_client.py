@@ -14,7 +14,9 @@ from support_sim import expected
 SETTLE_TIMEOUT_S = 60
 # Of simulated engines: answers take a second, so that whoever asks over and over is being answered at any moment, and
 # leaves the cores to what is tested.
-LONG_STEPS = "sim.step_base_ms=20"
+LONG_STEPS = "sim.step_base_ms=40"
+# Between two looks: three times as long as a look, which may cost much, as one at the metrics. Within these bounds.
+LOOKS_APART, LEAST_S, MOST_S = 3, 0.1, 0.5
 
 
 class FleetFailed(AssertionError):
@@ -73,11 +75,11 @@ class FleetClient:
 
     def until(self, condition: Callable[[], Any], what: str, timeout_s: float = SETTLE_TIMEOUT_S) -> Any:
         deadline = time.monotonic() + timeout_s
-        while time.monotonic() < deadline:
+        while (began := time.monotonic()) < deadline:
             with contextlib.suppress(httpx.HTTPError):
                 if value := condition():
                     return value
-            time.sleep(0.1)
+            time.sleep(min(max(LOOKS_APART * (time.monotonic() - began), LEAST_S), MOST_S))
         try:
             seen: object = self.fleet()
         except httpx.HTTPError as error:

@@ -1,15 +1,16 @@
 """Launchers and commands that are forked by a process which has imported their modules, and vLLM, once for a test run,
 instead of executed.
 
-A launcher's fork server (`orchestrator.launch.host.fork_servers`) takes 8 s of CPU time for these imports, most of what
-a fleet of simulated engines takes to start. Here it is forked beside its launcher, where the environment is that in
-which vLLM was imported; all else is as the product has it. Fleets of `e2e/test_demo.py` and `e2e/test_package.py` are
-executed, and so are the commands of `orchestrator/cli/test_main.py`.
+A launcher's fork servers (`orchestrator.launch.host.fork_servers`) take 9 s of CPU time for these imports, most of what
+a fleet of simulated engines takes to start. Here they are forked beside their launcher, where the environment is that
+in which vLLM was imported; all else is as the product has it. The fleet of `e2e/test_package.py` is executed, and so
+are the commands of `orchestrator/cli/test_main.py`.
 """
 
 import atexit
 import contextlib
 import errno
+import functools
 import gc
 import importlib
 import os
@@ -39,6 +40,7 @@ _CHECKOUT = Path(__file__).parents[1]
 _TESTS = str(_CHECKOUT / "tests")
 _PROGRAM = f"import sys; sys.path.append({_TESTS!r}); import support_forked as s; s.main(*sys.argv[1:])"
 _MAX_BYTES = 1 << 18
+_SERVERS = 2  # of a launcher whose engines are simulated: one forks workers, the other frontends
 # Not when vLLM is imported, but by the server that is made then, by a launcher, or by a client.
 _READ_LATER = {"OTEL_TRACES_SAMPLER_ARG", "SSL_CERT_FILE", "TERM", "XDG_RUNTIME_DIR"}
 _READ_LATER |= {"VLLM_ALLOW_RUNTIME_LORA_UPDATING", "VLLM_SERVER_DEV_MODE"}
@@ -160,9 +162,10 @@ def run_forked(arguments: Sequence[str], folder: Path, timeout_s: float) -> subp
 
 
 def _execute(listener: socket.socket) -> subprocess.Popen[bytes]:
-    program, env = to_import(Config(model="", engine="vllm"))[0]
+    programs = [each for engine in ("vllm", "sim") for each in to_import(Config(model="", engine=engine))]
+    imports, (_, env) = dict.fromkeys(name for program, _ in programs for name in program.imports), programs[0]
     return subprocess.Popen(
-        [sys.executable, "-c", _PROGRAM, str(listener.fileno()), *program.imports],
+        [sys.executable, "-c", _PROGRAM, str(listener.fileno()), *imports],
         cwd=_CHECKOUT,
         env=_users(whole_environment(env)),
         stdin=subprocess.DEVNULL,
@@ -249,20 +252,23 @@ def _watched(
         return lambda: _command(start.arguments)
     if start.nohup:
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    launcher = os.getpid()
-    if (forked := os.fork()) == 0:
-        ours.close()
-        kill_with(launcher)
-        return lambda: _serve_launcher(theirs)
-    theirs.close()
-    ours.set_inheritable(False)
-    unused = [ours]
+    launcher, unused = os.getpid(), dict[int, socket.socket]()
+    for _ in range(_SERVERS):
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        if (forked := os.fork()) == 0:
+            for each in (ours, *unused.values()):
+                each.close()
+            kill_with(launcher)
+            return functools.partial(_serve_launcher, theirs)
+        theirs.close()
+        ours.set_inheritable(False)
+        unused[forked] = ours
 
     def popen(command: list[str], env: dict[str, str], pass_fds: list[int], **how: Any) -> Any:
         if not unused or command[0] != sys.executable or _imported_with(env) != imported_with:
             return subprocess.Popen(command, env=env, pass_fds=pass_fds, **how)
-        with unused.pop() as control:
+        forked, control = unused.popitem()
+        with control:
             socket.send_fds(control, [msgspec.msgpack.encode(_Start(command, "", env))], pass_fds)
         return SimpleNamespace(kill=lambda: _kill(forked), wait=lambda timeout: _reap(forked))
 
@@ -270,7 +276,7 @@ def _watched(
         try:
             _command(start.arguments)
         finally:
-            if unused:
+            for forked in unused:
                 _kill(forked)
                 _reap(forked)
 

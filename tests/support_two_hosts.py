@@ -1,7 +1,8 @@
-"""Two hosts as network namespaces, and NIXL agents there: `python support_two_hosts.py NAME FOLDER ADDRESS`.
+"""Two hosts as network namespaces, and NIXL agents there: `python support_two_hosts.py NAME FOLDER ADDRESS...`.
 
 The agent `writer` WRITEs into the memory of `reader` over TCP, and each prints what came of it. With an address it has
-the settings of a worker that is reached there.
+the settings of a worker that is reached there; an empty one is none. For each address there is a process, since UCX
+reads them once, forked from one that has imported NIXL.
 """
 
 import contextlib
@@ -10,12 +11,13 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from support_namespaces import NAME, add_hosts, ip, remove_hosts
 
 NAMES = ("writer", "reader")
+TELLS = "came of it: "  # NIXL logs beside this
 _BYTES, _DEADLINE_S = 1 << 20, 60.0
 
 
@@ -45,23 +47,24 @@ def two_hosts(addresses: tuple[str, str], others: tuple[str, str], route: str = 
         remove_hosts(hosts)
 
 
-def transfer(folder: Path, reached_at: tuple[str, str]) -> list[str]:
-    """The last line that each of the two agents printed."""
+def transfers(folder: Path, reached_at: Sequence[tuple[str, str]]) -> list[set[str]]:
+    """What came of a WRITE, as the two agents tell, for each pair of addresses."""
     started = [
         subprocess.Popen(
-            ["ip", "netns", "exec", f"{NAME}-{name}", sys.executable, __file__, name, str(folder), address],
+            ["ip", "netns", "exec", f"{NAME}-{name}", sys.executable, __file__, name, str(folder), *addresses],
             env=os.environ | {"UCX_TLS": "tcp"},  # they have one kernel, so UCX would share memory
             cwd=Path(__file__).parents[1],
             stdout=subprocess.PIPE,
             text=True,
         )
-        for name, address in zip(NAMES, reached_at, strict=True)
+        for name, addresses in zip(NAMES, zip(*reached_at, strict=True), strict=True)
     ]
-    return [process.communicate(timeout=120)[0].split("\n")[-2] for process in started]
+    said = [process.communicate(timeout=120)[0].splitlines() for process in started]
+    told = [[line.removeprefix(TELLS) for line in lines if line.startswith(TELLS)] for lines in said]
+    return [set(both) for both in zip(*told, strict=True)]
 
 
 def _take_part(name: str, folder: Path, address: str) -> str:
-    sys.path.insert(0, str(Path(__file__).parents[1]))
     from workers.vllm_engine.interfaces import interfaces_here, ucx_settings
 
     if address:
@@ -96,6 +99,19 @@ def _take_part(name: str, folder: Path, address: str) -> str:
         return type(error).__name__
 
 
+def _main(name: str, folder: str, *addresses: str) -> None:
+    sys.path.insert(0, str(Path(__file__).parents[1]))
+    import nixl._api  # noqa: F401
+
+    import workers.vllm_engine.interfaces  # noqa: F401
+
+    for number, address in enumerate(addresses):
+        (here := Path(folder) / str(number)).mkdir(exist_ok=True)
+        if (forked := os.fork()) == 0:
+            print(TELLS + _take_part(name, here, address), flush=True)
+            os._exit(0)
+        os.waitpid(forked, 0)
+
+
 if __name__ == "__main__":
-    print(_take_part(sys.argv[1], Path(sys.argv[2]), sys.argv[3]), flush=True)
-    os._exit(0)
+    _main(*sys.argv[1:])

@@ -105,7 +105,7 @@ class Sampler:
 
 
 def _name(process: psutil.Process) -> str:
-    line = process.cmdline()
+    line = " ".join(process.cmdline()).split()  # of one that was forked the kernel shows one text
     for flag in ("--id", "--index"):
         if flag in line:
             value = line[line.index(flag) + 1]

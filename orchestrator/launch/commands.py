@@ -23,8 +23,9 @@ from orchestrator.types import Role
 _SOCKET_NAME_BYTES, _SOCKET_PATH_BYTES = 37, 107
 
 _WORKER, _FRONTEND = "workers.main", "orchestrator.frontend.server"
-# Modules that take long to import. Those of workers come first, since engines take longer to start than frontends.
-_OF_ENGINES, _OF_FRONTENDS = ["workers.vllm_engine.engine"], ["orchestrator.frontend.models.app"]
+# Modules that take long to import.
+_OF_WORKERS = {"vllm": ("workers.vllm_engine.engine",), "sim": ("workers.agent", "workers.sim.engine")}
+_OF_FRONTENDS = ("orchestrator.frontend.models.app",)
 
 # VLLM_LOGGING_LEVEL=INFO shows vLLM's many informative lines.
 _QUIET = {"VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "WARNING")}
@@ -48,9 +49,12 @@ def resolve(config: Config, model: str, redis_url: str, port: int) -> Config:
 def _program(config: Config, module: str, arguments: Sequence[str] = ()) -> Forkable:
     """Another environment's Python imports nothing from the folder that we were started in, which may hold our code."""
     python = (sys.executable,) if config.python is None else (config.python, "-P")
-    of_engines = _OF_ENGINES if config.engine == "vllm" else []
-    imports = (*of_engines, *_OF_FRONTENDS)  # one list, so that one process forks all
-    return Forkable(python, module, tuple(arguments), imports, len(of_engines if module == _WORKER else imports))
+    imports = needed = _OF_WORKERS[config.engine] if module == _WORKER else _OF_FRONTENDS
+    if config.engine == "vllm":
+        # One list, so that one process forks all: of workers first, since engines take longer to start than frontends.
+        imports = (*_OF_WORKERS["vllm"], *_OF_FRONTENDS)
+        needed = needed if module == _WORKER else imports
+    return Forkable(python, module, tuple(arguments), imports, len(needed))
 
 
 def _environment(config: Config, name: str) -> dict[str, str]:
@@ -75,7 +79,7 @@ def worker_spec(setup: Setup, role: Role, worker_id: str, share: Share, ranks: S
         **environment(config, role),
     }
     program = _program(config, _WORKER, arguments)
-    return ProcessSpec(worker_id, program.command, env, program if config.engine == "vllm" else None)
+    return ProcessSpec(worker_id, program.command, env, program)
 
 
 def frontend_spec(setup: Setup, name: str, index: int) -> ProcessSpec:
@@ -101,5 +105,5 @@ def frontend_spec(setup: Setup, name: str, index: int) -> ProcessSpec:
 def to_import(config: Config) -> list[tuple[Forkable, dict[str, str]]]:
     """Programs with the imports that the fleet's processes begin with, and what is in their environment then."""
     ours = _environment(config, "")
-    of_workers = [{**ours, **environment(config, role)} for role in Role] if config.engine == "vllm" else []
-    return [(_program(config, _FRONTEND), env) for env in (ours, *of_workers)]
+    of_workers = [(_program(config, _WORKER), {**ours, **environment(config, role)}) for role in Role]
+    return [(_program(config, _FRONTEND), ours), *of_workers]

@@ -18,7 +18,7 @@ def asked_anew(number: int) -> str:
 
 @pytest.fixture(scope="module")
 def fleet():
-    with running_fleet("demo-1p1d-cpu.yaml", forked=False) as running:
+    with running_fleet("demo-1p1d-cpu.yaml") as running:
         yield running
         running.assert_no_leaks()
 

@@ -1,4 +1,4 @@
-"""A model whose workers end when nobody asks, and come back: simulated engines. Real ones: `test_real_models.py`."""
+"""Models whose workers end when nobody asks, and come back: simulated engines. Real ones: `test_real_models.py`."""
 
 import asyncio
 from typing import Any
@@ -19,31 +19,35 @@ def no_error(answers: list[Any]) -> bool:
     return bool(answers)
 
 
-# No decode worker stands in for prefill workers that come back a moment later.
-REFUSE = ("routing.fallback=refuse", "routing.remote_prefill_min_tokens=100")
+SAID = "idle: the next request brings its workers back"
+# Of `strict` no decode worker stands in for prefill workers that come back a moment later.
+STRICT = "models.strict={model: demo, idle_after_s: 2, routing: {fallback: refuse, remote_prefill_min_tokens: 100}}"
+MODELS = ("small", "large", "strict")
 
 
-@pytest.mark.parametrize(("more", "gaps"), [((), 8), (REFUSE, 2)], ids=["local", "refuse"])
-async def test_a_simulated_model_rests_and_wakes_while_another_serves(more: tuple[str, ...], gaps: int) -> None:
+async def rests_and_wakes(fleet: Models, name: str, truth: list[list[int]], gaps: int) -> None:
     """Requests that come while its workers drain are answered too."""
-    sets = ("frontend.replicas=2", "models.small.idle_after_s=2", LONG_STEPS)
-    fleet = Models("sim-two-models.yaml", *sets, *more)
-    small, large = fleet.of("small"), fleet.of("large")
-    said = "idle: the next request brings its workers back"
+    model = fleet.of(name)
+    for _ in range(2):
+        await fleet.soon(lambda: fleet.rests(name), f"{name} rests")
+        await fleet.soon(lambda: SAID in fleet.steer_one(name, "status").stdout, "the one that is asked has heard so")
+        assert fleet.http.get("/ready").json()["models"] == dict.fromkeys(MODELS, True)
+        answers = await model.ask_all(PROMPTS, concurrency=8)
+        assert no_error(answers) and [answer.tokens for answer in answers] == truth
+    for gap in range(gaps):  # at any moment of its end, one is answered
+        assert no_error(await model.ask_all(PROMPTS[:1], concurrency=1, max_tokens=1))
+        await asyncio.sleep(1.8 + gap / 5)
+
+
+async def test_simulated_models_rest_and_wake_while_another_serves() -> None:
+    fleet = Models("sim-two-models.yaml", "frontend.replicas=2", "models.small.idle_after_s=2", STRICT, LONG_STEPS)
+    large = fleet.of("large")
     try:
         truth = [answer.tokens for answer in await large.ask_all(PROMPTS, concurrency=4)]
         async with large.under_load(PROMPTS, 2, max_tokens=16) as load:
-            for _ in range(2):
-                await fleet.soon(lambda: fleet.rests("small"), "it rests")
-                await fleet.soon(lambda: said in fleet.cli("status").stdout, "the frontend that is asked has heard so")
-                assert fleet.http.get("/ready").json()["models"] == {"small": True, "large": True}
-                answers = await small.ask_all(PROMPTS, concurrency=8)
-                assert no_error(answers) and [answer.tokens for answer in answers] == truth
-            for gap in range(gaps):  # at any moment of its end, one is answered
-                assert no_error(await small.ask_all(PROMPTS[:1], concurrency=1, max_tokens=1))
-                await asyncio.sleep(1.8 + gap / 5)
+            await asyncio.gather(rests_and_wakes(fleet, "small", truth, 8), rests_and_wakes(fleet, "strict", truth, 2))
         assert no_error(load)
-        for model in ("small", "large"):
+        for model in MODELS:
             fleet.at(model).assert_no_leaks()
     finally:
         fleet.end()

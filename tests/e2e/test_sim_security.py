@@ -117,7 +117,7 @@ def listening(fleet: RunningFleet) -> dict[tuple[str, int], psutil.Process]:
 
 def test_strangers_get_and_leave_nothing_at_any_port(fleet: RunningFleet) -> None:
     ports = listening(fleet)
-    workers = {port: process for port, process in ports.items() if "workers.main" in process.cmdline()}
+    workers = {port: process for port, process in ports.items() if "workers.main" in " ".join(process.cmdline())}
     assert len(workers) == 2 * 3  # requests, load reports, KV messages of the simulated engine
     before = {process.pid: process.num_fds() for process in workers.values()}
     start = b"\xff" + bytes(8) + b"\x7f\x03\x01"  # of ZMTP

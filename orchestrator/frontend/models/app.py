@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import importlib
 import os
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NoReturn
 
 from fastapi import FastAPI
 from prometheus_client import CollectorRegistry
+from transformers.models.auto import processing_auto
+from vllm import entrypoints
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.entrypoints.launchers.api_server.app_state import init_app_state
@@ -38,6 +45,17 @@ from orchestrator.types import Role
 
 # A frontend has no engine, so options about the place of an engine's weights and memory are left out.
 _ENGINE_ONLY = ("tensor_parallel", "pipeline_parallel", "data_parallel", "distributed_", "kv_cache_memory", "gpu_")
+
+
+def _import_routers() -> None:
+    """What vLLM imports when it makes an app: a frontend that is forked by who has imported this module need not."""
+    folder = Path(entrypoints.__path__[0])
+    for file in folder.rglob("api_router.py"):
+        with contextlib.suppress(ImportError):  # its extra is not installed
+            importlib.import_module(".".join((entrypoints.__name__, *file.relative_to(folder).with_suffix("").parts)))
+
+
+_import_routers()
 
 
 class ServerParser(FlexibleArgumentParser):
@@ -107,7 +125,7 @@ async def build_model_app(
     try:
         engine = FleetLLM(vllm_config, core, config.frontend.most_replicas, connection.adapters, stat_logger)
         app = build_app(args, tasks, vllm_config.model_config)
-        with fleet_models():
+        with fleet_models(), no_second_tokenizer(vllm_config):
             await init_app_state(engine, app.state, args, tasks)
     except Exception as error:
         raise _refused(config, error) from error
@@ -124,6 +142,20 @@ async def build_model_app(
     # Routes are tried in turn, once for the request and once for its metrics: the most used ones come first.
     app.router.routes.sort(key=lambda each: getattr(each, "path", None) not in route.PATHS)
     return app
+
+
+@contextlib.contextmanager
+def no_second_tokenizer(vllm_config: VllmConfig) -> Iterator[None]:
+    """Inside this context the tokenizer of a text model is read once. vLLM asks for a processor, which may have a chat
+    template (vllm/renderers/hf.py, 0.32.0). For a model without one transformers reads its tokenizer instead, which
+    vLLM has already, and drops."""
+    original = processing_auto.AutoTokenizer
+    if not vllm_config.model_config.is_multimodal_model:
+        processing_auto.AutoTokenizer = SimpleNamespace(from_pretrained=lambda *_, **__: None)
+    try:
+        yield
+    finally:
+        processing_auto.AutoTokenizer = original
 
 
 def end_streams_of_failures(responses: Any) -> None:

@@ -42,7 +42,8 @@ def test_a_rate_is_answered_by_a_table_a_sentence_and_a_picture(tmp_path):
 
 @pytest.mark.slow
 def test_goodput_is_shown_for_each_option(tmp_path):
-    result = run(*LOAD, "--rate", "goodput", "--plot", str(tmp_path / "plan.png"), "--json")
+    few = [*LOAD, "--requests", "50"]  # the last value holds
+    result = run(*few, "--rate", "goodput", "--plot", str(tmp_path / "plan.png"), "--json")
     assert result.exit_code == 0, result.output
     found = json.loads(result.stdout)
     assert all(list(way["goodput"]) == ["90%", "95%", "99%"] for way in found["ways"])

@@ -4,6 +4,7 @@ import contextlib
 import math
 import os
 import socket
+import subprocess
 import sys
 from pathlib import Path
 
@@ -12,7 +13,7 @@ import pytest
 from orchestrator.config.engine_args import ranks
 from orchestrator.config.settings import ConfigError, parse_config
 from orchestrator.frontend.untrusted.connections import listen
-from orchestrator.launch.commands import frontend_spec, resolve, worker_spec
+from orchestrator.launch.commands import frontend_spec, resolve, to_import, worker_spec
 from orchestrator.launch.host import machine
 from orchestrator.launch.host.local_machine import LocalMachine
 from orchestrator.launch.host.machine import (
@@ -190,6 +191,17 @@ def test_command_lines_have_resolved_values(tmp_path):
     deep = worker_spec(Setup(0, config, Path("/" + "x" * 100) / "c.yaml"), Role.DECODE, "d", Share())
     assert "VLLM_RPC_BASE_PATH" not in deep.env, "a socket's path must fit"
     assert frontend_spec(Setup(0, config, tmp_path / "c.yaml"), "frontend-2", 2).name == "frontend-2"
+
+
+def test_simulated_workers_are_forked_by_what_has_not_imported_vllm(tmp_path):
+    config = resolve(config_of(engine="sim"), "/models/demo", "redis://h:1", 1234)
+    spec = worker_spec(Setup(0, config, tmp_path / "c.yaml"), Role.DECODE, "decode-0", Share())
+    assert spec.forkable is not None and spec.forkable.command == spec.command
+    asked_for = spec.forkable.imports[: spec.forkable.needs]
+    assert asked_for and spec.forkable.imports in {program.imports for program, _ in to_import(config)}, "in good time"
+    code = f"import sys, {', '.join(spec.forkable.imports)}; print({{'vllm', 'torch'}} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.stdout == "set()\n", done.stderr
 
 
 def test_cluster_frontends_get_operator_key_of_launcher(tmp_path):
