@@ -32,7 +32,7 @@ from vllm.v1.metrics.stats import SchedulerStats
 
 from orchestrator.fleet.adapters import AdapterView
 from orchestrator.frontend import edge
-from orchestrator.frontend.codec import copies, detokenizer
+from orchestrator.frontend.codec import detokenizer
 from orchestrator.frontend.codec.vllm_codec import aborted, join
 from orchestrator.frontend.plain import streaming
 from orchestrator.frontend.wiring import FleetConnection
@@ -253,7 +253,6 @@ class FleetLLM(AsyncLLM):
         stat_logger: Any = PrometheusStatLogger,
     ) -> None:
         self.adapters = adapters
-        copies.install()
         detokenizer.install()
         async_llm.ParentRequest = Choices  # vLLM has no setting for this either
         with _engine_core(core):
