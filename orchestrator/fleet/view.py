@@ -277,6 +277,7 @@ class Fleet:
         for view in self.workers.values():
             view.last_heard_at = min(now, view.last_heard_at + late_s)
             view.reported_at = min(now, view.reported_at + late_s)
+            view.added_at = min(now, view.added_at + late_s)
             if view.disconnected_at is not None:
                 view.disconnected_at = min(now, view.disconnected_at + late_s)
 

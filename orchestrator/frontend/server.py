@@ -71,6 +71,7 @@ log = logging.getLogger("pd.frontend")
 MAX_DESCRIPTORS = 65_535
 _END_S = 2.0  # from the end of the last request to the end of the process
 _LOOK_S = 0.1
+_NO_TIME_S = 0.01  # for requests that still run: with 0 uvicorn logs an error where none does, too
 # A client that for this long does not send what it has begun, or does not read its answer, is disconnected.
 CLIENT_TIMEOUT_S = 300.0
 _YOUNG_OBJECTS = 20_000  # Python's default is 700
@@ -254,10 +255,10 @@ async def until_told_to_end(
         await asyncio.wait({served, connected, drained, ending}, return_when=asyncio.FIRST_COMPLETED)
         if told_to_end.is_set():  # unlike an order, a signal gives only so much time
             await asyncio.wait({served, connected, drained}, timeout=drain_s, return_when=asyncio.FIRST_COMPLETED)
-            server.config.timeout_graceful_shutdown = 0
+            server.config.timeout_graceful_shutdown = _NO_TIME_S  # type: ignore[assignment]
         drained.cancel()
     if connected.done():  # nobody receives what workers send: no request that runs would ever be answered
-        server.config.timeout_graceful_shutdown = 0
+        server.config.timeout_graceful_shutdown = _NO_TIME_S  # type: ignore[assignment]
     ordered.cancel()
     ending.cancel()
 

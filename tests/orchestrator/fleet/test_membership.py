@@ -286,6 +286,18 @@ async def test_a_worker_that_cannot_be_reached_is_told_of_once_and_again_once_it
     await until(lambda: len(told()) == 2, "it is told of again")
 
 
+@pytest.mark.slow
+async def test_time_in_which_this_process_stood_still_is_not_counted_against_one_that_connects(scene, caplog):
+    """As a frontend does that makes its app."""
+    scene.registry.registered["w"] = worker_info("w", "e1", "tcp://127.0.0.1:1", "tcp://127.0.0.1:2")
+    await scene.changed()
+    await until(lambda: "w" in scene.fleet.workers)
+    time.sleep(1.5)  # noqa: ASYNC251 - longer than a worker may be silent
+    await asyncio.sleep(0.3)
+    assert "no connection to" not in caplog.text
+    await until(lambda: "no connection to" in caplog.text, "it is told of once it has had the time")
+
+
 async def test_a_worker_with_a_bad_address_is_left_out_with_one_line(scene, caplog):
     scene.registry.registered["bad"] = msgspec.structs.replace(
         worker_info("bad", "e9"), request_address="tcp://nonsense"

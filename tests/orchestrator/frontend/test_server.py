@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 import pytest
+import uvicorn
 from support_wait import DEADLINE_S
 
 from orchestrator.config.settings import Config, ConfigError, parse_config
@@ -148,8 +149,26 @@ async def test_clients_of_a_frontend_whose_connection_to_the_fleet_has_ended_are
     fleet = SimpleNamespace(told_to_drain=ordered, drain=lambda: None)
     async with asyncio.timeout(DEADLINE_S):
         await server.until_told_to_end(drained, None, served, connected, fleet, asyncio.Event(), 300.0)
-    assert drained.config.timeout_graceful_shutdown == 0
+    assert drained.config.timeout_graceful_shutdown < 0.1
     await cancelled(served)
+
+
+async def test_an_end_in_order_without_requests_logs_no_error(caplog):
+    drained, ends = Drained(), asyncio.Event()
+    drained.config = uvicorn.Config(Drained, port=0, lifespan="off", log_config=None)
+    ends.set()
+    fleet = SimpleNamespace(told_to_drain=asyncio.Event(), drain=lambda: None)
+    never = [asyncio.create_task(asyncio.Event().wait()) for _ in range(2)]
+    await server.until_told_to_end(drained, None, *never, fleet, ends, 1.0)
+    served = uvicorn.Server(drained.config)
+    serving = asyncio.create_task(served.serve())
+    async with asyncio.timeout(DEADLINE_S):
+        while not served.started:
+            await asyncio.sleep(0.01)
+        served.should_exit = True
+        await serving
+    await cancelled(*never)
+    assert [record.getMessage() for record in caplog.records if record.levelname == "ERROR"] == []
 
 
 def test_frontend_without_launcher_drains():

@@ -226,6 +226,22 @@ async def test_a_client_that_leaves_is_noticed(served, taken, stream, begun) -> 
     assert len(taken) == 1 and not served.engine.output_processor.request_states
 
 
+@ENDPOINTS
+async def test_a_client_whose_frontend_ends_meanwhile_is_told_to_ask_again(served, taken, endpoint) -> None:
+    path, body = endpoint
+    served.core.script = []
+    asked = asyncio.create_task(served.ask(path, body | {"max_tokens": 8000, "stream": False}))
+    async with asyncio.timeout(DEADLINE_S):
+        while not served.engine.output_processor.request_states:
+            await asyncio.sleep(0.01)
+        for task in served.app.state.server.server_state.tasks:
+            task.cancel()  # as uvicorn does when the time to end is over
+        head, told = await asked
+    served.core.playing.pop().cancel()
+    assert len(taken) == 1 and not served.engine.output_processor.request_states
+    assert head.startswith(b"HTTP/1.1 503") and b"retry-after: 1" in head and b"this frontend is ending" in told
+
+
 def test_changed_route_stays_vllm_route() -> None:
     def installed(**args: bool) -> int:
         route.install(app, Namespace(**{"enable_server_load_tracking": False} | args))
