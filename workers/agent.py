@@ -17,7 +17,7 @@ import msgspec
 
 from orchestrator.config.settings import Config
 from orchestrator.config.values import labels_of, strict_label
-from orchestrator.process.parent import EXIT_AGAIN, own_identity, tell_alive
+from orchestrator.process.parent import EXIT_AGAIN, own_identity, report_exit, tell_alive
 from orchestrator.process.tasks import cancelled
 from orchestrator.process.ticks import left_s, ticks, until_told
 from orchestrator.store.client import Redis, RedisAway
@@ -226,12 +226,12 @@ class Agent:
             raise error  # raised when the worker registered again after Redis had lost its entry
         if isinstance(error, EngineDead) and self._moves.drained:
             return  # nothing is left here, and the other ranks of its unit have just left
-        self._exit_code = EXIT_ENGINE_DEAD
-        if isinstance(error, EngineDead):
-            log.error("leaving: %s", error)
-            self._died_of = str(error)
-        else:
-            log.error("leaving: %s ended unexpectedly", task.get_name(), exc_info=error)
+        self._exit_code, of_engine = EXIT_ENGINE_DEAD, isinstance(error, EngineDead)
+        why = str(error) if of_engine else f"{task.get_name()} ended unexpectedly: {error!r}"
+        log.error("leaving: %s", why, exc_info=None if of_engine else error)
+        report_exit("", why, final=False)  # what the engine's processes write after it is not why
+        if of_engine:
+            self._died_of = why
 
     async def _close(self) -> None:
         await self._moves.close()

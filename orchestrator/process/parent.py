@@ -132,10 +132,12 @@ def tell_alive() -> None:
 
 
 def report_exit(program: str, reason: str, final: bool) -> None:
-    """Print why this process ends as one line on standard error, and tell the parent, if there is one."""
+    """Print why this process ends as one line on standard error, and tell the parent, if there is one. An empty
+    `program`: its log has it already."""
     line = " ".join(reason.split())
+    shown = f"{program}: {line}\n" if program else ""
     told = f"{_FINAL if final else _PASSING}{line}\n" if PARENT in os.environ else ""
-    sys.stderr.write(f"{program}: {line}\n{told}")  # at once: others write to the same pipe
+    sys.stderr.write(shown + told)  # at once: others write to the same pipe
     sys.stderr.flush()
 
 

@@ -12,6 +12,7 @@ from support_wait import DEADLINE_S, until
 from support_workers import Workers, expected, running_workers
 
 from orchestrator.launch.host.redis_server import EmbeddedRedis
+from orchestrator.process.parent import PARENT, exit_reason_in
 from orchestrator.store.client import RedisAway
 from orchestrator.store.fields import Departed
 from orchestrator.store.registry import Frontend, Registry
@@ -348,11 +349,23 @@ async def test_requests_left_at_drain_deadline_are_given_back(redis_server: Embe
 # ---- what can go away --------------------------------------------------------------------------------------------
 
 
-async def test_a_dead_engine_ends_the_worker(workers: Workers) -> None:
+async def test_a_dead_engine_ends_the_worker_which_says_why(
+    workers: Workers, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its launcher would take the last line of its output for the reason, which a process of the engine may write."""
+    monkeypatch.setenv(PARENT, "1")
     worker = await workers.start(Role.DECODE)
     await worker.engine.stop()
     assert await worker.stopped() == 1
     assert worker.id not in await workers.registry.workers()
+    failed = asyncio.create_task(asyncio.to_thread(int, "x"), name="claims")
+    await asyncio.wait({failed})
+    worker.agent._set_exit_code(failed)
+    lines = capsys.readouterr().err.splitlines()
+    assert [told for line in lines if (told := exit_reason_in(line)) is not None] == [
+        ("the simulated engine ended: stopped", False),
+        ("claims ended unexpectedly: ValueError(\"invalid literal for int() with base 10: 'x'\")", False),
+    ]
 
 
 async def test_an_engine_that_ends_with_the_other_ranks_that_have_drained_is_no_failure(workers: Workers) -> None:

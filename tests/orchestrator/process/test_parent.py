@@ -121,6 +121,8 @@ def test_why_it_ends_is_told_to_a_parent_alone(
     report_exit("worker", "no\nmodel", final)
     shown, told = capsys.readouterr().err.splitlines()
     assert exit_reason_in(shown) is None and exit_reason_in(told) == ("no model", final)
+    report_exit("", "no model", final)
+    assert capsys.readouterr().err == f"{told}\n", "its log has shown it"
 
 
 def test_what_had_ended_before_it_was_asked_who_it_is_has_ended() -> None:
