@@ -56,7 +56,7 @@ def up(
         launch(models, overridden(read_tree(file), set_ or []), Console(verbose=verbose))
 
 
-_POLL_S, _READY_BYTES = 0.1, 4096  # the second is what a pipe takes at once
+_POLL_S = 0.1
 _SIGNAL_WAIT_S = 60.0
 
 
@@ -104,10 +104,11 @@ def start_detached(namespace: str, arguments: list[str], as_json: bool) -> None:
 
 
 def _show_until_ready(launcher: subprocess.Popen[bytes], is_ready: IO[bytes], shown: IO[bytes], quiet: bool) -> Ready:
-    last = rest = b""
+    last = rest = told = b""
     while True:
         # Asked before the output is read, so that everything written before that is shown.
-        ended, ready = launcher.poll() is not None, is_ready.read(_READY_BYTES)
+        ended = launcher.poll() is not None
+        told += is_ready.read() or b""
         *lines, rest = (rest + (shown.read() or b"")).split(b"\n")
         for line in lines:
             last = line.strip() or last
@@ -116,6 +117,6 @@ def _show_until_ready(launcher: subprocess.Popen[bytes], is_ready: IO[bytes], sh
         if ended:
             said = last.decode(errors="replace").removeprefix("orchestrator: ")
             raise ConfigError(said or f"the launcher ended with exit code {launcher.returncode} and said nothing")
-        if ready:
-            return msgspec.json.decode(ready, type=Ready)
+        if told.endswith(b"\n"):
+            return msgspec.json.decode(told, type=Ready)
         time.sleep(_POLL_S)

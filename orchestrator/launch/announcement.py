@@ -45,7 +45,7 @@ def announce(models: Mapping[str, FleetProcesses], device: str, folder: RunFolde
     folder.note_ready(ready)
     if told_at := os.environ.get(READY_FD):  # last: `up --detach` returns once it is told, and shows no more
         with contextlib.suppress(OSError):  # who waited has ended
-            os.write(int(told_at), msgspec.json.encode(ready))
+            os.write(int(told_at), msgspec.json.encode(ready) + b"\n")
 
 
 def _curl(url: str, model: str, protected: bool, sentences: int = 0) -> str:

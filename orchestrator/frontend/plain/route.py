@@ -51,9 +51,10 @@ class PlainRoute(BaseRoute):
         if request_model is None:
             await self._vllms.handle(scope, replay_body(body, receive), send)
             return
-        with _cancel_on_disconnect(receive) as serving:
+        with _cancel_on_disconnect(receive) as (serving, listening):
             answer = await self._handler(request_model, Request(scope, receive, send))
-            if serving.cancelling():  # vLLM's handler answers that the client has left, also where this server ends
+            # vLLM's handler answers that the client has left, also where it is this server that ends.
+            if serving.cancelling() and not listening.done():
                 raise asyncio.CancelledError
             if isinstance(answer, StreamingResponse):
                 await answer.stream_response(send)
@@ -128,14 +129,14 @@ def replay_body(body: bytes, receive: Receive) -> Receive:
 
 
 @contextlib.contextmanager
-def _cancel_on_disconnect(receive: Receive) -> Iterator[asyncio.Task[Any]]:
-    """Cancel the work in this context, whose task it yields, when the client disconnects. That cancellation does not
-    leave the context."""
+def _cancel_on_disconnect(receive: Receive) -> Iterator[tuple[asyncio.Task[Any], asyncio.Task[None]]]:
+    """Cancel the work in this context when the client disconnects. That cancellation does not leave the context. Yields
+    the task of the work, and the one that ends when the client has disconnected."""
     serving = asyncio.current_task()
     assert serving is not None
     listening = asyncio.create_task(_listen(receive, serving))
     try:
-        yield serving
+        yield serving, listening
     except asyncio.CancelledError:
         if not listening.done() or listening.cancelled():  # cancelled by another task
             raise

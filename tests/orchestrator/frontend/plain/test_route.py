@@ -11,6 +11,7 @@ import pytest
 pytest.importorskip("vllm")
 
 from fastapi import FastAPI
+from prometheus_client import REGISTRY
 from support_served import CHAT, COMPLETION, ENDS, ONE_BY_ONE, PLAIN, TEXT, UNUSUAL, Served, script
 from support_wait import DEADLINE_S
 from vllm.entrypoints.openai.completion.api_router import attach_router
@@ -83,6 +84,11 @@ async def test_a_response_made_in_the_background_ends_for_who_watches_it_also_wh
         served.core.script = [([5], None, None), ENDS["fleet's failure"]]
         with pytest.raises(ValueError, match="invalid literal"):  # the connection breaks off
             await served.ask("/v1/responses", asked)
+
+
+def answers(status: str) -> float:
+    labels = {"handler": "/v1/completions", "method": "POST", "status": status}
+    return REGISTRY.get_sample_value("http_requests_total", labels) or 0.0
 
 
 async def by_vllm_alone(plain: route.PlainRoute, scope: Any, receive: Any, send: Any) -> None:
@@ -213,6 +219,7 @@ async def test_a_client_that_leaves_is_noticed(served, taken, stream, begun) -> 
     word = served.tokens(" word")
     served.core.script = [(word, None, None)] * 100_000 if begun else []
     served.core.cancelled.clear()
+    counted = {status: answers(status) for status in ("2xx", "4xx", "5xx")}
     reader, writer = await served.open("/v1/completions", {"prompt": "Say it", "max_tokens": 8000, "stream": stream})
     async with asyncio.timeout(60):
         while not served.engine.output_processor.request_states:
@@ -220,10 +227,11 @@ async def test_a_client_that_leaves_is_noticed(served, taken, stream, begun) -> 
         if begun and stream:
             await reader.readuntil(b"data: ")
         writer.transport.abort()
-        while not served.core.cancelled:
+        while not served.core.cancelled or counted == {status: answers(status) for status in counted}:
             await asyncio.sleep(0.01)
     served.core.playing.pop().cancel()
     assert len(taken) == 1 and not served.engine.output_processor.request_states
+    assert answers("5xx") == counted["5xx"], "it was not our fault"
 
 
 @ENDPOINTS
