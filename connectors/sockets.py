@@ -197,26 +197,18 @@ class PeerAddresses:
         self.tear_down(engine)
         return True
 
-    def _ports_of(self, engine: str) -> set[int] | None:
-        """Where UCX listens in the engine's ranks. None while one has not said it: any connection made from here may be
-        UCX's. A rank's metadata names one of its ports, as it is sent, and UCX may connect with the others too."""
-        told = self._engines.get(engine, _Addresses()).listens or set()
-        for metadata in self._metadata(engine):
-            if not any(address in metadata and port.to_bytes(2) in metadata for address, port, _ in told):
-                return None
-        return {port for _, port, _ in told}
-
     def tear_down(self, engine: str) -> None:
         """End every connection of UCX with the machine of `engine`, and accepted ones whose engine is not known; if the
-        engine ran on this machine, also local ones that have unread data. All others are spared, as those to other
-        ranks of this engine or its group, which may run on that machine."""
+        engine ran on this machine, also local ones that have unread data. UCX's are those that it has accepted, and
+        those to a port at which it listens in the engine, which is in the metadata as it is sent. All others are
+        spared, as those to other ranks of this engine or its group, which may run on that machine."""
         mine, here = _own_addresses(), self.is_local(engine)
-        theirs, ports = self._metadata(engine), self._ports_of(engine)
+        theirs = self._metadata(engine)
         with self._lock:
             others = [one for name, known in self._engines.items() if name != engine for one in known.metadata]
         for one in connections():
             (address, port), accepted = one.there, one.here[1] in self._ports
-            if one.listens or not (accepted or ports is None or port in ports):
+            if one.listens or not (accepted or any(port.to_bytes(2) in metadata for metadata in theirs)):
                 continue
             if _is_own(address, mine):
                 if here and one.unread:
