@@ -113,11 +113,17 @@ class _Addresses:
 class PeerAddresses:
     """What this process knows about other engines: their addresses, and the ports at which their ranks listen."""
 
-    def __init__(self, ports: Collection[int]) -> None:
-        """`ports`: where UCX listens in this process."""
-        self._ports = frozenset(ports)
+    def __init__(self, not_ucx: Collection[int] = ()) -> None:
+        """`not_ucx`: inodes of sockets that this process had before UCX made any, as those to the other ranks of its
+        engine or group, which may run on the machine of an engine that is cut off."""
+        self._not_ucx = set(not_ucx)
         self._lock = threading.Lock()
         self._engines: OrderedDict[str, _Addresses] = OrderedDict()
+
+    def spare_connections(self) -> None:
+        """Call it before other engines know this one: what is connected by now is none of theirs, as the socket to the
+        coordinator of its group. UCX listens already, and what it will accept is not spared."""
+        self._not_ucx.update(one.inode for one in connections() if not one.listens)
 
     def connecting(self, engine: str, metadata: bytes, answers: tuple[str, int]) -> None:
         """This process is about to connect to one rank of `engine`, whose NIXL metadata is `metadata`. The engine
@@ -198,23 +204,24 @@ class PeerAddresses:
         return True
 
     def tear_down(self, engine: str) -> None:
-        """End every connection of UCX with the machine of `engine`, and accepted ones whose engine is not known; if the
-        engine ran on this machine, also local ones that have unread data. UCX's are those that it has accepted, and
-        those to a port at which it listens in the engine, which is in the metadata as it is sent. All others are
-        spared, as those to other ranks of this engine or its group, which may run on that machine."""
+        """End every connection with the machine of `engine`, and accepted ones whose engine is not known; if the engine
+        ran on this machine, also local ones that have unread data. Those are spared that were there before another
+        engine could connect. One of them that ZMQ has made again since is not known as such."""
+        all_mine = [one for one in connections() if one.inode not in self._not_ucx]
         mine, here = _own_addresses(), self.is_local(engine)
+        accepting = {one.here[1] for one in all_mine if one.listens}
         theirs = self._metadata(engine)
         with self._lock:
             others = [one for name, known in self._engines.items() if name != engine for one in known.metadata]
-        for one in connections():
-            (address, port), accepted = one.there, one.here[1] in self._ports
-            if one.listens or not (accepted or any(port.to_bytes(2) in metadata for metadata in theirs)):
+        for one in all_mine:
+            address = one.there[0]
+            if one.listens:
                 continue
             if _is_own(address, mine):
                 if here and one.unread:
                     tear_down(one)
             elif any(address in metadata for metadata in theirs) or (
-                accepted and not any(address in metadata for metadata in others)
+                one.here[1] in accepting and not any(address in metadata for metadata in others)
             ):
                 tear_down(one)
 

@@ -68,7 +68,7 @@ class Connections(verify.Verifying):
         self._looked_at = time.monotonic()  # messages read next may have arrived since then
         self._shipments = verify.Shipments() if self.options.verify else None
         self._signing, self._checks = {}, []
-        self.peer_addresses = sockets.PeerAddresses({port for _, port, _ in hello.listens})
+        self.peer_addresses = sockets.PeerAddresses(others)
         self._handshake_initiation_executor.shutdown(wait=False)
         self._handshake_initiation_executor: ThreadPoolExecutor = ThreadPoolExecutor(
             _HANDSHAKES_AT_ONCE, "pd-kv-handshake"

@@ -76,14 +76,14 @@ def torn(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def know(peer_addresses: PeerAddresses, engine: str, *addresses: bytes) -> None:
-    peer_addresses.connecting(engine, b"....".join((b"", *addresses, b"\0\7")), ANSWERS)  # the port as it is sent
+    peer_addresses.connecting(engine, b"port".join((b"", *addresses, b"")), ANSWERS)
     peer_addresses.listens(engine, [(address, 7, INODE) for address in addresses])
 
 
 def test_tear_down_ends_connections_of_machine_and_unknown_ones(
     monkeypatch: pytest.MonkeyPatch, torn: list[int]
 ) -> None:
-    peer_addresses, third = PeerAddresses({1000}), socket.inet_aton("10.9.8.5")
+    peer_addresses, third = PeerAddresses(), socket.inet_aton("10.9.8.5")
     know(peer_addresses, "P", ELSEWHERE)
     know(peer_addresses, "another", third)
     unknown = socket.inet_aton("10.9.8.4")
@@ -102,29 +102,51 @@ def test_tear_down_ends_connections_of_machine_and_unknown_ones(
     assert torn == [4, 6]
 
 
+def test_an_engine_that_is_cut_off_takes_no_connection_between_the_ranks_of_a_group_with_it(
+    monkeypatch: pytest.MonkeyPatch, torn: list[int]
+) -> None:
+    """They meet before UCX does: one on the machine of that engine, one elsewhere, one here. Without these the engine
+    could not go on, nor the other ranks' engines."""
+    ranks = [
+        sockets.Connection(10, (SOMEWHERE, 1001), (bytes(4), 0), True, 0, 110),
+        connection(11, socket.inet_aton("10.9.8.4"), here=1001)._replace(inode=111),
+        connection(12, ELSEWHERE, here=1001)._replace(inode=112),
+        connection(13, LOOPBACK, here=1001, unread=9)._replace(inode=113),
+    ]
+    monkeypatch.setattr(sockets, "refuses", lambda host, port: True)
+    for of_engine in (ELSEWHERE, SOMEWHERE):
+        peer_addresses = PeerAddresses({one.inode for one in ranks})
+        know(peer_addresses, "P", of_engine)
+        its = [LISTENING, connection(4, of_engine, unread=9)]
+        monkeypatch.setattr(sockets, "connections", lambda its=its: [*ranks, *its])
+        assert peer_addresses.cut_off("P", settled=False)
+    assert torn == [4, 4]
+
+
 @pytest.mark.parametrize("of_engine", [ELSEWHERE, SOMEWHERE], ids=["elsewhere", "here"])
-def test_an_engine_that_is_cut_off_takes_no_connection_with_it_that_ucx_has_not_made(
+def test_what_its_engine_connected_before_others_knew_it_is_spared(
     monkeypatch: pytest.MonkeyPatch, torn: list[int], of_engine: bytes
 ) -> None:
-    """Those of the ranks of a group, by Gloo, NCCL or ZMQ, whenever they were made: one on the machine of that engine,
-    one elsewhere, one here. Without these the engine could not go on, nor the other ranks' engines."""
-    gloo = sockets.Connection(10, (SOMEWHERE, 1001), (bytes(4), 0), True, 0)
-    accepted = [connection(11 + at, there, here=1001, unread=9) for at, there in enumerate((ELSEWHERE, LOOPBACK))]
-    made = [connection(13 + at, there, here=2000, unread=9) for at, there in enumerate((ELSEWHERE, SOMEWHERE))]
-    ranks = [gloo, *(one._replace(there=(one.there[0], 29500)) for one in accepted + made)]
-    its = [connection(4, of_engine, unread=9), connection(5, of_engine, here=2001, unread=9)]
-    monkeypatch.setattr(sockets, "connections", lambda: [*ranks, LISTENING, *its])
+    """As the socket to its group's coordinator, on the machine of the engine that is cut off. UCX listens before that,
+    and what it accepts is ended."""
+    ucx, unknown = LISTENING._replace(inode=100), socket.inet_aton("10.9.8.4")
+    coordinator = connection(4, of_engine, here=2000, unread=9)._replace(inode=101)
+    monkeypatch.setattr(sockets, "connections", lambda: [ucx, coordinator])
     monkeypatch.setattr(sockets, "refuses", lambda host, port: True)
-    peer_addresses = PeerAddresses({1000})
+    peer_addresses = PeerAddresses({99})
+    peer_addresses.spare_connections()
     know(peer_addresses, "P", of_engine)
+    accepted = connection(5, of_engine, unread=9)._replace(inode=102), connection(6, unknown)._replace(inode=103)
+    earlier = connection(7, of_engine, unread=9)._replace(inode=99)
+    monkeypatch.setattr(sockets, "connections", lambda: [ucx, coordinator, *accepted, earlier])
     assert peer_addresses.cut_off("P", settled=False)
-    assert torn == [4, 5], "what UCX has accepted, and what it has made to a port of that engine"
+    assert torn == [5, 6]
 
 
 def test_fabric_may_carry_posted_writes(monkeypatch: pytest.MonkeyPatch, torn: list[int], tmp_path) -> None:
     (tmp_path / "mlx5_0").mkdir()
     monkeypatch.setattr(sockets, "_FABRICS", tmp_path)
-    peer_addresses = PeerAddresses({1000})
+    peer_addresses = PeerAddresses()
     know(peer_addresses, "P", ELSEWHERE)
     monkeypatch.setattr(sockets, "connections", lambda: [LISTENING, connection(4, ELSEWHERE)])
     assert not peer_addresses.cut_off("P", settled=False)
@@ -137,7 +159,7 @@ def test_an_engine_of_this_machine_is_waited_for_until_it_has_ended(
     monkeypatch: pytest.MonkeyPatch, torn: list[int], at: bytes
 ) -> None:
     """Whatever other connections this process has: ranks meet over an interface of their own choice."""
-    peer_addresses = PeerAddresses({1000})
+    peer_addresses = PeerAddresses()
     mine = [LISTENING, connection(5, at, here=2000, unread=3), connection(6, at, here=2001)]
     monkeypatch.setattr(sockets, "connections", lambda: mine)
     know(peer_addresses, "P", at)
@@ -154,7 +176,7 @@ def test_an_engine_of_this_machine_is_waited_for_until_it_has_ended(
 def test_an_engine_of_this_machine_that_has_answered_runs_on_and_copies_nothing_more(
     monkeypatch: pytest.MonkeyPatch, torn: list[int]
 ) -> None:
-    peer_addresses, waited = PeerAddresses({1000}), list[float]()
+    peer_addresses, waited = PeerAddresses(), list[float]()
     mine = [LISTENING, connection(5, SOMEWHERE, here=2000, unread=3), connection(6, SOMEWHERE, here=2001)]
     know(peer_addresses, "P", SOMEWHERE)
     monkeypatch.setattr(sockets, "connections", lambda: mine)
@@ -168,7 +190,7 @@ def test_an_engine_of_this_machine_that_never_named_a_connection_is_waited_for_u
     monkeypatch: pytest.MonkeyPatch, torn: list[int]
 ) -> None:
     """Without one it writes nothing. Where it listens is not known, but where it answered a handshake."""
-    peer_addresses, open_ports = PeerAddresses({1000}), {9}
+    peer_addresses, open_ports = PeerAddresses(), {9}
     monkeypatch.setattr(sockets, "connections", lambda: [LISTENING])
     monkeypatch.setattr(sockets, "refuses", lambda host, port: port not in open_ports)
     peer_addresses.connecting("P", b"..." + SOMEWHERE, ("10.9.8.6", 9))
@@ -182,7 +204,7 @@ def test_an_engine_of_this_machine_that_never_named_a_connection_is_waited_for_u
 
 def test_an_engine_that_may_still_write_here_is_not_forgotten(monkeypatch: pytest.MonkeyPatch, torn: list[int]) -> None:
     """Its connection is made anew, or it is dead: what it has sent is still on its way."""
-    peer_addresses = PeerAddresses({1000})
+    peer_addresses = PeerAddresses()
     know(peer_addresses, "P", ELSEWHERE)
     monkeypatch.setattr(sockets, "connections", lambda: [LISTENING, connection(4, ELSEWHERE)])
     peer_addresses.forget("P", awaited={"P"})
@@ -192,12 +214,12 @@ def test_an_engine_that_may_still_write_here_is_not_forgotten(monkeypatch: pytes
 
 
 def test_unknown_engine_is_cut_off_after_settling() -> None:
-    assert not PeerAddresses({1000}).cut_off("nobody", settled=False)
-    assert PeerAddresses({1000}).cut_off("nobody", settled=True)
+    assert not PeerAddresses().cut_off("nobody", settled=False)
+    assert PeerAddresses().cut_off("nobody", settled=True)
 
 
 def test_an_engine_has_ended_when_all_its_sockets_are_closed_whoever_has_its_ports_now() -> None:
-    peer_addresses = PeerAddresses({1000})
+    peer_addresses = PeerAddresses()
     with socket.create_server(("127.0.0.1", 0)) as server, socket.create_server(("127.0.0.1", 0)) as second:
         ports = [one.getsockname()[1] for one in (server, second)]
         for told in (one for one in listening() if one[:2] in [(LOOPBACK, port) for port in ports]):  # two ranks
@@ -214,7 +236,7 @@ def test_an_engine_has_ended_when_all_its_sockets_are_closed_whoever_has_its_por
 
 def test_an_engine_whose_interface_has_gone_away_is_of_this_machine_while_it_lives(torn: list[int]) -> None:
     """UCX listens at each interface that there is, a container's too."""
-    peer_addresses = PeerAddresses({1000})
+    peer_addresses = PeerAddresses()
     with socket.create_server(("127.0.0.1", 0)) as server:
         its = [one for one in listening() if one[:2] == (LOOPBACK, server.getsockname()[1])]
         peer_addresses.connecting("P", b"port", ANSWERS)
@@ -224,7 +246,7 @@ def test_an_engine_whose_interface_has_gone_away_is_of_this_machine_while_it_liv
 
 
 def test_an_engine_of_another_machine_has_ended_when_all_its_ports_refuse(monkeypatch: pytest.MonkeyPatch) -> None:
-    peer_addresses, open_ports = PeerAddresses({1000}), {7}
+    peer_addresses, open_ports = PeerAddresses(), {7}
     monkeypatch.setattr(sockets, "refuses", lambda host, port: port not in open_ports)
     know(peer_addresses, "P", ELSEWHERE, LOOPBACK)
     assert not peer_addresses.is_local("P") and not peer_addresses.has_ended("P")

@@ -63,17 +63,26 @@ async def test_missing_process_watch_is_logged(ranks, monkeypatch, caplog):
     assert "vLLM will say" in caplog.text
 
 
-def test_why_an_engine_could_not_be_made_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_what_follows_the_making_of_an_engine_is_done_with_it_and_its_failure_told(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     class Made:
         def __init__(self, has_room: bool) -> None:
             self.has_room = has_room
-            if not has_room:
-                raise OSError("no room")
 
-    why = str(tmp_path / "why")
+    class MadeAfterIt(Made):
+        pass
+
+    def then(made: Made) -> None:
+        after.append(made)
+        if not made.has_room:
+            raise OSError("no room")
+
+    after, why = list[Made](), str(tmp_path / "why")
     monkeypatch.setenv(WHY, why)
-    tell_why(Made)
-    assert Made(True).has_room and told(why) == ""
+    tell_why(Made, then=then)
+    made = MadeAfterIt(True)
+    assert after == [made] and told(why) == ""
     with pytest.raises(OSError):
         Made(False)
     assert told(why) == "OSError: no room"

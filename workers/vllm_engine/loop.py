@@ -47,6 +47,13 @@ def _kv_worker() -> Any:
     return getattr(get_kv_transfer_group(), "connector_worker", None) if has_kv_transfer_group() else None
 
 
+def spare_sockets(_: Any = None) -> None:
+    """The engine has been made, and is not registered yet: cutting off another one must not end its own connections, as
+    with its group's coordinator, which it makes after its ranks."""
+    if (addresses := getattr(_kv_worker(), "peer_addresses", None)) is not None:
+        addresses.spare_connections()
+
+
 def waker_of(engine: Any) -> Waker:
     if not hasattr(engine, "_pd_waker"):
         engine._pd_waker = Waker(engine.input_queue)

@@ -32,7 +32,7 @@ from workers.engine import PrefixChanges
 from workers.vllm_engine.codec.continued import continue_answers
 from workers.vllm_engine.codec.prefix import PrefixCollector, block_hashes
 from workers.vllm_engine.codec.withheld import give_back_withheld
-from workers.vllm_engine.loop import computed_tokens, name_socket, steps_of, waker_of
+from workers.vllm_engine.loop import computed_tokens, name_socket, spare_sockets, steps_of, waker_of
 from workers.vllm_engine.patches import (
     cache_only_what_is_computed,
     free_what_did_not_come,
@@ -89,7 +89,7 @@ def run_engine_core(*args: Any, **kwargs: Any) -> None:
         _set_rendezvous_folder(folder)
         name_socket(folder, kwargs["executor_class"], kwargs["vllm_config"])
     EngineCoreProc._process_engine_step = _process_engine_step
-    tell_why(EngineCoreProc)
+    tell_why(EngineCoreProc, then=spare_sockets)
     _vllm_target(*args, **kwargs)
 
 

@@ -19,13 +19,16 @@ log = logging.getLogger("pd.worker")
 WHY = "PD_ENGINE_WHY"  # a file for why it did not start: an engine's processes say so in their logs only
 
 
-def tell_why(process: type) -> None:
-    """In an engine's process: what ends the making of `process` is told to the worker, by the first that fails."""
+def tell_why(process: type, then: Callable[[Any], None] | None = None) -> None:
+    """In an engine's process: what ends the making of `process` is told to the worker, by the first that fails. `then`
+    is called with what has been made."""
     make = vars(process)["__init__"]
 
     def made(self: Any, *args: Any, **kwargs: Any) -> None:
         try:
             make(self, *args, **kwargs)
+            if then is not None:
+                then(self)
         except Exception as error:
             with suppress(OSError, KeyError), open(os.environ[WHY], "x") as file:
                 file.write(" ".join(f"{type(error).__name__}: {error}".split()))

@@ -143,10 +143,9 @@ class Agent:
 
         from connectors.sockets import PeerAddresses, listening
 
-        self.np, before = np, listening()
+        self.peer_addresses, self.np, before = PeerAddresses(), np, listening()
         self.nixl = nixl_agent(name, nixl_agent_config(enable_prog_thread=False, num_threads=4))
         self.listens = [(address.hex(), port, inode) for address, port, inode in listening() - before]
-        self.peer_addresses = PeerAddresses({port for _, port, _ in self.listens})
         self.memory = np.full(SIZE, 1 if name == "prefill" else 0, dtype=np.uint8)
         self.nixl.register_memory([(self.memory.ctypes.data, SIZE, 0, "")], "DRAM")
         self.peer: str | None = None
