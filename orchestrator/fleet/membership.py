@@ -174,7 +174,8 @@ class Membership:
                 except Exception as error:  # what one worker says must not cost what the others say
                     turns.failed(error)
             if pause_s:  # of a large fleet many reports come between two requests, which are not to wait for them
-                self._fleet.apply_changes()
+                with turns.turn():
+                    self._fleet.apply_changes()
 
     def _take(self, message: Published, now: float) -> None:
         view = self._fleet.workers.get(message.worker_id)

@@ -159,6 +159,7 @@ LOOPS = {
     "registry": ("membership", "_resync", "fleet.membership.RESYNC_S"),
     "silent workers": ("fleet", "silent", "fleet.membership.TICK_S"),
     "reports": ("membership", "_take", "fleet.membership.TICK_S"),
+    "reports of many": ("fleet", "apply_changes", "fleet.membership.TICK_S"),
     "prefill queue": ("queue._queue", "poll", "fleet.queue_view.EMPTY_POLL_S"),
     "adapters": ("adapters", "_sync", "fleet.adapters.POLL_S"),
     "idle model": ("rest", "_desired", "fleet.pause._LOOK_EVERY_S"),
@@ -172,7 +173,9 @@ async def test_a_defect_in_one_of_its_loops_ends_no_frontend(loop, redis, monkey
     path, name, interval = LOOPS[loop]
     connection = FleetConnection("f", parse_config({"model": "demo", "namespace": "t"}), redis, SimRouterCodec())
     monkeypatch.setattr(f"orchestrator.{interval}", 0.05)
-    if loop == "reports":
+    if loop == "reports of many":
+        monkeypatch.setattr(connection.membership, "_pause_s", lambda: 0.01)
+    if loop.startswith("reports"):
         monkeypatch.setattr(connection.transport, "receive_published", lambda _: asyncio.sleep(0.05, ["a report"]))
     running = asyncio.create_task(connection.run())
     met = asyncio.Queue[None]()
