@@ -133,9 +133,9 @@ class Fleet:
     def remove(self, worker_id: str) -> WorkerView | None:
         self._changed.add(worker_id)
         self._leave_domain(worker_id)
+        view = self.workers.pop(worker_id, None)
         self.adapters.forget(worker_id)
         self.places.remove(worker_id)
-        view = self.workers.pop(worker_id, None)
         self._note_link(worker_id, 0.0)
         if view is not None and view.info.ranks:
             self._lost_ranks.add(worker_id)

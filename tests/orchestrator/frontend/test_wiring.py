@@ -3,6 +3,7 @@
 import asyncio
 import resource
 import sys
+from functools import partial
 from operator import attrgetter
 
 import pytest
@@ -111,6 +112,25 @@ async def test_a_defect_in_the_handling_of_a_message_ends_no_frontend(message, m
         assert await unless_ended(receiving, handled.get()) == "w"
     assert f"could not handle {type(message).__name__} from worker w" in caplog.text
     receiving.cancel()
+    connection.transport.close()
+
+
+@pytest.mark.parametrize("defective", ["prefixes.forget", "router.worker_lost", "calls.worker_lost"])
+async def test_all_parts_are_told_of_lost_workers_whatever_one_of_them_meets(defective, monkeypatch):
+    connection = FleetConnection("f", parse_config({"model": "demo", "namespace": "t"}), Away(), SimRouterCodec())
+    told = []
+
+    def tell(path, *ids):
+        told.append((path, *ids))
+        return 1 // 0 if path == defective else None
+
+    for path in ("prefixes.forget", "router.worker_lost", "calls.worker_lost"):
+        part, name = path.split(".")
+        monkeypatch.setattr(getattr(connection, part), name, partial(tell, path))
+    with pytest.raises(ZeroDivisionError):
+        connection._worker_lost("a", "b")
+    each = {(path, name) for path in ("prefixes.forget", "calls.worker_lost") for name in "ab"}
+    assert {*told} == {*each, ("router.worker_lost", "a", "b")}
     connection.transport.close()
 
 
