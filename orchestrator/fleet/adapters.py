@@ -48,7 +48,8 @@ def refusal(known: AdapterList, wanted: Adapter, replacing: bool) -> str | None:
 
 
 class AdapterView:
-    """`known` is the list as it was read last, and what this frontend serves. `on_change` is called with it."""
+    """`known` is the list as it was read last, and what this frontend serves. `on_change` is called with it
+    before."""
 
     def __init__(self, registry: Registry, calls: ControlCalls, announce: Callable[[], Awaitable[None]]) -> None:
         """`announce`: tells others, by this frontend's entry in the registry, what it `serves`."""
@@ -99,8 +100,8 @@ class AdapterView:
                 adapters = self._registry.adapters
                 await (adapters.put_back(self.known) if found is None else adapters.change(found, self.known))
             elif found is not None and revision > self.known.revision:
+                self.on_change(found)  # first: a list that could not be taken is not served
                 self.known = found
-                self.on_change(found)
             if self._begun and self.serves != self.known.revision:
                 self.serves = self.known.revision
                 await self._announce()

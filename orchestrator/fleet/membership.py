@@ -9,9 +9,10 @@ did not run does not count as silence.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from orchestrator.fleet.prefixes import PrefixView
 from orchestrator.fleet.view import Fleet
@@ -19,7 +20,7 @@ from orchestrator.process.tasks import Turns
 from orchestrator.process.ticks import left_s, ticks, until_told
 from orchestrator.store.client import RedisAway
 from orchestrator.store.registry import Registry
-from orchestrator.types import WorkerLoad
+from orchestrator.types import WorkerInfo, WorkerLoad
 from orchestrator.wire.transport import FrontendTransport, Published
 
 log = logging.getLogger("pd.membership")
@@ -64,6 +65,7 @@ class Membership:
         self._unregistered: set[str] = set()
         self._left_out: dict[str, str] = {}  # the logged reason by worker, so that it is logged once
         self._unreached: set[str] = set()  # workers of which the log says that they have not been reached
+        self._turns = Turns(log, "looking for silent workers")
         self.synced = asyncio.Event()  # the registry has been asked once
 
     async def run(self) -> None:
@@ -109,36 +111,48 @@ class Membership:
             await asyncio.sleep(max(COALESCE_S, 4 * (time.monotonic() - began)))
 
     async def _tick(self) -> None:
-        turns = Turns(log, "looking for silent workers")
         async for late_s in ticks(TICK_S):
-            with turns.turn():
+            with self._turns.turn():
                 if late_s > LATE_S:
                     self._fleet.discount_stall(late_s, time.monotonic())
                 if late_s <= TICK_S:  # else reports that came meanwhile are not read yet
                     self._look(time.monotonic())
 
     def _look(self, now: float) -> None:
+        for part in (self._look_for_quiet, self._look_for_lost, self._tell_unreached):
+            with self._turns.turn():  # a defect that lasts in one of them must not keep the others off
+                part(now)
+
+    def _look_for_quiet(self, now: float) -> None:
         if quiet := mark_silent_quiet(self._fleet, now, min(QUIET_S, self._silence_s / 2)):
             for worker_id in quiet:
                 log.warning("worker %s has become quiet: others take its place for now", worker_id)
             self._on_quiet(*quiet)
+
+    def _look_for_lost(self, now: float) -> None:
         for worker_id, view in self._fleet.workers.items():
             if view.disconnected_at is not None and self._transport.is_coming(worker_id):
                 view.disconnected_at = now
-        self._tell_unreached(now)
-        lost = self._fleet.silent(now, self._silence_s, RECONNECT_S)
-        for worker_id in lost:
-            self._remove(worker_id, "it fell silent or its connection stayed broken")
-        for worker_id in self._unregistered & self._fleet.workers.keys():
-            view = self._fleet.workers[worker_id]
-            # Redis may have lost its data: keep the workers that still report.
-            silent = now - view.last_heard_at > 2 * TICK_S + self._heartbeat_slack()
-            broken = view.disconnected_at is not None and not self._transport.is_coming(worker_id)
-            if silent or broken:
-                self._remove(worker_id, "it left the registry")
-                lost.append(worker_id)
-        if lost:
-            self._on_lost(*lost)
+        with self._telling_lost() as lost:
+            for worker_id in self._fleet.silent(now, self._silence_s, RECONNECT_S):
+                self._remove(worker_id, "it fell silent or its connection stayed broken", lost)
+            for worker_id in self._unregistered & self._fleet.workers.keys():
+                view = self._fleet.workers[worker_id]
+                # Redis may have lost its data: keep the workers that still report.
+                silent = now - view.last_heard_at > 2 * TICK_S + self._heartbeat_slack()
+                broken = view.disconnected_at is not None and not self._transport.is_coming(worker_id)
+                if silent or broken:
+                    self._remove(worker_id, "it left the registry", lost)
+
+    @contextlib.contextmanager
+    def _telling_lost(self) -> Iterator[list[str]]:
+        """Who is lost in it is told of at its end, whatever it meets: no later look finds a worker that was removed."""
+        lost: list[str] = []
+        try:
+            yield lost
+        finally:
+            if lost:
+                self._on_lost(*lost)
 
     def _tell_unreached(self, now: float) -> None:
         """Log each worker once that is registered, but cannot be reached: a firewall, or its host has another address
@@ -174,7 +188,8 @@ class Membership:
                 except Exception as error:  # what one worker says must not cost what the others say
                     turns.failed(error)
             if pause_s:  # of a large fleet many reports come between two requests, which are not to wait for them
-                self._fleet.apply_changes()
+                with turns.turn():
+                    self._fleet.apply_changes()
 
     def _take(self, message: Published, now: float) -> None:
         view = self._fleet.workers.get(message.worker_id)
@@ -199,23 +214,9 @@ class Membership:
         except RedisAway as error:
             log.warning("membership is frozen while Redis is away: %s", error)
             return
-        now, lost = time.monotonic(), []
-        for info in registered.values():
-            known = self._fleet.workers.get(info.id)
-            try:
-                self._transport.connect(info.id, info.request_address, info.load_address, info.mesh_key)
-                if self._fleet.upsert(info, now) and known is not None:
-                    lost.append(info.id)
-            except Exception as error:  # of an address, or of anything else in a damaged entry: the others are taken
-                if self._left_out.get(info.id) != str(error):
-                    self._left_out[info.id] = str(error)
-                    defect = not isinstance(error, ValueError)  # an AddressError is one
-                    log.warning("left out worker %s: %s", info.id, error, exc_info=defect)
-                if known is not None and known.info.kv.engine_id != info.kv.engine_id:
-                    self._remove(info.id, "another process has its id, which is left out")
-                    lost.append(info.id)
-        if lost:
-            self._on_lost(*lost)
+        with self._telling_lost() as lost:
+            for info in registered.values():
+                self._take_entry(info, lost)
         views = self._fleet.workers.values()
         for view in views:
             view.registered = view.info.id in registered
@@ -223,13 +224,32 @@ class Membership:
         hosted = (view.load.kv.host_blocks for view in views if view.load is not None)
         self._prefixes.index.make_room(sum(view.info.blocks_total for view in views) + sum(hosted))
 
+    def _take_entry(self, info: WorkerInfo, lost: list[str]) -> None:
+        """Add or update this worker. `lost` gets its id if it is another process now, or was one that is left out."""
+        known = self._fleet.workers.get(info.id)
+        try:
+            self._transport.connect(info.id, info.request_address, info.load_address, info.mesh_key)
+            if self._fleet.upsert(info, time.monotonic()) and known is not None:
+                lost.append(info.id)
+        except Exception as error:  # of an address, or of anything else in a damaged entry: the others are taken
+            if self._left_out.get(info.id) != str(error):
+                self._left_out[info.id] = str(error)
+                defect = not isinstance(error, ValueError)  # an AddressError is one
+                log.warning("left out worker %s: %s", info.id, error, exc_info=defect)
+            if known is not None and known.info.kv.engine_id != info.kv.engine_id:
+                self._remove(info.id, "another process has its id, which is left out", lost)
+
     def _heartbeat_slack(self) -> float:
         return min(1.0, self._silence_s / 4)
 
-    def _remove(self, worker_id: str, why: str) -> None:
+    def _remove(self, worker_id: str, why: str, lost: list[str]) -> None:
+        """Forget the worker, and add it to `lost`. A defect is logged: others may be lost with it."""
         log.warning("worker %s is gone: %s", worker_id, why)
-        self._fleet.remove(worker_id)
-        self._transport.disconnect(worker_id)
+        lost.append(worker_id)
+        with self._turns.turn():
+            self._fleet.remove(worker_id)
+        with self._turns.turn():
+            self._transport.disconnect(worker_id)
 
 
 def mark_silent_quiet(fleet: Fleet, now: float, after_s: float) -> list[str]:

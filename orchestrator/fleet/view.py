@@ -133,9 +133,9 @@ class Fleet:
     def remove(self, worker_id: str) -> WorkerView | None:
         self._changed.add(worker_id)
         self._leave_domain(worker_id)
+        view = self.workers.pop(worker_id, None)
         self.adapters.forget(worker_id)
         self.places.remove(worker_id)
-        view = self.workers.pop(worker_id, None)
         self._note_link(worker_id, 0.0)
         if view is not None and view.info.ranks:
             self._lost_ranks.add(worker_id)
@@ -283,9 +283,8 @@ class Fleet:
 
     def apply_changes(self) -> None:
         """Apply the load reports since the last call. `candidates` calls it first."""
-        if not self._changed:
-            return
-        for worker_id in self._changed:
+        while self._changed:
+            worker_id = self._changed.pop()  # first: a worker that meets a defect costs the others one call, not all
             view = self.workers.get(worker_id)
             role, quiet = (view.usable_as, view.quiet) if view is not None else (None, False)
             candidate = view.candidate if view is not None and role is Role.DECODE else None
@@ -302,7 +301,6 @@ class Fleet:
                     self._shortlist.update(candidate, (*self.places.names(worker_id), *domain))
                 else:
                     self._shortlist.remove(worker_id)
-        self._changed.clear()
 
 
 class _Within:

@@ -275,11 +275,12 @@ class FleetConnection:
         return (now[0] - used_s) / max(now[1] - at, 1e-3)
 
     def _worker_lost(self, *worker_ids: str) -> None:
-        for worker_id in worker_ids:
-            self.prefixes.forget(worker_id)
-        self.router.worker_lost(*worker_ids)
-        for worker_id in worker_ids:
-            self.calls.worker_lost(worker_id)
+        with contextlib.ExitStack() as told:  # each is, the last one first, whatever another one meets
+            for worker_id in worker_ids:
+                told.callback(self.calls.worker_lost, worker_id)
+            told.callback(self.router.worker_lost, *worker_ids)
+            for worker_id in worker_ids:
+                told.callback(self.prefixes.forget, worker_id)
 
 
 class FleetConnections:

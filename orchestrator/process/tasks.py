@@ -10,11 +10,15 @@ import asyncio
 import contextlib
 import logging
 import threading
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from concurrent.futures import Future
 from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
+
+# A loop that meets an error again and again tells of it once in this time, and in it of at most so many different ones.
+SAID_FOR_S, MOST_SAID = 60.0, 8
 
 
 async def cancelled(*tasks: asyncio.Future[Any] | None) -> None:
@@ -86,21 +90,22 @@ class Turns:
 
     def __init__(self, log: logging.Logger, what: str) -> None:
         self._log, self._what = log, what
-        self._said = ""
+        self._said: dict[str, float] = {}  # errors that were logged within the last minute, and when
 
     @contextlib.contextmanager
     def turn(self) -> Iterator[None]:
-        """What is raised in it is logged, but not twice in a row."""
+        """What is raised in it is logged, but the same no more than once a minute."""
         try:
             yield
-            self._said = ""
         except Exception as error:
             self.failed(error)
 
     def failed(self, error: Exception) -> None:
         """The same, for what is too short to be a turn. Call it in the handling of the exception."""
-        if (said := repr(error)) != self._said:
-            self._said = said
+        said, now = repr(error), time.monotonic()
+        self._said = {known: at for known, at in self._said.items() if now - at < SAID_FOR_S}
+        if said not in self._said and len(self._said) < MOST_SAID:
+            self._said[said] = now
             self._log.exception("%s: failed, and is tried again", self._what)
 
 

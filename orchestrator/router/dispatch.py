@@ -13,6 +13,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Coroutine, Iterator
+from functools import partial
 from typing import Any
 
 from orchestrator.config.settings import RoutingConfig
@@ -103,7 +104,7 @@ class Dispatch:
         refused = await self._queue.enqueue(placed.job)
         withdrawn = active.ended or active.attempt != placed.job.attempt
         if refused is None and withdrawn:  # maybe before it was in the queue
-            self._cancel_job(active.id, placed.job.attempt)
+            self.background(self._queue.cancel(active.id, placed.job.attempt))
         elif refused is not None and not withdrawn and active.state is State.QUEUED:
             active.local_reason = refused
             active.move(State.PLACING)
@@ -183,11 +184,7 @@ class Dispatch:
             if worker_id is not None:
                 self._transport.send(worker_id, abort)
         if active.state is State.QUEUED or active.computing_worker is not None:
-            self._cancel_job(active.id, active.attempt)
-
-    def _cancel_job(self, request_id: str, attempt: int) -> None:
-        """Remove a job from the queue, claimed or not."""
-        self.background(self._queue.cancel(request_id, attempt))
+            self.background(self._queue.cancel(active.id, active.attempt))
 
     def drop_stale(self, worker_id: str, request_id: str, attempt: int) -> None:
         """Tell the sender of a message of an older attempt to forget that attempt."""
@@ -214,7 +211,8 @@ class Dispatch:
         active.charged += charge or remote
         if active.charged >= MAX_ATTEMPTS:
             last = f"; the last: {said}" if said else ""
-            self._fail(active, f"{active.attempt} attempts failed: {', '.join(active.retries)}{last}")
+            failed = f"{active.attempt} attempts failed: {', '.join(active.retries)}{last}"
+            self._end_as(active, Failure(failed))
             return
         again = avoid in active.avoid
         if avoid is not None:
@@ -264,11 +262,16 @@ class Dispatch:
 
     def fail_defective(self, active: ActiveRequest | None, request_id: str) -> None:
         """Fail a request one of whose outputs could not be taken, since its answer would have a gap, or that could not
-        be looked after. Call it in the handling of that exception."""
+        be looked after. Call it in the handling of that exception. Raises nothing, also where the same defect is met
+        again: workers that could not be told keep what they have of it until it ends there."""
         self._metrics.dropped.labels("error").inc()
         log.exception("request %s met a defect", request_id)
         if active is not None and not active.ended:
-            self.fail_withdrawn(active, Failure("it met a defect"))
+            for step in (self.withdraw, partial(self._end_as, failure=Failure("it met a defect"))):
+                try:
+                    step(active)
+                except Exception:
+                    log.exception("request %s met another one while it was ended", request_id)
 
     # ---- engines that crash ------------------------------------------------------------------------------------
 
@@ -304,8 +307,10 @@ class Dispatch:
         """Release the next suspect when a trial takes too long, and fail those that have waited too long for one."""
         if self._quarantine.overdue(now):
             self._release_next()
+        why = "it may have crashed an engine, and no worker could try it alone within its deadline"
         for active in self._quarantine.expired(now, self._routing.placement_timeout_s):
-            self._fail(active, "it may have crashed an engine, and no worker could try it alone within its deadline")
+            with self.guarding(active):
+                self._end_as(active, Failure(why))
 
     def _release_next(self) -> None:
         for active in self._quarantine.release(self._fleet.ready(Role.DECODE)):
@@ -320,7 +325,7 @@ class Dispatch:
         self.withdraw(active)
 
     async def _place_again(self, active: ActiveRequest, after_s: float = 0.0) -> None:
-        try:
+        with self.guarding(active):
             if after_s:
                 await asyncio.sleep(after_s)
                 if active.ended:
@@ -330,14 +335,8 @@ class Dispatch:
                 self._requests.refuse(active, rejected)
                 self.clear_suspect(active)
             elif rejected is not None:
-                self._fail(active, f"no decode worker took it over within its deadline ({rejected.reason})")
-        except Exception:
-            log.exception("request %s could not be placed again", active.parsed.label)
-            if not active.ended:  # nothing else would ever end it
-                self._fail(active, "placing it again met a defect")
-
-    def _fail(self, active: ActiveRequest, why: str) -> None:
-        self._end_as(active, Failure(why))
+                why = f"no decode worker took it over within its deadline ({rejected.reason})"
+                self._end_as(active, Failure(why))
 
     def _end_as(self, active: ActiveRequest, failure: Failure) -> None:
         self._requests.fail(active, failure)

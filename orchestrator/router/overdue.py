@@ -1,4 +1,5 @@
-"""Deadlines of requests: one whose state has lasted too long gets another attempt.
+"""Deadlines of requests: one whose state has lasted too long gets another attempt, as does one in the queue that would
+be served sooner elsewhere, or from where nobody claims it.
 
 Waiting costs the client time, and another attempt costs the fleet work, so a request that may only be slow keeps its
 attempt.
@@ -15,7 +16,9 @@ from orchestrator.config.settings import Config
 from orchestrator.fleet.queue_view import QueueView
 from orchestrator.fleet.view import Fleet
 from orchestrator.policy.placement import claim_timeout_s
+from orchestrator.policy.policies import RECALL_S
 from orchestrator.router.active_requests import ActiveRequests
+from orchestrator.router.decider import Decider
 from orchestrator.router.dispatch import Dispatch
 from orchestrator.router.learning import Learning
 from orchestrator.router.request import ActiveRequest, State
@@ -41,12 +44,13 @@ class Overdue:
         fleet: Fleet,
         queue: QueueView,
         requests: ActiveRequests,
+        decider: Decider,
         dispatch: Dispatch,
         learning: Learning,
     ) -> None:
         self._routing, self._fleet, self._queue = config.routing, fleet, queue
-        self._requests, self._dispatch, self._learning = requests, dispatch, learning
-        self._slo, self._resumed_at = config.slo, 0.0
+        self._requests, self._decider, self._dispatch, self._learning = requests, decider, dispatch, learning
+        self._slo, self._recall_at = config.slo, 0.0
         self._stalls: deque[tuple[float, float]] = deque(maxlen=MAX_STALLS)  # until when, and for how many seconds
         self._claimed: set[str] = set()  # request ids whose jobs had an unreported claim at the last look
 
@@ -54,24 +58,23 @@ class Overdue:
         """This process did: that is no time of workers, of which it has heard nothing meanwhile."""
         self._stalls.append((until, seconds))
 
-    def check(self, now: float, resumed_at: float = 0.0) -> None:
-        """Check all deadlines but that of unreported claims. Time before `resumed_at`, when a pause ended, does not
+    def check(self, now: float) -> None:
+        """Check all deadlines but that of unreported claims. Time before the end of a pause of the fleet does not
         count."""
-        self._resumed_at = resumed_at
         longest: dict[str | None, int] = {}  # by decode worker: prompt tokens of a request whose KV is to come
         for active in self._requests.all():
             if active.state is State.TRANSFERRING:
                 before = longest.get(active.decode_worker, 0)
                 longest[active.decode_worker] = max(before, active.parsed.info.prompt_tokens)
         for active in self._requests.all():
-            try:
+            with self._dispatch.guarding(active):
                 self._check(active, now, longest)
-            except Exception:  # a defect that one request meets must not cost the others theirs
-                self._dispatch.fail_defective(active, active.id)
 
     def _check(self, active: ActiveRequest, now: float, longest: Mapping[str | None, int]) -> None:
         if active.state is State.QUEUED and self._claim_is_late(active, now):
             self._dispatch.retry(active, "claim_timeout")
+        elif active.state in WITH_A_WORKER and active.decode_worker not in self._fleet.workers:
+            self._dispatch.retry(active, "decode_worker_lost", avoid=active.decode_worker)
         elif active.state is State.TRANSFERRING and self._fleet.is_quiet(active.prefill_worker):
             self._dispatch.retry(active, "prefill_worker_quiet", charge=False)
         elif active.state is State.TRANSFERRING and active.prefill_worker not in self._fleet.workers:
@@ -82,6 +85,20 @@ class Overdue:
             self._dispatch.retry(active, "kv_late")
         elif active.state in WITH_A_WORKER and self._makes_nothing(active, now):
             self._dispatch.retry(active, "stalled", avoid=active.decode_worker)
+
+    def recall(self, now: float) -> None:
+        """Take requests out of the queue that a decode worker would serve sooner: a look each RECALL_S."""
+        if now >= self._recall_at:
+            self._recall_at = now + RECALL_S
+            queued = [active for active in self._requests.all() if active.state is State.QUEUED]
+            for active in self._decider.recalled(queued):
+                with self._dispatch.guarding(active):
+                    self._dispatch.retry(active, "recalled")
+
+    def check_claimers(self) -> None:
+        """Take all out of it once nobody claims from it."""
+        if not self._fleet.claims():
+            self._dispatch.leave_queue("no_prefill_worker")
 
     async def check_queue(self, now: float) -> None:
         """Retry requests whose job Redis has lost, and those whose prefill worker does not report its claim."""
@@ -94,12 +111,13 @@ class Overdue:
             active = self._requests.current(request_id, overdue[request_id])
             if active is None or active.state is not State.QUEUED:
                 continue  # it moved on meanwhile
-            if state is JobState.ABSENT:
-                self._dispatch.retry(active, "job_lost")
-            elif state is JobState.CLAIMED and request_id in self._claimed:
-                self._dispatch.retry(active, "claimer_unheard", charge=False)
-            elif state is JobState.CLAIMED:
-                claimed.add(request_id)
+            with self._dispatch.guarding(active):
+                if state is JobState.ABSENT:
+                    self._dispatch.retry(active, "job_lost")
+                elif state is JobState.CLAIMED and request_id in self._claimed:
+                    self._dispatch.retry(active, "claimer_unheard", charge=False)
+                elif state is JobState.CLAIMED:
+                    claimed.add(request_id)
         self._claimed = claimed
 
     async def leave_claimers(self, worker_ids: Collection[str], why: str) -> None:
@@ -109,10 +127,11 @@ class Overdue:
         for request_id in queued.keys() & itertools.chain(*claims):
             active = self._requests.current(request_id, queued[request_id])
             if active is not None and active.state is State.QUEUED:
-                self._dispatch.retry(active, why, charge=False)
+                with self._dispatch.guarding(active):
+                    self._dispatch.retry(active, why, charge=False)
 
     def _waited_s(self, since: float, now: float) -> float:
-        since = max(since, self._resumed_at)
+        since = max(since, self._fleet.pause.ended_at)
         stood_s = sum(seconds for until, seconds in self._stalls if until > since) if self._stalls else 0.0
         return now - since - stood_s
 

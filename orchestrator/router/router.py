@@ -10,14 +10,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from orchestrator.config.settings import Config
 from orchestrator.fleet.queue_view import QueueView
 from orchestrator.fleet.view import Fleet
 from orchestrator.policy.decode_choice import DecodeChoice
-from orchestrator.policy.policies import RECALL_S
 from orchestrator.policy.prefix_index import PrefixIndex
 from orchestrator.process.tasks import Turns
 from orchestrator.process.telemetry.metrics import Metrics
@@ -63,7 +62,7 @@ class Router:
         choose: DecodeChoice,
         metrics: Metrics,
     ) -> None:
-        self._metrics, self._recall_at, self._of_queue = metrics, 0.0, Turns(log, "the jobs of requests")
+        self._metrics, self._turns = metrics, Turns(log, "the deadlines of requests")
         self._routing, self._fleet, self._codec, self._prefixes = config.routing, fleet, codec, prefixes
         self.learning = Learning(fleet, choose, config.slo, metrics)
         self._decider = Decider(transport.frontend_id, config, fleet, queue, prefixes, choose, self.learning)
@@ -72,7 +71,7 @@ class Router:
         self._dispatch = Dispatch(
             config.routing, self._decider, fleet, transport, queue, prefixes, self._requests, metrics
         )
-        self._overdue = Overdue(config, fleet, queue, self._requests, self._dispatch, self.learning)
+        self._overdue = Overdue(config, fleet, queue, self._requests, self._decider, self._dispatch, self.learning)
         self.requests, self.batches = self._requests.by_id, self._requests.batches
 
     # ---- what the server calls ---------------------------------------------------------------------------------
@@ -105,16 +104,16 @@ class Router:
         """End requests that the client has left or, with `to` FINISHED, that met a stop string. Ignores unknown ids."""
         for request_id in request_ids:
             if active := self.requests.get(request_id):
-                self._dispatch.withdraw(active)
-                self._end(active, to)
+                with self._dispatch.guarding(active):
+                    self._dispatch.withdraw(active)
+                    self._end(active, to)
 
     async def run(self) -> None:
         """Enforce the deadlines of all states. Runs until cancelled."""
-        turns = Turns(log, "the deadlines of requests")
         async with asyncio.TaskGroup() as tasks:
             looking = tasks.create_task(self.check_queue(time.monotonic()))
             async for late_s in ticks(CHECK_S):
-                with turns.turn():
+                with self._turns.turn():
                     if late_s > CHECK_S:
                         self._overdue.stood_still(time.monotonic(), late_s)
                     self.check(time.monotonic())
@@ -128,23 +127,22 @@ class Router:
         """
         if self._fleet.pause.frozen:
             return
-        self._overdue.check(now, self._fleet.pause.ended_at)  # first: a defect in what follows must not keep it off
-        self.learning.predictor.set_prior(self._fleet.speed)
-        self._check_claimers()
-        self._decider.look(now)
-        for active in self._requests.all():
-            if active.answer.held and now - active.answer.held_since > HELD_S:
-                self._release_held(active, now)
-        if now >= self._recall_at:
-            self._recall_at = now + RECALL_S
-            queued = [active for active in self._requests.all() if active.state is State.QUEUED]
-            for active in self._decider.recalled(queued):
-                self._dispatch.retry(active, "recalled")
-        self._dispatch.check(now)
+        parts: tuple[Callable[[float], None], ...] = (
+            self._release_late,  # first: `overdue` may retry a request whose last tokens are held back
+            self._overdue.check,
+            lambda _: self.learning.predictor.set_prior(self._fleet.speed),
+            lambda _: self._overdue.check_claimers(),
+            self._decider.look,
+            self._overdue.recall,
+            self._dispatch.check,
+        )
+        for part in parts:
+            with self._turns.turn():  # a defect that lasts in one of them must not keep the others off
+                part(now)
 
     async def check_queue(self, now: float) -> None:
         """The same for requests whose job was lost, or whose prefill worker does not report. A defect is logged."""
-        with self._of_queue.turn():
+        with self._turns.turn():
             if not self._fleet.pause.frozen:
                 await self._overdue.check_queue(now)
 
@@ -251,6 +249,11 @@ class Router:
         unsaid = prefill is not None and prefill.ended_at is None and prefill.worker_id in self._fleet.workers
         return unsaid and bool(output.new_token_ids) and not answer.tokens
 
+    def _release_late(self, now: float) -> None:
+        for active in self._requests.all():
+            if active.answer.held and now - active.answer.held_since > HELD_S:
+                self._release_held(active, now)
+
     def _release_held(self, active: ActiveRequest, now: float) -> None:
         held, active.answer.held = active.answer.held, []
         with self._dispatch.guarding(active):
@@ -313,8 +316,8 @@ class Router:
                     self._dispatch.retry(active, f"decode_worker_{how}", avoid=active.decode_worker, charge=lost)
                 elif active.state is State.TRANSFERRING and prefills in away:
                     self._dispatch.retry(active, f"prefill_worker_{how}", charge=False)
-        self._check_claimers()
         self._dispatch.background(self._overdue.leave_claimers(away, f"prefill_worker_{how}"))
+        self._overdue.check_claimers()
 
     def connection_reset(self, worker_id: str) -> None:
         """A worker's connection was made again: requests or tokens may be lost with the old one."""
@@ -338,11 +341,8 @@ class Router:
     def job_failed(self, request_id: str, attempt: int) -> None:
         """The queue gave this job up, because too many workers that had claimed it died."""
         if (active := self._requests.current(request_id, attempt)) is not None:
-            self._on_prefill_failed(active)
-
-    def _check_claimers(self) -> None:
-        if not self._fleet.claims():
-            self._dispatch.leave_queue("no_prefill_worker")
+            with self._dispatch.guarding(active):
+                self._on_prefill_failed(active)
 
     def _end(self, active: ActiveRequest, state: State) -> None:
         self._requests.end(active, state)

@@ -86,6 +86,23 @@ async def test_a_loaded_adapter_is_served_by_all_when_the_call_ends(fleet: Fleet
     assert later.known.adapters == {"y": Y}
 
 
+async def test_a_list_that_could_not_be_taken_is_not_served(fleet: Fleet, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(adapters, "FOLLOW_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(adapters, "POLL_S", 0.05)
+    first, second = await fleet.join("f1"), await fleet.join("f2")
+
+    def defect(_: AdapterList) -> None:
+        raise ZeroDivisionError
+
+    second.on_change = defect
+    with pytest.raises(AdapterFailed, match="frontend f2 did not follow"):
+        await first.load(X, replacing=False)
+    told: list[AdapterList] = []
+    second.on_change = told.append
+    await until(lambda: second.known == first.known and second.known.revision > 0)
+    assert told[-1] == second.known and second.serves == second.known.revision
+
+
 async def test_a_frontend_that_starts_is_not_waited_for_and_reads_the_list_before_it_serves(fleet: Fleet):
     first = await fleet.join("f1")
     starts = fleet.view("f2", url="")

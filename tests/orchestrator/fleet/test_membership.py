@@ -1,6 +1,7 @@
 """Who is there, on real sockets and a scripted registry: joining, dying, restarting, and Redis losing its mind."""
 
 import asyncio
+import contextlib
 import time
 
 import msgspec
@@ -168,6 +169,81 @@ async def test_workers_that_are_lost_together_are_told_of_together(scene, monkey
     monkeypatch.setattr(scene.fleet, "silent", lambda *_: [*scene.fleet.workers])
     await until(lambda: scene.lost)
     assert scene.lost_together[0] == {"d", "e"}
+
+
+class Unconnected:
+    """A transport of which no test needs a socket."""
+
+    def connect(self, worker_id, *_):
+        pass
+
+    def disconnect(self, worker_id):
+        pass
+
+    def is_coming(self, worker_id):
+        return False
+
+
+def told_of(*names):
+    """A membership with these workers that report, and those that it tells to be lost."""
+    fleet, lost, registry = Fleet("f"), [], ScriptedRegistry()
+    for name in names:
+        registry.registered[name] = worker_info(name, "e1")
+        fleet.upsert(registry.registered[name], time.monotonic())
+        fleet.take_load(WorkerLoad(name, 1, 100, 50, 0, 0, 0, 1.0), time.monotonic())
+    prefixes = PrefixView(lambda *_: True)
+    return Membership(
+        registry, fleet, Unconnected(), prefixes, 1.0, lambda *ids: lost.extend(ids), lambda *_: None, lost.append
+    ), lost
+
+
+def failing_at(call, worker_id):
+    """The same call, which raises at its end for this worker."""
+
+    def defective(name, *more):
+        result = call(name, *more)
+        return result if name != worker_id else 1 // 0
+
+    return defective
+
+
+@pytest.mark.parametrize("defective", ["_fleet.remove", "_transport.disconnect", "_heartbeat_slack"])
+async def test_workers_that_were_removed_are_told_of_whatever_the_same_look_meets(defective, monkeypatch):
+    """Nobody finds them a second time: their requests would wait ten minutes for the next token."""
+    membership, lost = told_of("a", "b")
+    if defective == "_heartbeat_slack":  # of a look at one that has left the registry
+        membership._unregistered = {"b"}
+        monkeypatch.setattr(membership._fleet, "silent", lambda *_: ["a"])
+        monkeypatch.setattr(membership, defective, lambda: 1 // 0)
+    else:
+        part, name = defective.split(".")
+        there = getattr(membership, part)
+        monkeypatch.setattr(there, name, failing_at(getattr(there, name), "a"))
+    with contextlib.suppress(ZeroDivisionError):
+        membership._look(time.monotonic() + 2)
+    assert lost == (["a"] if defective == "_heartbeat_slack" else ["a", "b"])
+    assert membership._fleet.workers.keys() == {"a", "b"} - {*lost}
+
+
+@pytest.mark.parametrize("defective", ["mark_silent_quiet", "Membership._tell_unreached"])
+async def test_a_defect_that_lasts_keeps_no_worker_from_being_lost(defective, monkeypatch):
+    membership, lost = told_of("a", "b")
+    monkeypatch.setattr(f"orchestrator.fleet.membership.{defective}", lambda *_: 1 // 0)
+    for _ in range(2):
+        with contextlib.suppress(ZeroDivisionError):
+            membership._look(time.monotonic() + 2)
+    assert lost == ["a", "b"]
+
+
+async def test_a_worker_that_started_again_is_told_of_whatever_another_entry_meets(monkeypatch):
+    membership, lost = told_of("a", "b")
+    registered = membership._registry.registered
+    registered["a"] = worker_info("a", "e2")
+    registered["b"] = msgspec.structs.replace(worker_info("b", "e2"), labels=("zone",))
+    monkeypatch.setattr(membership._transport, "disconnect", lambda _: 1 // 0)
+    with contextlib.suppress(ZeroDivisionError):
+        await membership._resync()
+    assert lost == ["a", "b"] and membership._fleet.workers.keys() == {"a"}
 
 
 async def test_a_worker_that_is_slow_becomes_quiet_and_is_usable_again_once_heard(scene):

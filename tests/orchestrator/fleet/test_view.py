@@ -1,11 +1,14 @@
 """The live view: exact correction between load reports, new processes behind old names, and who counts as gone."""
 
+import contextlib
+
 import msgspec
 from support_info import fleet_of
 from support_info import worker_info as worker
 
 from orchestrator.fleet.membership import mark_silent_quiet
 from orchestrator.fleet.view import Fleet
+from orchestrator.fleet.worker_view import WorkerView
 from orchestrator.policy.choices.named import decode_choice
 from orchestrator.policy.decode_choice import RequestInfo
 from orchestrator.policy.prefix_index import PrefixIndex
@@ -300,3 +303,23 @@ def test_ranks_that_wait_for_a_lost_one_are_quiet():
         fleet.remove(name)
     assert not fleet.broken_units
     assert not fleet._lost_ranks, "all have gone"
+
+
+def test_a_worker_that_meets_a_defect_keeps_no_other_from_being_seen(monkeypatch):
+    fleet = fleet_of(worker("a"), worker("b"), worker("c"))
+    for name in "abc":
+        fleet.take_load(load(name, 1, free=90), now=1.0)
+    assert fleet.ready(Role.DECODE) == 3
+    for name in "abc":
+        fleet.take_load(load(name, 2, free=80), now=2.0)
+    met, usable_as = [], WorkerView.usable_as.fget
+
+    def defective(view):
+        return 1 // 0 if view.info.id == "b" and not met.append(view) else usable_as(view)
+
+    monkeypatch.setattr(WorkerView, "usable_as", property(defective))
+    for _ in range(2):  # the first may have met it
+        with contextlib.suppress(ZeroDivisionError):
+            fleet.apply_changes()
+    assert len(met) == 1 and {one.worker_id: one.blocks_free for one in fleet.candidates().decode}["a"] == 80
+    assert {one.worker_id: one.blocks_free for one in fleet.candidates().decode}["c"] == 80

@@ -3,6 +3,7 @@
 import asyncio
 import resource
 import sys
+from functools import partial
 from operator import attrgetter
 
 import pytest
@@ -114,6 +115,25 @@ async def test_a_defect_in_the_handling_of_a_message_ends_no_frontend(message, m
     connection.transport.close()
 
 
+@pytest.mark.parametrize("defective", ["prefixes.forget", "router.worker_lost", "calls.worker_lost"])
+async def test_all_parts_are_told_of_lost_workers_whatever_one_of_them_meets(defective, monkeypatch):
+    connection = FleetConnection("f", parse_config({"model": "demo", "namespace": "t"}), Away(), SimRouterCodec())
+    told = []
+
+    def tell(path, *ids):
+        told.append((path, *ids))
+        return 1 // 0 if path == defective else None
+
+    for path in ("prefixes.forget", "router.worker_lost", "calls.worker_lost"):
+        part, name = path.split(".")
+        monkeypatch.setattr(getattr(connection, part), name, partial(tell, path))
+    with pytest.raises(ZeroDivisionError):
+        connection._worker_lost("a", "b")
+    each = {(path, name) for path in ("prefixes.forget", "calls.worker_lost") for name in "ab"}
+    assert {*told} == {*each, ("router.worker_lost", "a", "b")}
+    connection.transport.close()
+
+
 async def test_unless_ended_returns_first_result_or_error():
     running = asyncio.create_task(asyncio.sleep(60))
 
@@ -159,6 +179,7 @@ LOOPS = {
     "registry": ("membership", "_resync", "fleet.membership.RESYNC_S"),
     "silent workers": ("fleet", "silent", "fleet.membership.TICK_S"),
     "reports": ("membership", "_take", "fleet.membership.TICK_S"),
+    "reports of many": ("fleet", "apply_changes", "fleet.membership.TICK_S"),
     "prefill queue": ("queue._queue", "poll", "fleet.queue_view.EMPTY_POLL_S"),
     "adapters": ("adapters", "_sync", "fleet.adapters.POLL_S"),
     "idle model": ("rest", "_desired", "fleet.pause._LOOK_EVERY_S"),
@@ -172,7 +193,9 @@ async def test_a_defect_in_one_of_its_loops_ends_no_frontend(loop, redis, monkey
     path, name, interval = LOOPS[loop]
     connection = FleetConnection("f", parse_config({"model": "demo", "namespace": "t"}), redis, SimRouterCodec())
     monkeypatch.setattr(f"orchestrator.{interval}", 0.05)
-    if loop == "reports":
+    if loop == "reports of many":
+        monkeypatch.setattr(connection.membership, "_pause_s", lambda: 0.01)
+    if loop.startswith("reports"):
         monkeypatch.setattr(connection.transport, "receive_published", lambda _: asyncio.sleep(0.05, ["a report"]))
     running = asyncio.create_task(connection.run())
     met = asyncio.Queue[None]()

@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
+from types import SimpleNamespace
 
 import pytest
 from support_wait import DEADLINE_S
 
-from orchestrator.process.tasks import Turns, cancelled, first_of, in_thread
+from orchestrator.process.tasks import MOST_SAID, SAID_FOR_S, Turns, cancelled, first_of, in_thread
 
 
 async def never() -> None:
@@ -67,13 +68,30 @@ async def test_what_a_call_in_a_thread_returns_once_nobody_waits_is_given_back()
     assert await in_thread(lambda: 1, unwanted=unwanted.put_nowait) == 1 and unwanted.empty()
 
 
-def test_a_loop_goes_on_and_says_once_what_its_turns_meet(caplog: pytest.LogCaptureFixture):
+def test_a_loop_goes_on_and_says_what_its_turns_meet_once_a_minute(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+):
+    clock = SimpleNamespace(now=0.0)
+    monkeypatch.setattr("orchestrator.process.tasks.time", SimpleNamespace(monotonic=lambda: clock.now))
     turns = Turns(logging.getLogger("pd.launcher"), "a thing")
-    for error in (OSError("full"), OSError("full"), KeyError("x"), None, KeyError("x")):
-        with turns.turn():
-            if error is not None:
-                raise error
-    assert [record.exc_info[0] for record in caplog.records if record.exc_info] == [OSError, KeyError, KeyError]
-    assert caplog.messages == ["a thing: failed, and is tried again"] * 3
+
+    def said(*errors: Exception | None) -> list[str]:
+        caplog.clear()
+        for error in errors:
+            with turns.turn():
+                if error is not None:
+                    raise error
+        assert set(caplog.messages) <= {"a thing: failed, and is tried again"}
+        return [repr(record.exc_info[1]) for record in caplog.records if record.exc_info]
+
+    full, other = OSError("full"), KeyError("x")
+    assert said(full, full, other, None, other, full) == [repr(full), repr(other)]
+    clock.now += SAID_FOR_S / 2
+    assert said(*[full, other] * 100) == []
+    clock.now += SAID_FOR_S / 2
+    assert said(full, full, other) == [repr(full), repr(other)], "it is so still, or again"
+    assert len(said(*map(KeyError, range(1000)))) == MOST_SAID - 2, "each has another text"
+    clock.now += SAID_FOR_S
+    assert said(other) == [repr(other)]
     with pytest.raises(asyncio.CancelledError), turns.turn():
         raise asyncio.CancelledError

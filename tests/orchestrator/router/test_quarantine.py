@@ -69,6 +69,24 @@ async def test_a_suspect_waits_no_longer_than_others_for_a_worker():
     assert all("no worker could try it alone" in failure.why for failure in bench.codec.failures.values())
 
 
+async def test_a_defect_that_one_suspect_meets_keeps_no_other_in_quarantine(monkeypatch):
+    bench = CrashBench(placement_timeout_s=30)
+    await all_on_one_worker(bench, "a", "b", "c", "d")
+    only(bench, "d1")
+    await bench.crash("d0")
+    fail, met = bench.router._requests.fail, []
+
+    def defective(active, failure):
+        return fail(active, failure) if met or met.append(active.id) else 1 // 0
+
+    monkeypatch.setattr(bench.router._requests, "fail", defective)
+    bench.router.check(time.monotonic() + 31)
+    await bench.settle()
+    failed = bench.failed()
+    assert len(met) == 1 and sorted(failed) == sorted({"a", "b", "c", "d"} - bench.on("d1"))
+    assert len(failed) == 2  # d1 tries another by then
+
+
 async def test_each_worker_tries_one_suspect():
     """So nobody waits for more than a share of the others; that no two meet on a worker, the worker sees to."""
     bench = CrashBench()

@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from operator import attrgetter
 from types import SimpleNamespace
 from unittest.mock import AsyncMock
 
@@ -579,38 +580,128 @@ async def test_what_happens_to_a_worker_looks_at_its_requests_alone(event, monke
     bench.assert_no_leaks()
 
 
-@pytest.mark.parametrize(
-    "event", ["connection_reset", "worker_quiet", "worker_lost", "engine_crashed", "queue_lost", "check"]
-)
+OF_A_WORKER = ("connection_reset", "worker_quiet", "worker_lost", "engine_crashed")
+OF_THE_QUEUE = ("queue_lost", "job_failed", "deadline", "job_lost", "claimer_unheard", "claimer_lost", "recalled")
+
+
+@pytest.mark.parametrize("event", [*OF_A_WORKER, *OF_THE_QUEUE])
 async def test_a_defect_that_one_request_meets_keeps_no_other_with_what_is_lost(event, monkeypatch):
-    """Another would wait ten minutes for its next token."""
-    queued = event in ("queue_lost", "check")
+    """Another would wait ten minutes for its next token. The defect is there also when that request is ended for it."""
+    bench, names = Bench(), ("r0", "r1", "r2")
+    router, now = bench.router, time.monotonic()
+    bench.fleet.workers["d1"].connected = False
+    for name in names:
+        await router.submit(FakeRequest(name, prompt_tokens=10 if event in OF_A_WORKER else 1000))
+    bench.fleet.workers["d1"].connected = True
+    withdraw = router._dispatch.withdraw
+    monkeypatch.setattr(router._dispatch, "withdraw", lambda active: withdraw(active) if active.id != "r1" else 1 // 0)
+    if event == "engine_crashed":
+        router._dispatch.engine_crashed("d0", EngineCrashed("it died"))
+    elif event == "job_failed":
+        for name in names:
+            router.job_failed(name, 1)
+    elif event == "deadline":
+        router.check(now + 1000)
+    elif event in ("job_lost", "claimer_unheard"):
+        state = JobState.ABSENT if event == "job_lost" else JobState.CLAIMED
+        bench.queue.known = dict.fromkeys(names, state)
+        for _ in range(2):
+            await router.check_queue(now + 2)
+    elif event == "claimer_lost":
+        bench.queue.claims = {"p0": names}
+        router.worker_lost("p0")
+    elif event == "recalled":
+        monkeypatch.setattr(router._decider, "recalled", lambda queued: queued)
+        router.check(now)
+    else:
+        getattr(router, event)(*["d0"] if event in OF_A_WORKER else [])
+    await bench.settle()
+    assert router.requests.keys() == {"r0", "r2"} and bench.codec.failures["r1"].why == "it met a defect"
+    assert all(active.attempt == 2 for active in router.requests.values())
+
+
+async def test_a_request_whose_client_cannot_be_told_of_its_defect_keeps_no_other_with_a_lost_worker(monkeypatch):
     bench, names = Bench(), ("r0", "r1", "r2")
     bench.fleet.workers["d1"].connected = False
     for name in names:
-        await bench.router.submit(FakeRequest(name, prompt_tokens=1000 if queued else 10))
+        await bench.router.submit(FakeRequest(name, prompt_tokens=10))
     bench.fleet.workers["d1"].connected = True
-    withdraw, dispatch = bench.router._dispatch.withdraw, bench.router._dispatch
-    met = []
-
-    def defective(active):
-        if active.id == "r1" and not met:
-            met.append(active)
-            raise ZeroDivisionError
-        withdraw(active)
-
-    monkeypatch.setattr(dispatch, "withdraw", defective)
-    if event == "check":  # and one of the fleet itself
-        monkeypatch.setattr(bench.fleet, "claims", lambda: 1 // 0)
-        with pytest.raises(ZeroDivisionError):
-            bench.router.check(time.monotonic() + 1000)
-    elif event == "engine_crashed":
-        dispatch.engine_crashed("d0", EngineCrashed("it died"))
-    else:
-        getattr(bench.router, event)(*[] if queued else ["d0"])
+    withdraw = bench.router._dispatch.withdraw
+    monkeypatch.setattr(
+        bench.router._dispatch, "withdraw", lambda active: withdraw(active) if active.id != "r1" else 1 // 0
+    )
+    monkeypatch.setattr(bench.codec, "failure", lambda *_: 1 // 0)
+    bench.router.worker_lost("d0")
     await bench.settle()
-    assert bench.router.requests.keys() == {"r0", "r2"} and bench.codec.failures["r1"].why == "it met a defect"
-    assert all(active.attempt == 2 for active in bench.router.requests.values())
+    assert {name: active.attempt for name, active in bench.router.requests.items()} == {"r0": 2, "r1": 1, "r2": 2}
+
+
+async def test_a_defect_that_one_request_meets_keeps_no_other_that_its_client_has_left(monkeypatch):
+    bench, names = Bench(), ("r0", "r1", "r2")
+    for name in names:
+        await bench.router.submit(FakeRequest(name, prompt_tokens=10))
+    withdraw = bench.router._dispatch.withdraw
+    monkeypatch.setattr(
+        bench.router._dispatch, "withdraw", lambda active: withdraw(active) if active.id != "r1" else 1 // 0
+    )
+    bench.router.abort(names)
+    assert {message.request_id for _, message in bench.transport.of(Abort)} == {"r0", "r2"}
+    bench.assert_no_leaks()
+
+
+# What is looked after again and again: the part of the router that has it, and its name there.
+PARTS = {
+    "held back": ("", "_release_late"),
+    "deadlines": ("_overdue", "check"),
+    "speed": ("learning.predictor", "set_prior"),
+    "claimers": ("_overdue", "check_claimers"),
+    "readiness": ("_decider", "look"),
+    "recall": ("_overdue", "recall"),
+    "suspects": ("_dispatch", "check"),
+}
+
+
+@pytest.mark.parametrize("defective", PARTS)
+async def test_a_defect_that_lasts_in_one_part_keeps_no_other_from_its_look(defective, monkeypatch, caplog):
+    bench, looks = Bench(), []
+
+    def look(part):
+        looks.append(part)
+        return 1 // 0 if part == defective else None
+
+    for part, (path, name) in PARTS.items():
+        there = attrgetter(path)(bench.router) if path else bench.router
+        monkeypatch.setattr(there, name, lambda *_, part=part: look(part))
+    for _ in range(2):
+        bench.router.check(time.monotonic())
+    assert looks == [*PARTS] * 2 and "ZeroDivisionError" in caplog.text
+
+
+@pytest.mark.parametrize("state", [State.LOCAL, State.TRANSFERRING, State.DECODING])
+async def test_a_request_whose_decode_worker_is_not_there_any_more_goes_on_also_untold(state):
+    prompt_tokens = 1000 if state is State.TRANSFERRING else 10
+    bench = await Bench.asked(FakeRequest("r", prompt_tokens), claimed=state is State.TRANSFERRING)
+    first = bench.bound_to()
+    if state is State.DECODING:
+        bench.tokens(first, "r", [7])
+    active = bench.router.requests["r"]
+    assert active.state is state
+    bench.fleet.remove(first)
+    bench.router.check(time.monotonic())
+    await bench.settle()
+    assert active.retries == ["decode_worker_lost"] and active.charged == 1 and active.decode_worker != first
+
+
+async def test_an_answer_that_is_complete_but_held_back_is_not_computed_again():
+    """Its deadline may be over in the very look that gives its tokens out."""
+    bench = await Bench.asked(FakeRequest("r"), claimed=True)
+    bench.tokens(bench.bound_to(), "r", [7], finish=1)
+    assert bench.received() == []  # `Prefilled` is to come
+    bench.fleet.remove("p0")
+    bench.router.check(time.monotonic() + 1)
+    await bench.settle()
+    assert bench.received() == [("r", [7], 1)] and len(bench.submits()) == 1
+    bench.assert_no_leaks()
 
 
 @pytest.mark.parametrize("full", [False, True])
