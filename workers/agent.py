@@ -204,7 +204,7 @@ class Agent:
             await self._close()
 
     def _loops(self) -> dict[str, Coroutine[Any, Any, None]]:
-        """The worker's loops by name. They run until the worker leaves; a loop that ends by itself ends the worker."""
+        """By name. They run until the worker leaves; one that ends by itself ends it. Of several the first says why."""
         return {
             "receive": self._receive(),
             "pump": self._pump(),
@@ -213,8 +213,8 @@ class Agent:
             "heartbeat": self._heartbeat(),
             "frontends": self._check_frontends(),
             "orders": self._follow_orders(),
-            "ranks": self._link.watch(lambda: self.life.state is LifecycleState.LEAVING, self._ended.set),
             "log level": follow_log_level([self._log_levels], self.worker_id, logging.getLogger("pd")),
+            "ranks": self._link.watch(lambda: self.life.state is LifecycleState.LEAVING, self._ended.set),
         }
 
     def _set_exit_code(self, task: asyncio.Task[None]) -> None:
@@ -226,12 +226,13 @@ class Agent:
             raise error  # raised when the worker registered again after Redis had lost its entry
         if isinstance(error, EngineDead) and self._moves.drained:
             return  # nothing is left here, and the other ranks of its unit have just left
-        self._exit_code, of_engine = EXIT_ENGINE_DEAD, isinstance(error, EngineDead)
-        why = str(error) if of_engine else f"{task.get_name()} ended unexpectedly: {error!r}"
+        of_engine, said = isinstance(error, EngineDead), f": {error!r}" if error else ", without an error"
+        why = str(error) if of_engine else f"{task.get_name()} ended unexpectedly{said}"
         log.error("leaving: %s", why, exc_info=None if of_engine else error)
-        report_exit("", why, final=False)  # what the engine's processes write after it is not why
-        if of_engine:
-            self._died_of = why
+        self._died_of = self._died_of or (why if of_engine else "")
+        if self._exit_code == EXIT_LEFT:
+            self._exit_code = EXIT_ENGINE_DEAD
+            report_exit("", why, final=False)  # what the engine's processes write after it is not why
 
     async def _close(self) -> None:
         await self._moves.close()
@@ -306,12 +307,11 @@ class Agent:
     def _note_redis(self, error: RedisAway | None) -> None:
         if error is not None:
             tell_alive()
-        if (error is not None) != self._redis_away:
-            self._redis_away = error is not None
-            if error is not None:
-                log.warning("serving on without Redis: %s", error)
-            else:
-                log.info("Redis is back")
+        was_away, self._redis_away = self._redis_away, error is not None
+        if error is not None and not was_away:
+            log.warning("serving on without Redis: %s", error)
+        elif error is None and was_away:
+            log.info("Redis is back")
 
     async def _follow_orders(self) -> None:
         async for _ in self._registry.ordered(self._current().unit):

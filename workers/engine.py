@@ -263,6 +263,11 @@ class Engine(Protocol):
         """Call a method of `wire.control`. Raises the engine's own error."""
         ...
 
+    async def ended_suddenly(self) -> bool:
+        """Of an engine that may be dead: whether its process has ended, or does within a moment, without a word of why:
+        it was killed, or its own memory was at fault. What an engine dies of with others, it says."""
+        ...
+
     async def stop(self) -> None: ...
 
 

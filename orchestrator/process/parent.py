@@ -132,13 +132,15 @@ def tell_alive() -> None:
 
 
 def report_exit(program: str, reason: str, final: bool) -> None:
-    """Print why this process ends as one line on standard error, and tell the parent, if there is one. An empty
-    `program`: its log has it already."""
+    """Print why this process ends as one line on standard error, and tell the parent, if there is one, and it still
+    reads. An empty `program`: its log has it already."""
     line = " ".join(reason.split())
     shown = f"{program}: {line}\n" if program else ""
-    told = f"{_FINAL if final else _PASSING}{line}\n" if PARENT in os.environ else ""
-    sys.stderr.write(shown + told)  # at once: others write to the same pipe
-    sys.stderr.flush()
+    if PARENT in os.environ:  # what is told is a line of its own, also after one of others that is not complete
+        shown = (shown or "\n") + f"{_FINAL if final else _PASSING}{line}\n"
+    with contextlib.suppress(OSError):  # the parent is gone
+        sys.stderr.write(shown)  # at once: others write to the same pipe
+        sys.stderr.flush()
 
 
 def exit_reason_in(line: str) -> ExitReason | None:

@@ -276,8 +276,8 @@ class Dispatch:
     # ---- engines that crash ------------------------------------------------------------------------------------
 
     def engine_crashed(self, there: str, crash: EngineCrashed) -> None:
-        """Retry the requests of the worker `there`. Those that may have caused the crash go to quarantine; the attempt
-        of the others does not count against `MAX_ATTEMPTS`."""
+        """Retry the requests of the worker `there`. Those that may have caused the crash go to quarantine. The attempt
+        of the others counts only where another rank is blamed, which may be wrong: none goes on without end."""
         if (view := self._fleet.workers.get(there)) is not None:
             view.disconnect(time.monotonic())  # the worker leaves, whatever its last report says
         victims = [one for one in self._requests.of(there) if there in (one.decode_worker, one.computing_worker)]
@@ -288,14 +288,13 @@ class Dispatch:
                 if active in guilty:
                     said = f"it crashed {active.crashes} engines, the last on {there}: {crash.why}"
                     self.fail_withdrawn(active, Failure(said))
-                    continue
-                self._give_up(active, "engine_crashed")
-                active.avoid_worker(there)  # has no effect if that worker prefilled
-                active.next_attempt("engine_crashed")
-                if suspected:
+                elif suspected:
+                    self._give_up(active, "engine_crashed")
+                    active.avoid_worker(there)  # has no effect if that worker prefilled
+                    active.next_attempt("engine_crashed")
                     self._quarantine.add(active)
                 else:
-                    self.background(self._place_again(active))
+                    self.retry(active, "engine_crashed", there, charge=crash.suspect == "", said=crash.why)
         self._release_next()
 
     def clear_suspect(self, active: ActiveRequest) -> None:

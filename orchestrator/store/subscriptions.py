@@ -132,13 +132,16 @@ class Subscriptions:
             except NoPermissionError as error:  # for this channel alone
                 if not self._asked:
                     raise
-                self._refused.add(refused_one := self._asked.popleft())
-                log.debug("subscription to %s is refused: %s", refused_one.decode(), error)
+                if (channel := self._asked.popleft()) in self._listeners:
+                    self._refused.add(channel)
+                log.debug("subscription to %s is refused: %s", channel.decode(), error)
                 continue
             if message is None:
                 # All is quiet, or the peer died without closing the connection. Ping once.
                 if pinged:
                     raise redis.exceptions.ConnectionError("no answer to a ping")
+                if not connection.is_connected:  # it would connect by itself, and be subscribed to nothing
+                    raise redis.exceptions.ConnectionError("it was closed here")
                 await connection.send_command("PING", check_health=False)
             elif message[0] == b"subscribe":
                 self._asked.popleft()

@@ -16,7 +16,7 @@ from orchestrator.types import KVSource, PrefixEvents, WorkerLoad
 
 # Raised whenever a message below, or a worker's entry in the registry, changes meaning; part of EngineIdentity, so that
 # mixed fleets are refused.
-PROTOCOL_VERSION = 11
+PROTOCOL_VERSION = 12
 
 
 class MessageError(ValueError):

@@ -21,10 +21,12 @@ from orchestrator.wire import sockets
 from orchestrator.wire.curve import KeyPair, use_as_client
 from orchestrator.wire.messages import Abort, Call, Claimed, Hello, Prefilled, Rejected, Submit
 from workers import serving as serving_module
+from workers.agent import EXIT_LEFT, Agent
 from workers.attempts import Attempt
-from workers.engine import EngineRequest, EngineStep, Phase
+from workers.engine import EngineDead, EngineRequest, EngineStep, Phase
 from workers.peers import IdInUse
 from workers.sim.codec import WireOutput, WirePrefillStats
+from workers.unit.link import GroupLink
 
 PROMPT = list(range(100, 400))
 
@@ -358,14 +360,37 @@ async def test_a_dead_engine_ends_the_worker_which_says_why(
     await worker.engine.stop()
     assert await worker.stopped() == 1
     assert worker.id not in await workers.registry.workers()
-    failed = asyncio.create_task(asyncio.to_thread(int, "x"), name="claims")
-    await asyncio.wait({failed})
-    worker.agent._set_exit_code(failed)
+    for made, name in ("x", "claims"), ("1", "report"):
+        ended = asyncio.create_task(asyncio.to_thread(int, made), name=name)
+        await asyncio.wait({ended})
+        worker.agent._exit_code = EXIT_LEFT
+        worker.agent._set_exit_code(ended)
     lines = capsys.readouterr().err.splitlines()
     assert [told for line in lines if (told := exit_reason_in(line)) is not None] == [
         ("the simulated engine ended: stopped", False),
         ("claims ended unexpectedly: ValueError(\"invalid literal for int() with base 10: 'x'\")", False),
+        ("report ended unexpectedly, without an error", False),
     ]
+
+
+async def test_of_loops_that_end_together_the_engines_says_why_and_not_that_of_the_other_ranks(
+    workers: Workers, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv(PARENT, "1")
+    together = asyncio.Event()
+
+    async def ends(why: str) -> None:
+        await together.wait()
+        raise EngineDead(why)
+
+    monkeypatch.setattr(GroupLink, "watch", lambda *_: ends("cannot go on: d.1 has ended"))
+    monkeypatch.setattr(Agent, "_pump", lambda _: ends("a kernel failed"))
+    worker = await workers.start(Role.DECODE)
+    together.set()
+    assert await worker.stopped() == 1
+    lines = capsys.readouterr().err.splitlines()
+    assert [told.text for line in lines if (told := exit_reason_in(line))] == ["a kernel failed"]
+    assert worker.agent._died_of == "a kernel failed", "frontends are told the same"
 
 
 async def test_an_engine_that_ends_with_the_other_ranks_that_have_drained_is_no_failure(workers: Workers) -> None:

@@ -154,6 +154,9 @@ class SimEngine:
     async def meet(self, peer: KVEndpoint) -> None:
         self._transfers.meet(peer)
 
+    async def ended_suddenly(self) -> bool:  # it is part of the worker's process
+        return False
+
     async def lend(self, key: str, frames: list[bytes], tokens: int) -> None:
         try:
             keys = self._prefix_keys(self._codec.decode_request(frames))[: tokens // self._config.block_size]

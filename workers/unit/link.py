@@ -58,6 +58,7 @@ class GroupLink:
         self._peers: dict[str, Peer] = {}  # the first rank has all others, they have it
         self._complete, self._outdated = asyncio.Event(), False
         self._met = self._judges = False
+        self._engine: Engine | None = None
         self._broken: asyncio.Future[str] = asyncio.get_running_loop().create_future()  # done once a rank has gone
         self._blamed = asyncio.Event()  # of all engines this one has died first
         self._server: asyncio.Server | None = None
@@ -69,7 +70,7 @@ class GroupLink:
     async def start(self, engine: Engine, limit_s: float, stopped: asyncio.Event) -> EngineInfo | None:
         """Wait for all ranks, and start the engine. None if `stopped` was set meanwhile. Raises ConfigError,
         EngineStartFailed, OSError."""
-        began = time.monotonic()
+        began, self._engine = time.monotonic(), engine
         if (group := await self._meet(limit_s, stopped)) is None:
             return None
         return await started(engine, limit_s, stopped, group, self._broken, time.monotonic() - began)
@@ -234,9 +235,10 @@ class GroupLink:
             await self.close()
 
     async def died(self) -> bool:
-        """The engine here has died by itself. Whether it was the first of its unit to do so, by the order in which the
-        first rank hears of it: one that steps with the others dies of their end too. Where that rank does not answer,
-        nobody knows, and each counts as the first."""
+        """The engine here has died by itself. Whether it may be the first of its unit to do so, by the order in which
+        the first rank hears of it: one that steps with the others dies of their end too. Where that rank does not
+        answer, nobody knows, and each counts as the first. So does one whose process ended without a word, which is
+        noticed later than what the others die of by it: those say so first."""
         if self.leads and not self._broken.done():
             self._break(f"{self._id} has ended")
             self._blamed.set()
@@ -244,7 +246,9 @@ class GroupLink:
             self.tell(Died())
             async with first_of(self._blamed.wait(), asyncio.shield(self._broken), within_s=_VERDICT_S):
                 pass
-        return self._blamed.is_set() or not self._broken.done()
+        if self._blamed.is_set() or not self._broken.done():
+            return True
+        return self._engine is not None and await self._engine.ended_suddenly()
 
     async def _follow(self, name: str, reader: asyncio.StreamReader, peer: Peer) -> None:
         """Returns when the connection has ended."""

@@ -47,6 +47,7 @@ from workers.vllm_engine.ranks import RankWatch, coordinators
 from workers.vllm_engine.speed import measure_speed, warm_up
 
 _STOP_TIMEOUT_S = 5.0
+_LAST_WORDS_S = 1.0  # until an engine of which others have died is known to be dead itself, or says why
 
 load_for_engines()  # when this module is imported: engines are forked from this process, or from one of its own
 
@@ -70,7 +71,7 @@ class VllmEngine:
         self._reader: asyncio.Task[None] | None = None
         self._dead: asyncio.Future[None] | None = None
         self._ranks: RankWatch | None = None
-        self._why_dead = "has ended"
+        self._why_dead, self._sudden = "has ended", False
         self._blocks_total = 0
         self._cached_block_tokens = 0  # tokens of a block of the prefix cache; 0 without one
         self._last = EngineLoad(0, 0, 0, 0.0)
@@ -249,7 +250,20 @@ class VllmEngine:
 
     def _rank_ended(self, why: str) -> None:
         self._why_dead = f"cannot go on: {why}"
+        self._sudden |= not self._has_told()  # an engine that has told ends its ranks by itself
         self._died()
+
+    def _has_told(self) -> bool:
+        """That it dies: vLLM's task that hears it has ended then. It is cancelled where the process ended without."""
+        hearing = self._client.resources.output_queue_task
+        return hearing is not None and hearing.done() and not hearing.cancelling()
+
+    async def ended_suddenly(self) -> bool:
+        client = self._client
+        if client is not None and self._reader is not None and not self._sudden:
+            await asyncio.wait([self._reader], timeout=_LAST_WORDS_S)
+            self._sudden |= client.resources.engine_dead and not self._has_told()
+        return self._sudden
 
     def _died(self) -> None:
         if self._dead is not None and not self._dead.done():

@@ -4,6 +4,7 @@ import time
 
 from support_bench import Bench, FakeRequest
 
+from orchestrator.router.dispatch import MAX_ATTEMPTS
 from orchestrator.router.quarantine import TRIAL_S
 from orchestrator.router.request import State
 from orchestrator.types import FinishReason, Role
@@ -242,16 +243,28 @@ async def test_suspect_of_another_frontend_clears_ours():
 
 
 async def test_crashes_of_another_rank_are_held_against_no_request_here():
-    """Ranks of a group that steps together die of each other's ends. One that met three is not charged, nor tried."""
+    """Ranks of a group that steps together die of each other's ends. One that met three is not tried, and goes on."""
     bench = CrashBench()
     await bench.ask("a")
-    for attempt in range(1, 4):
+    for attempt in range(1, MAX_ATTEMPTS):
         await bench.settle()
         worker, active = bench.where("a"), bench.router.requests["a"]
-        assert active.attempt == attempt and not active.suspect and not active.crashes and not active.charged
+        assert active.attempt == attempt and not active.suspect and not active.crashes
         bench.say(worker, EngineCrashed("cannot go on: d.1 has ended", 0, ""))
     await bench.settle()
     assert bench.where("a") and bench.failed() == []
+
+
+async def test_a_request_does_not_end_groups_forever_where_each_rank_blames_another():
+    bench = CrashBench()
+    await bench.ask("a")
+    for _ in range(MAX_ATTEMPTS):
+        await bench.settle()
+        assert bench.where("a"), "it goes on"
+        bench.say(bench.where("a"), EngineCrashed("cannot go on: d.1 has ended", 0, ""))
+    await bench.settle()
+    assert bench.failed() == ["a"] and bench.why("a").startswith(f"{MAX_ATTEMPTS} attempts failed: engine_crashed")
+    bench.assert_no_leaks()
 
 
 async def test_answering_request_continues_and_is_suspect_of_second_crash():

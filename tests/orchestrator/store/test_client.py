@@ -521,9 +521,41 @@ async def test_a_channel_that_is_refused_costs_the_others_nothing(redis, server,
     assert heard.of == {"theirs": [], "mine": [None, b"a"]}, "nor is it connected anew"
     await redis.execute_command("ACL SETUSER", "some", "&theirs")
     await until(lambda: heard.of["theirs"], "the other one is asked for again")
+    ours = weak._subscriptions
+    await ours._send("SUBSCRIBE", [b"left"])  # as for one whose listener leaves before the answer
+    await until(lambda: not ours._asked, "it is refused")
+    assert not ours._refused, "and not asked for again"
     await heard.leave("theirs", "mine")
     await weak.aclose()
     await redis.execute_command("ACL DELUSER", "some")
+
+
+async def test_a_subscription_that_is_closed_as_it_is_about_to_ping_is_made_again(redis, monkeypatch, caplog):
+    """A ping on a closed connection connects by itself, and is answered for ever, subscribed to nothing."""
+    monkeypatch.setattr("orchestrator.store.subscriptions._IDLE_S", 0.05)
+    heard = Heard(redis, "c")
+    await until(lambda: heard.of["c"], "it is subscribed to")
+    connection = redis._subscriptions._connection
+    read, send, closed = connection.read_response, connection.send_command, []
+
+    async def read_and_close(**options):
+        message = await read(**options)
+        if message is None and not closed:
+            closed.append(True)
+            await redis._subscriptions.reconnect()
+        return message
+
+    async def send_if_open(*command, **options):
+        assert connection.is_connected, "else it connects"
+        await send(*command, **options)
+
+    monkeypatch.setattr(connection, "read_response", read_and_close)
+    monkeypatch.setattr(connection, "send_command", send_if_open)
+    await until(lambda: heard.of["c"] == [None, None], "it is subscribed to again")
+    assert "defect" not in caplog.text
+    await redis.publish("c", "a")
+    await until(lambda: heard.of["c"][2:] == [b"a"])
+    await heard.leave("c")
 
 
 async def test_who_does_not_take_messages_has_lost_them(redis, monkeypatch):

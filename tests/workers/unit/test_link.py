@@ -36,12 +36,16 @@ class Rank:
 
     def __init__(self, link: GroupLink) -> None:
         self.link, self.drained, self.ended = link, False, asyncio.Event()
+        self.ended_without_a_word = False
         start: Any = link.start(self, DEADLINE_S, asyncio.Event())  # type: ignore[arg-type]
         self.started: asyncio.Task[Group] = asyncio.create_task(start)
         self.watched: asyncio.Task[None] | None = None
 
     async def start(self, group: Group) -> Group:
         return group
+
+    async def ended_suddenly(self) -> bool:
+        return self.ended_without_a_word
 
     async def stop(self) -> None: ...
 
@@ -186,6 +190,19 @@ async def test_of_engines_that_die_together_the_first_alone_is_to_blame(group: R
     assert await asyncio.wait_for(asyncio.gather(first, *others), DEADLINE_S) == [True, False, False]
     for rank in ranks:
         await rank.ends_because()
+
+
+@pytest.mark.parametrize("killed", [0, 1])
+async def test_an_engine_whose_process_ended_without_a_word_is_to_blame_whoever_was_heard_first(
+    group: Ranks, killed: int
+) -> None:
+    """What the others die of by it is noticed earlier: its files are closed before its process has ended."""
+    ranks = await group.serving()
+    ranks[killed].ended_without_a_word = True
+    heard = asyncio.create_task(ranks[2].link.died())
+    await until(ranks[0].link._broken.done, "the first rank has heard of another")
+    died = await asyncio.wait_for(asyncio.gather(*(rank.link.died() for rank in ranks[:2]), heard), DEADLINE_S)
+    assert died == [killed == 0, killed == 1, True]
 
 
 async def test_an_engine_that_dies_of_a_rank_that_has_ended_is_not_to_blame(group: Ranks) -> None:

@@ -16,6 +16,7 @@ import pytest
 import pytest_asyncio
 from support_vllm import Driver, engine_pid, frames, tiny_model
 from support_wait import DEADLINE_S, until
+from vllm.v1.engine import EngineCoreRequestType
 
 from orchestrator.config.settings import KVConfig
 from orchestrator.process.parent import started_ticks
@@ -521,3 +522,20 @@ async def test_an_engine_that_does_not_start_says_why(tmp_path: Path, ranks: int
     (empty / "model.safetensors").unlink()
     with pytest.raises(EngineDead, match="did not start: RuntimeError: Cannot find any model weights"):
         await Driver.start(empty, name="empty", tensor_parallel_size=ranks)
+
+
+@pytest.mark.parametrize(("how", "ranks"), [("killed", 1), ("a rank killed", 2), ("tells", 1), ("tells", 2)])
+async def test_an_engine_that_is_killed_ends_suddenly_and_one_that_tells_does_not(
+    model: Path, how: str, ranks: int
+) -> None:
+    """Of a group's engines the one that was killed is the first to have died, whatever the others say of theirs."""
+    doomed = await Driver.start(model, name="doomed", tensor_parallel_size=ranks)
+    assert not await doomed.engine.ended_suddenly()
+    if how == "tells":
+        await doomed.engine._client._send_input(EngineCoreRequestType.EXECUTOR_FAILED, 0)
+    else:
+        facts = await doomed.engine.call_engine("pd_describe")
+        os.kill(facts["rank_pids"][0] if ranks > 1 else engine_pid(doomed), signal.SIGKILL)
+    await until(lambda: isinstance(doomed.error, EngineDead), what="EngineDead from next_step")
+    assert await doomed.engine.ended_suddenly() == (how != "tells")
+    await doomed.stop()
