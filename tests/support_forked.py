@@ -52,13 +52,14 @@ _BY_VLLM |= {"VLLM_MAX_N_SEQUENCES", "VLLM_SSM_CONV_STATE_LAYOUT", "VLLM_WORKER_
 
 class _Start(msgspec.Struct):
     """A command line from its module on; where; with which environment. `constants`: of modules, by their whole names,
-    for all of its processes. `nohup`: SIGHUP is ignored."""
+    for all of its processes. `nohup`: SIGHUP is ignored. `names`: the variable that names the inherited descriptor."""
 
     arguments: list[str]
     folder: str
     env: dict[str, str]
     constants: Mapping[str, float] = {}
     nohup: bool = False
+    names: str | None = None
 
 
 def _users(env: Mapping[str, str]) -> dict[str, str]:
@@ -87,14 +88,18 @@ class ForkedLauncher:
         output: int,
         errors: int = -1,
         constants: Mapping[str, float] = MappingProxyType({}),
+        inherits: tuple[str, int] | None = None,
     ) -> None:
         """`arguments`: of `orchestrator`. `output`, `errors`: where it writes to; by default to one place. `constants`:
-        see `_Start`."""
+        see `_Start`. `inherits`: a variable of its environment, and the descriptor that this is to name there."""
         self.returncode: int | None = None
         self._told, tell = os.pipe()
         nohup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
-        start = _Start(list(arguments), str(folder), _users(os.environ), dict(constants), nohup)
-        descriptors = [output, output if errors < 0 else errors, tell]
+        start = _Start(
+            list(arguments), str(folder), _users(os.environ), dict(constants), nohup, inherits and inherits[0]
+        )
+        inherited = [inherits[1]] if inherits else []
+        descriptors = [output, output if errors < 0 else errors, tell, *inherited]
         socket.send_fds(self._serving(), [msgspec.msgpack.encode(start)], descriptors)
         os.close(tell)
         self.pid = int(self._line())  # ValueError: no process could be forked
@@ -206,7 +211,7 @@ def main(descriptor: str, *imports: str) -> None:
         if first is listener:
             runs.append(listener.accept()[0])
             continue
-        message, descriptors, _, _ = socket.recv_fds(first, _MAX_BYTES, 3)
+        message, descriptors, _, _ = socket.recv_fds(first, _MAX_BYTES, 4)
         if not message:
             runs.remove(first)
             first.close()
@@ -216,7 +221,9 @@ def main(descriptor: str, *imports: str) -> None:
         if os.fork() == 0:
             for each in (listener, *runs):
                 each.close()
-            start, (output, errors, tell) = msgspec.msgpack.decode(message, type=_Start), descriptors
+            start, (output, errors, tell, *inherited) = msgspec.msgpack.decode(message, type=_Start), descriptors
+            if inherited:
+                start.env[start.names or ""] = str(inherited[0])
             if (run := _watched(start, output, errors, tell, imported_with)) is not None:
                 fork_server.end_with(run)
             return

@@ -22,6 +22,7 @@ from support_forked import ForkedLauncher
 from support_tls import make_certificate
 
 from orchestrator.cli import up
+from orchestrator.launch.announcement import READY_FD
 from orchestrator.launch.host.run_folder import RunFolder
 from orchestrator.process.parent import local_pid, started_ticks
 
@@ -168,9 +169,9 @@ def background() -> Iterator[Background]:
 def forked(monkeypatch: pytest.MonkeyPatch) -> None:
     """Launchers of commands in this process need not import vLLM."""
 
-    def popen(command: list[str], **_: object) -> ForkedLauncher:
+    def popen(command: list[str], env: dict[str, str], **_: object) -> ForkedLauncher:
         reads, writes = os.pipe()
-        launcher = ForkedLauncher(command[3:], ROOT, writes)
+        launcher = ForkedLauncher(command[3:], ROOT, writes, inherits=(READY_FD, int(env[READY_FD])))
         os.close(writes)
         launcher.stdout = os.fdopen(reads, "rb")
         return launcher
