@@ -59,7 +59,7 @@ class _Start(msgspec.Struct):
     env: dict[str, str]
     constants: Mapping[str, float] = {}
     nohup: bool = False
-    names: str | None = None
+    names: str = ""
 
 
 def _users(env: Mapping[str, str]) -> dict[str, str]:
@@ -95,10 +95,8 @@ class ForkedLauncher:
         self.returncode: int | None = None
         self._told, tell = os.pipe()
         nohup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
-        start = _Start(
-            list(arguments), str(folder), _users(os.environ), dict(constants), nohup, inherits and inherits[0]
-        )
-        inherited = [inherits[1]] if inherits else []
+        names, *inherited = inherits or ("",)
+        start = _Start(list(arguments), str(folder), _users(os.environ), dict(constants), nohup, names)
         descriptors = [output, output if errors < 0 else errors, tell, *inherited]
         socket.send_fds(self._serving(), [msgspec.msgpack.encode(start)], descriptors)
         os.close(tell)
@@ -223,7 +221,7 @@ def main(descriptor: str, *imports: str) -> None:
                 each.close()
             start, (output, errors, tell, *inherited) = msgspec.msgpack.decode(message, type=_Start), descriptors
             if inherited:
-                start.env[start.names or ""] = str(inherited[0])
+                start.env[start.names] = str(inherited[0])
             if (run := _watched(start, output, errors, tell, imported_with)) is not None:
                 fork_server.end_with(run)
             return

@@ -54,7 +54,9 @@ class Fetches:
         self._engine, self._load, self._source, self.late = engine, load, source, LatePairs(LATE_FETCHES)
         self._asked: dict[str, asyncio.Future[Prefix | None]] = {}  # engine key of a prefill -> a frontend's answer
         self._coming: dict[str, asyncio.Future[EngineOutput]] = {}  # key of a fetch -> its only output
-        load.rests_from = lambda: self.late.resting(_HERE, time.monotonic())  # frontends then have none of it lent
+        # `late` has this worker first in each pair, so that it names the holders that rest: frontends then ask none of
+        # them to lend.
+        load.rests_from = lambda: self.late.resting(_HERE, time.monotonic())
 
     @property
     def s_per_token(self) -> float:

@@ -48,8 +48,8 @@ def refusal(known: AdapterList, wanted: Adapter, replacing: bool) -> str | None:
 
 
 class AdapterView:
-    """`known` is the list as it was read last, and what this frontend serves. `on_change` is called with it
-    before."""
+    """`known` is the list as it was read last, and what this frontend serves. `on_change` is called with a list before
+    it becomes known."""
 
     def __init__(self, registry: Registry, calls: ControlCalls, announce: Callable[[], Awaitable[None]]) -> None:
         """`announce`: tells others, by this frontend's entry in the registry, what it `serves`."""

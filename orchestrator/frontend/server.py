@@ -71,7 +71,7 @@ log = logging.getLogger("pd.frontend")
 MAX_DESCRIPTORS = 65_535
 _END_S = 2.0  # from the end of the last request to the end of the process
 _LOOK_S = 0.1
-_NO_TIME_S = 0.01  # for requests that still run: with 0 uvicorn logs an error where none does, too
+_NO_TIME_S = 0.01  # for requests that still run: with 0 uvicorn logs an error, also where none runs
 # A client that for this long does not send what it has begun, or does not read its answer, is disconnected.
 CLIENT_TIMEOUT_S = 300.0
 _YOUNG_OBJECTS = 20_000  # Python's default is 700

@@ -48,10 +48,10 @@ _ENGINE_ONLY = ("tensor_parallel", "pipeline_parallel", "data_parallel", "distri
 
 
 def _import_routers() -> None:
-    """What vLLM imports when it makes an app: a frontend that is forked by who has imported this module need not."""
+    """Import what vLLM imports when it makes an app, so that a frontend that is forked afterwards need not."""
     folder = Path(entrypoints.__path__[0])
     for file in folder.rglob("api_router.py"):
-        with contextlib.suppress(Exception):  # whoever needs it imports it again, and sees why
+        with contextlib.suppress(Exception):  # an app that needs it imports it again, and says why
             importlib.import_module(".".join((entrypoints.__name__, *file.relative_to(folder).with_suffix("").parts)))
 
 
