@@ -11,6 +11,7 @@ from typing import Any
 
 import uvicorn
 from fastapi import FastAPI
+from prometheus_client import REGISTRY
 from vllm.entrypoints.launchers.api_server.app_state import init_app_state
 from vllm.entrypoints.launchers.app import build_app
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
@@ -106,6 +107,9 @@ async def serving(plain: bool = False) -> AsyncIterator[Served]:
     args, vllm_config = build_vllm_config(config)
     core = Scripted()
     engine = FleetLLM(vllm_config, core, 1)
+    # Those of an app that this process had before: beside them this one would count nothing.
+    for counter in {each for name, each in REGISTRY._names_to_collectors.items() if name.startswith("http_")}:
+        REGISTRY.unregister(counter)
     app = build_app(args, ("generate",), vllm_config.model_config)
     await init_app_state(engine, app.state, args, ("generate",))
     if not plain:
