@@ -67,7 +67,8 @@ def test_files_that_are_named_exist(document: Path):
 def test_configuration_keys_that_are_named_exist(document: Path):
     sections = {key.partition(".")[0] for key in KEYS if "." in key}
     # Free-form sections hold names that are not ours: workers.engine_args.dtype, workers.env.
-    key = re.compile(rf"(?<!-m )\b(?:{'|'.join(sections)})(?:\.[a-z_]+)+\b")  # `python -m` names a module
+    # `python -m` names a module.
+    key = re.compile(rf"(?<!-m )(?<!-m orchestrator\.)\b(?:{'|'.join(sections)})(?:\.[a-z_]+)+\b")
     named = {found for span in code_spans(document) if "/" not in span for found in key.findall(span)}
     known = KEYS | {key.rpartition(".")[0] for key in KEYS if "." in key}
     files = (".py", ".log", ".url")
