@@ -67,7 +67,8 @@ def test_files_that_are_named_exist(document: Path):
 def test_configuration_keys_that_are_named_exist(document: Path):
     sections = {key.partition(".")[0] for key in KEYS if "." in key}
     # Free-form sections hold names that are not ours: workers.engine_args.dtype, workers.env.
-    key = re.compile(rf"(?<!-m )\b(?:{'|'.join(sections)})(?:\.[a-z_]+)+\b")  # `python -m` names a module
+    # `python -m` names a module.
+    key = re.compile(rf"(?<!-m )(?<!-m orchestrator\.)\b(?:{'|'.join(sections)})(?:\.[a-z_]+)+\b")
     named = {found for span in code_spans(document) if "/" not in span for found in key.findall(span)}
     known = KEYS | {key.rpartition(".")[0] for key in KEYS if "." in key}
     files = (".py", ".log", ".url")
@@ -237,6 +238,19 @@ def test_arguments_of_vllm_that_are_named_exist():
     commands = re.findall(r"vllm\.entrypoints\.openai\.api_server ((?:.*\\\n)*.*)", "".join(map(page, PAGES)))
     named = {name.replace("-", "_") for text in cells + commands for name in re.findall(r"(?<!\w)--([a-z-]+)", text)}
     assert len(cells) > 10 and commands and named - _engine_names() - _server_names() == set()
+
+
+def test_tests_that_are_named_exist():
+    """A test that has another name by now is found by nobody."""
+    chapters = re.split(r"^## ", page("kv-transfer"), flags=re.MULTILINE)
+    tables = [text for text in chapters if "| test |" in text or "| deterministic |" in text]
+    cells = [cell for text in tables for row in text.splitlines() for cell in row.split(" | ")[1:]]
+    named = {name for cell in cells for name in re.findall(r"`(\w+…|\w+_\w+_\w+)`", cell)}
+    code = "\n".join(file.read_text() for file in (ROOT / "tests").rglob("test_*.py"))
+    tests = "\n".join(re.findall(r"def test_(\w+)", code))
+    assert len(named) > 50
+    wanted = {name: re.escape(name).replace("…", r"\w*") for name in named}
+    assert [name for name, pattern in wanted.items() if not re.search(rf"^{pattern}$", tests, re.MULTILINE)] == []
 
 
 def test_every_example_is_told_of_and_run_by_a_test():

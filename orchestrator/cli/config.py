@@ -135,7 +135,7 @@ frontend:
   # host: 127.0.0.1 # 0.0.0.0 for clients on other machines
   # dashboard: true
 workers:
-  # bind: 127.0.0.1 # 0.0.0.0, or this machine's address, for several hosts
+  # bind: 127.0.0.1 # auto for several hosts: the address that leads to Redis
   engine_args: # vLLM's, of every worker
 {engine_args}
   prefill:

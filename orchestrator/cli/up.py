@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import IO, Annotated
+from typing import IO, Annotated, NoReturn
 
 import msgspec
 import typer
@@ -23,6 +23,8 @@ from orchestrator.launch.announcement import READY_FD
 from orchestrator.launch.console import Console
 from orchestrator.launch.host.run_folder import FleetRunning, Ready, RunFolder
 from orchestrator.launch.launcher import launch
+from orchestrator.process.parent import EXIT_AGAIN
+from orchestrator.store.client import RedisAway
 
 DEMO_FILE = Path(__file__).parents[1] / "config" / "demo" / "demo-1p1d-cpu.yaml"
 app = typer.Typer()
@@ -53,11 +55,20 @@ def up(
         sets = [part for item in set_ or [] for part in ("--set", item)]
         start_detached(fleet_namespace(models), [str(file), *sets, *(["--verbose"] if verbose else [])], as_json)
     else:
-        launch(models, overridden(read_tree(file), set_ or []), Console(verbose=verbose))
+        try:
+            launch(models, overridden(read_tree(file), set_ or []), Console(verbose=verbose))
+        except RedisAway as error:
+            _end_for_now(str(error))
 
 
 _POLL_S = 0.1
 _SIGNAL_WAIT_S = 60.0
+
+
+def _end_for_now(why: str) -> NoReturn:
+    """Redis may answer the next time: a service manager is to try again."""
+    print(f"orchestrator: {' '.join(why.split())}", file=sys.stderr, flush=True)
+    raise typer.Exit(EXIT_AGAIN)
 
 
 def start_detached(namespace: str, arguments: list[str], as_json: bool) -> None:
@@ -116,6 +127,8 @@ def _show_until_ready(launcher: subprocess.Popen[bytes], is_ready: IO[bytes], sh
                 print(line.decode(errors="replace"), flush=True)
         if ended:
             said = last.decode(errors="replace").removeprefix("orchestrator: ")
+            if launcher.returncode == EXIT_AGAIN:
+                _end_for_now(said)
             raise ConfigError(said or f"the launcher ended with exit code {launcher.returncode} and said nothing")
         if told.endswith(b"\n"):
             return msgspec.json.decode(told, type=Ready)

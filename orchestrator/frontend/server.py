@@ -58,7 +58,7 @@ from orchestrator.frontend.pages import FleetCollector
 from orchestrator.frontend.untrusted.connections import BoundedHttp, FrontendServer, listen
 from orchestrator.frontend.wiring import FleetConnection, FleetConnections, unless_ended
 from orchestrator.process.command_line import CommandLine, port_number
-from orchestrator.process.parent import die_with_parent, report_exit
+from orchestrator.process.parent import EXIT_AGAIN, die_with_parent, report_exit
 from orchestrator.process.telemetry.logs import set_up as set_up_logging
 from orchestrator.process.telemetry.metrics import Metrics, join_ended, recreate_missing_folder
 from orchestrator.store.client import Redis, RedisAway, connect
@@ -306,8 +306,9 @@ def main() -> None:
         shared = shared_part(read_tree(options.config)) if by_hand else None
         uvloop.run(serve(models, redis_url, options.index, port, drain_s, shared))
     except (ConfigError, RedisAway) as error:
-        report_exit("orchestrator.frontend.server", str(error), final=isinstance(error, ConfigError))
-        sys.exit(2)
+        final = isinstance(error, ConfigError)
+        report_exit("orchestrator.frontend.server", str(error), final)
+        sys.exit(2 if final else EXIT_AGAIN)
 
 
 if __name__ == "__main__":

@@ -82,7 +82,7 @@ class FleetProcesses:
         self._shared_memory = SharedMemory()
         self._looked_at = 0.0  # monotonic; when it was looked for
         self._ended: list[int] = []  # process groups whose shared memory is to be removed
-        self._pool = WorkerPool(config, registry, machines, console.log, self._show, setup)
+        self._pool = WorkerPool(registry, machines, console.log, self._show, setup)
         self._machines = machines
         self._looking: asyncio.Task[None] | None = None
         self.frontends = frontends.of_model(setup, registry, self._show)
@@ -259,6 +259,7 @@ class FleetProcesses:
         leads = min(of_launchers(snapshot.launchers), default="") == self._pool.launcher_id
         if self._came_up:
             await self._rolling.follow(snapshot, leads)
+        self._size.scale = self._pool.setup.config.scale
         if self._size.is_on and leads and not self.desired.idle:
             await self._resize(self._size.observe(snapshot))
         if self._came_up and leads:

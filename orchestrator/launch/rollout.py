@@ -43,7 +43,7 @@ class Replacer:
 
     def __init__(self, registry: Registry, patience_s: float) -> None:
         """`patience_s`: within it a worker drains and its successor loads, or is ended by who runs it."""
-        self._registry, self._patience_s = registry, patience_s
+        self.patience_s, self._registry = patience_s, registry
         self._by_hand = MissingByHand()
         self._picture: object = None  # of the fleet, as it was when it last changed
         self._changed_at = 0.0  # monotonic
@@ -70,11 +70,11 @@ class Replacer:
             picture = (rollout.target.generation, rollout.phase, states, behind, launchers.keys())
             if picture != self._picture:
                 self._picture, self._changed_at = picture, now
-            if now - self._changed_at > self._patience_s:
+            if now - self._changed_at > self.patience_s:
                 self.forget()  # no worker is waited for any more
                 if rollout.phase is Phase.FORWARD:
                     why = f"launcher {behind[0]} is not prepared" if behind else "a worker told to restart is not back"
-                    await self.give_up(rollout, f"nothing has changed for {self._patience_s:g} s: {why}")
+                    await self.give_up(rollout, f"nothing has changed for {self.patience_s:g} s: {why}")
                     return False
             elif behind:
                 return False  # what it starts again would have the old configuration
@@ -161,6 +161,8 @@ class RolloutRunner:
             assert failed.last_exit is not None
             await self._replacer.give_up(rollout, f"{failed.name} cannot start: it {describe(failed.last_exit)}")
             return
+        workers = self._workers.setup.config.workers
+        self._replacer.patience_s = workers.drain_timeout_s + workers.start_timeout_s
         if not await self._replacer.follow(snapshot, rollout, self._loading(snapshot), snapshot.read_at, leads):
             return
         self._frontends.setup = self._workers.setup

@@ -95,10 +95,10 @@ class Supervised:
         self.crashes = 0  # in a row
         self.last_exit: Exit | None = None
         self.started_at = 0.0  # monotonic
+        self.start_timeout_s = start_timeout_s  # of what starts next, or does now
         self._make = make
         self._place = place
         self._config = config
-        self._start_timeout_s = start_timeout_s
         self._on_stage = on_stage
         self._on_exit = on_exit
         self._process: Process | None = None
@@ -262,12 +262,12 @@ class Supervised:
     async def _wait_until_late(self) -> None:
         while True:
             try:
-                async with asyncio.timeout(self._start_timeout_s):
+                async with asyncio.timeout(self.start_timeout_s):
                     await self._ready.wait()
                 break
             except TimeoutError:
-                if self._silent_s() > self._start_timeout_s:
-                    self._late = f"not ready within {self._start_timeout_s:g} s, of workers.start_timeout_s"
+                if self._silent_s() > self.start_timeout_s:
+                    self._late = f"not ready within {self.start_timeout_s:g} s, of workers.start_timeout_s"
                     log.error("%s: %s; ending it", self.name, self._late)
                     return
                 log.warning("%s: has loaded, and waits for Redis", self.name)

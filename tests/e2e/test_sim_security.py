@@ -15,6 +15,7 @@ from support_tls import make_certificate
 
 from orchestrator.frontend.access import OPEN
 from orchestrator.launch.host.run_folder import RunFolder
+from orchestrator.process.parent import EXIT_AGAIN
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
@@ -177,3 +178,11 @@ def test_nothing_starts_that_would_unpickle_messages(module: str) -> None:
     assert ended.returncode == 2
     assert "VLLM_ALLOW_INSECURE_SERIALIZATION: messages between hosts are never unpickled" in ended.stderr
     assert "Traceback" not in ended.stderr
+
+
+def test_a_frontend_whose_redis_does_not_answer_yet_is_to_be_started_again() -> None:
+    config = str(ROOT / "configs" / "sim-2p2d.yaml")
+    options = ["--port", "0", "--redis", "redis://127.0.0.1:1", "--config", config]
+    ended = run_here(as_main("orchestrator.frontend.server", *options))
+    assert ended.returncode == EXIT_AGAIN, ended.stderr
+    assert "Redis at redis://127.0.0.1:1 cannot be used" in ended.stderr and "Traceback" not in ended.stderr

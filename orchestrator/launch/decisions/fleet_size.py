@@ -91,7 +91,7 @@ class FleetSize:
     """Takes every reading of the registry, says when the size should change."""
 
     def __init__(self, scale: ScaleConfig) -> None:
-        self._scale = scale
+        self.scale = scale
         self._samples: deque[SizeSample] = deque()
         self._counted: dict[str, Offered] = {}
         self._size: tuple[int, int, float, int] | None = None
@@ -99,7 +99,7 @@ class FleetSize:
 
     @property
     def is_on(self) -> bool:
-        return self._scale.min_workers is not None or self._scale.max_workers is not None
+        return self.scale.min_workers is not None or self.scale.max_workers is not None
 
     def observe(self, snapshot: Snapshot) -> Resize | None:
         """`snapshot.read_at` is now. While workers are missing, which may be for ever, it does not grow."""
@@ -118,10 +118,10 @@ class FleetSize:
             self._samples.clear()
             self._size = size
         self._samples.append(SizeSample(now, period.ended, period.late_first, period.late_tokens, period.late))
-        while self._samples[0].at < now - 2 * self._scale.shrink_after_s:
+        while self._samples[0].at < now - 2 * self.scale.shrink_after_s:
             self._samples.popleft()
         missing = ready < desired.prefill + desired.decode
-        scale = msgspec.structs.replace(self._scale, max_workers=None) if missing else self._scale
+        scale = msgspec.structs.replace(self.scale, max_workers=None) if missing else self.scale
         resize = resized(self._samples, desired, scale, self._late_at, now)
         if resize is not None and resize.prefill + resize.decode > desired.prefill + desired.decode:
             self._late_at[desired.prefill + desired.decode] = now

@@ -18,7 +18,8 @@ _NEXT = "the next worker"  # who asks the machine for room
 
 
 class LocalMachine:
-    """See Machines. `config` says what a worker needs; `shares` and `forks` are for all models of this machine."""
+    """See Machines. `config` says what a worker needs, until one starts with another; `shares` and `forks` are for all
+    models of this machine."""
 
     remote = False
 
@@ -78,6 +79,8 @@ class LocalMachine:
 
     def worker(self, unit: str, role: Role, setup: Setup, on_line: OnLine) -> ProcessGroup:
         self._give_back(unit)
+        if setup.config is not self._config:  # it was rolled out
+            self._config, self.room = setup.config, self._shares.room_for(setup.config)
         try:
             shares = self._take(unit, role, setup.config)
         except ConfigError as error:

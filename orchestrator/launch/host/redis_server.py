@@ -24,7 +24,7 @@ from orchestrator.process.control_group import find_memory
 from orchestrator.process.files import Foreign, make_folder, open_own
 from orchestrator.process.parent import kill_with
 from orchestrator.process.ticks import left_s
-from orchestrator.store.client import Redis, RedisAway, connect
+from orchestrator.store.client import Redis, connect
 
 log = logging.getLogger("pd.launcher")
 
@@ -152,14 +152,14 @@ class RedisServer:
         self._own = EmbeddedRedis(on_socket=True) if config.redis.url == "embedded" else None
 
     async def start(self) -> Redis:
-        """Start the embedded server if it is used. Returns a connection to Redis. Raises ConfigError."""
+        """Start the embedded server if it is used. Returns a connection to Redis. Raises ConfigError, RedisAway."""
         try:
             if self._own is not None:
                 self.url = await self._own.start(self._folder)
             # An id that the launcher has claimed is its own for `workers.timeout_s`: it must not wait for longer.
             patience_s = min(_TIMEOUT_S, self._config.workers.timeout_s / 2)
             return await connect(self.url, max(patience_s, self._config.redis.timeout_s))
-        except (RedisAway, EmbeddedRedisError, Foreign) as error:
+        except (EmbeddedRedisError, Foreign) as error:
             raise ConfigError(str(error)) from None
 
     async def keep_running(self, on_restart: Callable[[], None]) -> None:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from orchestrator.config.settings import Config
+from orchestrator.config.settings import Config, WorkersConfig
 from orchestrator.launch.decisions.fleet_size import SHRINK_AFTER_S, FrontendSample, frontends_wanted
 from orchestrator.launch.host.process import Process
 from orchestrator.launch.machines import FRONTEND, Machines, OnLine, Setup, frontend_named
@@ -131,6 +131,11 @@ class FrontendPool:
         first, *others = (model.setup for model in self.models)
         return msgspec.structs.replace(first, others=tuple(others))
 
+    @property
+    def _workers(self) -> WorkersConfig:
+        """The first model's section, as it was rolled out last."""
+        return self.models[0].setup.config.workers
+
     def take_over(self, names: Sequence[str]) -> None:
         """Supervise those that run as these already."""
         for name in names:
@@ -153,7 +158,7 @@ class FrontendPool:
                 if frontend.url:
                     placed.process.mark_ready()
             else:
-                placed.process.missed(snapshot.looked_s, self._config.workers.timeout_s)
+                placed.process.missed(snapshot.looked_s, self._workers.timeout_s)
         self._alone = registered.keys() <= {placed.process.last_identity for placed in self._placed}
         nodes = [] if self._closed else self._machines.frontend_nodes()
         if nodes is None:
@@ -220,7 +225,7 @@ class FrontendPool:
         """Raises RedisAway."""
         if placed.ready:
             await self.models[0].registry.order_frontend_drain(placed.id)
-            placed.process.expect_exit(self._config.workers.drain_timeout_s)
+            placed.process.expect_exit(self._workers.drain_timeout_s)
         else:
             placed.process.expect_exit(0)
 
@@ -233,6 +238,7 @@ class FrontendPool:
         def make() -> Process:
             setup = self._whole
             placed.generations = _generations(setup)
+            placed.process.start_timeout_s = self._workers.start_timeout_s
             placed.registries = [model.registry for model in self.models]
             return self._machines.frontend(name, index, node, setup, self._on_line)
 
@@ -244,9 +250,7 @@ class FrontendPool:
                         if frontend.process == process.last_identity:
                             await registry.leave_frontend(frontend.id)
 
-        process = Supervised(
-            name, make, self._config.launcher, self._config.workers.start_timeout_s, self._show, deregister
-        )
+        process = Supervised(name, make, self._config.launcher, self._workers.start_timeout_s, self._show, deregister)
         placed = _Placed(node, index, process, _generations(self._whole))
         self._placed.append(placed)
         placed.task = asyncio.create_task(self._run(placed), name=name)

@@ -60,7 +60,6 @@ class WorkerPool:
 
     def __init__(
         self,
-        config: Config,
         registry: Registry,
         machines: Machines,
         on_line: Callable[[str, str], None],
@@ -71,7 +70,6 @@ class WorkerPool:
         self.setup = setup
         self.launcher_id = launcher_id or own_identity()
         self.slots: dict[str, Slot] = {}
-        self._config = config
         self._registry = registry
         self._machines = machines
         self._on_line = on_line
@@ -80,6 +78,10 @@ class WorkerPool:
         self._said = ""
         self._complete_at = 0.0  # when all that live are in the registry again
         self._decoded = False  # the fleet has had a decode worker that was ready
+
+    @property
+    def _config(self) -> Config:
+        return self.setup.config
 
     async def start(self, seen: Seen, roles: Sequence[Role], orders: Mapping[str, WorkerOrders] = {}) -> bool:
         """Start a worker of each role under an id of its own, and give these orders. False, and nothing is done, where
@@ -105,6 +107,7 @@ class WorkerPool:
 
         def make() -> Process:
             slot.generation = self.setup.generation
+            process.start_timeout_s = self._config.workers.start_timeout_s
             return self._machines.worker(worker_id, *wanted(), self._on_line)
 
         process = Supervised(

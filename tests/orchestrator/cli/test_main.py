@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -18,6 +19,7 @@ from typer.testing import CliRunner
 from orchestrator.cli.main import COMMANDS, load
 from orchestrator.launch.host.redis_server import EmbeddedRedis
 from orchestrator.launch.host.run_folder import RunFolder, base_folder
+from orchestrator.process.parent import EXIT_AGAIN
 from orchestrator.store.client import connect
 from orchestrator.store.fields import Launcher
 from orchestrator.store.registry import Registry
@@ -229,14 +231,24 @@ def left_behind(namespace: str) -> list[str]:
     [
         (["model=/no/such/folder"], "model: folder '/no/such/folder' does not exist"),
         (["model=no-such-org/no-such-model"], "model: 'no-such-org/no-such-model' is neither a folder nor in the"),
-        (["redis.url=redis://127.0.0.1:1"], "Redis at redis://127.0.0.1:1 cannot be used"),
     ],
 )
 def test_a_fleet_that_cannot_start_ends_with_one_line(sets, line, tmp_path):
+    ends_with_one_line(2, line, tmp_path, sets)
+
+
+@pytest.mark.parametrize("options", [[], ["--detach"]])
+def test_a_fleet_whose_redis_does_not_answer_yet_is_to_be_started_again(options, tmp_path):
+    """As its workers are: at a boot the host of Redis may be the last one, and a service manager is to go on trying."""
+    line = "orchestrator: Redis at redis://127.0.0.1:1 cannot be used"
+    ends_with_one_line(EXIT_AGAIN, line, tmp_path, ["redis.url=redis://127.0.0.1:1"], options)
+
+
+def ends_with_one_line(code: int, line: str, tmp_path: Path, sets: list[str], options: Sequence[str] = ()) -> None:
     (tmp_path / "config.json").write_text("{}")
     sets = ["namespace=refused", "frontend.port=0", f"model={tmp_path}", *sets]
-    done = orchestrator("up", SIM, *(part for item in sets for part in ("--set", item)))
-    assert done.returncode == 2
+    done = orchestrator("up", SIM, *options, *(part for item in sets for part in ("--set", item)))
+    assert done.returncode == code
     assert line in done.stderr and len(done.stderr.strip().splitlines()) == 1, done.stderr
     assert left_behind("refused") == []
 

@@ -15,7 +15,7 @@ from support_redis import Server, fresh_namespace, worker
 from support_steering import set_desired
 from support_wait import DEADLINE_S
 
-from orchestrator.config.settings import Config, LauncherConfig, parse_config
+from orchestrator.config.settings import Config, LauncherConfig, ScaleConfig, parse_config
 from orchestrator.launch import fleet_processes
 from orchestrator.launch.console import Console
 from orchestrator.launch.fleet_processes import FleetProcesses
@@ -31,8 +31,8 @@ from orchestrator.process.parent import own_identity
 from orchestrator.store.client import Redis
 from orchestrator.store.fields import Launcher
 from orchestrator.store.planned import BY_HAND
-from orchestrator.store.registry import Registry
-from orchestrator.types import Role, WorkerInfo
+from orchestrator.store.registry import Frontend, Registry
+from orchestrator.types import Offered, Role, WorkerInfo
 
 pytestmark = pytest.mark.slow  # a server of its own
 
@@ -155,6 +155,27 @@ async def test_a_redis_that_forgot_gets_the_configuration_back_after_the_ratio(r
     await registry.configuration.write(newer)
     await fleet._update(snapshot)
     assert await registry.configuration.read() == newer, "another launcher's, or a rollout's"
+
+
+async def test_bounds_of_the_size_that_were_rolled_out_hold(redis, tmp_path: Path, monkeypatch):
+    """The launcher alone goes by them, and its own file has others."""
+    config = parse_config({"model": "m", "engine": "sim", "namespace": fresh_namespace()})
+    registry = Registry(redis, config.namespace)
+    for pool in (FrontendPool, WorkerPool):
+        monkeypatch.setattr(pool, "update", AsyncMock())
+    fleet = processes_of(config, registry, LocalMachine(config), tmp_path)
+    grown = msgspec.structs.replace(config, scale=ScaleConfig(max_workers=3, grow_after_s=10))
+    fleet._pool.setup = Setup(1, grown, tmp_path / "c.yaml")
+    await set_desired(registry, 1, 1, "scale")
+    workers = {name: worker(name, role) for name, role in (("p", Role.PREFILL), ("d", Role.DECODE))}
+    launchers, desired = {fleet._pool.launcher_id: Launcher()}, await registry.desired()
+    for now in range(0, 21, 10):  # twenty more are late each time
+        late = Offered(ended=2 * now, late_first=2 * now, late=2 * now)
+        frontends = {"f": Frontend("f", "", "", 0.0, late)}
+        reading = {"workers": workers, "launchers": launchers, "frontends": frontends, "desired": desired}
+        await fleet._update(Snapshot(**reading, read_at=float(now)))  # type: ignore[arg-type]
+    wanted = await registry.desired()
+    assert wanted is not None and (wanted.prefill, wanted.decode) == (2, 1)
 
 
 async def test_crashes_while_redis_was_away_are_not_held_against_a_process(

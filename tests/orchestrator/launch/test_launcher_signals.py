@@ -17,6 +17,7 @@ from orchestrator.config.settings import load_config
 from orchestrator.launch import launcher
 from orchestrator.launch.console import Console
 from orchestrator.launch.host.run_folder import RunFolder
+from orchestrator.process.parent import EXIT_AGAIN
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
 
@@ -93,7 +94,7 @@ def test_a_signal_while_it_cleans_up_leaves_nothing_behind() -> None:
     sets = (f"namespace={namespace}", "frontend.port=0", "redis.url=redis://127.0.0.1:1")
     command = [sys.executable, "-c", program, "up", "configs/sim-2p2d.yaml", *(p for s in sets for p in ("--set", s))]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 2 and "cannot be used" in done.stderr
+    assert done.returncode == EXIT_AGAIN and "cannot be used" in done.stderr
     assert not RunFolder(namespace).path.exists()
 
 

@@ -125,6 +125,20 @@ async def test_launcher_that_cannot_prepare_rolls_back(leader: Leader):
     assert await phase(leader) == (Phase.BACK, f"nothing has changed for {PATIENCE_S:g} s: launcher b is not prepared")
 
 
+async def test_workers_have_the_times_that_are_rolled_out(leader: Leader):
+    """More to load takes longer, and the new configuration says so."""
+    running = leader.workers.setup.config
+    longer = msgspec.structs.replace(running.workers, start_timeout_s=running.workers.start_timeout_s + 100)
+    leader.workers.setup = Setup(1, msgspec.structs.replace(running, workers=longer), Path("unused"))
+    assert await leader.sees({}) == {"decode-0"}
+    leader.now += PATIENCE_S + 99
+    await leader.sees({})
+    assert (await phase(leader))[0] is Phase.FORWARD, "its successor may load still"
+    leader.now += 2
+    await leader.sees({})
+    assert (await phase(leader))[0] is Phase.BACK
+
+
 @pytest.mark.parametrize("kind", [ConfigError, PermissionError])
 async def test_a_leader_that_cannot_prepare_rolls_back_at_once(leader: Leader, kind: type[Exception]):
     before = await leader.registry.rollout.read()

@@ -314,6 +314,18 @@ def test_a_machine_says_how_many_workers_it_holds(monkeypatch):
             shares.check_room()
 
 
+def test_a_machine_goes_by_the_size_of_workers_that_was_rolled_out(monkeypatch, tmp_path):
+    monkeypatch.setattr(os, "sysconf", lambda name: 1 << 22)
+    monkeypatch.setattr(machine, "has_cuda_vllm", lambda: True)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
+    two, one = (config_of(workers={"engine_args": {"tensor_parallel_size": size}}) for size in (2, 1))
+    here = LocalMachine(two)
+    here.take("worker-0", Role.DECODE)
+    assert here.room == 2 and len(here.fitting([Role.DECODE] * 4)) == 1
+    here.worker("worker-0", Role.DECODE, Setup(1, one, tmp_path / "c.yaml"), lambda *line: None)
+    assert here.room == 4 and len(here.fitting([Role.DECODE] * 4)) == 3
+
+
 def test_ten_thousand_workers_on_a_small_machine_are_refused(monkeypatch):
     monkeypatch.setattr(os, "sysconf", lambda name: 1 << 15)  # a GiB in pages
     pools = {"prefill": {"replicas": 10_000}, "decode": {"replicas": 10_000}}

@@ -115,7 +115,6 @@ async def running_pool(tmp_path: Path, prefill: int, decode: int, relay: Relay |
     redis = await connect(url, 5)
     registry = Registry(redis, config.namespace)
     pool = WorkerPool(
-        config,
         registry,
         LocalMachine(config),
         lambda name, line: None,
@@ -163,7 +162,7 @@ def test_only_a_fleet_that_has_had_decode_workers_needs_a_stand_in(tmp_path):
     config = parse_config({"model": "sim-model", "engine": "sim"})
     registry = Registry(AsyncMock(), "none")
     pool = WorkerPool(
-        config, registry, LocalMachine(config), lambda *line: None, lambda process: None, Setup(0, config, tmp_path)
+        registry, LocalMachine(config), lambda *line: None, lambda process: None, Setup(0, config, tmp_path)
     )
     loading = [PlannedWorker("worker-0", Role.PREFILL, True), PlannedWorker("worker-1", Role.DECODE, False)]
     assert pool.actions(DesiredRatio(1, 1), loading) == []
@@ -175,9 +174,7 @@ def test_only_a_fleet_that_has_had_decode_workers_needs_a_stand_in(tmp_path):
 async def test_nothing_is_done_before_all_are_back_in_a_registry_that_has_lost_them(tmp_path):
     """Another launcher's, or one by hand, is not missing: it has not said yet that it is there."""
     config = parse_config({"model": "sim-model", "engine": "sim"})
-    pool = WorkerPool(
-        config, Registry(AsyncMock(), "none"), LocalMachine(config), Mock(), Mock(), Setup(0, config, tmp_path)
-    )
+    pool = WorkerPool(Registry(AsyncMock(), "none"), LocalMachine(config), Mock(), Mock(), Setup(0, config, tmp_path))
     pool.start = AsyncMock()  # type: ignore[method-assign]
     desired, now = DesiredRatio(1, 1, "test"), time.monotonic()
     await pool.update(Snapshot(desired=desired, read_at=now))
@@ -209,7 +206,7 @@ async def test_of_two_models_that_grow_at_once_one_gets_the_last_room(tmp_path, 
         registry.steer = claimed  # type: ignore[assignment, method-assign]
         machines = LocalMachine(config, shares)
         assert machines.fitting([Role.DECODE]) == [Role.DECODE]
-        pools.append(WorkerPool(config, registry, machines, Mock(), Mock(), setup))
+        pools.append(WorkerPool(registry, machines, Mock(), Mock(), setup))
     async with asyncio.timeout(DEADLINE_S):
         await asyncio.gather(*(pool.start(Snapshot().seen, [Role.DECODE]) for pool in pools))
     assert sorted(len(pool.slots) for pool in pools) == [0, 1] and "this machine has 0 left of 1" in caplog.text
@@ -335,8 +332,33 @@ def test_a_unit_that_finds_no_room_to_start_again_is_missed():
 async def test_a_worker_whose_machine_takes_nothing_back_leaves_all_the_same(caplog: pytest.LogCaptureFixture) -> None:
     config = parse_config({"model": "m", "engine": "sim"})
     machines = Mock(give_back=AsyncMock(side_effect=ValueError("no such place")))
-    pool = WorkerPool(config, AsyncMock(), machines, Mock(), Mock(), Setup(0, config, Path("c.yaml")))
+    pool = WorkerPool(AsyncMock(), machines, Mock(), Mock(), Setup(0, config, Path("c.yaml")))
     machines.worker.side_effect = OSError("nothing runs here")
     pool.supervise("worker-0", Role.DECODE)
     await pool.close()
     assert not pool.slots and "worker-0: what it has of its machine is not given back" in caplog.text
+
+
+async def test_times_that_were_rolled_out_hold_for_what_starts_and_leaves_then() -> None:
+    """A new configuration may take longer to load, or to drain, than the one that the launcher was started with."""
+    old = parse_config({"model": "m", "engine": "sim", "workers": {"start_timeout_s": 60, "drain_timeout_s": 5}})
+    workers = {"start_timeout_s": 3600, "drain_timeout_s": 600, "timeout_s": 8}
+    new = parse_config({"model": "m", "engine": "sim", "workers": workers})
+    machines = Mock(give_back=AsyncMock(), placed=AsyncMock())
+    machines.worker.side_effect = OSError("nothing runs here")
+    pool = WorkerPool(AsyncMock(), machines, Mock(), Mock(), Setup(0, old, Path("c.yaml")))
+    pool.setup = Setup(1, new, Path("c.yaml"))
+    pool.supervise("worker-0", Role.DECODE)
+    process = pool.slots["worker-0"].process
+    pool.setup = Setup(2, old, Path("c.yaml"))
+    async with asyncio.timeout(DEADLINE_S):
+        while not machines.worker.called:
+            await asyncio.sleep(0.01)
+    assert process.start_timeout_s == 60, "it has gone back meanwhile"
+    pool.setup = Setup(3, new, Path("c.yaml"))
+    pool.restart_now()
+    async with asyncio.timeout(DEADLINE_S):
+        while process.start_timeout_s != 3600:
+            await asyncio.sleep(0.01)
+    assert pool._leave_deadline_s() > 600 and pool._holder.ttl_s == 8
+    await pool.close()
