@@ -1,5 +1,6 @@
 """How many threads an engine on CPU computes with, in a container that has CPU time for less than its cores; what
-becomes of an engine that starts for nobody; how UCX watches memory; and which GPUs the ranks of a group take."""
+becomes of an engine that starts for nobody; how UCX watches memory; how large its steps are; and
+which GPUs the ranks of a group take."""
 
 import asyncio
 import math
@@ -96,3 +97,20 @@ def test_each_rank_of_a_group_takes_the_first_gpus_that_it_sees(tmp_path: Path) 
     parallel = build_config(setup, group).parallel_config
     assert (parallel.data_parallel_rank, parallel.data_parallel_size) == (9, 16)
     assert (parallel.data_parallel_size_local, parallel.data_parallel_rank_local) == (1, None)
+
+
+def test_steps_are_as_large_as_those_of_vllms_server(tmp_path: Path) -> None:
+    """Where no argument says it: vLLM's choice for no use in particular is a fraction of that, on most GPUs too."""
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.usage.usage_lib import UsageContext
+
+    from workers.vllm_engine.launch import Setup, build_config
+
+    args = {"skip_tokenizer_init": True, "max_model_len": 512, "tensor_parallel_size": 2}
+    where = {"kv_host": "127.0.0.1", "kv_port": 1, "kv_advertise": "127.0.0.1"}
+    model = special_model(tmp_path / "windows", "windows")
+    steps = build_config(
+        Setup(model=str(model), engine_args=args, engine_id="e", kv=KVConfig(), **where)
+    ).scheduler_config
+    tokens, sequences = (most[UsageContext.OPENAI_API_SERVER] for most in AsyncEngineArgs.get_batch_defaults(2))
+    assert (steps.max_num_batched_tokens, steps.max_num_seqs) == (tokens, sequences)
