@@ -29,8 +29,9 @@ class HostTier(SimpleCPUOffloadScheduler):
     def __init__(self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, capacity_bytes: int) -> None:
         """`capacity_bytes`: of each rank. Raises ValueError for a model whose KV the tier cannot take."""
         specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
+        # What vLLM computes again instead of caching it (`swa_bounded_replay`) it would take for loaded.
         if not any(isinstance(spec, FullAttentionSpec) for spec in specs) or not all(
-            isinstance(spec, FullAttentionSpec | SlidingWindowSpec) for spec in specs
+            isinstance(spec, FullAttentionSpec | SlidingWindowSpec) and spec.prefix_cacheable for spec in specs
         ):
             raise ValueError(
                 "kv.host_tier_bytes: takes models whose layers attend to the whole prompt, some perhaps to a sliding "

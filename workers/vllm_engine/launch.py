@@ -26,6 +26,7 @@ from vllm.config import KVEventsConfig, KVTransferConfig, VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.platforms import current_platform
+from vllm.usage.usage_lib import UsageContext
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.engine.core_client import EngineCoreClient
 from vllm.v1.executor import Executor
@@ -130,7 +131,8 @@ def build_config(setup: Setup, group: Group = Group()) -> VllmConfig:
     check_environment()
     with _environment, _set_env(_connector_env(setup.kv_host, setup.kv_port)):
         args |= _in_group(model, args, group)
-        config = AsyncEngineArgs(model=model, **args).create_engine_config()
+        # By whose use vLLM chooses how many tokens and sequences a step has at most, where `args` do not say it.
+        config = AsyncEngineArgs(model=model, **args).create_engine_config(UsageContext.OPENAI_API_SERVER)
     KVConnectorFactory.get_connector_class(config.kv_transfer_config).refuse_unsupported(config)
     ranks, has = config.parallel_config.local_world_size, find_memory()
     if ranks * kv.host_tier_bytes > has:

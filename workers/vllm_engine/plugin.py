@@ -157,7 +157,9 @@ def _pd_describe(engine: Any) -> dict[str, Any]:
     blocks = config.num_blocks * _shards(engine)
     tokens = blocks * engine.vllm_config.cache_config.block_size
     ranks = engine.vllm_config.parallel_config.world_size
-    total = sum(tensor.size for tensor in config.kv_cache_tensors) * ranks
+    # The caches of all layers lie in one piece of memory, which each of them names, and whose blocks the groups share.
+    memory = max((tensor.size for tensor in config.kv_cache_tensors), default=0)
+    total = memory * len(config.kv_cache_groups) * ranks
     return {
         "engine_id": engine.vllm_config.kv_transfer_config.engine_id,
         "blocks_total": blocks - _shards(engine),

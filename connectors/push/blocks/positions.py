@@ -66,8 +66,7 @@ class Positions:
     def first_kept(self, tokens: int) -> list[int]:
         """By group, the first block that decode needs: the first that the prompt's last token attends to. Neither
         engine frees one from there on (`keep_for_the_last_token`): no WRITE reads a block that was given away."""
-        windows = (1 if isinstance(it, MambaSpec) else getattr(it, "sliding_window", None) for it in self._specs)
-        return [max(0, tokens - (window or tokens)) // self._block_size for window in windows]
+        return [max(0, tokens - (_window(it) or tokens)) // self._block_size for it in self._specs]
 
     def computed(self, ids: BlockIds, tokens: int, start: int, end: int) -> tuple[tuple[int, ...], ...]:
         """Of a prompt of so many tokens, the blocks from `start` to `end`, which are computed; NO_BLOCK for those that
@@ -92,3 +91,11 @@ class Positions:
             group[: -(-tokens // (spec.block_size * self._shards))] if isinstance(spec, AttentionSpec) else group
             for group, spec in zip(ids, self._specs, strict=True)
         )
+
+
+def _window(spec: Any) -> int | None:
+    """To how many of the last tokens all layers of a group attend; None: some to the whole prompt. Those may share a
+    group with layers that have a window, whose size vLLM then names too (`disable_hybrid_kv_cache_manager`)."""
+    if isinstance(spec, MambaSpec):
+        return 1
+    return spec.sliding_window if isinstance(spec, SlidingWindowSpec) else None

@@ -264,10 +264,18 @@ def test_layers_that_share_their_blocks_memory_are_refused() -> None:
         memory(rank(padding=8))
 
 
-@pytest.mark.parametrize("kinds", [["window"], ["state"], ["full", "state"], ["full", "part"], ["full", "odd"]])
+@pytest.mark.parametrize(
+    "kinds", [["window"], ["state"], ["full", "state"], ["full", "part"], ["full", "odd"], ["full", "replayed"]]
+)
 def test_a_model_whose_kv_the_tier_cannot_take_is_refused(kinds: list[str]) -> None:
     torch = pytest.importorskip("torch")
-    from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, FullAttentionSpec, MambaSpec, SlidingWindowSpec
+    from vllm.v1.kv_cache_interface import (
+        ChunkedLocalAttentionSpec,
+        FullAttentionSpec,
+        MambaSpec,
+        SlidingWindowMLASpec,
+        SlidingWindowSpec,
+    )
 
     from connectors.host.tier import HostTier
 
@@ -277,6 +285,7 @@ def test_a_model_whose_kv_the_tier_cannot_take_is_refused(kinds: list[str]) -> N
         "part": ChunkedLocalAttentionSpec(**layout, attention_chunk_size=64),
         "window": SlidingWindowSpec(**layout, sliding_window=32),
         "odd": SlidingWindowSpec(**layout, sliding_window=33),
+        "replayed": SlidingWindowMLASpec(**layout, sliding_window=32, bounded_replay=True),
         "state": MambaSpec(block_size=16, shapes=((1,),), dtypes=(torch.float32,)),
     }
     groups = [SimpleNamespace(kv_cache_spec=specs[kind]) for kind in kinds]

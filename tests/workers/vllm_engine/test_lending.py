@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import pytest_asyncio
+from support_models import special_model
 from support_vllm import BLOCK_SIZE, Driver, engine_pid, frames
 from support_wait import until
 
@@ -67,6 +68,32 @@ async def test_generated_history_is_fetched_and_the_next_turn_pushed(three) -> N
     await holder.decode("same", body)
     assert tokens == await holder.done("same")
     await assert_no_leaks(*three)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("everywhere", [False, True])
+async def test_windows_of_a_history_are_fetched_where_they_are_cached_everywhere(tmp_path: Path, everywhere) -> None:
+    """As a rule vLLM caches of a layer with a window only the blocks before the end of a request's prompt."""
+    model = special_model(tmp_path / "windows", "some-windows")
+    arguments = {"prefix_cache_retention_interval": None} if everywhere else {}
+    holder, asker = [
+        await Driver.start(model, name=name, kv=KVConfig(verify=True), **arguments) for name in ("holder", "asker")
+    ]
+    first = prompt(300, 9)
+    await holder.decode("t1", frames(first, 90))
+    body = frames([*first, *await holder.done("t1"), *prompt(50, 10)], 8)
+    held = (300 + 90 - 1) // BLOCK_SIZE * BLOCK_SIZE
+    await fetch(holder, asker, "t2~", body, held)
+    await asker.done("t2~")
+    assert asker.stats["t2~"].num_external_cached_tokens == held * everywhere
+    await asker.decode("t2", body)
+    tokens = await asker.done("t2")
+    assert (asker.stats["t2"].num_local_cached_tokens == held) is everywhere
+    await holder.decode("same", body)
+    assert tokens == await holder.done("same")
+    await assert_no_leaks(holder, asker)
+    for driver in (holder, asker):
+        await driver.stop()
 
 
 async def test_a_lost_prefix_is_computed_by_the_asker(three) -> None:

@@ -47,6 +47,14 @@ def test_a_drafter_that_every_rank_has_whole_is_refused() -> None:
         positions(dataclasses.replace(SPEC, dcp_sharded=True), replicated, shards=2)
 
 
+def test_a_group_with_layers_of_both_kinds_is_needed_whole() -> None:
+    """Without the hybrid KV cache manager vLLM names the window of some layers as that of all."""
+    windowed = dataclasses.replace(SPEC, sliding_window=32)
+    both = FullAttentionSpec.merge([SPEC, windowed])
+    assert both.sliding_window == 32
+    assert positions(both, shards=1).first_kept(100) == [0]
+
+
 LAYOUT = {"block_size": 16, "num_kv_heads": 1, "head_size": 64, "dtype": torch.float32}
 
 
