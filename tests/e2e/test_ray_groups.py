@@ -150,11 +150,8 @@ def ranks(fleet: RunningFleet) -> dict[str, tuple[str, str, int]]:
 
 async def held_as(fleet: RunningFleet, unit: str) -> str | None:
     """The role in which its launcher would start it again."""
-    redis = await connect(fleet.redis_url(), 5)
-    try:
+    async with await connect(fleet.redis_url(), 5) as redis:
         launchers = await Registry(redis, fleet.namespace).launchers()
-    finally:
-        await redis.aclose()
     return next((launcher.workers[unit].value for launcher in launchers.values() if unit in launcher.workers), None)
 
 

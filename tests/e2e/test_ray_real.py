@@ -52,12 +52,9 @@ class RayFleet:
         return {w["id"]: (w["role"], w["host"], w["pid"]) for w in self.frontend.workers()}
 
     async def _frontend_on(self, host: str) -> str:
-        redis = await connect(self._url, 5)
-        try:
+        async with await connect(self._url, 5) as redis:
             frontends = await Registry(redis, self.launcher.namespace).frontends()
             return next(frontend.url for frontend in frontends.values() if f"//{host}:" in frontend.url)
-        finally:
-            await redis.aclose()
 
     async def ask(self, prompts: list[Any], max_tokens: int, **more: Any) -> list[list[int]]:
         return tokens_of(await self.frontend.ask_all(prompts, concurrency=2, max_tokens=max_tokens, **more))

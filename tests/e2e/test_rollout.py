@@ -74,11 +74,8 @@ def another_environment(folder: Path, version: str) -> str:
 
 async def versions(fleet: RunningFleet) -> set[str]:
     """Of the engines."""
-    redis = await connect(fleet.redis_url(), 5)
-    try:
+    async with await connect(fleet.redis_url(), 5) as redis:
         return {info.identity.engine_version for info in (await Registry(redis, fleet.namespace).workers()).values()}
-    finally:
-        await redis.aclose()
 
 
 async def test_other_software_is_rolled_out_and_taken_back_under_load(fleet: RunningFleet, tmp_path: Path) -> None:

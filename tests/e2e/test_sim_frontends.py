@@ -85,12 +85,9 @@ def top(fleet: RunningFleet) -> dict[str, Any]:
 
 async def offered(fleet: RunningFleet) -> list[int]:
     """Generated tokens that each frontend tells of."""
-    redis = await connect(fleet.redis_url(), 5)
-    try:
+    async with await connect(fleet.redis_url(), 5) as redis:
         frontends = await Registry(redis, fleet.namespace).frontends()
         return [frontend.offered.generated_tokens for frontend in frontends.values()]
-    finally:
-        await redis.aclose()
 
 
 @pytest.mark.slow

@@ -39,11 +39,8 @@ async def connected(start: Start) -> AsyncIterator[Callable[..., Awaitable[Redis
 
 
 async def ask(node: Node, *command: object) -> object:
-    client = await node.client()
-    try:
+    async with await node.client() as client:
         return await client.execute_command(*command)
-    finally:
-        await client.aclose()
 
 
 class Load:
