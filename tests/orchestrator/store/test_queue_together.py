@@ -15,7 +15,6 @@ from support_redis import (
     expire_lease,
     fresh_namespace,
     job,
-    running_server,
 )
 from support_wait import until
 
@@ -430,12 +429,6 @@ async def test_wait_without_work_times_out(queues):
 
 
 # ---- a server that dies ----------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def mortal(tmp_path):
-    with running_server(tmp_path) as server:
-        yield server
 
 
 async def test_a_killed_and_restarted_server(mortal):
