@@ -1,0 +1,9 @@
+"""Tables as Markdown, which benchmarks print and save."""
+
+from collections.abc import Iterable
+
+
+def table(head: Iterable[object], rows: Iterable[Iterable[object]]) -> str:
+    """A line for each row, below those of the head."""
+    titles = list(head)
+    return "\n".join(f"| {' | '.join(map(str, row))} |" for row in (titles, ["---"] * len(titles), *rows))
