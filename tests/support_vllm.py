@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import multiprocessing
 import os
 import time
 import uuid
@@ -272,3 +273,19 @@ def engine_pid(driver: Driver) -> int:
     pid = process.pid
     assert pid and os.path.exists(f"/proc/{pid}")
     return int(pid)
+
+
+def counted_steps(patch: Any) -> Any:
+    """A number, of the steps of the engines that are forked from this process from now on. Nothing but an event wakes
+    them for a minute."""
+    from workers.vllm_engine import loop, plugin
+
+    steps, process_step = multiprocessing.get_context("fork").Value("q", 0), plugin._process_engine_step
+
+    def counted(engine: Any) -> bool:
+        steps.value += 1
+        return process_step(engine)
+
+    patch.setattr(loop, "_WOKEN_S", 60.0)
+    patch.setattr(plugin, "_process_engine_step", counted)
+    return steps
