@@ -191,18 +191,8 @@ def test_shells_complete_commands_and_their_options():
     assert complete("orchestrator status --wa") == ["--watch"]
 
 
-def test_valid_file_is_confirmed(tmp_path):
-    command = [
-        sys.executable,
-        "-m",
-        "orchestrator.cli.main",
-        "config",
-        "check",
-        SIM,
-        "--set",
-        "workers.prefill.replicas=5",
-    ]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT_S)
+def test_valid_file_is_confirmed():
+    done = orchestrator("config", "check", SIM, "--set", "workers.prefill.replicas=5")
     assert done.returncode == 0 and "ok (5P2D, engine sim, model demo)" in done.stdout
 
 

@@ -185,15 +185,6 @@ async def test_restart_does_not_wait_for_workers_that_leave_for_good(fleet: Open
     assert workers.shown[-2:] == [Event("left", "c"), Event("done", workers=2)]
 
 
-async def test_max_unavailable_above_fleet_size_keeps_one_serving(fleet: OpenFleet) -> None:
-    workers = await ByHand.joined(fleet, "a", "b")
-    restarting = workers.restart(max_unavailable=9)
-    await workers.told("a")
-    await asyncio.sleep(0.5)  # in which it would drain the other
-    assert workers.shown == [Event("draining", "a")]
-    await workers.all_restart(restarting, "a", "b")
-
-
 async def test_restart_of_one_role_leaves_the_others(fleet: OpenFleet) -> None:
     workers = ByHand(fleet, "a", "b")
     workers.infos["b"] = msgspec.structs.replace(workers.infos["b"], role=workers.infos["a"].role.other)
