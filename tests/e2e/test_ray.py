@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from support_fleet import RunningFleet, token_prompt, with_operators_key
-from support_ray import FakeCluster, fake_cluster, processes_of
+from support_ray import FakeCluster, fake_cluster, on_ray, processes_of
 from support_redis import Server
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.topology, pytest.mark.timeout(600)]
@@ -30,16 +30,8 @@ def cluster(server: Server) -> Iterator[FakeCluster]:
 
 @pytest.fixture(scope="module")
 def fleet(server: Server, cluster: FakeCluster) -> Iterator[RunningFleet]:
-    sets = (
-        f"redis.url={server.url}",
-        "redis.timeout_s=5",
-        "launcher.kind=ray",
-        f"launcher.address={cluster.address}",
-        "launcher.gpus_per_rank=1",
-    )
-    running = with_operators_key(
-        RunningFleet("sim-2p2d.yaml", *sets, forked=False)
-    )  # Ray reads its variables when it is imported
+    # Not forked: Ray reads its variables when it is imported.
+    running = with_operators_key(RunningFleet("sim-2p2d.yaml", *on_ray(server, cluster), forked=False))
     assert processes_of(running.namespace)
     yield running
     running.http.close()
