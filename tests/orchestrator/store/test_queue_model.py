@@ -16,13 +16,7 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
-from support_redis import (
-    assert_no_leaks,
-    claim_head,
-    expire_lease,
-    fresh_namespace,
-    job,
-)
+from support_redis import assert_no_leaks, claim_head, expire_lease, fresh_namespace, job
 from support_wait import until
 
 from orchestrator.process.tasks import cancelled
@@ -204,6 +198,7 @@ class QueueMachine(Machine):
 
 NAMES = ["a", "b", "c"]
 IDLE, LEFT, ROOM, ALL = 1, 2, 3, 4
+WAITS_S = st.sampled_from([40.0, 50.0])  # for how long one waits is nothing in the order
 
 
 class WaitersMachine(Machine):
@@ -312,16 +307,17 @@ class WaitersMachine(Machine):
         budget=st.sampled_from([50, 400]),
         most=st.integers(1, 2),
         done=st.integers(0, 1),
+        wait_s=WAITS_S,
     )
-    def claim(self, name, claimer, budget, most, done):
+    def claim(self, name, claimer, budget, most, done, wait_s):
         if name not in self.listening:
             return
         came, worker = name in self.coming, self.workers[name]
         self.comes(name)
         others, idle, waiting = self.idle_ones(), claimer == "idle", sum(tokens for tokens, _ in self.jobs.values())
-        left, to_idle = budget, bool(others)
+        left, to_idle, share = budget, bool(others), -(-waiting // (others + 1))
         if others and idle:
-            left = min(budget, max(1, -(-waiting // (others + 1))))
+            left = min(budget, max(1, share))
         elif others:
             to_idle = self.pass_on(IDLE) or bool(self.idle_ones())
             left = 0 if to_idle else budget
@@ -332,8 +328,9 @@ class WaitersMachine(Machine):
             took.append(request_id)
             left -= tokens
         worker.done_s = (1000.0 * done, 0.0)
-        claims, _ = self.do(worker.claim(name, budget, most, 0, claimer, 50.0))
+        claims, _ = self.do(worker.claim(name, budget, most, 0, claimer, wait_s))
         assert [claim.job.request_id for claim in claims] == took
+        assert worker.share_tokens == (share if to_idle else None)
         for request_id in took:
             self.held[request_id] = (self.places[request_id], name, self.jobs.pop(request_id))
         room = (left > 0 and len(took) < most) or (not took and left <= 0)
@@ -351,12 +348,13 @@ class WaitersMachine(Machine):
         claimer=st.sampled_from(["idle", "busy"]),
         left=st.booleans(),
         done=st.integers(0, 1),
+        wait_s=WAITS_S,
     )
-    def wait(self, name, claimer, left, done):
+    def wait(self, name, claimer, left, done, wait_s):
         """Right after a claim."""
         if name not in self.listening or name in self.coming | self.waiters.keys():
             return
-        args = (name, 50.0, claimer, int(left), 1000.0 * done)
+        args = (name, wait_s, claimer, int(left), 1000.0 * done)
         expected = bool(self.jobs) and not left
         assert self.do(self.queue.call("wait", *args)) == int(expected)
         if not expected:
