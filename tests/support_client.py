@@ -35,6 +35,7 @@ class Answer:
     request_id: str = ""
     retry_after_s: int = 0
     usage: dict[str, Any] = field(default_factory=dict)
+    times: list[float] = field(default_factory=list)  # when it was asked for, and of each event with tokens
 
     @property
     def ok(self) -> bool:
@@ -119,7 +120,7 @@ class FleetClient:
             "ignore_eos": True,
             **more,
         }
-        answer = Answer(0)
+        answer = Answer(0, times=[time.monotonic()])
         try:
             async with client.stream("POST", "/v1/completions", json=body) as response:
                 answer.status = response.status_code
@@ -134,6 +135,8 @@ class FleetClient:
                     event = json.loads(line[6:])
                     if "error" in event:
                         answer.error = json.dumps(event["error"])
+                    if event.get("choices"):
+                        answer.times.append(time.monotonic())
                     for choice in event.get("choices", ()):
                         answer.text += choice["text"]
                         answer.tokens += choice.get("token_ids") or []
