@@ -132,7 +132,7 @@ def _questions(fleet: FleetClient, real: bool) -> Questions:
         prompts, max_tokens = [token_prompt(20 + 173 * i % 1800, seed=i) for i in range(24)], 120
     calm = asyncio.run(fleet.ask_all(prompts, concurrency=4, max_tokens=max_tokens))
     assert all(answer.ok for answer in calm), [answer.error for answer in calm if not answer.ok]
-    return Questions(fleet.model, prompts, [answer.tokens for answer in calm])
+    return Questions(prompts, [answer.tokens for answer in calm])
 
 
 @contextlib.contextmanager

@@ -12,7 +12,7 @@ import threading
 import time
 
 import pytest
-from support_client import FleetFailed
+from support_client import FleetClient, FleetFailed
 from support_fleet import ROOT
 
 from benchmarks.chaos.fleets import wait_ready
@@ -66,6 +66,11 @@ class Answering(http.server.BaseHTTPRequestHandler):
     running = most = 0
     count = threading.Lock()
 
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(b'{"data": [{"id": "m"}]}')
+
     def do_POST(self) -> None:
         with Answering.count:
             Answering.running += 1
@@ -75,7 +80,7 @@ class Answering(http.server.BaseHTTPRequestHandler):
             Answering.running -= 1
         self.send_response(200)
         self.end_headers()
-        self.wfile.write(b"data: " + json.dumps({"choices": [{"token_ids": [5]}]}).encode() + b"\n\n")
+        self.wfile.write(b"data: " + json.dumps({"choices": [{"text": "", "token_ids": [5]}]}).encode() + b"\n\n")
 
     def log_message(self, *_: object) -> None:
         pass
@@ -88,7 +93,7 @@ def test_streams_ask_less_until_they_are_resumed() -> None:
         return Answering.most
 
     async def asked(url: str) -> list[int]:
-        async with Load(url, Questions("", [[1]], [[5]]), streams=3, seen=seen) as load:
+        async with Load(FleetClient(url, ""), Questions([[1]], [[5]]), streams=3, seen=seen) as load:
             most = [await most_in(0.5)]
             load.ease()
             load.ease()

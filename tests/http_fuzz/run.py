@@ -3,7 +3,6 @@
 import asyncio
 import collections
 import contextlib
-import itertools
 import re
 import time
 from collections.abc import AsyncIterator, Iterable
@@ -120,12 +119,13 @@ def wrong_answers(answers: list[Answer]) -> list[str]:
     wrong = [answer.error or f"answered {answer.status}" for answer in answers if not answer.ok]
     sound = [answer for answer in answers if answer.ok]
     wrong += [f"{answer.tokens} is another answer" for answer in sound if answer.tokens not in truth]
-    return wrong + [f"{gap:.1f} s between two tokens" for gap in map(_longest_gap_s, sound) if gap > STALL_S]
+    gaps = [answer.longest_gap_s for answer in sound]
+    return wrong + [f"{gap:.1f} s between two tokens" for gap in gaps if gap > STALL_S]
 
 
 def figures(answers: list[Answer]) -> dict[str, float]:
     sound = [answer for answer in answers if answer.ok and answer.tokens]
-    first, gaps = sorted(a.times[1] - a.times[0] for a in sound), sorted(map(_longest_gap_s, sound))
+    first, gaps = sorted(a.times[1] - a.times[0] for a in sound), sorted(a.longest_gap_s for a in sound)
 
     def at(found: list[float], share: float) -> float:
         return round(found[min(len(found) - 1, int(len(found) * share))] * 1e3, 1) if found else 0.0
@@ -137,7 +137,3 @@ def figures(answers: list[Answer]) -> dict[str, float]:
         "gap_p50_ms": at(gaps, 0.5),
         "gap_max_ms": at(gaps, 1.0),
     }
-
-
-def _longest_gap_s(answer: Answer) -> float:
-    return max((after - before for before, after in itertools.pairwise(answer.times)), default=0.0)
