@@ -13,10 +13,10 @@ from typing import Annotated
 import pytest
 import typer
 from support_cli import SIM, orchestrator, refused
+from support_redis import Server
 from typer.testing import CliRunner
 
 from orchestrator.cli.main import COMMANDS, load
-from orchestrator.launch.host.redis_server import EmbeddedRedis
 from orchestrator.launch.host.run_folder import RunFolder, base_folder
 from orchestrator.store.client import connect
 from orchestrator.store.fields import Launcher
@@ -312,10 +312,9 @@ def test_an_empty_fleet_is_shown_from_its_redis(redis_url):
 
 
 @pytest.fixture
-def redis_url(tmp_path):
-    server = EmbeddedRedis()
-    yield asyncio.run(server.start(tmp_path))
-    asyncio.run(server.stop())
+def redis_url(mortal: Server) -> str:
+    """Of a Redis that has no other fleet."""
+    return mortal.url
 
 
 def test_down_cleans_up_after_killed_launcher():
