@@ -71,6 +71,10 @@ class FleetClient:
     def workers(self, role: str | None = None, state: str = "ready") -> list[dict[str, Any]]:
         return [w for w in self.fleet()["workers"] if w["state"] == state and role in (None, w["role"])]
 
+    def pids(self) -> dict[str, int]:
+        """Of the workers that are ready."""
+        return {worker["id"]: worker["pid"] for worker in self.workers()}
+
     def shape(self) -> tuple[int, int]:
         """(prefill, decode) workers that are ready."""
         return len(self.workers("prefill")), len(self.workers("decode"))

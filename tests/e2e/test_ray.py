@@ -39,10 +39,6 @@ def fleet(server: Server, cluster: FakeCluster) -> Iterator[RunningFleet]:
     assert processes_of(running.namespace) == [], "`up` ends everything on every node"
 
 
-def pids(fleet: RunningFleet) -> dict[str, int]:
-    return {worker["id"]: worker["pid"] for worker in fleet.workers()}
-
-
 def test_workers_are_spread_over_the_nodes_and_answer(fleet):
     fleet.until(lambda: fleet.shape() == (2, 2), "2P2D")
     assert {worker["host"] for worker in fleet.workers()} == set(ADDRESSES)
@@ -51,14 +47,14 @@ def test_workers_are_spread_over_the_nodes_and_answer(fleet):
 
 
 def test_the_head_is_lost_and_serving_goes_on(fleet, cluster):
-    before = pids(fleet)
+    before = fleet.pids()
     cluster.kill_head()
     answers = asyncio.run(fleet.ask_all(PROMPTS, concurrency=3))
     assert all(answer.ok for answer in answers), answers
     cluster.start_head_again()
     fleet.cli("scale", "prefill=1", "decode=3")
     fleet.until(lambda: fleet.shape() == (1, 3), "1P3D")
-    assert pids(fleet).keys() == before.keys()
+    assert fleet.pids().keys() == before.keys()
     fleet.cli("scale", "prefill=2", "decode=2")
     fleet.until(lambda: fleet.shape() == (2, 2), "2P2D again")
 
