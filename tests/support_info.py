@@ -25,9 +25,14 @@ def fleet_of(*infos: WorkerInfo) -> Fleet:
     """The view of a frontend "f" that is connected to these workers."""
     fleet = Fleet("f")
     for info in infos:
-        fleet.upsert(info, now=0.0)
-        fleet.workers[info.id].connected = True
+        connects(fleet, info)
     return fleet
+
+
+def connects(fleet: Fleet, info: WorkerInfo, now: float = 0.0) -> None:
+    """The view has this worker, and its frontend is connected to it."""
+    fleet.upsert(info, now)
+    fleet.workers[info.id].connected = True
 
 
 def request_line(name: str = "abc", total_ms: float = 800.0) -> RequestLine:

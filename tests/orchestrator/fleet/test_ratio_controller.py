@@ -6,6 +6,7 @@ import time
 
 import msgspec
 import pytest
+from support_info import connects
 from support_redis import fresh_namespace, worker
 from support_steering import set_desired
 from support_wait import DEADLINE_S, until
@@ -79,8 +80,7 @@ def fleet_of(*roles, **loads):
     fleet = Fleet("f")
     for number, role in enumerate(roles):
         info = worker(f"w{number}", role)
-        fleet.upsert(info, 0.0)
-        fleet.workers[info.id].connected = True
+        connects(fleet, info)
         fleet.take_load(load(info.id, **(loads if role is Role.DECODE else {})), 0.0)
     return fleet
 

@@ -24,8 +24,6 @@ def recent() -> Recent:
 @pytest.fixture
 def history(recent: Recent) -> History:
     fleet = fleet_of(worker_info("p0", Role.PREFILL), worker_info("d0"))
-    for view in fleet.workers.values():
-        view.connected = True
     fleet.take_load(WorkerLoad("d0", 1, 100, 25, 2, 1, 30, 5.0), 0.0)
     fleet.desired = DesiredRatio(1, 2, "scale")
     return History("m", alone(recent), fleet, queue_of(QueueDepth(3, 4000, 1)))
@@ -142,8 +140,6 @@ def test_groups_are_counted_as_the_desired_ratio_counts_them(recent: Recent):
     infos = [msgspec.structs.replace(worker_info(name), ranks=ranks) for name in ranks]
     half = msgspec.structs.replace(worker_info("g1"), ranks=("g1", "g1.1"))
     fleet = fleet_of(*infos, half, worker_info("p0", Role.PREFILL))
-    for view in fleet.workers.values():
-        view.connected = True
     history = History("m", alone(recent), fleet, queue_of(None))
     history.take(1.0)
     assert (history.points[-1].prefill_ready, history.points[-1].decode_ready) == (1, 1)
