@@ -230,6 +230,12 @@ class Driver:
     async def decode(self, key: str, body: list[bytes], source: KVSource | None = None, **more: Any) -> None:
         await self.engine.submit(EngineRequest(key, Phase.DECODE, body, source, **more))
 
+    async def alone(self, body: list[bytes], timeout_s: float = PATIENCE_S) -> list[int]:
+        """The tokens of a request that this engine computes by itself."""
+        key = uuid.uuid4().hex
+        await self.decode(key, body)
+        return await self.done(key, timeout_s)
+
     async def done(self, key: str, timeout_s: float = PATIENCE_S) -> list[int]:
         await self._until(lambda: key in self.finished or self.error, f"the end of {key}", timeout_s)
         assert self.error is None, self.error
