@@ -95,7 +95,7 @@ def ours(
     root: Path = ROOT,
     config: str | Path = "demo-1p1d-cpu.yaml",
 ) -> Serving:
-    """A fleet of the checkout `root`. `config`: a file, by default of its configs; `more`: configuration keys and values
+    """A fleet of the checkout `root`. `config`: a file, or one of its configs; `more`: configuration keys and values
     beside those of the file."""
     port = next(free_ports(HOST))
     settings = {

@@ -37,8 +37,7 @@ class Job:
 
 
 class Machine(RuleBasedStateMachine):
-    """A queue on a server, with the frontend of its jobs. The place of a job is its arrival, which the models know as an
-    order."""
+    """A queue with the frontend of its jobs. The place of a job is its arrival, which the models know as an order."""
 
     url = ""
 

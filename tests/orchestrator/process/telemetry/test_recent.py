@@ -6,7 +6,16 @@ import msgspec
 import pytest
 from support_info import request_line
 
-from orchestrator.process.telemetry.requests import KEPT, MINUTES, SLOWEST_PER_MINUTE, Latencies, Recent, Stage, percentiles, stages
+from orchestrator.process.telemetry.requests import (
+    KEPT,
+    MINUTES,
+    SLOWEST_PER_MINUTE,
+    Latencies,
+    Recent,
+    Stage,
+    percentiles,
+    stages,
+)
 
 REMOTE = request_line()
 
