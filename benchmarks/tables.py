@@ -6,4 +6,5 @@ from collections.abc import Iterable
 def table(head: Iterable[object], rows: Iterable[Iterable[object]]) -> str:
     """A line for each row, below those of the head."""
     titles = list(head)
-    return "\n".join(f"| {' | '.join(map(str, row))} |" for row in (titles, ["---"] * len(titles), *rows))
+    lines: list[Iterable[object]] = [titles, ["---"] * len(titles), *rows]
+    return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)

@@ -27,9 +27,9 @@ from typing import Any
 
 import psutil
 import yaml
-from support_redis import running_server
 
 from benchmarks.scale.table import table
+from orchestrator.launch.host.redis_server import EmbeddedRedis
 from orchestrator.store.client import RedisAway, connect
 
 ROOT = Path(__file__).parents[2]
@@ -263,14 +263,17 @@ def main() -> None:
     options = parser.parse_args()
     results = list[dict[str, Any]]()
     for frontends in options.frontends:
-        results.append({"frontends": frontends, "workers": options.workers})
-        with tempfile.TemporaryDirectory(prefix="pd-scale-") as folder, running_server(Path(folder)) as redis:
-            where = Path(folder), redis.url, Server(redis.url)
+        with tempfile.TemporaryDirectory(prefix="pd-scale-") as folder:
+            redis = EmbeddedRedis()
+            url = asyncio.run(redis.start(Path(folder)))
             try:
-                measure(results[-1], options.workers, frontends, options.rate, *where)
+                results.append({"frontends": frontends, "workers": options.workers})
+                measure(results[-1], options.workers, frontends, options.rate, Path(folder), url, Server(url))
             except (TooSlow, RedisAway) as error:
                 results[-1]["ended"] = str(error)
                 print(f"{options.workers} workers, {frontends} frontends: {error}", file=sys.stderr)
+            finally:
+                asyncio.run(redis.stop())
         print(table(results), flush=True)
         options.json.write_text(json.dumps(results, indent=1) + "\n")
     if any("ended" in result for result in results):
