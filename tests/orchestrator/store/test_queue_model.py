@@ -16,7 +16,13 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
-from support_redis import assert_no_leaks, claim_head, expire_lease, fresh_namespace, job
+from support_redis import (
+    assert_no_leaks,
+    claim_head,
+    expire_lease,
+    fresh_namespace,
+    job,
+)
 from support_wait import until
 
 from orchestrator.process.tasks import cancelled
@@ -53,7 +59,7 @@ class Machine(RuleBasedStateMachine):
 
         return self.runner.run(main())
 
-    def end(self, *request_ids):
+    def close(self, *request_ids):
         for request_id in request_ids:
             self.do(self.queue.cancel(request_id, 9))
         self.do(assert_no_leaks(self.redis, self.namespace))
@@ -192,12 +198,11 @@ class QueueMachine(Machine):
         assert [row["id"] for row in self.do(peek(self.queue, 100))] == waiting
 
     def teardown(self):
-        self.end(*self.jobs)
+        self.close(*self.jobs)
 
 
 NAMES = ["a", "b", "c"]
 IDLE, LEFT, ROOM, ALL = 1, 2, 3, 4
-WAITS_S = st.sampled_from([40.0, 50.0])  # for how long one waits is nothing in the order
 
 
 class WaitersMachine(Machine):
@@ -306,17 +311,16 @@ class WaitersMachine(Machine):
         budget=st.sampled_from([50, 400]),
         most=st.integers(1, 2),
         done=st.integers(0, 1),
-        wait_s=WAITS_S,
     )
-    def claim(self, name, claimer, budget, most, done, wait_s):
+    def claim(self, name, claimer, budget, most, done):
         if name not in self.listening:
             return
         came, worker = name in self.coming, self.workers[name]
         self.comes(name)
         others, idle, waiting = self.idle_ones(), claimer == "idle", sum(tokens for tokens, _ in self.jobs.values())
-        left, to_idle, share = budget, bool(others), -(-waiting // (others + 1))
+        left, to_idle = budget, bool(others)
         if others and idle:
-            left = min(budget, max(1, share))
+            left = min(budget, max(1, -(-waiting // (others + 1))))
         elif others:
             to_idle = self.pass_on(IDLE) or bool(self.idle_ones())
             left = 0 if to_idle else budget
@@ -327,9 +331,8 @@ class WaitersMachine(Machine):
             took.append(request_id)
             left -= tokens
         worker.done_s = (1000.0 * done, 0.0)
-        claims, _ = self.do(worker.claim(name, budget, most, 0, claimer, wait_s))
+        claims, _ = self.do(worker.claim(name, budget, most, 0, claimer, 50.0))
         assert [claim.job.request_id for claim in claims] == took
-        assert worker.share_tokens == (share if to_idle else None)
         for request_id in took:
             self.held[request_id] = (self.places[request_id], name, self.jobs.pop(request_id))
         room = (left > 0 and len(took) < most) or (not took and left <= 0)
@@ -347,13 +350,12 @@ class WaitersMachine(Machine):
         claimer=st.sampled_from(["idle", "busy"]),
         left=st.booleans(),
         done=st.integers(0, 1),
-        wait_s=WAITS_S,
     )
-    def wait(self, name, claimer, left, done, wait_s):
+    def wait(self, name, claimer, left, done):
         """Right after a claim."""
         if name not in self.listening or name in self.coming | self.waiters.keys():
             return
-        args = (name, wait_s, claimer, int(left), 1000.0 * done)
+        args = (name, 50.0, claimer, int(left), 1000.0 * done)
         expected = bool(self.jobs) and not left
         assert self.do(self.queue.call("wait", *args)) == int(expected)
         if not expected:
@@ -418,7 +420,7 @@ class WaitersMachine(Machine):
         for name in list(self.listening):
             self.do(self.hears(name, False))
         self.do(self.redis.delete(f"{self.prefix}told"))
-        self.end(*self.jobs, *self.held)
+        self.close(*self.jobs, *self.held)
 
 
 @pytest.mark.slow

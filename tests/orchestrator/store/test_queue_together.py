@@ -3,12 +3,19 @@
 import asyncio
 import collections
 import os
+import random
 import signal
 import time
 
 import msgspec
 import pytest
-from support_redis import assert_no_leaks, claim_head, expire_lease, fresh_namespace, job
+from support_redis import (
+    assert_no_leaks,
+    claim_head,
+    expire_lease,
+    fresh_namespace,
+    job,
+)
 from support_wait import until
 
 from orchestrator.policy.claims import choose_claims
@@ -75,6 +82,28 @@ async def test_claimers_that_choose_from_one_window_share_nothing(queues):
     await assert_no_leaks(queues.redis, queues.namespace)
 
 
+async def test_workers_that_die_with_their_claims_cost_nothing_but_time(queues):
+    total, acked, random_ = 300, collections.Counter(), random.Random(7)
+    queue = await queues(max_deliveries=1000)
+    for number in range(total):
+        await queue.enqueue(job(f"r{number}", 10))
+
+    async def consume(name):
+        mine = await queues(max_deliveries=1000)
+        while len(acked) < total:
+            for claim in await claim_head(mine, name, 100, 10):
+                if random_.random() < 0.3:
+                    await expire_lease(queues.redis, mine, claim.job.request_id)  # dies here
+                elif await mine.ack(name, claim.job.request_id, 1):
+                    acked[claim.job.request_id] += 1
+            result = await mine.sweep()
+            assert not result.failed and not result.orphaned
+
+    await asyncio.gather(*(consume(f"w{number}") for number in range(6)))
+    assert len(acked) == total and set(acked.values()) == {1}, "acknowledged exactly once each"
+    await assert_no_leaks(queues.redis, queues.namespace)
+
+
 async def test_many_sweepers_return_each_job_once(queues):
     queue = await queues()
     names = [f"r{number}" for number in range(250)]
@@ -88,6 +117,19 @@ async def test_many_sweepers_return_each_job_once(queues):
     assert sorted(returned) == sorted(names)
     assert await queue.depth() == QueueDepth(250, 25_000, 0)
     assert [claim.job.request_id for claim in await claim_head(queue, "w", ALL, 256)] == names, "at their old places"
+
+
+async def test_retries_racing_with_acks_leave_one_answer(queues):
+    queue, other = await queues(), await queues()
+    for number in range(100):
+        name = f"r{number}"
+        await queue.enqueue(job(name))
+        await claim_head(queue, "w", ALL, 1)
+        acked, _ = await asyncio.gather(queue.ack("w", name, 1), other.enqueue(job(name, attempt=2)))
+        claims = await claim_head(queue, "w", ALL, 1)
+        assert [claim.job.attempt for claim in claims] == [2], f"acked={acked}"
+        assert await queue.ack("w", name, 2)
+    await assert_no_leaks(queues.redis, queues.namespace)
 
 
 # ---- waiting ---------------------------------------------------------------------------------------------------
@@ -198,6 +240,45 @@ async def test_job_left_by_busy_worker_wakes_idle_one(queues):
     assert await first_of(tasks) == "idler"
 
 
+async def test_a_wave_is_shared_among_idle_workers(queues):
+    queue = await queues(waiter="a")
+    for number in range(6):
+        await queue.enqueue(job(f"r{number}", tokens=100))
+    prefix, later = Keys(queues.namespace).prefix, time.time() + 60
+    await queues.redis.zadd(f"{prefix}told", {"a": later, "b": later, "late": 1.0})
+    await wait_idle(queues, "gone", until_s=-1)
+    await wait_idle(queues, "c")
+    claims, _ = await queue.claim("a", ALL, 9, 32, "idle", wait_s=60)
+    assert [claim.job.request_id for claim in claims] == ["r0", "r1"] and queue.share_tokens == 200
+    assert await queue.claim("a", ALL, 9, 32, "busy", wait_s=60) == ([], []) and not queue.waits
+    other = await queues(waiter="b")
+    await queues.redis.zadd(f"{prefix}told", {"c": later})
+    claims, _ = await other.claim("b", ALL, 9, 0, "idle", wait_s=60)
+    assert [claim.job.request_id for claim in claims] == ["r2", "r3"]
+    last = await queues(waiter="c")
+    claims, _ = await last.claim("c", ALL, 9, 32, "idle", wait_s=60)
+    assert [claim.job.request_id for claim in claims] == ["r4", "r5"] and last.share_tokens is None
+
+
+async def test_a_rank_that_claims_ahead_leaves_jobs_to_idle_ones_and_waits_behind_them(queues):
+    queue, told = await queues(waiter="ahead"), f"{Keys(queues.namespace).prefix}told"
+    await queue.enqueue(job("r", tokens=100))
+    await queues.redis.zrem(queue.keys.queue, "r")
+    tasks = await wakes(queues, ("idler", "idle"))
+    await queues.redis.zadd(queue.keys.queue, {"r": 1.0})
+    assert await queue.claim("ahead", 10, 9, 0, "ahead", wait_s=60) == ([], []) and not queue.waits
+    assert await first_of(tasks) == "idler" and await queues.redis.zrange(told, 0, -1) == [b"idler"]
+    await queues.redis.zadd(told, {"idler": time.time() + 30})
+    assert await queue.claim("ahead", 10, 9, 0, "ahead", wait_s=60) == ([], []) and not queue.waits
+    await queues.redis.delete(told)
+    claims, _ = await queue.claim("ahead", 10, 9, 0, "ahead", wait_s=60)
+    assert [claim.job.request_id for claim in claims] == ["r"], "larger than what it has room for"
+    await queue.claim("ahead", ALL, 9, 0, "ahead", wait_s=60)
+    assert queue.waits and queue.share_tokens is None
+    await wait_idle(queues, "later")
+    assert await order_of(queues) == ["later", "ahead"]
+
+
 async def test_of_busy_ranks_the_one_that_is_done_first_is_told_first(queues):
     """What they had, and what they claim as they begin to wait."""
     producer = await queues()
@@ -209,6 +290,22 @@ async def test_of_busy_ranks_the_one_that_is_done_first_is_told_first(queues):
         await queue.claim(name, ALL, 9, 0, "ahead", wait_s=60)
         assert queue.waits
     assert await order_of(queues) == ["sooner", "later", "latest"]
+
+
+@pytest.mark.parametrize("wait_s", [0.2, 50.0])
+async def test_workers_are_told_by_how_they_wait_and_not_by_how_long(queues, wait_s):
+    for number, (name, claimer, left, done_s) in enumerate(
+        (
+            ("left", "busy", True, 0.0),
+            ("idle left", "idle", True, 0.0),
+            ("busy", "busy", False, 0.4),
+            ("idle", "idle", False, 0.0),
+            ("ahead", "ahead", False, 0.2),
+        )
+    ):
+        queue = await queues(waiter=name)
+        await queue.call("wait", name, wait_s if number % 2 else 1.0, claimer, int(left), done_s)
+    assert await order_of(queues) == ["idle", "idle left", "ahead", "busy", "left"]
 
 
 async def listening(queues, name, *how, within_s=60.0):
@@ -249,6 +346,21 @@ async def test_a_rank_that_died_is_told_of_nothing_however_long_its_work_would_h
     assert not frozen._woken.is_set()
 
 
+async def test_no_other_is_told_while_an_idle_worker_is_on_its_way_but_of_what_it_leaves(queues):
+    idler, ahead = await listening(queues, "idler"), await listening(queues, "ahead", "ahead", 0, 0.0)
+    producer = await queues()
+    await producer.enqueue(job("a", tokens=100))
+    await told(idler)
+    await queues.redis.zadd(f"{Keys(queues.namespace).prefix}told", {"idler": time.time() + 30})
+    await producer.enqueue(job("b", tokens=100))
+    assert await order_of(queues) == ["ahead"], "it would have to leave the job to the idle one"
+    claims, _ = await idler.claim("idler", 100, 9, 32, "idle", wait_s=60)
+    assert [claim.job.request_id for claim in claims] == ["a"]
+    await told(ahead)
+    claims, _ = await ahead.claim("ahead", 100, 9, 32, "ahead", wait_s=60)
+    assert [claim.job.request_id for claim in claims] == ["b"]
+
+
 @pytest.mark.parametrize("window", [0, 32])
 async def test_a_job_that_a_worker_has_no_room_for_is_told_to_the_next_that_has(queues, window):
     producer, full = await queues(), await listening(queues, "full", "busy", 0, 0.0)
@@ -265,6 +377,16 @@ async def test_a_job_that_a_worker_has_no_room_for_is_told_to_the_next_that_has(
     roomy._woken.clear()
     assert await roomy.claim("roomy", 100, 9, 0, "busy", wait_s=60) == ([], [])
     assert await order_of(queues) == ["full"], "none that has left it is told again"
+
+
+async def test_a_worker_with_room_leaves_nothing_to_idle_ones_that_died(queues):
+    await wait_idle(queues, "dead")
+    queue = await queues(waiter="ahead")
+    await queues.redis.zadd(queue.keys.queue, {"a": 1.0})
+    await queue.enqueue(job("b"))
+    await wait_idle(queues, "dead", "dead too")
+    claims, _ = await queue.claim("ahead", 100, 9, 32, "ahead", wait_s=60)
+    assert [claim.job.request_id for claim in claims] == ["b"] and queue.share_tokens is None
 
 
 async def test_waiters_of_another_hosts_clock_are_no_idle_workers(queues):
