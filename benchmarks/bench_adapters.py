@@ -16,6 +16,7 @@ from typing import Any
 
 import msgspec
 
+from benchmarks.tables import table
 from orchestrator.simulator.engine.profile import PROFILES, load_profile
 from orchestrator.simulator.loads import adapters
 from orchestrator.simulator.report import Report, goodput, report
@@ -51,19 +52,16 @@ def measure(exponent: float, seed: int, options: argparse.Namespace) -> dict[str
 
 
 def markdown(rows: list[dict[str, Any]], options: argparse.Namespace) -> str:
-    lines = [
-        f"8P8D, {options.slots} slots, {options.load_s:g} s a load, means of {len(options.seeds)} seeds.",
-        "",
-        "| Zipf exponent | goodput, blind | ours | ratio | loads per request, blind | ours | ratio |",
-        "|---|---|---|---|---|---|---|",
-    ]
+    about = f"8P8D, {options.slots} slots, {options.load_s:g} s a load, means of {len(options.seeds)} seeds."
+    head = ["Zipf exponent", "goodput, blind", "ours", "ratio", "loads per request, blind", "ours", "ratio"]
+    found = []
     for exponent in options.exponents:
         cells = [f"{exponent:g}"]
         for figure, form in (("goodput", "{:.1f}/s"), ("loads", "{:.2f}")):
             blind, ours = (mean(r[figure][way] for r in rows if r["exponent"] == exponent) for way in WAYS)
             cells += [form.format(blind), form.format(ours), f"{ours / blind:.2f}x"]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines) + "\n"
+        found.append(cells)
+    return f"{about}\n\n{table(head, found)}\n"
 
 
 def main() -> None:

@@ -13,28 +13,25 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import itertools
 import json
 import os
-import re
 import statistics
-import subprocess
-import sys
-import threading
-import time
+import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 
+from benchmarks.peers.processes import Processes, running
+from benchmarks.peers.systems import SIMULATED, Model, ours
 from benchmarks.peers.texts import Texts
 from orchestrator.config.model import resolve_model
 
 ROOT = Path(__file__).parents[1]
-
-CONFIG = Path("configs/sim-2p2d.yaml")  # of a checkout
-START_TIMEOUT_S = 120
+CONFIG = Path("sim-2p2d.yaml")  # of a checkout's configs
 SHORT, LONG = 32, 1024  # prompt tokens of a local and of a remote prefill
 NUMBERS = itertools.count()
 
@@ -43,60 +40,22 @@ NUMBERS = itertools.count()
 class Fleet:
     """A running fleet, and the cost of its frontend's requests: CPU milliseconds and events, by case and round."""
 
-    process: subprocess.Popen[str]
     url: str
     frontend_pid: int
     cost_ms: dict[str, list[float]] = field(default_factory=dict)
     events: dict[str, list[float]] = field(default_factory=dict)
 
 
-def start_fleet(checkout: Path, config: Path, speed: float, chosen: list[str]) -> Fleet:
-    command = [sys.executable, "-m", "orchestrator.cli.main", "up", str(checkout / config)]
+def start_fleet(processes: Processes, checkout: Path, config: Path, speed: float, chosen: list[str]) -> Fleet:
     namespace = f"bench-frontend-{os.getpid()}-{next(NUMBERS)}"
-    settings = {
-        "namespace": namespace,
-        "frontend.port": 0,
-        "workers.prefill.replicas": 1,
-        "workers.decode.replicas": 1,
-        "sim.speed": speed,
-        "routing.remote_prefill_min_tokens": 256,
-    }
-    for key, value in settings.items():
-        chosen = [f"{key}={value}", *chosen]
+    more = SIMULATED | {"namespace": namespace, "sim.speed": speed}
     for setting in chosen:
-        command += ["--set", setting]
-    elsewhere = os.environ.get("PYTHONPATH", "")
-    process = subprocess.Popen(
-        command,
-        cwd=checkout,
-        env={**os.environ, "PYTHONPATH": f"{checkout}:{elsewhere}" if elsewhere else str(checkout)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    assert process.stdout is not None
-    deadline = time.monotonic() + START_TIMEOUT_S
-    for line in process.stdout:
-        if match := re.search(r"Ready.*?(http://\S+)", line):
-            # Keep reading, or the launcher blocks on a full pipe.
-            threading.Thread(target=process.stdout.read, daemon=True).start()
-            return Fleet(process, match.group(1), find_frontend(namespace))
-        if time.monotonic() > deadline:
-            break
-    process.terminate()
-    raise SystemExit("the simulated fleet did not start; run `orchestrator up configs/sim-2p2d.yaml` to see why")
-
-
-def find_frontend(namespace: str) -> int:
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            # The command of a process that was forked is one string.
-            command = (folder / "cmdline").read_bytes().decode(errors="replace")
-            if " orchestrator.frontend.server" in command.replace("\0", " ") and namespace in command:
-                return int(folder.name)
-        except OSError:
-            continue
-    raise SystemExit("the frontend process was not found")
+        key, _, value = setting.partition("=")
+        more[key] = value
+    serving = ours(processes, Model("demo"), more, checkout, config)
+    # The command of a process that forks frontends names their module too.
+    (frontend,) = (each for each in processes.members(*serving.front) if namespace in " ".join(each.cmdline()))
+    return Fleet(serving.url, frontend.pid)
 
 
 def cpu_s(pid: int) -> float:
@@ -181,7 +140,7 @@ def main() -> None:
     parser.add_argument("--against", type=Path, help="another checkout, whose fleet takes turns with this one's")
     parser.add_argument("--text", action="store_true", help="prompts are words, not token ids")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="of the fleet of this checkout")
-    parser.add_argument("--config", type=Path, default=CONFIG, help="of the fleet of this checkout")
+    parser.add_argument("--config", type=Path, help="of the fleet of this checkout")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     words = Texts(resolve_model("demo"), seed=int.from_bytes(os.urandom(4)))
@@ -191,17 +150,16 @@ def main() -> None:
         for way, length in (("local", SHORT), ("remote", LONG))
         for stream in (False, True)
     ]
-    fleets = []
-    try:
-        fleets.append(start_fleet(ROOT, options.config.absolute(), options.speed, options.set))
-        if options.against:
-            fleets.append(start_fleet(options.against.resolve(), CONFIG, options.speed, []))
+    chosen = [(ROOT, options.config.absolute() if options.config else CONFIG, options.set)]
+    if options.against:
+        chosen.append((options.against.resolve(), CONFIG, []))
+    with contextlib.ExitStack() as stack:
+        logs = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="bench-frontend-")))
+        fleets = []
+        for number, (checkout, config, sets) in enumerate(chosen):
+            processes = stack.enter_context(running(logs / str(number)))
+            fleets.append(start_fleet(processes, checkout, config, options.speed, sets))
         measure(fleets, cases, options)
-    finally:
-        for fleet in fleets:
-            fleet.process.terminate()
-        for fleet in fleets:
-            fleet.process.wait(60)
     report(fleets, options.tokens)
     if options.json:
         saved = {"tokens": options.tokens, "ms_per_request": fleets[0].cost_ms}

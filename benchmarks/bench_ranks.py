@@ -123,7 +123,7 @@ def vllms(model: str, ranks: int, folder: Path) -> Iterator[Vllms]:
     paths = os.pathsep.join(map(str, (HERE.parent, MOE_ON_CPU, MOE_ON_CPU.parent / "board_in_vllm")))
     more = {"PYTHONPATH": paths, "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
     more["PD_RANK_BOARD"] = os.environ.pop("PD_RANK_BOARD")  # fleets have their own
-    with plain_vllm(model, folder / "vllm.log", *arguments, **more) as server:
+    with plain_vllm(model, folder / "vllm", *arguments, **more) as server:
         served = Vllms(server, seen)
         yield served
         served.end()

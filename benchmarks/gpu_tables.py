@@ -6,8 +6,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from benchmarks.kv_tables import draw_exposed, rows_table, table
+from benchmarks.kv_tables import draw_exposed, rows_table
 from benchmarks.kv_threads import HEAD, lines
+from benchmarks.tables import table
 
 Result = dict[str, Any]
 

@@ -11,6 +11,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks import tables
+
 RESULTS = Path(__file__).parent / "results"
 SAVED = ("bench_kv.json", "peers.json")
 ONCE = "*"
@@ -47,8 +49,6 @@ def table(kv: Mapping[str, Any], peers: Mapping[str, Any]) -> str:
     goodput = of("mixed", "orchestrator", "two aggregated", "goodput", ("0.5", "1.0", "1.5"))
     lengths = " and ".join(f"{tokens:,}" for tokens in KV_TOKENS)
     rows = [
-        ("on two CPU cores", "divided by that of", "figure", "command"),
-        ("---",) * 4,
         (
             f"KV transfer time that a client waits for, prompts of {lengths} tokens",
             "vLLM's push connector",
@@ -74,7 +74,7 @@ def table(kv: Mapping[str, Any], peers: Mapping[str, Any]) -> str:
             "`make bench-peers`",
         ),
     ]
-    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+    return tables.table(("on two CPU cores", "divided by that of", "figure", "command"), rows)
 
 
 def _exposed(kv: Mapping[str, Any], tokens: int) -> list[float]:

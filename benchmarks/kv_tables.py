@@ -11,6 +11,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from benchmarks.tables import table
+
 OURS, REFERENCE = "auto", "stock push, repaired"
 
 
@@ -209,12 +211,6 @@ def _both(row: dict[str, Any]) -> float:
     return float(row["prefill_s"] + row["exposed_s"])
 
 
-def table(header: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
-    head = list(header)
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
-
-
 def joined(rows: Iterable[Row]) -> list[Row]:
     """A row for each case, of the turns of all its rows; where none has kept its turns, the last one as it is."""
     cases: dict[tuple[str, int, str], list[Row]] = {}
@@ -229,7 +225,7 @@ def joined(rows: Iterable[Row]) -> list[Row]:
 
 
 def main() -> None:
-    """`kv_tables.py RUN.json ...`: join their turns into one result."""
+    """`python -m benchmarks.kv_tables RUN.json ...`: join their turns into one result."""
     documents = [json.loads(Path(name).read_text()) for name in sys.argv[1:]]
     rows = joined(Row(**row) for document in documents for row in document["rows"])
     save(rows, documents[0]["device"], Path(__file__).parent / "results")

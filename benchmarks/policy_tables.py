@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from benchmarks.tables import table
+
 
 def markdown(everything: dict[str, Any]) -> str:
     parts = [
@@ -20,12 +22,6 @@ def markdown(everything: dict[str, Any]) -> str:
         *_speed(everything.get("speed", {})),
     ]
     return "\n\n".join(parts) + "\n"
-
-
-def _table(header: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
-    head = list(header)
-    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
-    return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in rows)])
 
 
 AIMED_AT = ("1.3x", "1.3x", "1.2x", "0.97x", "1.0x")
@@ -49,7 +45,7 @@ def _goodput(results: dict[str, Any]) -> Iterable[str]:
     for fleet, entries in fleets.items():
         yield f"### {fleet} (aimed at: {', '.join(AIMED_AT)}; TTFT P99 at most 1.5x)"
         head = ["load", "share", "ours", "/ round_robin", "/ least_requests", "/ best of the field", "/ best split"]
-        yield _table(
+        yield table(
             [*head, "/ aggregated", "TTFT P99 of ours", "of the best split"],
             [row for load, entry in entries.items() for row in _shares(load, entry)],
         )
@@ -59,7 +55,7 @@ def _goodput(results: dict[str, Any]) -> Iterable[str]:
                 rates = [f"{rate:.4g}" if rate else "-" for rate in found["goodput"].values()]
                 rows.append([load, way, *rates, *_figures(found["at"]["0.95"])])
         head = ["load", "way", "at 90%", "at 95%", "at 99%", "at 95%: TTFT P50", "P99", "ITL P50", "P99", "imbalance"]
-        yield _table([*head, "usage", "preempted", "cached"], rows)
+        yield table([*head, "usage", "preempted", "cached"], rows)
 
 
 def _shares(load: str, entry: dict[str, Any]) -> Iterable[list[str]]:
@@ -102,7 +98,7 @@ def _changing(results: dict[str, Any]) -> Iterable[str]:
         pairs = zip(row["phases"], row["first_minutes"], strict=True)
         rows.append([way, *(f"{share:.1%}" for pair in pairs for share in pair)])
     names = ["conversation", "code", "agents"]
-    yield _table(["way", *(cell for name in names for cell in (name, "first minute"))], rows)
+    yield table(["way", *(cell for name in names for cell in (name, "first minute"))], rows)
 
 
 def _figures(at: dict[str, Any] | None) -> list[str]:
@@ -128,7 +124,7 @@ def _choice(results: dict[str, Any]) -> Iterable[str]:
         case, policy = key.split("/")
         rows.append([case, policy, f"{at['rate']:.4g}", f"{at['attained']:.1%}", *_figures(at)])
     head = ["load", "decode choice", "rate", "attained", "TTFT P50", "P99", "ITL P50", "P99", "imbalance", "usage"]
-    yield _table([*head, "preempted", "cached"], rows)
+    yield table([*head, "preempted", "cached"], rows)
 
 
 def _adp(results: dict[str, Any]) -> Iterable[str]:
@@ -161,7 +157,7 @@ def _adp(results: dict[str, Any]) -> Iterable[str]:
         for name, r in results.items()
     ]  # fmt: skip
     head = ["strategy", "tokens/s", "speed-up", "balance", "with prompts", "of SOL", "SOL tokens/s", "TTFT P50", "P99"]
-    yield _table([*head, "published: tokens/s, speed-up, balance, of SOL"], rows)
+    yield table([*head, "published: tokens/s, speed-up, balance, of SOL"], rows)
 
 
 def _decision(results: dict[str, Any]) -> Iterable[str]:
@@ -178,7 +174,7 @@ def _decision(results: dict[str, Any]) -> Iterable[str]:
         if isinstance(r, dict)
     ]
     head = ["where it goes: median, P99", "who decodes it", "what is fetched from whom", "taking a load report"]
-    yield _table(["", *head], rows)
+    yield table(["", *head], rows)
     hashing_us = results["hash_12000_tokens_us"]
     yield f"Hashing a prompt of 12,000 tokens into its 750 block keys, once per request: {hashing_us:.0f} us."
 
@@ -204,7 +200,7 @@ def _queue(results: dict[str, Any]) -> Iterable[str]:
     ping_ms = [f"{ms:.2f} ms" for ms in results["ping_ms"].values()]
     rows.append(["PING at the target rate", "64", "-", *ping_ms, "-", "-"])
     header = ["one client process", "tasks", "cycles/s", "claim P50", "P99", "P99.9", "server CPU per cycle", "client"]
-    yield _table(header, rows)
+    yield table(header, rows)
     yield (
         f"In short: {results['verdict']}. Server and client share one machine of {results['cores']} cores, whose load "
         f"average before was {results['busy_cores_before']:.1f}. Bodies of {results['body_bytes']} B; "
@@ -218,4 +214,4 @@ def _speed(results: dict[str, Any]) -> Iterable[str]:
         return
     yield "## The simulator (aimed at: 100,000 requests per minute on one core at 8P8D)"
     rows = [[key, f"{r['requests']:,}", f"{r['requests_per_minute']:,.0f}"] for key, r in results.items()]
-    yield _table(["fleet/load", "requests", "requests per minute"], rows)
+    yield table(["fleet/load", "requests", "requests per minute"], rows)

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import itertools
 import json
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -35,10 +36,18 @@ class Answer:
     request_id: str = ""
     retry_after_s: int = 0
     usage: dict[str, Any] = field(default_factory=dict)
+    times: list[float] = field(default_factory=list)  # when it was asked for, and of each event with tokens
+    port: int = 0  # of its client, once a response began
+    broken: bool = False  # its connection broke
 
     @property
     def ok(self) -> bool:
         return self.status == 200 and self.error is None
+
+    @property
+    def longest_gap_s(self) -> float:
+        """Between two events with tokens; it may be the wait for the first."""
+        return max((after - before for before, after in itertools.pairwise(self.times)), default=0.0)
 
 
 class FleetClient:
@@ -61,6 +70,10 @@ class FleetClient:
 
     def workers(self, role: str | None = None, state: str = "ready") -> list[dict[str, Any]]:
         return [w for w in self.fleet()["workers"] if w["state"] == state and role in (None, w["role"])]
+
+    def pids(self) -> dict[str, int]:
+        """Of the workers that are ready."""
+        return {worker["id"]: worker["pid"] for worker in self.workers()}
 
     def shape(self) -> tuple[int, int]:
         """(prefill, decode) workers that are ready."""
@@ -119,10 +132,11 @@ class FleetClient:
             "ignore_eos": True,
             **more,
         }
-        answer = Answer(0)
+        answer = Answer(0, times=[time.monotonic()])
         try:
             async with client.stream("POST", "/v1/completions", json=body) as response:
                 answer.status = response.status_code
+                answer.port = response.extensions["network_stream"].get_extra_info("client_addr")[1]
                 answer.request_id = response.headers.get("x-request-id", "")
                 answer.retry_after_s = int(response.headers.get("retry-after", 0))
                 if response.status_code != 200:
@@ -134,6 +148,8 @@ class FleetClient:
                     event = json.loads(line[6:])
                     if "error" in event:
                         answer.error = json.dumps(event["error"])
+                    if event.get("choices"):
+                        answer.times.append(time.monotonic())
                     for choice in event.get("choices", ()):
                         answer.text += choice["text"]
                         answer.tokens += choice.get("token_ids") or []
@@ -141,7 +157,7 @@ class FleetClient:
                     if event.get("usage"):
                         answer.usage = event["usage"]
         except httpx.HTTPError as error:
-            answer.error = f"{type(error).__name__}: {error}"
+            answer.error, answer.broken = f"{type(error).__name__}: {error}", isinstance(error, httpx.TransportError)
         return answer
 
     @contextlib.asynccontextmanager

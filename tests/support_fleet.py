@@ -195,6 +195,16 @@ class RunningFleet(FleetClient):
             raise FleetFailed(f"namespace {self.namespace} names no Redis:\n{self.log_tail()}")
         return url
 
+    def listening(self) -> list[tuple[tuple[str, int], psutil.Process]]:
+        """Where its processes listen, each of those that share a port."""
+        found = []
+        for pid in descendants(self.process.pid):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process = psutil.Process(pid)
+                links = process.net_connections("tcp")
+                found += [(tuple(link.laddr), process) for link in links if link.status == psutil.CONN_LISTEN]
+        return found
+
     def redis_pid(self) -> int:
         """The embedded Redis: the launcher's child whose command names the server."""
         children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()

@@ -9,6 +9,7 @@ from typing import Any
 
 import psutil
 import pytest
+from support_redis import Server
 
 # As an operator may set them who wants a dead node noticed within two seconds; Ray reads them from the environment.
 FAST_HEALTH_CHECKS = {
@@ -88,6 +89,12 @@ def fake_cluster(redis_url: str, nodes: int = 0, gpus: int = 0) -> Iterator[Fake
             yield cluster
         finally:
             cluster.shutdown()
+
+
+def on_ray(server: Server, cluster: FakeCluster) -> tuple[str, ...]:
+    """Settings of a fleet on this cluster, of whose ranks each takes a GPU."""
+    ray = ("launcher.kind=ray", f"launcher.address={cluster.address}", "launcher.gpus_per_rank=1")
+    return (f"redis.url={server.url}", "redis.timeout_s=5", *ray)
 
 
 def processes_of(namespace: str) -> list[int]:

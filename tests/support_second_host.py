@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import os
-import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 from support_fleet import ROOT, RunningFleet
 from support_namespaces import NAME, add_hosts, ip, remove_hosts
+from support_servers import nodes
 from support_wait import DEADLINE_S
 
-from orchestrator.launch.host.redis_server import server_binary
 from orchestrator.process.parent import EXIT_AGAIN
 
 HERE, THERE = "10.213.7.1", "10.213.7.2"
@@ -45,24 +43,9 @@ def running_second_host() -> Iterator[list[str]]:
 @contextlib.contextmanager
 def redis_between(folder: Path) -> Iterator[str]:
     """A server that both hosts reach."""
-    with socket.socket() as probe:
-        probe.bind((HERE, 0))
-        port = probe.getsockname()[1]
-    options = {"port": port, "bind": HERE, "dir": folder, "save": "", "requirepass": "a-secret"}
-    command = [server_binary(), *(part for key, value in options.items() for part in (f"--{key}", str(value)))]
-    server = subprocess.Popen(command, stdout=subprocess.DEVNULL)
-    deadline = time.monotonic() + 15
-    try:
-        while True:
-            with contextlib.suppress(OSError):
-                socket.create_connection((HERE, port), 1).close()
-                break
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
-        yield f"redis://:a-secret@{HERE}:{port}"
-    finally:
-        server.terminate()
-        server.wait(15)
+    with nodes(folder) as start:
+        node = start("--bind", "127.0.0.1", HERE, "--requirepass", "a-secret")
+        yield f"redis://:a-secret@{HERE}:{node.port}"
 
 
 class HandWorker:

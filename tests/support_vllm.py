@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import multiprocessing
 import os
 import time
 import uuid
@@ -229,6 +230,12 @@ class Driver:
     async def decode(self, key: str, body: list[bytes], source: KVSource | None = None, **more: Any) -> None:
         await self.engine.submit(EngineRequest(key, Phase.DECODE, body, source, **more))
 
+    async def alone(self, body: list[bytes], timeout_s: float = PATIENCE_S) -> list[int]:
+        """The tokens of a request that this engine computes by itself."""
+        key = uuid.uuid4().hex
+        await self.decode(key, body)
+        return await self.done(key, timeout_s)
+
     async def done(self, key: str, timeout_s: float = PATIENCE_S) -> list[int]:
         await self._until(lambda: key in self.finished or self.error, f"the end of {key}", timeout_s)
         assert self.error is None, self.error
@@ -272,3 +279,19 @@ def engine_pid(driver: Driver) -> int:
     pid = process.pid
     assert pid and os.path.exists(f"/proc/{pid}")
     return int(pid)
+
+
+def counted_steps(patch: Any) -> Any:
+    """A number, of the steps of the engines that are forked from this process from now on. Nothing but an event wakes
+    them for a minute."""
+    from workers.vllm_engine import loop, plugin
+
+    steps, process_step = multiprocessing.get_context("fork").Value("q", 0), plugin._process_engine_step
+
+    def counted(engine: Any) -> bool:
+        steps.value += 1
+        return process_step(engine)
+
+    patch.setattr(loop, "_WOKEN_S", 60.0)
+    patch.setattr(plugin, "_process_engine_step", counted)
+    return steps

@@ -104,12 +104,9 @@ def _with_rolled_out_config(own: WorkerSettings, arguments: list[str]) -> Worker
 
 async def _rolled_out(parsed: WorkerSettings) -> Version | None:
     """The configuration of the last rollout; None if there was none. Raises RedisAway."""
-    redis = await connect(parsed.redis_url, parsed.config.redis.timeout_s)
-    try:
+    async with await connect(parsed.redis_url, parsed.config.redis.timeout_s) as redis:
         rollout = await Registry(redis, parsed.config.namespace).rollout.read()
         return rollout.target if rollout is not None else None
-    finally:
-        await redis.aclose()
 
 
 def _listen(parsed: WorkerSettings) -> tuple[Listening, socket.socket, int]:
@@ -201,11 +198,8 @@ async def _give_id_back(parsed: WorkerSettings) -> None:
 async def _call_registry(parsed: WorkerSettings, what: Callable[[Registry], Awaitable[None]]) -> None:
     """Make one call to the registry on a connection of its own. Ignores RedisAway: the next call repeats it."""
     with contextlib.suppress(RedisAway):
-        redis = await connect(parsed.redis_url, parsed.config.redis.timeout_s)
-        try:
+        async with await connect(parsed.redis_url, parsed.config.redis.timeout_s) as redis:
             await what(Registry(redis, parsed.config.namespace))
-        finally:
-            await redis.aclose()
 
 
 def _engine(parsed: WorkerSettings, listening: Listening, kv_port: int) -> Engine:

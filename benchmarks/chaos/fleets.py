@@ -13,15 +13,12 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import time
 import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import IO
 
-import httpx
 import msgspec
 from support_client import FleetClient, FleetFailed
 from support_fleet import ROOT, RunningFleet, small_model, token_prompt
@@ -30,6 +27,8 @@ from benchmarks.chaos.load import Questions
 from benchmarks.chaos.network import Network
 from benchmarks.chaos.worker_faults import POISON
 from benchmarks.chaos.world import World
+from benchmarks.peers.environments import PeerError
+from benchmarks.peers.processes import running
 from orchestrator.config.model import resolve_model
 from orchestrator.config.settings import load_config
 from orchestrator.config.simulated import CRASH_TOKEN
@@ -132,7 +131,7 @@ def _questions(fleet: FleetClient, real: bool) -> Questions:
         prompts, max_tokens = [token_prompt(20 + 173 * i % 1800, seed=i) for i in range(24)], 120
     calm = asyncio.run(fleet.ask_all(prompts, concurrency=4, max_tokens=max_tokens))
     assert all(answer.ok for answer in calm), [answer.error for answer in calm if not answer.ok]
-    return Questions(fleet.model, prompts, [answer.tokens for answer in calm])
+    return Questions(prompts, [answer.tokens for answer in calm])
 
 
 @contextlib.contextmanager
@@ -158,15 +157,16 @@ def _runtime_folder(disk: bool) -> Iterator[None]:
 class NetworkFleet(FleetClient):
     """2P2D with each process in a network namespace, and without a launcher: no process is restarted."""
 
-    def __init__(self, network: Network, url: str, namespace: str, redis_url: str, log: Path) -> None:
+    def __init__(self, network: Network, url: str, namespace: str, redis_url: str, logs: Path) -> None:
         super().__init__(url, namespace, OPERATOR_KEY)
-        self.network, self.redis_url, self._log = network, redis_url, log
+        self.network, self.redis_url, self._logs = network, redis_url, logs
 
     def machines_of(self, kind: str) -> list[str]:
         return [name for name in MACHINES if name.startswith(kind)]
 
     def log_tail(self) -> str:
-        return "\n".join(self._log.read_text(errors="replace").splitlines()[-60:])
+        texts = (log.read_text(errors="replace") for log in sorted(self._logs.glob("*.log")))
+        return "\n".join(line for text in texts for line in text.splitlines()[-10:])
 
 
 MACHINES = ("redis", "frontend", "prefill-0", "prefill-1", "decode-0", "decode-1")
@@ -178,7 +178,11 @@ def _network_fleet() -> Iterator[NetworkFleet]:
         network = Network(MACHINES)
         stack.callback(network.close)
         folder = Path(os.environ["XDG_RUNTIME_DIR"])
-        log = stack.enter_context((folder / "fleet.log").open("ab"))
+        processes = stack.enter_context(running(folder / "logs"))
+
+        def start(name: str, *command: str) -> None:
+            processes.start(name, [*network.command(name), *command], {"PYTHONPATH": str(ROOT)})
+
         namespace, redis_url = f"links-{uuid.uuid4().hex[:8]}", f"redis://{network.address('redis')}:{REDIS_PORT}"
         model = resolve_model("demo")
         sets = [f"model={model}", f"namespace={namespace}", f"frontend.host={network.address('frontend')}"]
@@ -187,39 +191,18 @@ def _network_fleet() -> Iterator[NetworkFleet]:
         loaded = load_config(ROOT / "configs" / "sim-2p2d.yaml", [*sets, *SIMULATED])
         config.write_text(msgspec.json.encode(loaded).decode())
         redis = [server_binary(), "--bind", network.address("redis"), "--port", str(REDIS_PORT)]
-        _spawn(stack, network, "redis", [*redis, "--protected-mode", "no", "--save", ""], log)
+        start("redis", *redis, "--protected-mode", "no", "--save", "")
         common = ["--redis", redis_url, "--config", str(config)]
         for name in MACHINES[2:]:
             role = name.partition("-")[0]
-            command = ["-m", "workers.main", role, "--id", name, "--bind", network.address(name), *common]
-            _spawn(stack, network, name, [sys.executable, *command], log)
-        command = ["-m", "orchestrator.frontend.server", "--port", str(HTTP_PORT), *common]
-        _spawn(stack, network, "frontend", [sys.executable, *command], log)
+            where = ("--id", name, "--bind", network.address(name))
+            start(name, sys.executable, "-m", "workers.main", role, *where, *common)
+        start("frontend", sys.executable, "-m", "orchestrator.frontend.server", "--port", str(HTTP_PORT), *common)
         url = f"http://{network.address('frontend')}:{HTTP_PORT}"
-        wait_ready(url)
-        fleet = NetworkFleet(network, url, namespace, redis_url, folder / "fleet.log")
+        try:
+            processes.wait(f"{url}/ready", timeout_s=START_TIMEOUT_S)
+        except PeerError as error:
+            raise FleetFailed(str(error)) from None
+        fleet = NetworkFleet(network, url, namespace, redis_url, processes.logs)
         fleet.until(lambda: fleet.shape() == (2, 2), "two workers of each role")
         yield fleet
-
-
-def _spawn(stack: contextlib.ExitStack, network: Network, name: str, command: list[str], log: IO[bytes]) -> None:
-    process = subprocess.Popen([*network.command(name), *command], cwd=ROOT, stdout=log, stderr=log)
-    stack.callback(process.wait)
-    stack.callback(process.kill)
-
-
-def wait_ready(url: str, timeout_s: float = START_TIMEOUT_S) -> None:
-    """Wait until the fleet is ready. Raises FleetFailed with what its frontend said last."""
-    deadline = time.monotonic() + timeout_s
-    with httpx.Client(timeout=5.0) as client:
-        while True:
-            try:
-                answer = client.get(f"{url}/ready")
-                if answer.status_code == httpx.codes.OK:
-                    return
-                last = f"answered {answer.status_code}: {answer.text[:200]}"
-            except httpx.TransportError as error:
-                last = f"did not answer: {error!r}"
-            if time.monotonic() > deadline:
-                raise FleetFailed(f"after {timeout_s:g} s {url}/ready {last}")
-            time.sleep(0.2)

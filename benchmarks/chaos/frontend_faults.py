@@ -14,7 +14,6 @@ from datetime import datetime
 import psutil
 from support_fleet import RunningFleet, descendants
 
-from benchmarks.chaos.load import stream
 from benchmarks.chaos.reports import NotSeen
 from benchmarks.chaos.world import GONE_TIMEOUT_S, HEAL_TIMEOUT_S, World
 from orchestrator.process.parent import local_pid, started_ticks
@@ -47,11 +46,10 @@ async def killed(world: World, *beside: int) -> None:
 @contextlib.asynccontextmanager
 async def _long_answers(world: World) -> AsyncIterator[None]:
     """Answers that last longer than the load's, which end before a frontend counts as gone. Outcomes are ignored."""
-    questions = world.questions
     async with world.fleet.client() as client:
         asked = [
-            asyncio.create_task(stream(client, questions.model, prompt, LONG_TOKENS))
-            for prompt in questions.prompts[:LONG_ANSWERS]
+            asyncio.create_task(world.fleet.ask(client, prompt, LONG_TOKENS))
+            for prompt in world.questions.prompts[:LONG_ANSWERS]
         ]
         try:
             await asyncio.sleep(LONG_RUNNING_S)
@@ -125,6 +123,6 @@ async def launcher_killed(world: World, *beside: int) -> None:
     await asyncio.to_thread(world.take_over)
     async with world.fleet.client() as client:
         for prompt, truth in zip(world.questions.prompts, world.questions.truth, strict=True):
-            tokens, _ = await stream(client, world.questions.model, prompt, len(truth))
+            answer = await world.fleet.ask(client, prompt, len(truth))
             world.seen.answers += 1
-            world.seen.wrong += tokens != truth
+            world.seen.wrong += answer.tokens != truth

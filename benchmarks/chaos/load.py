@@ -6,16 +6,15 @@ They know nothing of faults, except that the connections of a killed process may
 from __future__ import annotations
 
 import asyncio
-import json
-import time
 from collections import Counter
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
 
 import httpx
+from support_client import Answer, FleetClient
 
-ANSWER_TIMEOUT_S = 180.0
 PAUSE_S = 0.1  # after an error, and while a stream may not ask
 
 
@@ -41,7 +40,6 @@ class Seen:
 class Questions:
     """Prompts of token ids and the greedy answer to each, as an undisturbed fleet gave it."""
 
-    model: str
     prompts: list[list[int]]
     truth: list[list[int]]
 
@@ -50,64 +48,30 @@ class Questions:
         return len(self.truth[0])
 
 
-class Broken(Exception):
-    """An answer ended with an error. `port`: the client's, 0 if no response had begun. `connection`: whether the
-    connection broke, or the frontend was ending."""
-
-    def __init__(self, why: str, port: int = 0, connection: bool = False) -> None:
-        super().__init__(why)
-        self.port, self.connection = port, connection
+def lost(answer: Answer) -> bool:
+    """Whether its connection broke, or its frontend was ending and said so."""
+    return answer.broken or answer.status == httpx.codes.SERVICE_UNAVAILABLE
 
 
-async def stream(client: httpx.AsyncClient, model: str, prompt: list[int], max_tokens: int) -> tuple[list[int], float]:
-    """The tokens of a greedy answer, and its longest silence in seconds, which may be the wait for the first token.
-    Raises Broken."""
-    body = {"model": model, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
-    tokens: list[int] = []
-    heard, longest, port = time.monotonic(), 0.0, 0
-    body |= {"stream": True, "return_token_ids": True}
-    try:
-        async with client.stream("POST", "/v1/completions", json=body) as response:
-            port = _client_port(response)
-            if response.status_code != httpx.codes.OK:
-                ending = response.status_code == httpx.codes.SERVICE_UNAVAILABLE  # a frontend that ends says so
-                why = f"{response.status_code}: {(await response.aread()).decode()[:200]}"
-                raise Broken(why, port, connection=ending)
-            async for line in response.aiter_lines():
-                if not line.startswith("data: ") or line == "data: [DONE]":
-                    continue
-                event = json.loads(line[6:])
-                if "error" in event:
-                    raise Broken(str(event["error"])[:200])
-                now = time.monotonic()
-                heard, longest = now, max(longest, now - heard)
-                for choice in event.get("choices", ()):
-                    tokens += choice.get("token_ids") or []
-    except httpx.TransportError as error:
-        raise Broken(f"{type(error).__name__}: {error}", port, connection=True) from error
-    return tokens, longest
-
-
-def _client_port(response: httpx.Response) -> int:
-    address = response.extensions["network_stream"].get_extra_info("client_addr")
-    return int(address[1]) if address else 0
+def _why(answer: Answer) -> str:
+    said = str(answer.error)[:200]
+    return said if answer.status in (0, httpx.codes.OK) else f"{answer.status}: {said}"
 
 
 class Load:
     """`async with`: so many streams, each of which asks one question after another. At the end, running answers may
     finish."""
 
-    def __init__(self, url: str, questions: Questions, streams: int, seen: Seen, once: bool = False) -> None:
+    def __init__(self, fleet: FleetClient, questions: Questions, streams: int, seen: Seen, once: bool = False) -> None:
         """`once`: each stream asks one question only."""
-        self._url, self._questions, self._streams, self._seen, self._once = url, questions, streams, seen, once
-        self._stopping = asyncio.Event()
+        self._fleet, self._questions, self._streams, self._seen, self._once = fleet, questions, streams, seen, once
+        self._closing, self._stopping = AsyncExitStack(), asyncio.Event()
         self._asking = streams  # so many of the streams ask
         self._own_ports: set[int] | None = None  # None: no process that clients are connected to was killed
         self._tasks: list[asyncio.Task[Any]] = []
 
     async def __aenter__(self) -> Load:
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
-        self._client = httpx.AsyncClient(base_url=self._url, timeout=ANSWER_TIMEOUT_S, limits=limits)
+        self._client = await self._closing.enter_async_context(self._fleet.client())
         self._tasks = [asyncio.create_task(self._ask_on(offset)) for offset in range(self._streams)]
         return self
 
@@ -115,14 +79,14 @@ class Load:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         await self.end()
-        await self._client.aclose()
+        await self._closing.aclose()
 
     def stop(self) -> None:
         """Ask no further questions."""
         self._stopping.set()
 
     async def end(self) -> None:
-        """Ask no further questions, and wait for the last answer. Raises a stream's exception other than Broken."""
+        """Ask no further questions, and wait for the last answer."""
         self.stop()
         await asyncio.gather(*self._tasks)
 
@@ -160,17 +124,15 @@ class Load:
     async def _ask(self, at: int) -> bool:
         questions, seen = self._questions, self._seen
         seen.answers += 1
-        try:
-            tokens, longest_s = await stream(self._client, questions.model, questions.prompts[at], questions.max_tokens)
-        except Broken as error:
-            own = self._own_ports is not None and error.connection and error.port in self._own_ports | {0}
-            if own:
+        answer = await self._fleet.ask(self._client, questions.prompts[at], questions.max_tokens)
+        if not answer.ok:
+            if self._own_ports is not None and lost(answer) and answer.port in self._own_ports | {0}:
                 seen.own_errors += 1
             else:
-                seen.errors[str(error)] += 1
+                seen.errors[_why(answer)] += 1
             return False
-        seen.wrong += tokens != questions.truth[at]
-        seen.gaps_s.append(longest_s)
+        seen.wrong += answer.tokens != questions.truth[at]
+        seen.gaps_s.append(answer.longest_gap_s)
         return True
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 
 import redis.asyncio
 from redis.exceptions import ConnectionError, ResponseError
@@ -22,13 +22,8 @@ QUEUE_KEYS = frozenset(
 )
 
 
-@contextlib.asynccontextmanager
-async def _server(world: World) -> AsyncIterator[redis.asyncio.Redis]:
-    server = redis.asyncio.Redis.from_url(world.redis_url, protocol=2)
-    try:
-        yield server
-    finally:
-        await server.aclose()
+def _server(world: World) -> redis.asyncio.Redis:
+    return redis.asyncio.Redis.from_url(world.redis_url, protocol=2)
 
 
 async def queue_lost(world: World) -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks import tables
 from benchmarks.chaos.load import Seen, as_json
 from benchmarks.chaos.table import FAULTS
 
@@ -78,8 +79,7 @@ def _seconds(values: list[float], share: float) -> str:
 
 
 def table(rows: Iterable[Row]) -> str:
-    lines = [list(_HEAD), ["---"] * len(_HEAD), *(row.cells() for row in rows)]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+    return tables.table(_HEAD, (row.cells() for row in rows))
 
 
 def save(rows: Iterable[Row], folder: Path) -> None:

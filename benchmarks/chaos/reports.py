@@ -38,11 +38,8 @@ class Reports:
         self._redis_url, self._namespace = redis_url, namespace
 
     async def workers(self) -> dict[str, WorkerInfo]:
-        redis = await connect(self._redis_url, 5.0)
-        try:
+        async with await connect(self._redis_url, 5.0) as redis:
             return await Registry(redis, self._namespace).workers()
-        finally:
-            await redis.aclose()
 
     async def listen(self, workers: dict[str, WorkerInfo], timeout_s: float) -> AsyncGenerator[WorkerLoad, None]:
         """Yields load reports for `timeout_s`. It registers as a frontend, since workers accept no others."""

@@ -5,10 +5,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 
-import httpx
 import psutil
 
-from benchmarks.chaos.load import Broken, stream
+from benchmarks.chaos.load import lost
 from benchmarks.chaos.world import World
 from orchestrator.types import Role
 
@@ -16,7 +15,6 @@ Make = Callable[[World], Awaitable[None]]
 
 STOPPED_S = 5.5  # longer than `workers.timeout_s`: frontends give the worker up, and it comes back
 POISON = 7  # a token id that is in no other prompt; `PD_SIM_CRASH_TOKEN`
-POISON_TIMEOUT_S = 60.0
 RANK, ENGINE = "Worker_TP", "EngineCore"  # in the command lines of vLLM's ranks and engines
 ENGINE_STOPPED_S = 15.0
 
@@ -64,12 +62,8 @@ async def engine_stopped(world: World) -> None:
 async def poisoned(world: World) -> None:
     """Send a prompt that crashes its engine. The answer has to be an error, which is not counted. Raises AssertionError
     if it is answered."""
-    limits = httpx.Timeout(POISON_TIMEOUT_S)
-    async with httpx.AsyncClient(base_url=world.fleet.url, timeout=limits) as client:
-        try:
-            await stream(client, world.questions.model, [POISON, *world.questions.prompts[0]], 8)
-        except Broken as error:
-            assert not error.connection, f"the poison request took its connection with it: {error}"
-        else:
-            raise AssertionError("the poison request was answered")
+    async with world.fleet.client() as client:
+        answer = await world.fleet.ask(client, [POISON, *world.questions.prompts[0]], 8)
+    assert not answer.ok, "the poison request was answered"
+    assert not lost(answer), f"the poison request took its connection with it: {answer.error}"
     await asyncio.sleep(0)

@@ -83,7 +83,7 @@ class World:
         self._seen = seen
         asked_at = time.time()
         self._victims.clear()  # earlier victims are gone, and other processes may have their pids now
-        async with Load(self.fleet.url, self.questions, fault.streams, seen, fault.once) as self._load:
+        async with Load(self.fleet, self.questions, fault.streams, seen, fault.once) as self._load:
             await asyncio.sleep(self.random.uniform(0.3, 0.8))
             began = time.monotonic()
             await fault.make(self)

@@ -52,19 +52,23 @@ class Processes:
         last = "; ".join(f"{name}: {self._last_words(name)}" for name in self._started)
         raise PeerError(f"{url} did not answer within {timeout_s:g} s; {last}")
 
-    def cpu_s(self, name: str | None = None, having: str = "") -> float:
-        """CPU seconds so far of the process `name`, or of all, and of their children; only of processes with `having`
-        in their command line."""
-        roots = [self._started[name]] if name is not None else list(self._started.values())
-        total = 0.0
-        for root in roots:
+    def members(self, name: str | None = None, having: str = "") -> Iterator[psutil.Process]:
+        """The process `name`, or all, and their children; only those with `having` in their command line."""
+        for root in [self._started[name]] if name is not None else self._started.values():
             with contextlib.suppress(psutil.NoSuchProcess):
                 process = psutil.Process(root.pid)
                 for member in [process, *process.children(recursive=True)]:
                     with contextlib.suppress(psutil.NoSuchProcess):
                         if having in " ".join(member.cmdline()):
-                            times = member.cpu_times()
-                            total += times.user + times.system
+                            yield member
+
+    def cpu_s(self, name: str | None = None, having: str = "") -> float:
+        """CPU seconds so far of these `members`."""
+        total = 0.0
+        for member in self.members(name, having):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                times = member.cpu_times()
+                total += times.user + times.system
         return total
 
     def stop(self) -> None:

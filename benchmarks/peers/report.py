@@ -10,6 +10,7 @@ from typing import Any
 
 from benchmarks.headline import ONCE, ratios, shown
 from benchmarks.peers.systems import FRONTENDS, MIXED, OURS, SYSTEMS, System
+from benchmarks.tables import table
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 
@@ -46,7 +47,7 @@ def _serving(found: Mapping[str, Any]) -> list[str]:
         times = [f"{f[key] * 1e3:.1f}" for key in ("ttft_p50_s", "ttft_p99_s", "tpot_p50_s")]
         row = [name, users, len(runs), f"{f['requests_per_s']:.1f}", *times, f"{f['cpu_s'] * 1e3:.0f}"]
         rows.append(row + _beside(found, name, users, ("requests_per_s", "ttft_p50_s", "cpu_s")))
-    return [*lines, *_table(head, rows), "", *_descriptions(found), ""]
+    return [*lines, table(head, rows), "", *_descriptions(found), ""]
 
 
 def _mixed(found: Mapping[str, Any]) -> list[str]:
@@ -62,7 +63,7 @@ def _mixed(found: Mapping[str, Any]) -> list[str]:
         row += [f"{f['chat_ttft_p99_s']:.2f}", f"{f['document_ttft_p99_s']:.2f}"]
         row += [f"{f['errors']:g}", f"{f['goodput']:.2f}"]
         rows.append(row + _beside(found, name, rate, ("chat_itl_p99_s", "goodput")))
-    return [*lines, *_table(head, rows), "", *_descriptions(found, MIXED), ""]
+    return [*lines, table(head, rows), "", *_descriptions(found, MIXED), ""]
 
 
 def _frontend(found: Mapping[str, Any]) -> list[str]:
@@ -74,7 +75,7 @@ def _frontend(found: Mapping[str, Any]) -> list[str]:
         f = medians(runs)
         row = [name, tokens, len(runs), f"{f['cpu_s'] * 1e3:.2f}", f"{f['requests_per_s']:.1f}"]
         rows.append(row + _beside(found, name, tokens, ("cpu_s",), tokenizer=name.removeprefix("dynamo")))
-    return [*lines, *_table(head, rows), "", *_descriptions(found, FRONTENDS), ""]
+    return [*lines, table(head, rows), "", *_descriptions(found, FRONTENDS), ""]
 
 
 def _cases(found: Mapping[str, Any]) -> Iterator[tuple[str, str, list[dict[str, float]]]]:
@@ -97,10 +98,6 @@ def _descriptions(found: Mapping[str, Any], systems: Sequence[System] = SYSTEMS)
     what = {system.name: system.what for system in systems}
     lines = [f"- {name}: {what.get(name, name)}" for name in found["systems"]]
     return lines + [f"- {name}: not measured. {why}" for name, why in found["failed"].items()]
-
-
-def _table(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> list[str]:
-    return [f"| {' | '.join(str(cell) for cell in row)} |" for row in (head, ["---"] * len(head), *rows)]
 
 
 def _picture(systems: Mapping[str, Any], path: Path) -> None:

@@ -88,22 +88,31 @@ def _router(processes: Processes, name: str, command: list[str]) -> Serving:
     return Serving(url, (name, ""))
 
 
-def ours(processes: Processes, model: Model, more: Mapping[str, Any] = {}, root: Path = ROOT) -> Serving:
-    """The demo's fleet; `more` are configuration keys and values beside the demo's, `root` the checkout that runs."""
+def ours(
+    processes: Processes,
+    model: Model,
+    more: Mapping[str, Any] = {},
+    root: Path = ROOT,
+    config: str | Path = "demo-1p1d-cpu.yaml",
+) -> Serving:
+    """A fleet of the checkout `root`. `config`: a file, or one of its configs; `more`: configuration keys and values
+    beside those of the file."""
     port = next(free_ports(HOST))
-    args = {f"workers.engine_args.{key}": value for key, value in model.engine_args.items()}
     settings = {
+        "model": model.path,
         "namespace": f"peers-{os.getpid()}",
         "frontend.port": port,
         "ratio.mode": "off",  # one worker of each role, as in the other systems
-        **args,
+        **{f"workers.engine_args.{key}": value for key, value in model.engine_args.items()},
         **more,
     }
-    command = [sys.executable, "-m", "orchestrator.cli.main", "up", str(root / "configs" / "demo-1p1d-cpu.yaml")]
-    for key, value in {"model": model.path, **settings}.items():
+    command = [sys.executable, "-m", "orchestrator.cli.main", "up", str(root / "configs" / config)]
+    for key, value in settings.items():
         command += ["--set", f"{key}={value if isinstance(value, str) else json.dumps(value)}"]
+    found = os.environ.get("PYTHONPATH", "")  # fastokens may be installed there
     # Safe: the folder that this was started in is no place to import from.
-    processes.start("orchestrator", command, {"PYTHONPATH": str(root), "PYTHONSAFEPATH": "1"})
+    environment = {"PYTHONPATH": f"{root}:{found}" if found else str(root), "PYTHONSAFEPATH": "1"}
+    processes.start("orchestrator", command, environment)
     url = f"http://{HOST}:{port}"
     processes.wait(f"{url}/ready")
     return Serving(url, ("orchestrator", "orchestrator.frontend"))
@@ -170,27 +179,16 @@ MIXED = [
 # ---- frontends alone, over simulated engines ---------------------------------------------------------------------
 
 
+SIMULATED: dict[str, Any] = {
+    "workers.prefill.replicas": 1,
+    "workers.decode.replicas": 1,
+    "sim.speed": 20,
+    "routing.remote_prefill_min_tokens": 256,
+}
+
+
 def our_frontend(processes: Processes, model: Model, tokenizer: str = "huggingface") -> Serving:
-    port = next(free_ports(HOST))
-    settings = {
-        "model": model.path,
-        "namespace": f"peers-{os.getpid()}",
-        "frontend.port": port,
-        "frontend.tokenizer_backend": tokenizer,
-        "workers.prefill.replicas": 1,
-        "workers.decode.replicas": 1,
-        "ratio.mode": "off",
-        "sim.speed": 20,
-        "routing.remote_prefill_min_tokens": 256,
-    }
-    command = [sys.executable, "-m", "orchestrator.cli.main", "up", str(ROOT / "configs" / "sim-2p2d.yaml")]
-    for key, value in settings.items():
-        command += ["--set", f"{key}={value}"]
-    found = os.environ.get("PYTHONPATH", "")  # fastokens may be installed there
-    processes.start("orchestrator", command, {"PYTHONPATH": f"{ROOT}:{found}" if found else str(ROOT)})
-    url = f"http://{HOST}:{port}"
-    processes.wait(f"{url}/ready")
-    return Serving(url, ("orchestrator", "orchestrator.frontend"))
+    return ours(processes, model, SIMULATED | {"frontend.tokenizer_backend": tokenizer}, config="sim-2p2d.yaml")
 
 
 def dynamo_frontend(processes: Processes, model: Model, tokenizer: str = "default") -> Serving:

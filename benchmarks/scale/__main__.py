@@ -243,11 +243,8 @@ class Server:
 
     def counters(self) -> dict[str, float]:
         async def ask() -> dict[str, float]:
-            redis = await connect(self._url, 10)
-            try:
+            async with await connect(self._url, 10) as redis:
                 found = {**await redis.info("stats"), **await redis.info("cpu")}
-            finally:
-                await redis.aclose()
             return {
                 "commands": found["total_commands_processed"],
                 "out_bytes": found["total_net_output_bytes"],

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from benchmarks import tables
+
 Figure = tuple[str, str, Callable[[dict[str, Any]], float]]
 FIGURES: list[Figure] = [
     ("all have joined, s", "30", lambda r: r["join_s"]),
@@ -46,10 +48,8 @@ FIGURES: list[Figure] = [
 def table(results: list[dict[str, Any]]) -> str:
     """The results as Markdown."""
     titles = [f"{r['workers']:,} workers, {r['frontends']} frontend{'s'[: r['frontends'] > 1]}" for r in results]
-    lines = ["| | at most | " + " | ".join(titles) + " |", "|---|---|" + "---|" * len(results)]
-    for name, most, figure in FIGURES:
-        lines.append(f"| {name} | {most} | " + " | ".join(_cell(figure, result) for result in results) + " |")
-    return "\n".join(lines)
+    rows = ([name, most, *(_cell(figure, result) for result in results)] for name, most, figure in FIGURES)
+    return tables.table(["", "at most", *titles], rows)
 
 
 def _cell(figure: Callable[[dict[str, Any]], float], result: dict[str, Any]) -> str:

@@ -206,12 +206,9 @@ async def open_fleet(handle: FleetHandle) -> AsyncIterator[OpenFleet]:
     if handle.redis_url is None:
         raise Refused("this needs the fleet's Redis; name it with --redis")
     try:
-        redis = await connect(handle.redis_url, _REDIS_TIMEOUT_S)
-        try:
+        async with await connect(handle.redis_url, _REDIS_TIMEOUT_S) as redis:
             registry, queue = Registry(redis, handle.namespace), PrefillQueue(redis, handle.namespace)
             yield OpenFleet(redis, registry, queue, handle.workers.heartbeat_s)
-        finally:
-            await redis.aclose()
     except RedisAway as error:
         raise Refused(str(error)) from None
 

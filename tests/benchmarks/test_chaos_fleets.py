@@ -1,6 +1,4 @@
-"""`benchmarks.chaos`: an unready fleet is an error, not a fleet; a soak makes faults that its fleet can have; clients
-ask less until a worker is idle.
-"""
+"""`benchmarks.chaos`: a soak makes faults that its fleet can have; clients ask less until a worker is idle."""
 
 from __future__ import annotations
 
@@ -11,51 +9,19 @@ import re
 import threading
 import time
 
-import pytest
-from support_client import FleetFailed
+from support_client import FleetClient
 from support_fleet import ROOT
 
-from benchmarks.chaos.fleets import wait_ready
 from benchmarks.chaos.load import Load, Questions, Seen
 from benchmarks.chaos.redis_faults import QUEUE_KEYS
 from benchmarks.chaos.soak import EVERYTHING, SPARING
 from benchmarks.chaos.table import FAULTS
-from orchestrator.wire.addresses import free_ports
 
 
 def test_a_queue_that_is_lost_has_lost_all_its_keys() -> None:
     sources = (file.read_text() for file in (ROOT / "orchestrator" / "store" / "lua" / "queue").glob("*.lua"))
     named = {name for source in sources for name in re.findall(r"prefix \.\. '(\w+)", source)}
     assert named - {"worker", "frontend", "wake"} == QUEUE_KEYS, "the registry's, and a channel"
-
-
-class Starting(http.server.BaseHTTPRequestHandler):
-    asked = 0
-
-    def do_GET(self) -> None:
-        Starting.asked += 1
-        self.send_response(200 if Starting.asked > 3 else 503)
-        self.end_headers()
-        self.wfile.write(b"no worker decodes")
-
-    def log_message(self, *_: object) -> None:
-        pass
-
-
-def test_unready_fleet_raises_with_last_answer() -> None:
-    with http.server.HTTPServer(("127.0.0.1", 0), Starting) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        url = f"http://127.0.0.1:{server.server_address[1]}"
-        with pytest.raises(FleetFailed, match=f"after 0 s {url}/ready answered 503: no worker decodes"):
-            wait_ready(url, timeout_s=0)
-        wait_ready(url)
-        assert Starting.asked == 4
-        server.shutdown()
-
-
-def test_silent_frontend_raises() -> None:
-    with pytest.raises(FleetFailed, match="/ready did not answer: ConnectError"):
-        wait_ready(f"http://127.0.0.1:{next(free_ports('127.0.0.1'))}", timeout_s=0)
 
 
 def test_soak_of_simulated_engines_makes_no_fault_that_needs_real_ones() -> None:
@@ -66,6 +32,11 @@ class Answering(http.server.BaseHTTPRequestHandler):
     running = most = 0
     count = threading.Lock()
 
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(b'{"data": [{"id": "m"}]}')
+
     def do_POST(self) -> None:
         with Answering.count:
             Answering.running += 1
@@ -75,7 +46,7 @@ class Answering(http.server.BaseHTTPRequestHandler):
             Answering.running -= 1
         self.send_response(200)
         self.end_headers()
-        self.wfile.write(b"data: " + json.dumps({"choices": [{"token_ids": [5]}]}).encode() + b"\n\n")
+        self.wfile.write(b"data: " + json.dumps({"choices": [{"text": "", "token_ids": [5]}]}).encode() + b"\n\n")
 
     def log_message(self, *_: object) -> None:
         pass
@@ -88,7 +59,7 @@ def test_streams_ask_less_until_they_are_resumed() -> None:
         return Answering.most
 
     async def asked(url: str) -> list[int]:
-        async with Load(url, Questions("", [[1]], [[5]]), streams=3, seen=seen) as load:
+        async with Load(FleetClient(url, ""), Questions([[1]], [[5]]), streams=3, seen=seen) as load:
             most = [await most_in(0.5)]
             load.ease()
             load.ease()

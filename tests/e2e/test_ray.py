@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from support_fleet import RunningFleet, token_prompt, with_operators_key
-from support_ray import FakeCluster, fake_cluster, processes_of
+from support_ray import FakeCluster, fake_cluster, on_ray, processes_of
 from support_redis import Server
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.topology, pytest.mark.timeout(600)]
@@ -30,25 +30,13 @@ def cluster(server: Server) -> Iterator[FakeCluster]:
 
 @pytest.fixture(scope="module")
 def fleet(server: Server, cluster: FakeCluster) -> Iterator[RunningFleet]:
-    sets = (
-        f"redis.url={server.url}",
-        "redis.timeout_s=5",
-        "launcher.kind=ray",
-        f"launcher.address={cluster.address}",
-        "launcher.gpus_per_rank=1",
-    )
-    running = with_operators_key(
-        RunningFleet("sim-2p2d.yaml", *sets, forked=False)
-    )  # Ray reads its variables when it is imported
+    # Not forked: Ray reads its variables when it is imported.
+    running = with_operators_key(RunningFleet("sim-2p2d.yaml", *on_ray(server, cluster), forked=False))
     assert processes_of(running.namespace)
     yield running
     running.http.close()
     running.stop()
     assert processes_of(running.namespace) == [], "`up` ends everything on every node"
-
-
-def pids(fleet: RunningFleet) -> dict[str, int]:
-    return {worker["id"]: worker["pid"] for worker in fleet.workers()}
 
 
 def test_workers_are_spread_over_the_nodes_and_answer(fleet):
@@ -59,14 +47,14 @@ def test_workers_are_spread_over_the_nodes_and_answer(fleet):
 
 
 def test_the_head_is_lost_and_serving_goes_on(fleet, cluster):
-    before = pids(fleet)
+    before = fleet.pids()
     cluster.kill_head()
     answers = asyncio.run(fleet.ask_all(PROMPTS, concurrency=3))
     assert all(answer.ok for answer in answers), answers
     cluster.start_head_again()
     fleet.cli("scale", "prefill=1", "decode=3")
     fleet.until(lambda: fleet.shape() == (1, 3), "1P3D")
-    assert pids(fleet).keys() == before.keys()
+    assert fleet.pids().keys() == before.keys()
     fleet.cli("scale", "prefill=2", "decode=2")
     fleet.until(lambda: fleet.shape() == (2, 2), "2P2D again")
 

@@ -13,7 +13,7 @@ import pytest
 from support_client import nobody_fails
 from support_experts import EXPERTS, experts
 from support_fleet import START_TIMEOUT_S, RunningFleet, running_fleet, token_prompt, with_operators_key
-from support_ray import FakeCluster, fake_cluster, processes_of
+from support_ray import FakeCluster, fake_cluster, on_ray, processes_of
 from support_redis import Server
 
 from orchestrator.store.client import connect
@@ -38,16 +38,7 @@ class Fleets:
 
     def __init__(self, server: Server, cluster: FakeCluster, config: str, *sets: str) -> None:
         self._cluster, self._config = cluster, config
-        self._sets = [
-            f"redis.url={server.url}",
-            "redis.timeout_s=5",
-            "launcher.kind=ray",
-            f"launcher.address={cluster.address}",
-            "launcher.gpus_per_rank=1",
-            "ratio.mode=off",
-            "security.trust_network=true",
-            *sets,
-        ]
+        self._sets = [*on_ray(server, cluster), "ratio.mode=off", "security.trust_network=true", *sets]
         self.now = self._up("")
 
     def up_again(self, *sets: str) -> None:
@@ -150,11 +141,8 @@ def ranks(fleet: RunningFleet) -> dict[str, tuple[str, str, int]]:
 
 async def held_as(fleet: RunningFleet, unit: str) -> str | None:
     """The role in which its launcher would start it again."""
-    redis = await connect(fleet.redis_url(), 5)
-    try:
+    async with await connect(fleet.redis_url(), 5) as redis:
         launchers = await Registry(redis, fleet.namespace).launchers()
-    finally:
-        await redis.aclose()
     return next((launcher.workers[unit].value for launcher in launchers.values() if unit in launcher.workers), None)
 
 

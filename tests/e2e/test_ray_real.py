@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from support_client import Answer, FleetClient
 from support_fleet import START_TIMEOUT_S, RunningFleet, operators_key, token_prompt, with_operators_key
-from support_ray import FakeCluster, fake_cluster, processes_of
+from support_ray import FakeCluster, fake_cluster, on_ray, processes_of
 from support_redis import Server
 
 from orchestrator.store.client import connect
@@ -52,12 +52,9 @@ class RayFleet:
         return {w["id"]: (w["role"], w["host"], w["pid"]) for w in self.frontend.workers()}
 
     async def _frontend_on(self, host: str) -> str:
-        redis = await connect(self._url, 5)
-        try:
+        async with await connect(self._url, 5) as redis:
             frontends = await Registry(redis, self.launcher.namespace).frontends()
             return next(frontend.url for frontend in frontends.values() if f"//{host}:" in frontend.url)
-        finally:
-            await redis.aclose()
 
     async def ask(self, prompts: list[Any], max_tokens: int, **more: Any) -> list[list[int]]:
         return tokens_of(await self.frontend.ask_all(prompts, concurrency=2, max_tokens=max_tokens, **more))
@@ -81,11 +78,7 @@ def cluster(server: Server) -> Iterator[FakeCluster]:
 def fleet(server: Server, cluster: FakeCluster, model: str) -> Iterator[RayFleet]:
     sets = [
         f"model={model}",
-        f"redis.url={server.url}",
-        "redis.timeout_s=5",
-        "launcher.kind=ray",
-        f"launcher.address={cluster.address}",
-        "launcher.gpus_per_rank=1",
+        *on_ray(server, cluster),
         "routing.remote_prefill_min_tokens=32",
         "workers.engine_args.enable_prefix_caching=false",
         *(f"workers.engine_args.{name}={value}" for name, value in ENGINE.items()),

@@ -7,7 +7,6 @@ import asyncio
 import itertools
 import os
 import signal
-import uuid
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
@@ -65,12 +64,7 @@ async def said_by_one_engine(model: str) -> list[Said]:
         Path(model), block_size=BLOCK_SIZE, max_model_len=LONGEST, kv_cache_memory_bytes=CACHE_BYTES
     )
 
-    async def ask(prompt: list[int]) -> list[int]:
-        key = uuid.uuid4().hex
-        await engine.decode(key, frames(prompt, MAX_TOKENS))
-        return await engine.done(key, 120)
-
-    said = [await converse(ask, seed) for seed in FIRST_SEEDS]
+    said = [await converse(lambda prompt: engine.alone(frames(prompt, MAX_TOKENS)), seed) for seed in FIRST_SEEDS]
     await engine.stop()
     return said
 

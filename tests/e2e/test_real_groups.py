@@ -205,16 +205,12 @@ async def killed_under_load(fleet: RunningFleet, truth: list[list[int]], victim:
     group = set(ranks(fleet))
     assert len(group) == 2
     async with fleet.under_load(PROMPTS, concurrency=8, max_tokens=MAX_TOKENS) as answers:
-        await asyncio.to_thread(fleet.until, lambda: len(answers) > 8, "answers")
+        await fleet.soon(lambda: len(answers) > 8, "answers")
         os.kill(find(fleet, victim), how)
-        await asyncio.to_thread(
-            fleet.until, lambda: not group & {w["pid"] for w in fleet.workers()}, "all of its ranks are gone"
-        )
+        await fleet.soon(lambda: not group & {w["pid"] for w in fleet.workers()}, "all of its ranks are gone")
         seen = len(answers)
-        await asyncio.to_thread(fleet.until, lambda: len(answers) > seen + 8, "answers go on")
-        await asyncio.to_thread(
-            fleet.until, lambda: len(ranks(fleet)) == 2 and sum(fleet.shape()) == 3, "the group is back", 180
-        )
+        await fleet.soon(lambda: len(answers) > seen + 8, "answers go on")
+        await fleet.soon(lambda: len(ranks(fleet)) == 2 and sum(fleet.shape()) == 3, "the group is back", 180)
     assert [(a.status, a.error) for a in answers if not a.ok] == []
     assert all(answer.tokens in truth for answer in answers), "an answer is another, or not whole"
     fleet.assert_no_leaks()

@@ -63,10 +63,8 @@ def truth(folders: dict[str, str]) -> dict[str, list[list[int]]]:
 
 
 async def plain(model: str) -> list[list[int]]:
-    driver, answers = await Driver.start(Path(model)), []
-    for number, prompt in enumerate(PROMPTS + chat_prompts(model)):
-        await driver.decode(str(number), frames(prompt, TOKENS))
-        answers.append(await driver.done(str(number), 60))
+    driver = await Driver.start(Path(model))
+    answers = [await driver.alone(frames(prompt, TOKENS)) for prompt in PROMPTS + chat_prompts(model)]
     await driver.stop()
     return answers
 

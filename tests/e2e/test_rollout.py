@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import support_client
-from support_fleet import ROOT, RunningFleet, running_fleet, token_prompt
+from support_fleet import CHECKOUT, ROOT, RunningFleet, running_fleet, token_prompt
 from support_redis import running_server
 
 from orchestrator.store.client import connect
@@ -74,11 +74,8 @@ def another_environment(folder: Path, version: str) -> str:
 
 async def versions(fleet: RunningFleet) -> set[str]:
     """Of the engines."""
-    redis = await connect(fleet.redis_url(), 5)
-    try:
+    async with await connect(fleet.redis_url(), 5) as redis:
         return {info.identity.engine_version for info in (await Registry(redis, fleet.namespace).workers()).values()}
-    finally:
-        await redis.aclose()
 
 
 async def test_other_software_is_rolled_out_and_taken_back_under_load(fleet: RunningFleet, tmp_path: Path) -> None:
@@ -123,15 +120,7 @@ def test_a_launcher_that_is_killed_leaves_it_to_the_next(tmp_path: Path) -> None
         first = RunningFleet("sim-2p2d.yaml", *sets)
         rolling: subprocess.Popen[str] | None = None
         try:
-            command = [
-                sys.executable,
-                "-m",
-                "orchestrator.cli.main",
-                "rollout",
-                CONFIG,
-                "--set",
-                "workers.engine_args.num_gpu_blocks_override=2000",
-            ]
+            command = [*CHECKOUT, "rollout", CONFIG, "--set", "workers.engine_args.num_gpu_blocks_override=2000"]
             command += ["--redis", server.url, "--namespace", first.namespace]
             rolling = subprocess.Popen(command, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
             first.until(lambda: 1 in generations(first), "a worker is replaced")

@@ -62,7 +62,7 @@ async def test_a_second_host_joins_serves_restarts_and_is_drained(fleet: Running
         assert "2 workers restarted" in (await restart).stdout
         fleet.cli("scale", "decode=1")
         assert await asyncio.to_thread(far.exit_code) == 0, "drained: not to be started again"
-        await asyncio.to_thread(fleet.until, lambda: set(there(fleet)) == {"worker-0", "worker-1"}, "it is gone")
+        await fleet.soon(lambda: set(there(fleet)) == {"worker-0", "worker-1"}, "it is gone")
     assert [(a.status, a.error) for a in answers if not a.ok] == []
 
 

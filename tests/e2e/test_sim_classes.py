@@ -5,6 +5,7 @@ import asyncio
 import httpx
 import pytest
 from support_fleet import running_fleet, token_prompt
+from support_wait import until
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
 
@@ -39,8 +40,7 @@ async def test_a_short_prompt_does_not_wait_for_the_batch_before_it(fleet):
     of_batch = httpx.AsyncClient(base_url=fleet.url, timeout=120, headers={"x-slo-class": "batch"})
     async with httpx.AsyncClient(base_url=fleet.url, timeout=120) as client, of_batch:
         asked = [asyncio.create_task(batch(of_batch, number)) for number in range(BATCH)]
-        while ended == 0:
-            await asyncio.sleep(0.01)
+        await until(lambda: ended)
         before = ended
         answer = await fleet.ask(client, token_prompt(50, seed=BATCH), 1)
         assert answer.ok

@@ -1,7 +1,6 @@
 """What an operator asks of vLLM's server, over a fleet of simulated engines and two frontends."""
 
 import asyncio
-import contextlib
 import http.client
 import json
 import os
@@ -14,7 +13,7 @@ from urllib.parse import urlsplit
 
 import psutil
 import pytest
-from support_fleet import descendants, running_fleet, token_prompt
+from support_fleet import running_fleet, token_prompt
 
 from orchestrator.config.simulated import CRASH_TOKEN
 
@@ -119,20 +118,12 @@ async def test_client_reads_that_its_request_crashed_engines(fleet):
     fleet.assert_no_leaks()
 
 
-def listening(fleet, port):
-    """The pids of the frontends that clients can reach."""
-    found = set()
-    for pid in descendants(fleet.process.pid):
-        with contextlib.suppress(psutil.NoSuchProcess):
-            links = psutil.Process(pid).net_connections("tcp")
-            if any(link.status == psutil.CONN_LISTEN and link.laddr.port == port for link in links):
-                found.add(pid)
-    return found
-
-
 def test_who_connects_while_one_of_two_frontends_gets_sigterm_is_answered(fleet):
     """Kubernetes and systemd end processes so."""
     url, ended, ending, answers = urlsplit(fleet.url), threading.Event(), threading.Event(), Counter()
+
+    def serving():
+        return {process.pid for (_, port), process in fleet.listening() if port == url.port}
 
     def connects_again_and_again():
         while not ended.is_set():
@@ -151,14 +142,14 @@ def test_who_connects_while_one_of_two_frontends_gets_sigterm_is_answered(fleet)
         for _ in range(8):
             crowd.submit(connects_again_and_again)
         try:
-            for pid in listening(fleet, url.port):
+            for pid in serving():
                 ending.set()
                 enough = answers.total() + 200
                 fleet.until(lambda enough=enough: answers.total() > enough, "many connect")
                 os.kill(pid, signal.SIGTERM)
                 fleet.until(lambda pid=pid: not psutil.pid_exists(pid), "it ended")
                 ending.clear()
-                fleet.until(lambda: len(listening(fleet, url.port)) == 2, "another serves in its place", 180)
+                fleet.until(lambda: len(serving()) == 2, "another serves in its place", 180)
         finally:
             ended.set()
     assert set(answers) == {200}, answers

@@ -20,13 +20,10 @@ MAX_TOKENS = 30
 
 async def keys_left(replica: Node, namespace: str) -> list[bytes]:
     """Jobs and claims that nobody has."""
-    redis = await connect(f"redis://{replica.address}", 5.0)
-    try:
+    async with await connect(f"redis://{replica.address}", 5.0) as redis:
         prefix = Keys(namespace).prefix
         found = [await redis.execute_command("KEYS", f"{prefix}{kind}:*") for kind in ("job", "claims")]
         return [key for part in found for key in part]
-    finally:
-        await redis.aclose()
 
 
 async def test_no_request_fails_and_no_job_with_a_client_is_lost(tmp_path: Path) -> None:

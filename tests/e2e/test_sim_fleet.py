@@ -90,7 +90,7 @@ async def test_scaling_both_ways_under_load_fails_nobody(fleet):
 
 
 async def test_restarting_every_worker_under_load_fails_nobody(fleet):
-    before = {w["id"]: w["pid"] for w in fleet.fleet()["workers"]}
+    before = fleet.pids()
     async with nobody_fails([fleet], PROMPTS, concurrency=8, max_tokens=60):
         decode = [worker["id"] for worker in fleet.workers("decode")]
         done = await asyncio.to_thread(fleet.cli, "restart", "--role", "decode")
@@ -98,7 +98,7 @@ async def test_restarting_every_worker_under_load_fails_nobody(fleet):
         assert "2 workers restarted" in done.stdout
         await asyncio.to_thread(fleet.cli, "restart", "--role", "prefill", "--max-unavailable", "2")
         await fleet.soon(lambda: fleet.shape() == (2, 2), "2P2D")
-    after = {w["id"]: w["pid"] for w in fleet.fleet()["workers"]}
+    after = fleet.pids()
     assert after.keys() == before.keys() and not set(before.values()) & set(after.values())
 
 

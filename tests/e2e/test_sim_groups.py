@@ -39,16 +39,8 @@ def healed(fleet: RunningFleet) -> Iterator[None]:
     fleet.assert_no_leaks()
 
 
-def pids(fleet: RunningFleet) -> dict[str, int]:
-    return {worker["id"]: worker["pid"] for worker in fleet.workers()}
-
-
 def units(fleet: RunningFleet, role: str) -> list[str]:
     return sorted({worker["unit"] for worker in fleet.workers(role)})
-
-
-async def later(fleet: RunningFleet, condition: object, what: str) -> None:
-    await asyncio.to_thread(fleet.until, condition, what)
 
 
 def test_ranks_are_shown_with_their_group(fleet: RunningFleet) -> None:
@@ -62,13 +54,12 @@ def test_ranks_are_shown_with_their_group(fleet: RunningFleet) -> None:
 
 async def test_every_rank_gets_requests_and_prefills(fleet: RunningFleet) -> None:
     async with nobody_fails([fleet], PROMPTS, USERS, MAX_TOKENS):
-        await later(fleet, lambda: all(w["running"] for w in fleet.workers("decode")), "each rank decodes")
-        await later(
-            fleet,
+        await fleet.soon(lambda: all(w["running"] for w in fleet.workers("decode")), "each rank decodes")
+        await fleet.soon(
             lambda: len({line["prefill_worker"] for line in fleet.request_lines() if line.get("prefill_worker")}) == 2,
             "both ranks have prefilled",
         )
-    await later(fleet, lambda: fleet.metric("pd_group_most_tokens_total") > 0, "steps are counted")
+    await fleet.soon(lambda: fleet.metric("pd_group_most_tokens_total") > 0, "steps are counted")
     assert 0.5 <= fleet.metric("pd_group_mean_tokens_total") / fleet.metric("pd_group_most_tokens_total") <= 1
     assert "lost to imbalance" in (await asyncio.to_thread(fleet.cli, "status")).stdout
 
@@ -77,15 +68,15 @@ async def test_every_rank_gets_requests_and_prefills(fleet: RunningFleet) -> Non
 async def test_group_ends_with_any_rank_and_is_started_again(
     fleet: RunningFleet, rank: int, how: signal.Signals
 ) -> None:
-    before = pids(fleet)
+    before = fleet.pids()
     group = [worker for worker in fleet.workers("decode") if worker["unit"] == units(fleet, "decode")[-1]]
     async with nobody_fails([fleet], PROMPTS, USERS, MAX_TOKENS):
         mine = {worker["id"] for worker in group}
-        await later(fleet, lambda: any(w["running"] for w in fleet.workers() if w["id"] in mine), "it decodes")
+        await fleet.soon(lambda: any(w["running"] for w in fleet.workers() if w["id"] in mine), "it decodes")
         os.kill(group[rank]["pid"], how)
-        await later(fleet, lambda: not {w["pid"] for w in group} & {*pids(fleet).values()}, "both ranks are gone")
-        await later(fleet, lambda: fleet.shape() == SHAPE, "the group is back")
-    after = pids(fleet)
+        await fleet.soon(lambda: not {w["pid"] for w in group} & {*fleet.pids().values()}, "both ranks are gone")
+        await fleet.soon(lambda: fleet.shape() == SHAPE, "the group is back")
+    after = fleet.pids()
     names = {worker["id"] for worker in group}
     assert {name for name in before if before[name] != after[name]} == names, "another group was restarted"
 
@@ -101,27 +92,27 @@ async def test_group_changes_its_role_as_one(fleet: RunningFleet) -> None:
             mixed.append(len(roles) > 1)
             return fleet.shape() == (4, 2)
 
-        await later(fleet, flipped, "a decode group prefills")
+        await fleet.soon(flipped, "a decode group prefills")
         assert not any(mixed), "its ranks had different roles for a while"
         await asyncio.to_thread(fleet.cli, "role", moved, "decode")
-        await later(fleet, lambda: fleet.shape() == SHAPE, "it decodes again")
+        await fleet.soon(lambda: fleet.shape() == SHAPE, "it decodes again")
     assert len(fleet.workers()) == sum(SHAPE)
 
 
 async def test_scale_counts_groups(fleet: RunningFleet) -> None:
     async with nobody_fails([fleet], PROMPTS, USERS, MAX_TOKENS):
         await asyncio.to_thread(fleet.cli, "scale", "decode=1")
-        await later(fleet, lambda: fleet.shape() == (2, 2), "a group has left")
+        await fleet.soon(lambda: fleet.shape() == (2, 2), "a group has left")
         await asyncio.to_thread(fleet.cli, "scale", "decode=2")
-        await later(fleet, lambda: fleet.shape() == SHAPE, "a group has come")
+        await fleet.soon(lambda: fleet.shape() == SHAPE, "a group has come")
 
 
 async def test_groups_are_restarted_one_after_the_other(fleet: RunningFleet) -> None:
-    before = pids(fleet)
+    before = fleet.pids()
     async with nobody_fails([fleet], PROMPTS, USERS, MAX_TOKENS):
         done = await asyncio.to_thread(fleet.cli, "restart", "--role", "decode")
-        await later(fleet, lambda: fleet.shape() == SHAPE, "all are ready")
+        await fleet.soon(lambda: fleet.shape() == SHAPE, "all are ready")
     assert "2 workers restarted" in done.stdout
-    assert {name for name, pid in pids(fleet).items() if before.get(name) == pid} == {
+    assert {name for name, pid in fleet.pids().items() if before.get(name) == pid} == {
         worker["id"] for worker in fleet.workers("prefill")
     }

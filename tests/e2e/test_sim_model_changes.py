@@ -43,12 +43,9 @@ class Changing(Models):
 
     def keys_of(self, model: str) -> list[str]:
         async def read() -> list[str]:
-            redis = await connect(self.redis_url(), 5)
-            try:
+            async with await connect(self.redis_url(), 5) as redis:
                 found = await redis.execute_command("KEYS", f"pd:{{{self.namespace}.{model}}}:*")
                 return sorted(key.decode() for key in found)
-            finally:
-                await redis.aclose()
 
         return asyncio.run(read())
 

@@ -1,8 +1,6 @@
 """A fleet on a Redis of its user's: over TLS, with a password and the least rights. Nobody else sees the password."""
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 
 import httpx
@@ -21,30 +19,25 @@ pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 PASSWORD = "sesame-42"
 
 
-@asynccontextmanager
-async def administering(url: str) -> AsyncIterator[Redis]:
+async def administering(url: str) -> Redis:
     async def connected() -> Redis | None:
         try:
             return await connect(url, 5.0)
         except RedisAway:
             return None
 
-    redis = await until(connected, f"{url} answers")
-    assert redis is not None
-    try:
-        yield redis
-    finally:
-        await redis.aclose()
+    redis: Redis = await until(connected, f"{url} answers")
+    return redis
 
 
 async def setup_user(url: str, namespace: str) -> None:
-    async with administering(url) as admin:
+    async with await administering(url) as admin:
         await add_user(admin, namespace, PASSWORD)
 
 
 async def denied_and_users(url: str) -> tuple[list[object], set[str]]:
     """What was denied so far, and as whom others than we are connected."""
-    async with administering(url) as admin:
+    async with await administering(url) as admin:
         own = await admin.execute_command("CLIENT ID")
         clients = await admin.execute_command("CLIENT LIST")
         return await admin.execute_command("ACL LOG"), {c["user"] for c in clients if int(c["id"]) != own}

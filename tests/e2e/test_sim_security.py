@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
-import psutil
 import pytest
 from support_fleet import ROOT, RunningFleet, descendants, running_fleet
 from support_here import as_main, run_here
@@ -105,20 +104,9 @@ def test_a_key_is_limited_by_what_its_requests_make_while_they_run(fleet: Runnin
     fleet.until(lambda: answered(2, 2).status_code == 200, "the key is free when its client has gone")
 
 
-def listening(fleet: RunningFleet) -> dict[tuple[str, int], psutil.Process]:
-    found = {}
-    for pid in descendants(fleet.process.pid):
-        with contextlib.suppress(psutil.NoSuchProcess):
-            process = psutil.Process(pid)
-            for one in process.net_connections("tcp"):
-                if one.status == psutil.CONN_LISTEN:
-                    found[one.laddr.ip, one.laddr.port] = process
-    return found
-
-
 def test_strangers_get_and_leave_nothing_at_any_port(fleet: RunningFleet) -> None:
-    ports = listening(fleet)
-    workers = {port: process for port, process in ports.items() if "workers.main" in " ".join(process.cmdline())}
+    ports = fleet.listening()
+    workers = {port: process for port, process in ports if "workers.main" in " ".join(process.cmdline())}
     assert len(workers) == 2 * 3  # requests, load reports, KV messages of the simulated engine
     before = {process.pid: process.num_fds() for process in workers.values()}
     start = b"\xff" + bytes(8) + b"\x7f\x03\x01"  # of ZMTP

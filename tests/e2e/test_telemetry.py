@@ -6,7 +6,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -21,7 +20,10 @@ import pytest
 import yaml
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
 from support_fleet import RunningFleet, running_fleet, token_prompt
+from support_servers import free_port
 from support_tools import program
+
+from benchmarks.peers.processes import running
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
@@ -101,19 +103,12 @@ def prometheus(fleet: RunningFleet, tmp_path: Path) -> Iterator[httpx.Client]:
     config["scrape_configs"][0]["static_configs"][0]["targets"] = [fleet.url.removeprefix("http://")]
     config["rule_files"] = [str(DEPLOY / "prometheus-rules.yaml")]
     (tmp_path / "prometheus.yaml").write_text(yaml.safe_dump(config))
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    url = f"http://127.0.0.1:{(port := free_port())}/api/v1"
     options = [f"--config.file={tmp_path}/prometheus.yaml", f"--storage.tsdb.path={tmp_path}/data"]
     options += [f"--web.listen-address=127.0.0.1:{port}", "--log.level=warn"]
-    with (tmp_path / "log").open("w") as log:
-        process = subprocess.Popen([command, *options], stdout=log, stderr=log)
-    try:
-        with httpx.Client(base_url=f"http://127.0.0.1:{port}/api/v1", timeout=30) as client:
-            yield client
-    finally:
-        process.terminate()
-        process.wait(30)
+    with running(tmp_path / "logs") as processes, httpx.Client(base_url=url, timeout=30) as client:
+        processes.start("prometheus", [command, *options])
+        yield client
 
 
 def until(client: httpx.Client, path: str, condition: Any) -> Any:

@@ -78,12 +78,6 @@ async def pair(model: Path, request: pytest.FixtureRequest) -> AsyncIterator[tup
     await decode.stop()
 
 
-async def expected(reference: Driver, body: list[bytes]) -> list[int]:
-    key = f"reference-{next(COUNT)}"
-    await reference.decode(key, body)
-    return await reference.done(key)
-
-
 async def transfer(prefill: Driver, decode: Driver, key: str, body: list[bytes]) -> None:
     await prefill.prefill(key, body)
     await decode.decode(key, body, prefill.source(key))
@@ -107,7 +101,7 @@ async def test_tokens_are_those_of_one_engine(pair, reference) -> None:
     bodies = {f"many-{next(COUNT)}#1": frames(prompt(length)) for length in (5, 32, 33, 100, 256, 700, 1500)}
     await asyncio.gather(*(transfer(prefill, decode, key, body) for key, body in bodies.items()))
     for key, body in bodies.items():
-        assert await decode.done(key, 60) == await expected(reference, body), key
+        assert await decode.done(key, 60) == await reference.alone(body), key
         assert decode.stats[key].num_external_cached_tokens > 0, "the KV came by transfer"
     await assert_no_leaks(prefill, decode)
 
@@ -118,7 +112,7 @@ async def test_prefix_hits_on_both_sides(pair, reference) -> None:
     for number in range(3):
         key, body = f"hit-{next(COUNT)}#1", frames(shared + prompt(90))
         await transfer(prefill, decode, key, body)
-        assert await decode.done(key, 60) == await expected(reference, body)
+        assert await decode.done(key, 60) == await reference.alone(body)
         assert decode.stats[key].num_local_cached_tokens == (320 if number else 0)
         assert decode.stats[key].num_external_cached_tokens == (90 if number else 410)
     await assert_no_leaks(prefill, decode)
@@ -141,7 +135,7 @@ async def test_a_prefix_is_lent_where_kv_can_go_block_by_block(pair, reference) 
         await asker.done(f"{key}~", 60)
         assert asker.stats[f"{key}~"].num_external_cached_tokens == 640
         await asker.decode(f"{key}+", asked)
-        assert await asker.done(f"{key}+", 60) == await expected(reference, asked)
+        assert await asker.done(f"{key}+", 60) == await reference.alone(asked)
         assert asker.stats[f"{key}+"].num_local_cached_tokens == 640
     await assert_no_leaks(prefill, decode)
 
@@ -154,7 +148,7 @@ async def test_an_abort_frees_both_sides_and_harms_nobody(pair, reference) -> No
     await transfer(prefill, decode, other, body)
     await decode.engine.abort([doomed])
     await prefill.engine.abort([doomed])
-    assert await decode.done(other, 60) == await expected(reference, body)
+    assert await decode.done(other, 60) == await reference.alone(body)
     await assert_no_leaks(prefill, decode)
 
 
@@ -169,7 +163,7 @@ async def test_a_killed_rank_ends_its_engine_and_no_request(pair, reference) -> 
     assert f"the process {victim} of one of its ranks" in str(doomed.error), "not only once vLLM has ended the others"
     await survivor.engine.fail_peer(doomed.info.kv.engine_id)
     if survivor is decode:
-        assert await decode.done(key, 60) == await expected(reference, body), "decode computes it"
+        assert await decode.done(key, 60) == await reference.alone(body), "decode computes it"
     await assert_no_leaks(survivor)
 
 
@@ -192,11 +186,7 @@ async def test_workers_of_several_ranks_hear_each_other_on_few_cores(tmp_path: P
     model = small_model(tmp_path / "small")
     prompts = [token_prompt(length, seed=length) for length in (300, 420, 512, 700, 900, 1100, 1500, 2000)]
     reference = await Driver.start(Path(model), name="reference", max_model_len=4096, kv_cache_memory_bytes=256 << 20)
-    truth = []
-    for prompt_ids in prompts:
-        key = f"truth-{next(COUNT)}"
-        await reference.decode(key, frames(prompt_ids))
-        truth.append(await reference.done(key))
+    truth = [await reference.alone(frames(prompt_ids)) for prompt_ids in prompts]
     await reference.stop()
     settings = (
         f"model={model}",

@@ -93,15 +93,12 @@ class Hosts:
 
         async def look() -> None:
             nonlocal worst
-            redis = await connect(self._redis_url, 5)
-            try:
+            async with await connect(self._redis_url, 5) as redis:
                 registry = Registry(redis, self.namespace)
                 while True:
                     states = {name: worker.state for name, worker in (await registry.workers()).items()}
                     worst = min(worst, states, key=serving)
                     await asyncio.sleep(LOOK_EVERY_S)
-            finally:
-                await redis.aclose()
 
         looking = asyncio.create_task(look())
         try:

@@ -11,7 +11,7 @@ from typing import Any
 from support_fleet import RunningFleet, running_fleet
 
 from http_fuzz.cases import Cases
-from http_fuzz.run import Tally, Wrong, answer, others, send_all
+from http_fuzz.run import Tally, Wrong, answer, figures, others, send_all, wrong_answers
 from orchestrator.config.model import resolve_model
 
 KEY = "operator-of-the-fuzz"
@@ -32,13 +32,13 @@ async def fuzz(fleet: RunningFleet, count: int, seed: int, at_once: int) -> tupl
     cases = Cases(fleet.http.get("/openapi.json").json(), fleet.model, seed, KEY)
     async with others(fleet) as beside:
         tally = await send_all(fleet.url, cases.take(count), at_once)
-    wrong = [*alone.wrong, *beside.wrong]
+    wrong = wrong_answers(alone + beside)
     await asyncio.to_thread(fleet.assert_no_leaks)
     if lost := before - {worker["id"] for worker in fleet.workers()}:
         wrong.append(f"workers lost: {sorted(lost)}")
     wrong += [line for line in fleet.process_lines() if _ENDED.search(line)][:20]
     placed = {way: fleet.metric("pd_placements_total", decision=way) for way in ("local", "remote")}
-    return tally, {"alone": alone.figures(), "beside": beside.figures(), "placed": placed}, wrong
+    return tally, {"alone": figures(alone), "beside": figures(beside), "placed": placed}, wrong
 
 
 def compared(wrong: list[Wrong]) -> list[dict[str, Any]]:

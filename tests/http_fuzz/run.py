@@ -3,16 +3,15 @@
 import asyncio
 import collections
 import contextlib
-import json
 import re
 import time
 from collections.abc import AsyncIterator, Iterable
 from urllib.parse import urlsplit
 
-import httpx
 import msgspec
-from support_client import FleetClient
+from support_client import Answer, FleetClient
 from support_fleet import token_prompt
+from support_sim import expected
 
 from http_fuzz.cases import Case
 
@@ -20,6 +19,7 @@ ANSWER_TIMEOUT_S = 30.0
 STALL_S = 5.0  # between two tokens of a request beside: something holds the event loop
 _SHOWN = 400
 _ASKERS, _MAX_TOKENS = 4, 16
+_PROMPTS = [token_prompt(length, seed) for seed, length in enumerate((8, 40, 200, 600))]
 _NOT_IMPLEMENTED = 501
 _BROKEN_OFF = 500
 # What vLLM 0.32 answers with a server error too, as `make fuzz` shows: the path, and a part of what it says.
@@ -106,73 +106,34 @@ async def answer(url: str, case: Case) -> tuple[int, str]:
     return status, text[-_SHOWN:] if status else f"no HTTP: {got[:100]!r}"
 
 
-class Beside(msgspec.Struct):
-    """Requests of others: how many, what was wrong, and their latencies in seconds."""
-
-    answers: int = 0
-    wrong: list[str] = []
-    first_token: list[float] = []
-    longest_gap: list[float] = []  # of each request, between two tokens
-
-    def figures(self) -> dict[str, float]:
-        def at(found: list[float], share: float) -> float:
-            return round(sorted(found)[min(len(found) - 1, int(len(found) * share))] * 1e3, 1) if found else 0.0
-
-        return {
-            "requests": self.answers,
-            "ttft_p50_ms": at(self.first_token, 0.5),
-            "ttft_p99_ms": at(self.first_token, 0.99),
-            "gap_p50_ms": at(self.longest_gap, 0.5),
-            "gap_max_ms": at(self.longest_gap, 1.0),
-        }
-
-
 @contextlib.asynccontextmanager
-async def others(fleet: FleetClient) -> AsyncIterator[Beside]:
-    """Requests that stream while the body runs, remote and local ones, each compared with what it always answers:
-    simulated tokens depend on prompt and position only."""
-    prompts = [token_prompt(length, seed) for seed, length in enumerate((8, 40, 200, 600))]
-    truth = {tuple(prompt): a.tokens for prompt in prompts for a in await fleet.ask_all([prompt], 1, _MAX_TOKENS)}
-    beside, ended = Beside(), asyncio.Event()
-
-    async def asker(client: httpx.AsyncClient, turn: int) -> None:
-        while not ended.is_set():
-            prompt = prompts[turn % len(prompts)]
-            turn += 1
-            try:
-                tokens, times = await streamed(client, fleet.model, prompt)
-            except (httpx.HTTPError, ValueError, KeyError) as error:
-                beside.wrong.append(repr(error))
-                continue
-            beside.answers += 1
-            if tokens != truth[tuple(prompt)]:
-                beside.wrong.append(f"{len(prompt)} tokens: {tokens} is another answer")
-            beside.first_token.append(times[1] - times[0])
-            gap = max(b - a for a, b in zip(times, times[1:], strict=False))
-            beside.longest_gap.append(gap)
-            if gap > STALL_S:
-                beside.wrong.append(f"{gap:.1f} s between two tokens")
-
-    async with fleet.client() as client:
-        askers = [asyncio.create_task(asker(client, turn)) for turn in range(_ASKERS)]
-        try:
-            yield beside
-        finally:
-            ended.set()
-            await asyncio.gather(*askers)
+async def others(fleet: FleetClient) -> AsyncIterator[list[Answer]]:
+    """Requests that stream while the body runs, remote and local ones: their answers, filled as they end."""
+    async with fleet.under_load(_PROMPTS, _ASKERS, _MAX_TOKENS) as answers:
+        yield answers
 
 
-async def streamed(client: httpx.AsyncClient, model: str, prompt: list[int]) -> tuple[list[int], list[float]]:
-    """The tokens of one completion, and the times of its start and of each event. Raises ValueError for a refusal."""
-    body = {"model": model, "prompt": prompt, "max_tokens": _MAX_TOKENS, "temperature": 0, "stream": True}
-    body |= {"return_token_ids": True, "ignore_eos": True}
-    tokens: list[int] = []
-    times = [time.monotonic()]
-    async with client.stream("POST", "/v1/completions", json=body) as response:
-        if response.status_code != 200:
-            raise ValueError(f"{response.status_code}: {(await response.aread())[:_SHOWN]!r}")
-        async for line in response.aiter_lines():
-            if line.startswith("data: {"):
-                times.append(time.monotonic())
-                tokens += json.loads(line[6:])["choices"][0].get("token_ids") or []
-    return tokens, times
+def wrong_answers(answers: list[Answer]) -> list[str]:
+    """Each is to be what simulated engines always answer: their tokens depend on prompt and position only."""
+    truth = [expected(prompt, _MAX_TOKENS) for prompt in _PROMPTS]
+    wrong = [answer.error or f"answered {answer.status}" for answer in answers if not answer.ok]
+    sound = [answer for answer in answers if answer.ok]
+    wrong += [f"{answer.tokens} is another answer" for answer in sound if answer.tokens not in truth]
+    gaps = [answer.longest_gap_s for answer in sound]
+    return wrong + [f"{gap:.1f} s between two tokens" for gap in gaps if gap > STALL_S]
+
+
+def figures(answers: list[Answer]) -> dict[str, float]:
+    sound = [answer for answer in answers if answer.ok and answer.tokens]
+    first, gaps = sorted(a.times[1] - a.times[0] for a in sound), sorted(a.longest_gap_s for a in sound)
+
+    def at(found: list[float], share: float) -> float:
+        return round(found[min(len(found) - 1, int(len(found) * share))] * 1e3, 1) if found else 0.0
+
+    return {
+        "requests": len(sound),
+        "ttft_p50_ms": at(first, 0.5),
+        "ttft_p99_ms": at(first, 0.99),
+        "gap_p50_ms": at(gaps, 0.5),
+        "gap_max_ms": at(gaps, 1.0),
+    }

@@ -13,7 +13,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -24,6 +23,7 @@ from typing import Any
 
 import httpx
 import yaml
+from support_servers import free_port
 from vllm.engine.arg_utils import AsyncEngineArgs
 
 from orchestrator.config.engine_args import to_command_line
@@ -134,7 +134,7 @@ class Server:
 
     def __init__(self, kind: str, wanted: Wanted) -> None:
         self.kind, self.wanted = kind, wanted
-        self.port = _free_port()
+        self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self._folder = tempfile.TemporaryDirectory(prefix="vllm-api-")
         self._log = Path(self._folder.name) / "server.log"
@@ -223,12 +223,6 @@ def _engine_fields() -> frozenset[str]:
 def _end_with_parent() -> None:
     """In the child: SIGINT comes when the test session is killed."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGINT)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 class Pool:

@@ -187,9 +187,8 @@ async def test_duplicate_id_is_refused_unless_restarted(workers: Workers) -> Non
     first.kill()
     await first.stopped()
     again = await workers.spawn(Role.DECODE, "--id", first.id, wait=False)
-    async with asyncio.timeout(DEADLINE_S):
-        while (info := (await workers.registry.workers()).get(first.id)) is None or info.kv == before.kv:
-            await asyncio.sleep(0.02)
+    while (info := (await workers.registry.workers()).get(first.id)) is None or info.kv == before.kv:
+        await asyncio.sleep(0.02)
     again.kill(signal.SIGTERM)
     assert await again.stopped() == 0
 
@@ -208,9 +207,8 @@ async def test_an_id_is_claimed_before_the_engine_loads(workers: Workers) -> Non
     dead = f"{BY_HAND}{place}/{pid}/{int(ticks) - 1}"
     assert await workers.registry.claim_id(dead, Role.DECODE, 60, "decode-x")
     await workers.spawn(Role.DECODE, "--id", "decode-x", wait=False)
-    async with asyncio.timeout(DEADLINE_S):
-        while "decode-x" not in await workers.registry.workers() or await workers.registry.launchers():
-            await asyncio.sleep(0.02)
+    while "decode-x" not in await workers.registry.workers() or await workers.registry.launchers():
+        await asyncio.sleep(0.02)
 
 
 @pytest.mark.slow
@@ -280,9 +278,8 @@ async def test_health_port_reports_starting_ready_and_draining(workers: Workers)
         frontend.submit_to(worker.id, request)
         await until(lambda: bool(request.tokens), "it decodes")
         worker.kill(signal.SIGTERM)
-        async with asyncio.timeout(DEADLINE_S):
-            while await status("/ready") != 503:
-                await asyncio.sleep(0.02)
+        while await status("/ready") != 503:
+            await asyncio.sleep(0.02)
         assert await status("/live") == 200, "one that drains is not to be killed"
     worker.kill(signal.SIGTERM)
     assert await worker.stopped() == 0
@@ -364,12 +361,11 @@ async def test_worker_stops_without_engine_or_redis(redis_server: EmbeddedRedis,
     process = await asyncio.create_subprocess_exec(*command, cwd=ROOT, stderr=asyncio.subprocess.PIPE)
     assert process.stderr is not None
     try:
-        async with asyncio.timeout(DEADLINE_S):
-            while b"ready:" not in await process.stderr.readline():
-                pass
-            await server.stop()
-            process.send_signal(signal.SIGTERM)
-            assert await process.wait() == 0
+        while b"ready:" not in await process.stderr.readline():
+            pass
+        await server.stop()
+        process.send_signal(signal.SIGTERM)
+        assert await process.wait() == 0
     finally:
         await server.stop()
         if process.returncode is None:

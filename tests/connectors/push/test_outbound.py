@@ -4,6 +4,7 @@ import gc
 
 import msgspec
 import pytest
+from support_transfers import DeviceEvent
 
 from connectors.push.actions import Chunk, Connect, Ended, Post, Release, Tell
 from connectors.push.outbound import Outbound
@@ -403,16 +404,6 @@ def test_transition_table_is_complete() -> None:
         assert StreamEvent.GIVE_UP in {event for before, event in STREAM if before is state} or state is Stream.DRAINING
     assert {after for (_, event), after in STREAM.items() if event is StreamEvent.GIVE_UP} == {Stream.DRAINING}
     assert [before for (before, _), after in STREAM.items() if after is Stream.LANDED] == [Stream.FLUSHING]
-
-
-class DeviceEvent:
-    """A CUDA event: asked, never waited for."""
-
-    def __init__(self) -> None:
-        self.happened = False
-
-    def query(self) -> bool:
-        return self.happened
 
 
 def test_a_chunk_is_posted_once_the_device_has_computed_it(end: Outbound) -> None:

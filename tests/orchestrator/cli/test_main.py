@@ -14,10 +14,10 @@ from typing import Annotated
 import pytest
 import typer
 from support_cli import SIM, orchestrator, refused
+from support_redis import Server
 from typer.testing import CliRunner
 
 from orchestrator.cli.main import COMMANDS, load
-from orchestrator.launch.host.redis_server import EmbeddedRedis
 from orchestrator.launch.host.run_folder import RunFolder, base_folder
 from orchestrator.process.parent import EXIT_AGAIN
 from orchestrator.store.client import connect
@@ -193,18 +193,8 @@ def test_shells_complete_commands_and_their_options():
     assert complete("orchestrator status --wa") == ["--watch"]
 
 
-def test_valid_file_is_confirmed(tmp_path):
-    command = [
-        sys.executable,
-        "-m",
-        "orchestrator.cli.main",
-        "config",
-        "check",
-        SIM,
-        "--set",
-        "workers.prefill.replicas=5",
-    ]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT_S)
+def test_valid_file_is_confirmed():
+    done = orchestrator("config", "check", SIM, "--set", "workers.prefill.replicas=5")
     assert done.returncode == 0 and "ok (5P2D, engine sim, model demo)" in done.stdout
 
 
@@ -334,10 +324,9 @@ def test_an_empty_fleet_is_shown_from_its_redis(redis_url):
 
 
 @pytest.fixture
-def redis_url(tmp_path):
-    server = EmbeddedRedis()
-    yield asyncio.run(server.start(tmp_path))
-    asyncio.run(server.stop())
+def redis_url(mortal: Server) -> str:
+    """Of a Redis that has no other fleet."""
+    return mortal.url
 
 
 def test_down_cleans_up_after_killed_launcher():

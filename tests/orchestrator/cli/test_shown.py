@@ -5,12 +5,11 @@ import io
 import os
 import pty
 import select
-from pathlib import Path
 from typing import Any
 
 import pytest
 from rich.console import Console as RichConsole
-from support_redis import fresh_namespace, job, running_server
+from support_redis import Server, fresh_namespace, job
 
 from orchestrator.cli.config import show
 from orchestrator.cli.doctor.command import show_check
@@ -36,7 +35,7 @@ class _NoSubcommand:
     invoked_subcommand = None
 
 
-def test_the_queue_names_a_request_as_its_client_did(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_queue_names_a_request_as_its_client_did(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
     namespace = fresh_namespace()
 
     async def wait_for_prefill(url: str) -> None:
@@ -44,12 +43,11 @@ def test_the_queue_names_a_request_as_its_client_did(tmp_path: Path, capsys: pyt
         await PrefillQueue(redis, namespace).enqueue(job(ODD, reply_to=ODD))
         await redis.aclose()
 
-    with running_server(tmp_path) as server:
-        asyncio.run(wait_for_prefill(server.url))
-        queue(_NoSubcommand(), namespace, server.url, False, 20)  # type: ignore[arg-type]
-        assert capsys.readouterr().out.count(ODD) == 2
-        queue_show(ODD, namespace, server.url)
-        assert capsys.readouterr().out.count(ODD) == 2
+    asyncio.run(wait_for_prefill(server.url))
+    queue(_NoSubcommand(), namespace, server.url, False, 20)  # type: ignore[arg-type]
+    assert capsys.readouterr().out.count(ODD) == 2
+    queue_show(ODD, namespace, server.url)
+    assert capsys.readouterr().out.count(ODD) == 2
 
 
 def test_the_doctor_shows_addresses_in_brackets(capsys: pytest.CaptureFixture[str]) -> None:
@@ -127,15 +125,14 @@ async def test_status_is_shown_again_and_again_in_a_pipe(monkeypatch: pytest.Mon
     assert asked == 3
 
 
-def test_level_without_process_and_missing_file_are_refused(tmp_path: Path) -> None:
+def test_level_without_process_and_missing_file_are_refused(server: Server) -> None:
     async def launcher(url: str, namespace: str) -> None:
         redis = await connect(url, 5)
         await Registry(redis, namespace).refresh_launcher("l", Launcher(), 60)
         await redis.aclose()
 
-    with running_server(tmp_path) as server:
-        asyncio.run(launcher(server.url, namespace := fresh_namespace()))
-        with pytest.raises(Refused, match="'nobody' is no process of the fleet; it has launcher"):
-            log_level("INFO", "nobody", namespace, server.url)
+    asyncio.run(launcher(server.url, namespace := fresh_namespace()))
+    with pytest.raises(Refused, match="'nobody' is no process of the fleet; it has launcher"):
+        log_level("INFO", "nobody", namespace, server.url)
     with pytest.raises(Refused, match="--set a=b: changes what a file says"):
         show(None, ["a=b"])

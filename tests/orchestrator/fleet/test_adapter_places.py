@@ -1,7 +1,7 @@
 """Who has which adapter: reports, corrected by what was sent since."""
 
 import msgspec
-from support_info import fleet_of
+from support_info import connects, fleet_of
 from support_info import worker_info as worker
 
 from orchestrator.fleet.adapter_places import EXPECTED_S
@@ -96,8 +96,7 @@ def test_in_a_large_fleet_holders_are_among_the_candidates():
     choice = decode_choice("kv_prefix")
     fleet = Fleet("f", choice.static_score)
     for n in range(100):
-        fleet.upsert(with_slots(f"d{n}"), now=0.0)
-        fleet.workers[f"d{n}"].connected = True
+        connects(fleet, with_slots(f"d{n}"))
         fleet.take_load(msgspec.structs.replace(load(f"d{n}", 1, {7 if n == 50 else 9: 1}), blocks_free=n), now=1.0)
     assert "d50" not in {c.worker_id for c in fleet.candidates().decode}
     assert "d50" in {c.worker_id for c in fleet.candidates(adapter=7).decode}

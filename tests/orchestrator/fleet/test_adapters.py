@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
-from support_redis import fresh_namespace, running_server
+from support_redis import fresh_namespace
 from support_wait import until
 
 from orchestrator.fleet import adapters
@@ -178,19 +178,18 @@ async def test_a_list_that_is_made_again_is_newer_than_the_one_that_was_lost(fle
     assert later.known.revision > first.known.revision > 0
 
 
-async def test_nothing_is_done_while_redis_is_away(tmp_path):
-    with running_server(tmp_path) as server:
-        redis = await connect(server.url, 5.0)
-        fleet = Fleet(redis)
-        view = await fleet.join("f")
-        server.stop()
-        with pytest.raises(AdapterFailed, match="the list of adapters cannot be changed: Redis at"):
-            await view.load(X, replacing=False)
-        assert view.known.adapters == {}
-        server.start()
-        await until(lambda: loads(view), "Redis is back")
-        await fleet.stop("f")
-        await redis.aclose()
+async def test_nothing_is_done_while_redis_is_away(mortal):
+    redis = await connect(mortal.url, 5.0)
+    fleet = Fleet(redis)
+    view = await fleet.join("f")
+    mortal.stop()
+    with pytest.raises(AdapterFailed, match="the list of adapters cannot be changed: Redis at"):
+        await view.load(X, replacing=False)
+    assert view.known.adapters == {}
+    mortal.start()
+    await until(lambda: loads(view), "Redis is back")
+    await fleet.stop("f")
+    await redis.aclose()
 
 
 async def loads(view: AdapterView) -> bool:

@@ -3,7 +3,7 @@
 import contextlib
 
 import msgspec
-from support_info import fleet_of
+from support_info import connects, fleet_of
 from support_info import worker_info as worker
 
 from orchestrator.fleet.membership import mark_silent_quiet
@@ -23,8 +23,7 @@ def crowd(count, free, **info):
     """So many decode workers of a large fleet. `free`: their free blocks, and `info`: of their entries, by number."""
     fleet = Fleet("f", decode_choice("kv_blocks").static_score)
     for i in range(count):
-        fleet.upsert(worker(f"d{i}", **{name: value(i) for name, value in info.items()}), now=0.0)
-        fleet.workers[f"d{i}"].connected = True
+        connects(fleet, worker(f"d{i}", **{name: value(i) for name, value in info.items()}))
         fleet.take_load(load(f"d{i}", 1, free=free(i)), now=0.0)
         if i == count // 4:
             fleet.apply_changes()  # others come later
@@ -180,8 +179,7 @@ def of_generation(info: WorkerInfo, generation: int) -> WorkerInfo:
 def test_kv_passes_within_a_generation_only():
     fleet = fleet_of(*(worker(name) for name in ("d", "e")), worker("p", Role.PREFILL), worker("q", Role.PREFILL))
     for info in (of_generation(worker("d"), 1), of_generation(worker("p", Role.PREFILL), 1)):
-        fleet.upsert(info, now=1.0)
-        fleet.workers[info.id].connected = True
+        connects(fleet, info, now=1.0)
     assert [c.worker_id for c in fleet.candidates(domain="1").decode] == ["d"]
     assert [c.worker_id for c in fleet.candidates(domain="0").decode] == ["e"]
     assert {c.worker_id for c in fleet.candidates().decode} == {"d", "e"}, "to prefill it themselves"
@@ -191,17 +189,14 @@ def test_kv_passes_within_a_generation_only():
 
 def test_prefill_worker_without_decode_generation_is_unusable():
     fleet = fleet_of(worker("d"), worker("p", Role.PREFILL))
-    fleet.upsert(of_generation(worker("d"), 1), now=1.0)
-    fleet.workers["d"].connected = True
+    connects(fleet, of_generation(worker("d"), 1), now=1.0)
     assert fleet.ready(Role.PREFILL) == 0 and not fleet.claims()
     assert fleet.candidates(domain="0").decode == [] and fleet.ready(Role.DECODE) == 1
-    fleet.upsert(of_generation(worker("p", Role.PREFILL), 1), now=2.0)
-    fleet.workers["p"].connected = True
+    connects(fleet, of_generation(worker("p", Role.PREFILL), 1), now=2.0)
     assert fleet.ready(Role.PREFILL) == 1 and [c.worker_id for c in fleet.candidates(domain="1").decode] == ["d"]
     fleet.remove("p")
     fleet.remove("d")
-    fleet.upsert(worker("d"), now=3.0)
-    fleet.workers["d"].connected = True
+    connects(fleet, worker("d"), now=3.0)
     assert [c.worker_id for c in fleet.candidates(domain="0").decode] == ["d"]
 
 
@@ -288,8 +283,7 @@ def test_ranks_that_wait_for_a_lost_one_are_quiet():
     """They take no step any more, and may report for long that they live: until their longest steps have passed."""
     fleet = Fleet("f")
     for name in ("a", "a.1", "b"):
-        fleet.upsert(worker(name, ranks=("a", "a.1") if name != "b" else ()), now=0.0)
-        fleet.workers[name].connected = True
+        connects(fleet, worker(name, ranks=("a", "a.1") if name != "b" else ()))
         if name == "a":
             assert mark_silent_quiet(fleet, 0.0, 1.0) == [], "the other one is about to join"
         fleet.take_load(WorkerLoad(name, 1, 100, 100, 0, 0, 0, 1.0), 0.0)

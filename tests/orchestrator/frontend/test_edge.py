@@ -13,7 +13,7 @@ from fastapi import Body, FastAPI, Request, Response
 from fastapi.responses import StreamingResponse
 from prometheus_client import CollectorRegistry
 from support_siblings import queue_of
-from support_wait import DEADLINE_S
+from support_wait import until
 
 from orchestrator.config.access import LimitsConfig, SecurityConfig
 from orchestrator.fleet.view import Fleet
@@ -277,17 +277,14 @@ async def test_requests_after_grace_get_503(app):
     config = uvicorn.Config(app, port=0, lifespan="off", log_config=None, timeout_graceful_shutdown=0)
     server = uvicorn.Server(config)
     serving = asyncio.create_task(server.serve())
-    async with asyncio.timeout(DEADLINE_S):
-        while not server.started:
-            await asyncio.sleep(0.01)
-        [port] = [socket.getsockname()[1] for started in server.servers for socket in started.sockets]
-        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as client:
-            asking = asyncio.create_task(client.get("/slow"))
-            while not server.server_state.tasks:
-                await asyncio.sleep(0.01)
-            server.should_exit = True
-            answered = await asking
-        await serving
+    await until(lambda: server.started)
+    [port] = [socket.getsockname()[1] for started in server.servers for socket in started.sockets]
+    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as client:
+        asking = asyncio.create_task(client.get("/slow"))
+        await until(lambda: server.server_state.tasks)
+        server.should_exit = True
+        answered = await asking
+    await serving
     assert answered.status_code == 503 and answered.headers["retry-after"] == "1"
     assert answered.json()["error"]["message"] == "this frontend is ending: ask again"
 

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 import uvicorn
-from support_wait import DEADLINE_S
+from support_wait import until
 
 from orchestrator.config.settings import Config, ConfigError, parse_config
 from orchestrator.config.shared import shared
@@ -147,8 +147,7 @@ async def test_clients_of_a_frontend_whose_connection_to_the_fleet_has_ended_are
     else:
         await connected
     fleet = SimpleNamespace(told_to_drain=ordered, drain=lambda: None)
-    async with asyncio.timeout(DEADLINE_S):
-        await server.until_told_to_end(drained, None, served, connected, fleet, asyncio.Event(), 300.0)
+    await server.until_told_to_end(drained, None, served, connected, fleet, asyncio.Event(), 300.0)
     assert drained.config.timeout_graceful_shutdown < 0.1
     await cancelled(served)
 
@@ -162,11 +161,9 @@ async def test_an_end_in_order_without_requests_logs_no_error(caplog):
     await server.until_told_to_end(drained, None, *never, fleet, ends, 1.0)
     served = uvicorn.Server(drained.config)
     serving = asyncio.create_task(served.serve())
-    async with asyncio.timeout(DEADLINE_S):
-        while not served.started:
-            await asyncio.sleep(0.01)
-        served.should_exit = True
-        await serving
+    await until(lambda: served.started)
+    served.should_exit = True
+    await serving
     await cancelled(*never)
     assert [record.getMessage() for record in caplog.records if record.levelname == "ERROR"] == []
 

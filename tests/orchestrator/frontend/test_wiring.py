@@ -8,7 +8,6 @@ from operator import attrgetter
 
 import pytest
 from support_router import SimRouterCodec
-from support_wait import DEADLINE_S
 
 from orchestrator.config.settings import ConfigError, parse_config
 from orchestrator.frontend.wiring import FRONTEND_TTL_S, FleetConnection, unless_ended
@@ -35,9 +34,8 @@ async def test_impossible_start_fails_at_once_with_cause():
     config = parse_config({"model": "demo", "namespace": "t"})
     connection = FleetConnection("f", config, DamagedRedis(), SimRouterCodec())
     running = asyncio.create_task(connection.run())
-    async with asyncio.timeout(DEADLINE_S):
-        with pytest.raises(ValueError, match="damaged"):
-            await unless_ended(running, connection.synced())
+    with pytest.raises(ValueError, match="damaged"):
+        await unless_ended(running, connection.synced())
     connection.transport.close()
 
 
@@ -66,13 +64,12 @@ async def test_frontend_that_cannot_reach_redis_tells_its_launcher_that_it_lives
     monkeypatch.setattr("orchestrator.frontend.wiring.tell_alive", told.set)
     connection = FleetConnection("f", parse_config({"model": "demo", "namespace": "t"}), Away(), SimRouterCodec())
     running = asyncio.create_task(connection.run())
-    async with asyncio.timeout(DEADLINE_S):
-        await connection._beaten.wait()
-        assert not told.is_set(), "while it loads, which has a deadline"
-        connection._url = "http://127.0.0.1:1"
-        for _ in range(2):  # at each heartbeat
-            await told.wait()
-            told.clear()
+    await connection._beaten.wait()
+    assert not told.is_set(), "while it loads, which has a deadline"
+    connection._url = "http://127.0.0.1:1"
+    for _ in range(2):  # at each heartbeat
+        await told.wait()
+        told.clear()
     running.cancel()
     await asyncio.gather(running, return_exceptions=True)
     connection.transport.close()
@@ -86,8 +83,7 @@ async def test_a_message_that_cannot_be_read_leaves_no_gap_in_an_answer(monkeypa
     monkeypatch.setattr(connection.transport, "receive", messages.get)
     messages.put_nowait(("w", Unreadable("w"), []))
     receiving = asyncio.create_task(connection._receive())
-    async with asyncio.timeout(DEADLINE_S):
-        assert await lost.get() == "w"
+    assert await lost.get() == "w"
     receiving.cancel()
     connection.transport.close()
 
@@ -108,8 +104,7 @@ async def test_a_defect_in_the_handling_of_a_message_ends_no_frontend(message, m
     for told in (message, CallReply(1)):
         messages.put_nowait(("w", told, []))
     receiving = asyncio.create_task(connection._receive())
-    async with asyncio.timeout(DEADLINE_S):
-        assert await unless_ended(receiving, handled.get()) == "w"
+    assert await unless_ended(receiving, handled.get()) == "w"
     assert f"could not handle {type(message).__name__} from worker w" in caplog.text
     receiving.cancel()
     connection.transport.close()
@@ -205,11 +200,10 @@ async def test_a_defect_in_one_of_its_loops_ends_no_frontend(loop, redis, monkey
         raise ZeroDivisionError
 
     try:
-        async with asyncio.timeout(DEADLINE_S):
-            await unless_ended(running, connection.synced())
-            monkeypatch.setattr(attrgetter(path)(connection), name, defect)
-            for _ in range(3):
-                await unless_ended(running, met.get())
+        await unless_ended(running, connection.synced())
+        monkeypatch.setattr(attrgetter(path)(connection), name, defect)
+        for _ in range(3):
+            await unless_ended(running, met.get())
     finally:
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)

@@ -13,7 +13,7 @@ import msgspec
 import pytest
 from support_redis import Server, fresh_namespace, worker
 from support_steering import set_desired
-from support_wait import DEADLINE_S
+from support_wait import until
 
 from orchestrator.config.settings import Config, LauncherConfig, ScaleConfig, parse_config
 from orchestrator.launch import fleet_processes
@@ -194,16 +194,14 @@ async def test_crashes_while_redis_was_away_are_not_held_against_a_process(
     monkeypatch.setattr(fleet, "_processes", lambda: [process])
     running = asyncio.create_task(process.run())
     try:
-        async with asyncio.timeout(DEADLINE_S):
-            while not cannot_start(process):
-                await asyncio.sleep(0.01)
+        await until(lambda: cannot_start(process))
+        await fleet.watch.read()
+        assert cannot_start(process)
+        server.stop()
+        await fleet.watch.read()
+        server.start()
+        while cannot_start(process):
             await fleet.watch.read()
-            assert cannot_start(process)
-            server.stop()
-            await fleet.watch.read()
-            server.start()
-            while cannot_start(process):
-                await fleet.watch.read()
     finally:
         process.request_stop()
         await running
@@ -239,7 +237,6 @@ async def test_a_start_says_once_that_only_the_endpoint_is_not_ready(tmp_path: P
     config = parse_config({"model": "m", "engine": "sim"})
     fleet = processes_of(config, AsyncMock(), LocalMachine(config), tmp_path)
     fleet._answers = AsyncMock(side_effect=[False] * 4 + [True])  # type: ignore[method-assign]
-    async with asyncio.timeout(DEADLINE_S):
-        await fleet.until_ready()
+    await fleet.until_ready()
     (line,) = caplog.messages
     assert line.startswith("http://127.0.0.1:8000/ready is not, though all processes here are")

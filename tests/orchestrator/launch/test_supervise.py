@@ -9,7 +9,7 @@ import sys
 from unittest.mock import AsyncMock, Mock
 
 import pytest
-from support_wait import DEADLINE_S, until
+from support_wait import until
 
 from orchestrator.config.settings import LauncherConfig
 from orchestrator.launch import supervise
@@ -64,8 +64,7 @@ class Child:
         self.exits.append(process.last_exit)
 
     async def ended(self) -> None:
-        async with asyncio.timeout(DEADLINE_S):
-            await self.task
+        await self.task
 
 
 @pytest.fixture(autouse=True)
@@ -194,8 +193,7 @@ async def test_what_has_ended_is_not_signalled_any_more(monkeypatch: pytest.Monk
     """Its pid, and its group's, may be another's by then: of one that waits for its next start, say."""
     process = LocalProcess(python("pass"), lambda name, line: None)
     await process.start()
-    async with asyncio.timeout(DEADLINE_S):
-        await process.wait()
+    await process.wait()
     signalled: list[int] = []
     for name in ("kill", "killpg"):
         monkeypatch.setattr(os, name, lambda pid, number: signalled.append(pid))
@@ -251,8 +249,7 @@ async def test_whatever_keeps_it_from_being_started_is_a_crash(error: Exception,
     assert process.last_exit is not None and process.last_exit.reason == str(error)
     assert ("child: could not be started" in caplog.text) == isinstance(error, RuntimeError), "a defect is shown whole"
     process.request_stop()
-    async with asyncio.timeout(DEADLINE_S):
-        await task
+    await task
 
 
 async def test_a_process_of_which_nobody_can_read_who_it_is_runs_no_more(monkeypatch: pytest.MonkeyPatch):
@@ -328,8 +325,7 @@ async def test_a_process_without_room_waits_and_can_be_told_to_leave():
     waiting, its_task = supervised()
     await until(lambda: waiting.stage is Stage.PLACING)
     waiting.expect_exit(within_s=60)
-    async with asyncio.timeout(DEADLINE_S):
-        await asyncio.gather(task, its_task)
+    await asyncio.gather(task, its_task)
     assert len(exits) == 1, "the one without a process had nothing to leave"
     assert stages[-1] is Stage.ENDED
 
@@ -348,8 +344,7 @@ async def test_one_whose_start_takes_long_is_stopped_at_once(monkeypatch: pytest
     child = Child("")
     await begun.wait()
     child.process.request_stop()
-    async with asyncio.timeout(DEADLINE_S):
-        await child.task
+    await child.task
     assert given_up.is_set()
     assert child.stages == [Stage.STARTING, Stage.ENDED]
 
@@ -369,8 +364,7 @@ async def test_one_that_has_no_process_yet_leaves_at_once(monkeypatch: pytest.Mo
     task = asyncio.create_task(child.run())
     await until(lambda: stages == [Stage.STARTING])
     child.expect_exit(within_s=60)
-    async with asyncio.timeout(DEADLINE_S):
-        await task
+    await task
     assert stages == [Stage.STARTING, Stage.LEAVING, Stage.ENDED]
 
 
@@ -456,8 +450,7 @@ async def test_a_process_that_outlives_sigkill_holds_nobody_up(monkeypatch, capl
     with monkeypatch.context() as patched:
         patched.setattr(process_module.os, "killpg", lambda group, number: None)
         child.process.request_stop()
-        async with asyncio.timeout(DEADLINE_S):
-            await child.task
+        await child.task
     assert child.process.stage is Stage.ENDED and not child.process.pid
     assert f"child (process {pid}) has not ended within 0.3 s of SIGKILL" in caplog.text
     assert [part.lost for part in child.process.parts] == [stays == "the process"]

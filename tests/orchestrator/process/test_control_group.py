@@ -20,45 +20,30 @@ def limits(folder: Path, membership: str, files: dict[str, str]) -> tuple[float,
     return cpu_limit(folder, own), memory_limit(folder, own)
 
 
-def test_container_with_version_2(tmp_path: Path):
-    found = limits(tmp_path, "0::/\n", {"cpu.max": "150000 100000", "memory.max": str(4 << 30)})
-    assert found == (1.5, 4 << 30)
-
-
-def test_outer_groups_limit_too(tmp_path: Path):
-    """A service under a slice: each has limits, and the least counts."""
-    files = {
-        "a.slice/cpu.max": "200000 100000",
-        "a.slice/b.service/cpu.max": "max 100000",
-        "a.slice/memory.max": "max",
-        "a.slice/b.service/memory.max": "1000000",
-    }
-    assert limits(tmp_path, "0::/a.slice/b.service\n", files) == (2.0, 1_000_000)
-
-
-def test_container_with_version_1_that_is_told_its_path_on_the_host(tmp_path: Path):
-    files = {
-        "cpu/cpu.cfs_quota_us": "400000",
-        "cpu/cpu.cfs_period_us": "100000",
-        "memory/memory.limit_in_bytes": "2147483648",
-    }
-    membership = "5:memory:/docker/0a1b\n4:cpu,cpuacct:/docker/0a1b\n1:name=systemd:/docker/0a1b\n"
-    assert limits(tmp_path, membership, files) == (4.0, 2 << 30)
+SLICE = {"a.slice/cpu.max": "200000 100000", "a.slice/b.service/cpu.max": "max 100000"}
+SLICE |= {"a.slice/memory.max": "max", "a.slice/b.service/memory.max": "1000000"}
+DOCKER = "5:memory:/docker/0a1b\n4:cpu,cpuacct:/docker/0a1b\n1:name=systemd:/docker/0a1b\n"
+VERSION_1 = {"cpu/cpu.cfs_quota_us": "400000", "cpu/cpu.cfs_period_us": "100000"}
+VERSION_1 |= {"memory/memory.limit_in_bytes": "2147483648"}
+NONE = (math.inf, math.inf)
 
 
 @pytest.mark.parametrize(
-    ("membership", "files"),
+    ("membership", "files", "found"),
     [
-        ("0::/\n", {"cpu.max": "max 100000", "memory.max": "max"}),
-        ("4:cpu:/\n", {"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}),
-        ("0::/user.slice\n", {}),
-        ("not what Linux writes\n", {"cpu.max": "1 1"}),
-        ("0::/\n", {"cpu.max": "a lot", "memory.max": ""}),
-        ("0::/\n", {"cpu.max": "100000 0"}),
+        ("0::/\n", {"cpu.max": "150000 100000", "memory.max": str(4 << 30)}, (1.5, 4 << 30)),
+        ("0::/a.slice/b.service\n", SLICE, (2.0, 1_000_000)),  # each has limits, and the least counts
+        (DOCKER, VERSION_1, (4.0, 2 << 30)),  # told its path on the host
+        ("0::/\n", {"cpu.max": "max 100000", "memory.max": "max"}, NONE),
+        ("4:cpu:/\n", {"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, NONE),
+        ("0::/user.slice\n", {}, NONE),
+        ("not what Linux writes\n", {"cpu.max": "1 1"}, NONE),
+        ("0::/\n", {"cpu.max": "a lot", "memory.max": ""}, NONE),
+        ("0::/\n", {"cpu.max": "100000 0"}, NONE),
     ],
 )
-def test_no_limit(tmp_path: Path, membership: str, files: dict[str, str]):
-    assert limits(tmp_path, membership, files) == (math.inf, math.inf)
+def test_limits(tmp_path: Path, membership: str, files: dict[str, str], found: tuple[float, float]):
+    assert limits(tmp_path, membership, files) == found
 
 
 def test_without_control_groups(tmp_path: Path):

@@ -2,7 +2,7 @@
 
 import pytest
 from support_bench import FakeCodec, FakeQueue, FakeRequest
-from support_info import worker_info
+from support_info import connects, worker_info
 
 from orchestrator.config.settings import parse_config
 from orchestrator.fleet.view import Fleet
@@ -44,8 +44,7 @@ def looked_at(workers: int, generations: int) -> list[int]:
     fleet = Fleet("f", choose.static_score)
     for number in range(workers):
         name, role = (f"d{number}", Role.DECODE) if number % 2 else (f"p{number}", Role.PREFILL)
-        fleet.upsert(worker_info(name, role, generation=number // 2 % generations, lends=True), now=0.0)
-        fleet.workers[name].connected = True
+        connects(fleet, worker_info(name, role, generation=number // 2 % generations, lends=True))
         kv = KVCounters(link_bytes_per_s=1e9 + number)
         fleet.take_load(WorkerLoad(name, 1, 100, 90 - number % 10, 1, 0, 0, 1.0, kv=kv), now=0.0)
     prefixes, config = PrefixIndex(), parse_config({"model": "m"})
@@ -81,8 +80,7 @@ def test_a_large_fleet_of_quiet_workers_has_candidates():
     """As a small one has: this frontend alone may have heard nobody for a second."""
     fleet = Fleet("f", decode_choice("kv_prefix").static_score)
     for number in range(SHORTLIST_FROM):
-        fleet.upsert(worker_info(name := f"d{number}", Role.DECODE), now=0.0)
-        fleet.workers[name].connected = True
+        connects(fleet, worker_info(name := f"d{number}", Role.DECODE))
         fleet.take_load(WorkerLoad(name, 1, 100, 90, 1, 0, 0, 1.0), now=0.0)
         fleet.workers[name].mark_quiet(True)
     assert fleet.ready(Role.DECODE) == len(fleet.candidates().decode) == SHORTLIST_FROM

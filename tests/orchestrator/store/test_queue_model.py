@@ -42,27 +42,38 @@ class Job:
         self.holder, self.deliveries, self.expired = None, 0, False
 
 
-class QueueMachine(RuleBasedStateMachine):
+class Machine(RuleBasedStateMachine):
+    """A queue with the frontend of its jobs. The place of a job is its arrival, which the models know as an order."""
+
     url = ""
 
-    @initialize()
-    def start(self):
-        self.runner = asyncio.Runner()
-        self.namespace = fresh_namespace()
+    def begin(self, **bounds):
+        self.runner, self.namespace = asyncio.Runner(), fresh_namespace()
         self.redis = self.do(connect(self.url, 5.0))
-        # The place is the arrival, which the model knows as an order.
-        bounds: dict[str, int] = {"max_jobs": MAX_REQUESTS, "max_deliveries": MAX_DELIVERIES}
-        self.queue = PrefillQueue(self.redis, self.namespace, lease_s=30.0, **bounds)
+        self.queue = PrefillQueue(self.redis, self.namespace, **bounds)
         self.do(self.redis.hset(self.queue.keys.frontend("f1"), "pid", 1))
-        self.do(self.redis.hset(self.queue.keys.worker("w2"), mapping={"role": "prefill", "state": "ready"}))
-        self.jobs: dict[str, Job] = {}
-        self.places = itertools.count()
 
     def do(self, work):
         async def main():
             return await work
 
         return self.runner.run(main())
+
+    def close(self, *request_ids):
+        for request_id in request_ids:
+            self.do(self.queue.cancel(request_id, 9))
+        self.do(assert_no_leaks(self.redis, self.namespace))
+        self.do(self.redis.aclose())
+        self.runner.close()
+
+
+class QueueMachine(Machine):
+    @initialize()
+    def start(self):
+        self.begin(lease_s=30.0, max_jobs=MAX_REQUESTS, max_deliveries=MAX_DELIVERIES)
+        self.do(self.redis.hset(self.queue.keys.worker("w2"), mapping={"role": "prefill", "state": "ready"}))
+        self.jobs: dict[str, Job] = {}
+        self.places = itertools.count()
 
     def waiting(self):
         found = [(known.place, request_id) for request_id, known in self.jobs.items() if known.holder is None]
@@ -187,30 +198,21 @@ class QueueMachine(RuleBasedStateMachine):
         assert [row["id"] for row in self.do(peek(self.queue, 100))] == waiting
 
     def teardown(self):
-        for request_id in list(self.jobs):
-            self.do(self.queue.cancel(request_id, 9))
-        self.do(assert_no_leaks(self.redis, self.namespace))
-        self.do(self.redis.aclose())
-        self.runner.close()
+        self.close(*self.jobs)
 
 
 NAMES = ["a", "b", "c"]
 IDLE, LEFT, ROOM, ALL = 1, 2, 3, 4
 
 
-class WaitersMachine(RuleBasedStateMachine):
+class WaitersMachine(Machine):
     """Who is told of which job: workers that are idle, ahead or busy claim, wait, leave, are late and die; jobs come,
     some with a prefix that some have cached, and come back. Time passes where a rule says so."""
 
-    url = ""
-
     @initialize()
     def start(self):
-        self.runner, self.namespace = asyncio.Runner(), fresh_namespace()
-        self.redis = self.do(connect(self.url, 5.0))
-        self.queue = PrefillQueue(self.redis, self.namespace, lease_s=600.0)
+        self.begin(lease_s=600.0)
         self.prefix = self.queue.keys.prefix
-        self.do(self.redis.hset(self.queue.keys.frontend("f1"), "pid", 1))
         self.workers = {name: PrefillQueue(self.redis, self.namespace, name, lease_s=600.0) for name in NAMES}
         self.listening: dict[str, asyncio.Task[None]] = {}
         for name in NAMES:
@@ -221,12 +223,6 @@ class WaitersMachine(RuleBasedStateMachine):
         self.waiters: dict[str, tuple[int, float, int]] = {}  # part of the order, when it is done, since when
         self.late, self.told, self.coming = set[str](), set[str](), set[str]()
         self.numbers, self.excused = itertools.count(), False
-
-    def do(self, work):
-        async def main():
-            return await work
-
-        return self.runner.run(main())
 
     async def hears(self, name, lives):
         if lives:
@@ -423,21 +419,15 @@ class WaitersMachine(RuleBasedStateMachine):
     def teardown(self):
         for name in list(self.listening):
             self.do(self.hears(name, False))
-        for request_id in [*self.jobs, *self.held]:
-            self.do(self.queue.cancel(request_id, 9))
         self.do(self.redis.delete(f"{self.prefix}told"))
-        self.do(assert_no_leaks(self.redis, self.namespace))
-        self.do(self.redis.aclose())
-        self.runner.close()
+        self.close(*self.jobs, *self.held)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("machine", "examples"), [(QueueMachine, 60), (WaitersMachine, 60)])
-def test_any_order_of_transitions_matches_the_model(server, machine, examples):
+@pytest.mark.parametrize("machine", [QueueMachine, WaitersMachine])
+def test_any_order_of_transitions_matches_the_model(server, machine):
     machine.url = server.url
     run_state_machine_as_test(
         machine,
-        settings=settings(
-            max_examples=examples, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
-        ),
+        settings=settings(max_examples=60, stateful_step_count=40, suppress_health_check=list(HealthCheck)),
     )

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support_redis import claim_head, fresh_namespace, job, running_server, worker
+from support_redis import claim_head, fresh_namespace, job, worker
 from support_steering import claim_ids, order_drain, order_role, set_desired
 from support_wait import until
 
@@ -803,32 +803,31 @@ async def test_what_others_say_on_the_channel_ends_nothing(registry, redis, watc
     assert await registry.restored(None, None) is None, "nobody was told of a ratio"
 
 
-async def test_watching_survives_a_killed_server(tmp_path):
-    with running_server(tmp_path) as mortal:
-        redis = await connect(mortal.url, 1.0)
-        registry = Registry(redis, "mortal")
-        watcher = Watcher(registry)
-        await watcher.until(1)
-        await registry.join(worker("a"), TTL_S)
-        await watcher.until(2)
-        os.kill(mortal.pid, signal.SIGKILL)
-        with pytest.raises(RedisAway):
+async def test_watching_survives_a_killed_server(mortal):
+    redis = await connect(mortal.url, 1.0)
+    registry = Registry(redis, "mortal")
+    watcher = Watcher(registry)
+    await watcher.until(1)
+    await registry.join(worker("a"), TTL_S)
+    await watcher.until(2)
+    os.kill(mortal.pid, signal.SIGKILL)
+    with pytest.raises(RedisAway):
+        await registry.refresh(worker("a"), TTL_S)
+    mortal.stop()
+    mortal.start()
+    await watcher.until(3)  # it listens again
+
+    async def refreshed():
+        try:
             await registry.refresh(worker("a"), TTL_S)
-        mortal.stop()
-        mortal.start()
-        await watcher.until(3)  # it listens again
+        except RedisAway:
+            return False
+        return True
 
-        async def refreshed():
-            try:
-                await registry.refresh(worker("a"), TTL_S)
-            except RedisAway:
-                return False
-            return True
-
-        await until(refreshed, "a is back")
-        await watcher.until(4)
-        await watcher.close()
-        await redis.aclose()
+    await until(refreshed, "a is back")
+    await watcher.until(4)
+    await watcher.close()
+    await redis.aclose()
 
 
 # ---- launchers -------------------------------------------------------------------------------------------------

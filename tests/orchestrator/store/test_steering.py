@@ -2,17 +2,16 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from support_redis import fresh_namespace, running_server, worker
+from support_redis import fresh_namespace, worker
 from support_steering import set_desired
 
 from orchestrator.config.settings import Refused
 from orchestrator.store import documents
-from orchestrator.store.client import Redis, RedisAway, connect
+from orchestrator.store.client import Redis, RedisAway
 from orchestrator.store.configuration import Rollout, Version
 from orchestrator.store.planned import PlannedWorker, Seen
 from orchestrator.store.queue import PrefillQueue
@@ -58,47 +57,43 @@ def test_the_last_ready_decode_worker_is_not_drained():
 
 
 @pytest.mark.slow  # a server of its own
-async def test_nobody_sees_an_order_without_its_desired_ratio(tmp_path: Path):
+async def test_nobody_sees_an_order_without_its_desired_ratio(redis: Redis):
     """A launcher that read between the two started a worker in place of the one that leaves."""
-    with running_server(tmp_path) as server:
-        redis, namespace = await connect(server.url, 5), fresh_namespace()
-        registry, another = Registry(redis, namespace), Registry(redis, namespace)
-        for name, role in (("d0", Role.DECODE), ("d1", Role.DECODE), ("d2", Role.DECODE), ("p0", Role.PREFILL)):
-            await registry.join(worker(name, role), 60)
-        await set_desired(registry, 1, 3, "test")
-        call, seen = redis.call, list[tuple[set[str], int, int]]()
+    namespace = fresh_namespace()
+    registry, another = Registry(redis, namespace), Registry(redis, namespace)
+    for name, role in (("d0", Role.DECODE), ("d1", Role.DECODE), ("d2", Role.DECODE), ("p0", Role.PREFILL)):
+        await registry.join(worker(name, role), 60)
+    await set_desired(registry, 1, 3, "test")
+    call, seen = redis.call, list[tuple[set[str], int, int]]()
 
-        async def then_look(library: Any, verb: str, *args: Any) -> Any:
-            answer = await call(library, verb, *args)
-            if verb != "read":
-                reading = await another.read()
-                assert reading.desired is not None
-                seen.append(({*reading.orders}, reading.desired.prefill, reading.desired.decode))
-            return answer
+    async def then_look(library: Any, verb: str, *args: Any) -> Any:
+        answer = await call(library, verb, *args)
+        if verb != "read":
+            reading = await another.read()
+            assert reading.desired is not None
+            seen.append(({*reading.orders}, reading.desired.prefill, reading.desired.decode))
+        return answer
 
-        redis.call = then_look  # type: ignore[method-assign]
-        steering = Steering(registry, PrefillQueue(redis, namespace), heartbeat_s=0)
-        assert await steering.drain("d2", force=False)
-        assert await steering.change_role("d1", Role.PREFILL, force=False)
-        states = [state for state, before in zip(seen, [None, *seen], strict=False) if state != before]
-        assert states == [(set(), 1, 3), ({"d2"}, 1, 2), ({"d1", "d2"}, 2, 1)]
-        await redis.aclose()
+    redis.call = then_look  # type: ignore[method-assign]
+    steering = Steering(registry, PrefillQueue(redis, namespace), heartbeat_s=0)
+    assert await steering.drain("d2", force=False)
+    assert await steering.change_role("d1", Role.PREFILL, force=False)
+    states = [state for state, before in zip(seen, [None, *seen], strict=False) if state != before]
+    assert states == [(set(), 1, 3), ({"d2"}, 1, 2), ({"d1", "d2"}, 2, 1)]
 
 
-async def test_orders_wait_for_workers_that_a_redis_without_its_data_has_not_heard_of(tmp_path: Path) -> None:
+async def test_orders_wait_for_workers_that_a_redis_without_its_data_has_not_heard_of(redis: Redis) -> None:
     """Else one that is there seems to be unknown, and the first that comes back seems to be the last decode worker."""
-    with running_server(tmp_path) as server:
-        redis, namespace = await connect(server.url, 5), fresh_namespace()
-        registry = Registry(redis, namespace)
-        steering = Steering(registry, PrefillQueue(redis, namespace), heartbeat_s=1.5)
-        ready = [worker(name, Role.DECODE) for name in ("d0", "d1")]
-        await registry.join(ready[0], 60)
-        await set_desired(registry, 0, 2, "test")
-        draining = asyncio.create_task(steering.drain("d1", force=False))
-        await asyncio.sleep(0.3)
-        await registry.join(ready[1], 60)  # its first heartbeat since
-        assert await draining
-        await redis.aclose()
+    namespace = fresh_namespace()
+    registry = Registry(redis, namespace)
+    steering = Steering(registry, PrefillQueue(redis, namespace), heartbeat_s=1.5)
+    ready = [worker(name, Role.DECODE) for name in ("d0", "d1")]
+    await registry.join(ready[0], 60)
+    await set_desired(registry, 0, 2, "test")
+    draining = asyncio.create_task(steering.drain("d1", force=False))
+    await asyncio.sleep(0.3)
+    await registry.join(ready[1], 60)  # its first heartbeat since
+    assert await draining
 
 
 class AfterReading:

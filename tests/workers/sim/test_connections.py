@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator
 
 import pytest
-from support_sim import DEADLINE_S, SimFixture, collect, request_of
+from support_sim import SimFixture, collect, request_of
 from support_wait import until
 
 from connectors.push import wire
@@ -114,8 +114,7 @@ async def test_garbage_is_counted_and_harms_no_other_peer(frame: bytes, bad_mess
     if bad_messages:
         await sims.until(lambda load: load.kv.bad_messages == bad_messages, engine)
     else:  # no frame can be found after it
-        async with asyncio.timeout(DEADLINE_S):
-            await reader.read()
+        await reader.read()
     writer.close()
     await engine.submit(request_of("a#1", [1, 2, 3], max_tokens=2))
     assert len((await collect(engine, "a#1")).tokens) == 2

@@ -1,10 +1,8 @@
 """The simulated engine: deterministic tokens, block accounting, hand-over between engines, and every way it can end."""
 
-import asyncio
-
 import pytest
 from support_sim import FAST, SimFixture, collect, expected, request_of, wire_of
-from support_wait import DEADLINE_S
+from support_wait import until
 
 from orchestrator.config.settings import KVConfig
 from orchestrator.config.simulated import Simulated
@@ -73,9 +71,7 @@ async def test_link_that_is_not_used_any_more_is_unknown(sims: SimFixture, monke
         return loads[-1].kv.link_bytes_per_s == 0
 
     assert loads[0].kv.link_bytes_per_s > 0
-    async with asyncio.timeout(DEADLINE_S):
-        while not await is_unknown():
-            await asyncio.sleep(0.01)
+    await until(is_unknown)
     assert loads[-1].kv.transfers == 1
 
 

@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import pytest
-from support_wait import DEADLINE_S, until
+from support_wait import until
 
 from orchestrator.wire.addresses import hold_port
 from workers.engine import EngineDead, Group
@@ -21,8 +21,7 @@ async def ranks(size: int) -> AsyncIterator[tuple[list[Lockstep], list[int]]]:
         Lockstep(Group(rank, size, "127.0.0.1", port), lambda rank=rank: woken.append(rank)) for rank in range(size)
     ]
     try:
-        async with asyncio.timeout(DEADLINE_S):
-            await asyncio.gather(*(one.start() for one in group))
+        await asyncio.gather(*(one.start() for one in group))
         yield group, woken
     finally:
         for one in group:
@@ -45,11 +44,9 @@ async def test_step_takes_as_long_as_slowest_rank(first: int) -> None:
         await until(lambda: sorted(woken) == others, "the others are woken")
         assert not step.done() and all(group[rank].running for rank in others)
         dummies = [asyncio.create_task(group[rank].meet(0.1, False)) for rank in others]
-        async with asyncio.timeout(DEADLINE_S):
-            assert await asyncio.gather(step, *dummies) == [0.3] * 3
+        assert await asyncio.gather(step, *dummies) == [0.3] * 3
         assert all(one.running for one in group)
-        async with asyncio.timeout(DEADLINE_S):
-            await asyncio.gather(*(one.meet(0.1, False) for one in group))
+        await asyncio.gather(*(one.meet(0.1, False) for one in group))
         assert not any(one.running for one in group), "nobody has a request: no more steps"
 
 
@@ -61,8 +58,7 @@ async def test_rank_that_is_late_is_woken_for_the_next_wave() -> None:
         await asyncio.sleep(0)
         reader.feed_data(_encode(Go(0.1, more=False)) + b"\n" + _encode(Wake()) + b"\n")
         following = asyncio.create_task(late._follow(reader))
-        async with asyncio.timeout(DEADLINE_S):
-            await step
+        await step
         assert late.running, "the first rank waits for it"
         following.cancel()
 
@@ -72,9 +68,8 @@ async def test_rank_that_ends_ends_all(ends: int) -> None:
     async with ranks(3) as (group, _):
         steps = [asyncio.create_task(one.meet(0.1, True)) for rank, one in enumerate(group) if rank != ends]
         await group[ends].close()
-        async with asyncio.timeout(DEADLINE_S):
-            for ended in await asyncio.gather(*steps, return_exceptions=True):
-                assert isinstance(ended, EngineDead)
+        for ended in await asyncio.gather(*steps, return_exceptions=True):
+            assert isinstance(ended, EngineDead)
 
 
 async def test_engine_that_waits_for_a_rank_answers_nothing() -> None:
@@ -85,5 +80,4 @@ async def test_engine_that_waits_for_a_rank_answers_nothing() -> None:
         await asyncio.wait({asked}, timeout=0.2)
         assert not asked.done()
         await group[1].meet(0.1, False)
-        async with asyncio.timeout(DEADLINE_S):
-            await asyncio.gather(step, asked)
+        await asyncio.gather(step, asked)

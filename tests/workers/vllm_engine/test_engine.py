@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 from support_vllm import Driver, engine_pid, frames, tiny_model
-from support_wait import DEADLINE_S, until
+from support_wait import until
 from vllm.v1.engine import EngineCoreRequestType
 
 from orchestrator.config.settings import KVConfig
@@ -45,12 +45,6 @@ async def pair(model: Path, request: pytest.FixtureRequest) -> AsyncIterator[tup
     yield prefill, decode
     await prefill.stop()
     await decode.stop()
-
-
-async def expected(reference: Driver, key: str, body: list[bytes]) -> list[int]:
-    key = f"{key}-{next(COUNT)}"  # the reference engine serves every transfer mode's turn
-    await reference.decode(key, body)
-    return await reference.done(key)
 
 
 async def transfer(prefill: Driver, decode: Driver, key: str, body: list[bytes], decode_first: bool = False) -> None:
@@ -113,7 +107,7 @@ async def test_remote_prefill_gives_the_tokens_of_a_local_one(pair, reference, l
     prefill, decode = pair
     body = frames(prompt(length), 8)
     await transfer(prefill, decode, f"one-{length}", body, decode_first=length % 2 == 0)
-    assert await decode.done(f"one-{length}") == await expected(reference, f"one-{length}", body)
+    assert await decode.done(f"one-{length}") == await reference.alone(body)
     assert len(await prefill.done(f"one-{length}")) == 1
     assert str(prefill.finished[f"one-{length}"]) == "length"
     await assert_no_leaks(prefill, decode)
@@ -147,7 +141,7 @@ async def test_prefix_hits_on_either_side_are_used_and_counted(pair, reference) 
                 await driver.done(f"warm-{index}")
         body = frames([*base, *prompt(150, index)])
         await transfer(prefill, decode, f"hit-{index}", body)
-        assert await decode.done(f"hit-{index}") == await expected(reference, f"hit-{index}", body)
+        assert await decode.done(f"hit-{index}") == await reference.alone(body)
         assert decode.stats[f"hit-{index}"].num_cached_tokens == (192 if warm_decode else 0)
     await assert_no_leaks(prefill, decode)
 
@@ -161,7 +155,7 @@ async def test_many_at_once_in_both_directions(pair, reference) -> None:
     for index, (key, body) in enumerate(bodies.items()):
         target = second if index % 2 else first
         # Both engines know the key; the decode side gives twelve tokens, the prefill side one.
-        assert await target.done(key) == await expected(reference, key, body)
+        assert await target.done(key) == await reference.alone(body)
     await assert_no_leaks(first, second)
 
 
@@ -214,7 +208,7 @@ async def test_an_aborted_prefill_is_recomputed_by_decode(pair, reference) -> No
         await transfer(prefill, decode, key, body)
         await asyncio.sleep(index * 0.004)
         await prefill.engine.abort([key])
-        assert await decode.done(key) == await expected(reference, key, body)
+        assert await decode.done(key) == await reference.alone(body)
         said = decode.stats[key]
         came.append((said.num_external_cached_tokens, said.num_computed_tokens))
     assert came[0] == (0, 1200) and {*came} <= {(0, 1200), (1200, 0)}, "the router learns of it"
@@ -229,16 +223,15 @@ async def test_a_preempted_prefill_pushes_the_right_kv(pair, reference) -> None:
         """False if all was computed before it could, and only the sending was left, which vLLM does not preempt."""
         body = frames(prompt(1800, seed), 4)
         await transfer(prefill, decode, key, body)
-        async with asyncio.timeout(DEADLINE_S):
-            while len(prefill.tokens_left.get(key, ())) < chunks:
-                await asyncio.sleep(0.001)
+        while len(prefill.tokens_left.get(key, ())) < chunks:
+            await asyncio.sleep(0.001)
         in_time = True
         try:
             await prefill.engine.call("reset_prefix_cache", [True], {})
         except RuntimeError:
             in_time = False
         # What vLLM preempts begins again in other blocks.
-        assert await decode.done(key) == await expected(reference, key, body)
+        assert await decode.done(key) == await reference.alone(body)
         return in_time
 
     for chunks in range(1, 6):  # of 8
@@ -272,7 +265,7 @@ async def test_many_requests_with_aborts_on_both_sides(pair, reference) -> None:
             if fate >= 0.1 or chance.random() < 0.5:
                 await prefill.engine.abort([key])
         if key not in aborted:
-            assert await decode.done(key) == await expected(reference, key, body), key
+            assert await decode.done(key) == await reference.alone(body), key
 
     for start in range(0, 60, 12):
         await asyncio.gather(*(one(number) for number in range(start, start + 12)))
@@ -287,7 +280,7 @@ async def test_a_prefill_that_never_runs_ends_in_recompute_after_the_timeout(pai
     body = frames(prompt(300, 5))
     await decode.decode("never", body, prefill.source("never"))
     began = time.monotonic()
-    assert await decode.done("never") == await expected(reference, "never", body)
+    assert await decode.done("never") == await reference.alone(body)
     assert time.monotonic() - began >= TIMEOUT_S * 0.5
     await assert_no_leaks(prefill, decode)
 
@@ -318,7 +311,7 @@ async def test_an_unreachable_prefill_engine_ends_in_recompute(pair, reference) 
     body = frames(prompt(200, 7))
     nowhere = KVSource(KVEndpoint("no-such-engine", "127.0.0.1", 9), "nowhere")
     await decode.decode("nowhere", body, nowhere)
-    assert await decode.done("nowhere") == await expected(reference, "nowhere", body)
+    assert await decode.done("nowhere") == await reference.alone(body)
     await assert_no_leaks(decode)
 
 
@@ -331,7 +324,7 @@ async def test_a_silent_peer_does_not_delay_handshakes_with_others(model: Path, 
         nowhere = KVSource(KVEndpoint("silent-engine", "127.0.0.1", silent.getsockname()[1]), "silent")
         await decode.decode("silent", body, nowhere)
         await transfer(fresh, decode, "prompt-answer", body)
-        right = await expected(reference, "prompt-answer", body)
+        right = await reference.alone(body)
         assert await decode.done("prompt-answer") == right
         assert "silent" not in decode.finished
         assert await decode.done("silent") == right
@@ -422,7 +415,7 @@ async def test_a_killed_engine_costs_no_request_and_no_block_on_either_side(mode
     for driver in pair:
         await driver.engine.fail_peer(doomed.info.kv.engine_id)
     for key, body in bodies.items():
-        assert await decode.done(key) == await expected(reference, key, body)
+        assert await decode.done(key) == await reference.alone(body)
     for index in range(4):
         await prefill.done(f"half-{index}")
     # A request that names it afterwards does not even try.
@@ -476,7 +469,7 @@ async def test_engines_that_differ_still_answer(model: Path, tmp_path: Path, pai
     bodies = {f"differ-{length}": frames(prompt(length, 9), 6) for length in (40, 300, 1100)}
     coarse = await Driver.start(model, name="coarse", block_size=64)
     for key, body in bodies.items():
-        right = await expected(reference, key, body)
+        right = await reference.alone(body)
         await transfer(coarse, first, f"fine-{key}", body)
         assert await first.done(f"fine-{key}", timeout_s=10.0) == right
         await transfer(second, coarse, f"coarse-{key}", body)
@@ -503,7 +496,7 @@ async def test_a_false_alarm_about_a_living_engine_corrupts_nothing(pair, refere
         await asyncio.sleep(0.01 * index)
         await decode.engine.fail_peer(prefill.info.kv.engine_id)
         await prefill.engine.fail_peer(decode.info.kv.engine_id)
-        assert await decode.done(key) == await expected(reference, key, body)
+        assert await decode.done(key) == await reference.alone(body)
     await assert_no_leaks(prefill, decode)
 
 

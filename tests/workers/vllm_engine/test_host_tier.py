@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 from support_models import MODELS, special_model
-from support_vllm import BLOCK_SIZE, Driver, engine_pid, frames, tiny_model
+from support_vllm import BLOCK_SIZE, Driver, counted_steps, engine_pid, frames, tiny_model
 from support_wait import DEADLINE_S, until
 
 from orchestrator.config.settings import KVConfig
@@ -344,16 +344,7 @@ async def test_the_hooks_of_our_plugin_work(pair) -> None:
 
 async def test_an_idle_engine_takes_no_steps_and_copies_wake_it(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A real engine, forked from this process, that nothing but an event wakes for a minute."""
-    from workers.vllm_engine import loop, plugin
-
-    steps, process_step = multiprocessing.get_context("fork").Value("q", 0), plugin._process_engine_step
-
-    def counted(engine: Any) -> bool:
-        steps.value += 1
-        return process_step(engine)
-
-    monkeypatch.setattr(loop, "_WOKEN_S", 60.0)
-    monkeypatch.setattr(plugin, "_process_engine_step", counted)
+    steps = counted_steps(monkeypatch)
     driver = await Driver.start(model, name="quiet", kv=TIER, kv_cache_memory_bytes=SMALL)
     try:
         tokens = prompt(PROMPT, 9)

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
-from support_vllm import Driver, frames
+from support_vllm import Driver, counted_steps, frames
 from support_wait import until
 
 pytestmark = pytest.mark.vllm
@@ -217,13 +217,6 @@ async def test_a_remote_request_costs_few_steps_that_compute_nothing(
 @pytest.mark.slow
 async def test_two_ranks_take_no_steps_until_kv_has_arrived(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A real engine, whose processes are forked from this one, and inherit what is changed here."""
-    from workers.vllm_engine import loop, plugin
-
-    steps, process_step = multiprocessing.get_context("fork").Value("q", 0), plugin._process_engine_step
-
-    def counted(engine: Any) -> bool:
-        steps.value += 1
-        return process_step(engine)
 
     async def is_quiet() -> bool:
         before = steps.value
@@ -231,8 +224,7 @@ async def test_two_ranks_take_no_steps_until_kv_has_arrived(model: Path, monkeyp
         return steps.value == before
 
     prefill = await Driver.start(model, name="prefill")
-    monkeypatch.setattr(loop, "_WOKEN_S", 60.0)
-    monkeypatch.setattr(plugin, "_process_engine_step", counted)
+    steps = counted_steps(monkeypatch)
     decode = await Driver.start(model, name="decode", tensor_parallel_size=2)
     try:
         for number in range(2):

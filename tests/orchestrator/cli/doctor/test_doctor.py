@@ -8,14 +8,14 @@ from unittest.mock import Mock
 
 import msgspec
 import pytest
-from support_redis import fresh_namespace, running_server, worker
+from support_redis import Server, fresh_namespace, worker
 
 from orchestrator.cli.doctor import host
 from orchestrator.cli.doctor.fleet import kv_checks, learned, port_checks, redis_checks, written
 from orchestrator.cli.doctor.host import Check, at_least, at_most
 from orchestrator.cli.handle import FleetHandle, open_fleet
 from orchestrator.config.settings import Refused
-from orchestrator.store.client import connect
+from orchestrator.store.client import Redis
 from orchestrator.store.planned import Seen
 from orchestrator.store.registry import Registry
 from orchestrator.types import IDLE, DesiredRatio, Role
@@ -79,45 +79,42 @@ async def test_a_redis_that_is_away_fails():
     assert check.level == "fail" and "cannot be used" in check.said and check.fix
 
 
-async def test_doctor_checks_a_fleet(tmp_path: Path):
-    with running_server(tmp_path) as server:
-        redis, namespace = await connect(server.url, 2.0), fresh_namespace()
-        registry, handle = Registry(redis, namespace), FleetHandle(namespace, server.url, None, None)
-        found = {check.name: check async for check in redis_checks(handle)}
-        assert found["Workers"].level == "fail", "nobody decodes"
-        one = msgspec.structs.replace(handle, model="a")
-        (of_one,) = [check async for check in redis_checks(one) if check.name == "Workers"]
-        assert of_one.said.startswith("a: 0 prefill") and of_one.fix.endswith(f" --model {namespace}`")
-        assert await registry.steer(Seen(), desired=DesiredRatio(1, 1, IDLE)) is not None
-        (idle,) = [check async for check in redis_checks(one) if check.name == "Workers"]
-        assert idle.level == "ok" and "idle" in idle.said, "as it is to be"
-        assert await registry.steer(Seen(), desired=DesiredRatio(1, 1, "scale")) is not None
-        assert found["Redis"].level == found["Clock"].level == found["Redis memory"].level == "ok"
-        await redis.config_set("maxmemory", 0)
-        found = {check.name: check async for check in redis_checks(handle)}
-        assert found["Redis memory"].level == "warn" and "set maxmemory below" in found["Redis memory"].fix
-        await redis.config_set("maxmemory-policy", "allkeys-lru")
-        found = {check.name: check async for check in redis_checks(handle)}
-        assert found["Redis memory"].level == "warn" and "noeviction" in found["Redis memory"].fix
-        here = worker("p0")
-        address = server.url.replace("redis://", "tcp://")  # something that listens
-        await registry.join(msgspec.structs.replace(here, request_address=address), 60.0)
-        closed = msgspec.structs.replace(worker("d0", Role.DECODE), request_address="tcp://127.0.0.1:1")
-        await registry.join(closed, 60.0)
-        checks = [check async for check in kv_checks(handle, "p0", "d0")]
-        assert [check.level for check in checks if check.name == "Requests"] == ["ok", "fail"]
-        assert [check.level for check in checks if check.name in ("Layout", "Ranks")] == ["ok", "ok"]
-        with pytest.raises(Refused, match="'x9' is not in the fleet; its workers: d0, p0"):
-            _ = [check async for check in kv_checks(handle, "x9", "d0")]
-        await redis.aclose()
+async def test_doctor_checks_a_fleet(server: Server, redis: Redis):
+    namespace = fresh_namespace()
+    registry, handle = Registry(redis, namespace), FleetHandle(namespace, server.url, None, None)
+    found = {check.name: check async for check in redis_checks(handle)}
+    assert found["Workers"].level == "fail", "nobody decodes"
+    one = msgspec.structs.replace(handle, model="a")
+    (of_one,) = [check async for check in redis_checks(one) if check.name == "Workers"]
+    assert of_one.said.startswith("a: 0 prefill") and of_one.fix.endswith(f" --model {namespace}`")
+    assert await registry.steer(Seen(), desired=DesiredRatio(1, 1, IDLE)) is not None
+    (idle,) = [check async for check in redis_checks(one) if check.name == "Workers"]
+    assert idle.level == "ok" and "idle" in idle.said, "as it is to be"
+    assert await registry.steer(Seen(), desired=DesiredRatio(1, 1, "scale")) is not None
+    assert found["Redis"].level == found["Clock"].level == found["Redis memory"].level == "ok"
+    await redis.config_set("maxmemory", 0)
+    found = {check.name: check async for check in redis_checks(handle)}
+    assert found["Redis memory"].level == "warn" and "set maxmemory below" in found["Redis memory"].fix
+    await redis.config_set("maxmemory-policy", "allkeys-lru")
+    found = {check.name: check async for check in redis_checks(handle)}
+    assert found["Redis memory"].level == "warn" and "noeviction" in found["Redis memory"].fix
+    here = worker("p0")
+    address = server.url.replace("redis://", "tcp://")  # something that listens
+    await registry.join(msgspec.structs.replace(here, request_address=address), 60.0)
+    closed = msgspec.structs.replace(worker("d0", Role.DECODE), request_address="tcp://127.0.0.1:1")
+    await registry.join(closed, 60.0)
+    checks = [check async for check in kv_checks(handle, "p0", "d0")]
+    assert [check.level for check in checks if check.name == "Requests"] == ["ok", "fail"]
+    assert [check.level for check in checks if check.name in ("Layout", "Ranks")] == ["ok", "ok"]
+    with pytest.raises(Refused, match="'x9' is not in the fleet; its workers: d0, p0"):
+        _ = [check async for check in kv_checks(handle, "x9", "d0")]
 
 
 @pytest.mark.parametrize("host", ["a..b", "no-such-host.invalid"])
-async def test_a_host_without_an_address_is_refused(tmp_path: Path, host: str):
-    with running_server(tmp_path) as server:
-        handle = FleetHandle(fresh_namespace(), server.url, None, None)
-        with pytest.raises(Refused, match=f"'{host}' has no address .*; name one of the fleet's hosts"):
-            _ = [check async for check in port_checks(handle, host)]
+async def test_a_host_without_an_address_is_refused(server: Server, host: str):
+    handle = FleetHandle(fresh_namespace(), server.url, None, None)
+    with pytest.raises(Refused, match=f"'{host}' has no address .*; name one of the fleet's hosts"):
+        _ = [check async for check in port_checks(handle, host)]
 
 
 def test_what_frontends_have_learned_of_a_link_is_told():
@@ -133,17 +130,16 @@ def test_what_frontends_have_learned_of_a_link_is_told():
 
 
 @pytest.mark.vllm
-async def test_writes_between_two_processes_are_measured_here_only(tmp_path: Path):
-    with running_server(tmp_path) as server:
-        namespace = fresh_namespace()
-        async with open_fleet(FleetHandle(namespace, server.url, None, None)) as fleet:
-            a, b = worker("p0", engine="vllm"), worker("d0", Role.DECODE, engine="vllm")
-            checks = {check.name: check async for check in written(fleet, a, b)}
-            assert checks["WRITE"].level == "ok" and "16 MiB at" in checks["WRITE"].said
-            assert checks["Transport"].said.endswith("what limits it is a core that copies memory"), checks
-            far = worker("d1", Role.DECODE, host="192.0.2.7")
-            (check,) = [check async for check in written(fleet, a, far)]
-            assert "not measured" in check.said and "--listen 192.0.2.7` on 192.0.2.7" in check.said
+async def test_writes_between_two_processes_are_measured_here_only(server: Server):
+    namespace = fresh_namespace()
+    async with open_fleet(FleetHandle(namespace, server.url, None, None)) as fleet:
+        a, b = worker("p0", engine="vllm"), worker("d0", Role.DECODE, engine="vllm")
+        checks = {check.name: check async for check in written(fleet, a, b)}
+        assert checks["WRITE"].level == "ok" and "16 MiB at" in checks["WRITE"].said
+        assert checks["Transport"].said.endswith("what limits it is a core that copies memory"), checks
+        far = worker("d1", Role.DECODE, host="192.0.2.7")
+        (check,) = [check async for check in written(fleet, a, far)]
+        assert "not measured" in check.said and "--listen 192.0.2.7` on 192.0.2.7" in check.said
 
 
 @pytest.mark.vllm

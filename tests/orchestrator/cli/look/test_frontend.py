@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-from support_redis import fresh_namespace, running_server
+from support_redis import Server, fresh_namespace
 
 from orchestrator.cli.doctor import command
 from orchestrator.cli.handle import FleetHandle, find_fleet, models_here
@@ -17,7 +17,7 @@ from orchestrator.cli.look.trace import _logged
 from orchestrator.config.models import parse_models
 from orchestrator.config.settings import Refused, parse_config
 from orchestrator.launch.host.run_folder import Ready, RunFolder
-from orchestrator.store.client import connect
+from orchestrator.store.client import Redis, connect
 from orchestrator.store.registry import Frontend, Registry
 from orchestrator.wire.addresses import address_towards
 
@@ -100,7 +100,7 @@ def test_the_loopback_address_of_another_host_is_not_asked(redis_url: str, asked
     assert reachable([there, here, there], redis_url) == ([there, here] if asked else [there])
 
 
-def test_a_fleet_that_only_redis_knows_is_asked_by_its_registered_frontends(tmp_path: Path):
+def test_a_fleet_that_only_redis_knows_is_asked_by_its_registered_frontends(server: Server):
     namespace = fresh_namespace()
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -120,10 +120,9 @@ def test_a_fleet_that_only_redis_knows_is_asked_by_its_registered_frontends(tmp_
             assert found.url == f"http://127.0.0.1:{port}"
             return found.url
 
-    with running_server(tmp_path) as server:
-        with pytest.raises(Refused, match=f"no frontend of fleet '{namespace}' answers; name one with --url"):
-            asyncio.run(asked(serving=False))
-        assert asyncio.run(asked(serving=True))
+    with pytest.raises(Refused, match=f"no frontend of fleet '{namespace}' answers; name one with --url"):
+        asyncio.run(asked(serving=False))
+    assert asyncio.run(asked(serving=True))
 
 
 def test_local_operator_key_is_used_on_this_machine_only(tmp_path, monkeypatch):
@@ -163,13 +162,11 @@ async def frontend() -> AsyncIterator[str]:
     server.close()
 
 
-async def test_a_registered_frontend_is_asked(tmp_path: Path):
+async def test_a_registered_frontend_is_asked(server: Server, redis: Redis):
     async with frontend() as url:
-        with running_server(tmp_path) as server:
-            redis, namespace = await connect(server.url, 2.0), fresh_namespace()
-            await Registry(redis, namespace).refresh_frontend(Frontend("f1", url, ""), 30.0)
-            assert (await fleet_status(FleetHandle(namespace, server.url, None, None)))["model"] == "m1"
-            await redis.aclose()
+        namespace = fresh_namespace()
+        await Registry(redis, namespace).refresh_frontend(Frontend("f1", url, ""), 30.0)
+        assert (await fleet_status(FleetHandle(namespace, server.url, None, None)))["model"] == "m1"
 
 
 async def test_known_frontend_is_asked_while_redis_is_away():

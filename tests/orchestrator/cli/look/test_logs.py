@@ -9,7 +9,7 @@ from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
-from support_redis import fresh_namespace, running_server, worker
+from support_redis import Server, fresh_namespace, worker
 from support_steering import set_desired
 from support_wait import DEADLINE_S
 from typer.testing import CliRunner
@@ -97,7 +97,7 @@ def test_every_line_of_json_is_an_object(log: Path):
 
 
 def test_following_events_shows_all_that_are_new_and_outlives_a_redis_that_is_away(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    server: Server, monkeypatch: pytest.MonkeyPatch
 ):
     namespace, limits = fresh_namespace(), []
     read = EventLog.read
@@ -113,14 +113,13 @@ def test_following_events_shows_all_that_are_new_and_outlives_a_redis_that_is_aw
         return await read(self, after, limit)
 
     monkeypatch.setattr(EventLog, "read", happens)
-    with running_server(tmp_path) as server:
-        where = ["--redis", server.url, "--namespace", namespace]
-        shown = runner.invoke(app, ["events", "-f", "-n", "2", "--json", *where]).stdout
+    where = ["--redis", server.url, "--namespace", namespace]
+    shown = runner.invoke(app, ["events", "-f", "-n", "2", "--json", *where]).stdout
     ids = [json.loads(line)["fields"]["id"] for line in shown.splitlines()]
     assert ids == ["1.1", "1.2", "3.0", "3.1", "3.2", "4.0", "4.1", "4.2"]
 
 
-def test_events_are_shown(tmp_path: Path):
+def test_events_are_shown(server: Server):
     namespace = fresh_namespace()
 
     async def happen(url: str) -> None:
@@ -130,14 +129,13 @@ def test_events_are_shown(tmp_path: Path):
         await set_desired(registry, 1, 2, "scale")
         await redis.aclose()
 
-    with running_server(tmp_path) as server:
-        asyncio.run(happen(server.url))
-        where = ("--redis", server.url, "--namespace", namespace)
-        lines = run("events", *where).splitlines()
-        assert "worker w1 joined as a prefill worker" in lines[0]
-        assert "desired: 1 prefill, 2 decode, by scale" in lines[1]
-        (last,) = [json.loads(line) for line in run("events", *where, "--json", "--limit", "1").splitlines()]
-        assert (last["type"], last["fields"]["decode"]) == ("scaled", "2")
+    asyncio.run(happen(server.url))
+    where = ("--redis", server.url, "--namespace", namespace)
+    lines = run("events", *where).splitlines()
+    assert "worker w1 joined as a prefill worker" in lines[0]
+    assert "desired: 1 prefill, 2 decode, by scale" in lines[1]
+    (last,) = [json.loads(line) for line in run("events", *where, "--json", "--limit", "1").splitlines()]
+    assert (last["type"], last["fields"]["decode"]) == ("scaled", "2")
 
 
 @pytest.mark.parametrize(

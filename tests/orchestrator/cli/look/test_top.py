@@ -21,6 +21,7 @@ from orchestrator.config.settings import Refused
 from orchestrator.frontend.dashboard import history as history_module
 from orchestrator.frontend.dashboard.history import History
 from orchestrator.frontend.dashboard.routes import operator_routes, stream_routes
+from orchestrator.process.tasks import cancelled
 from orchestrator.process.telemetry.requests import Recent
 from orchestrator.types import DesiredRatio, QueueDepth, Role, WorkerLoad
 
@@ -42,6 +43,17 @@ class Steered:
 
 
 @contextlib.asynccontextmanager
+async def serving(app: FastAPI) -> AsyncIterator[str]:
+    server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="warning"))
+    task = asyncio.create_task(server.serve())
+    while not server.started:
+        await asyncio.sleep(0.01)
+    yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+    server.should_exit = True
+    await task
+
+
+@contextlib.asynccontextmanager
 async def frontend(steered: Any, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[str]:
     monkeypatch.setattr(history_module, "INTERVAL_S", 0.05)
     fleet = fleet_of(worker_info("p0", Role.PREFILL), worker_info("d0"), worker_info("d1"))
@@ -55,14 +67,11 @@ async def frontend(steered: Any, monkeypatch: pytest.MonkeyPatch) -> AsyncIterat
     ended = False
     app.router.routes += stream_routes(history, siblings, lambda: ended).routes
     app.router.routes += operator_routes(steered).routes
-    server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="warning"))
-    tasks = [asyncio.create_task(server.serve()), asyncio.create_task(history.run())]
-    while not server.started:
-        await asyncio.sleep(0.01)
-    yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
-    ended = server.should_exit = True
-    tasks[1].cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
+    async with serving(app) as url:
+        running = asyncio.create_task(history.run())
+        yield url
+        ended = True
+        await cancelled(running)
 
 
 async def until(pilot: Any, condition: Callable[[], Any], what: str) -> None:
@@ -147,14 +156,9 @@ async def test_a_stream_of_something_else_is_refused_in_one_line():
     async def stream() -> PlainTextResponse:
         return PlainTextResponse("event: sample\ndata: {not json\n\n")
 
-    server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="warning"))
-    serving = asyncio.create_task(server.serve())
-    while not server.started:
-        await asyncio.sleep(0.01)
-    with pytest.raises(Refused, match="no fleet's stream"):
-        await sample(f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}", None)
-    server.should_exit = True
-    await serving
+    async with serving(app) as url:
+        with pytest.raises(Refused, match="no fleet's stream"):
+            await sample(url, None)
 
 
 def test_top_without_terminal_names_alternative():

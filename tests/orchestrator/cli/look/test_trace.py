@@ -6,21 +6,14 @@ from unittest.mock import AsyncMock
 import msgspec
 import pytest
 from rich.console import Console
+from support_info import request_line
 
 from orchestrator.cli.handle import FleetHandle
 from orchestrator.cli.look import trace
 from orchestrator.cli.look.trace import _chosen, _recorded_requests, request_lines, waterfall
 from orchestrator.process.telemetry.requests import RequestLine
 
-LINE = RequestLine(
-    id="abc-1", outcome="finished", decision="remote", reason="cost", prompt_tokens=400, output_tokens=8, attempts=1,
-    decode_worker="decode-0", prefill_worker="prefill-0", total_ms=800.0, ttft_ms=560.0, queued_ms=46.0, claim_ms=4.0,
-    prefill_ms=500.0, exposed_ms=40.0, decode_ms=240.0, arrived_at=1000.0, frontend_ms=5.0, sent_ms=60.0,
-)  # fmt: skip
-
-
-def line(name: str, total_ms: float) -> RequestLine:
-    return msgspec.structs.replace(LINE, id=name, total_ms=total_ms)
+LINE = request_line("abc-1")
 
 
 def shown(request: RequestLine, width: int = 100) -> list[str]:
@@ -58,7 +51,7 @@ def test_lines_are_read_from_a_log_that_others_write_to(tmp_path: Path):
 
 
 def test_requested_trace_is_chosen():
-    lines = [line("abc-1", 5), line("abc", 9), line("xyz", 7)]
+    lines = [request_line("abc-1", 5), request_line("abc", 9), request_line("xyz", 7)]
     assert [found.id for found in _chosen(lines, "abc", 0)] == ["abc"]
     assert [found.id for found in _chosen(lines, "xy", 0)] == ["xyz"]
     assert [found.id for found in _chosen(lines, None, 0)] == ["xyz"], "the last"

@@ -28,11 +28,8 @@ class Fleet:
 
     def ask(self, what: Callable[[Redis], Awaitable[T]]) -> T:
         async def main() -> T:
-            redis = await connect(self.url, 5)
-            try:
+            async with await connect(self.url, 5) as redis:
                 return await what(redis)
-            finally:
-                await redis.aclose()
 
         return asyncio.run(main())
 

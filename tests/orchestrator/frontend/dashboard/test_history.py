@@ -7,7 +7,6 @@ import msgspec
 import pytest
 from support_info import fleet_of, worker_info
 from support_siblings import alone, queue_of
-from support_wait import DEADLINE_S
 
 from orchestrator.frontend.dashboard import history as module
 from orchestrator.frontend.dashboard.history import HOUR_S, MAX_WATCHERS, History, samples
@@ -25,8 +24,6 @@ def recent() -> Recent:
 @pytest.fixture
 def history(recent: Recent) -> History:
     fleet = fleet_of(worker_info("p0", Role.PREFILL), worker_info("d0"))
-    for view in fleet.workers.values():
-        view.connected = True
     fleet.take_load(WorkerLoad("d0", 1, 100, 25, 2, 1, 30, 5.0), 0.0)
     fleet.desired = DesiredRatio(1, 2, "scale")
     return History("m", alone(recent), fleet, queue_of(QueueDepth(3, 4000, 1)))
@@ -66,8 +63,7 @@ async def test_a_defect_in_a_point_ends_no_frontend(history: History, monkeypatc
 
     monkeypatch.setattr(history, "take", defective)
     running = asyncio.create_task(history.run())
-    async with asyncio.timeout(DEADLINE_S):
-        await asyncio.wait({running, asyncio.create_task(taken.wait())}, return_when=asyncio.FIRST_COMPLETED)
+    await asyncio.wait({running, asyncio.create_task(taken.wait())}, return_when=asyncio.FIRST_COMPLETED)
     assert not running.done() and len(history.points) == 1
     await cancelled(running)
 
@@ -144,8 +140,6 @@ def test_groups_are_counted_as_the_desired_ratio_counts_them(recent: Recent):
     infos = [msgspec.structs.replace(worker_info(name), ranks=ranks) for name in ranks]
     half = msgspec.structs.replace(worker_info("g1"), ranks=("g1", "g1.1"))
     fleet = fleet_of(*infos, half, worker_info("p0", Role.PREFILL))
-    for view in fleet.workers.values():
-        view.connected = True
     history = History("m", alone(recent), fleet, queue_of(None))
     history.take(1.0)
     assert (history.points[-1].prefill_ready, history.points[-1].decode_ready) == (1, 1)

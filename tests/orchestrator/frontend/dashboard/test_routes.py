@@ -2,7 +2,7 @@
 
 import asyncio
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import AsyncMock, Mock
 from urllib.parse import quote
 
 import httpx
@@ -14,6 +14,7 @@ from fastapi import FastAPI
 from support_siblings import alone, queue_of
 from support_wait import until
 
+from orchestrator.config.settings import Refused
 from orchestrator.fleet.view import Fleet
 from orchestrator.frontend.dashboard.history import MAX_WATCHERS, History
 from orchestrator.frontend.dashboard.routes import operator_routes, stream_routes
@@ -80,10 +81,30 @@ async def test_request_is_found_by_client_id(name: str) -> None:
         assert (await asked.get("/requests/other")).status_code == 404
 
 
-@pytest.mark.parametrize("order", [b"{", b'{"worker":"\xff"}', b'{"x":' + b"[" * 4000, b" " * 5000])
-async def test_an_order_that_cannot_be_read_is_refused(order: bytes) -> None:
-    app, steering = FastAPI(), Mock(spec=Steering)
+@pytest.mark.parametrize(
+    ("path", "order", "said"),
+    [
+        ("drain", b"{", "Input data was truncated"),
+        ("drain", b'{"worker":"\xff"}', ""),
+        ("drain", b'{"x":' + b"[" * 4000, ""),
+        ("drain", b" " * 5000, "at most 4096 bytes"),
+        ("scale", b'{"decod": 2}', "unknown field `decod`"),
+        ("role", b'{"worker": "w", "role": "boss"}', "Invalid enum value 'boss'"),
+    ],
+)
+async def test_an_order_that_cannot_be_read_is_refused(path: str, order: bytes, said: str) -> None:
+    answer, steering = await ordered(path, order)
+    assert (answer.status_code, said in answer.text) == (400, True), answer.text
+    assert steering.mock_calls == []
+
+
+async def test_an_order_that_the_fleet_refuses_is_told_with_the_reason() -> None:
+    answer, _ = await ordered("drain", b'{"worker": "w"}', drain=AsyncMock(side_effect=Refused("w: is the last")))
+    assert (answer.status_code, "w: is the last" in answer.text) == (409, True), answer.text
+
+
+async def ordered(path: str, order: bytes, **steers: Any) -> tuple[httpx.Response, Mock]:
+    app, steering = FastAPI(), Mock(spec=Steering, **steers)
     app.include_router(operator_routes(steering))
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://f") as asked:
-        assert (await asked.post("/operator/drain", content=order)).status_code == 400
-    steering.drain.assert_not_called()
+        return await asked.post(f"/operator/{path}", content=order), steering

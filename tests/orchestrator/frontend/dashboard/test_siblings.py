@@ -3,7 +3,6 @@
 import asyncio
 import time
 from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -13,7 +12,7 @@ import pytest
 pytest.importorskip("fastapi")
 
 from fastapi import FastAPI
-from support_redis import Server, fresh_namespace, running_server
+from support_redis import Server, fresh_namespace
 from support_siblings import queue_of
 from support_wait import until
 
@@ -52,14 +51,8 @@ class Frontend:
 
 
 @pytest.fixture
-def server(tmp_path: Path):
-    with running_server(tmp_path) as server:
-        yield server
-
-
-@pytest.fixture
-async def two(server: Server) -> AsyncIterator[tuple[Frontend, Frontend]]:
-    redis, namespace = await connect(server.url, 5), fresh_namespace()
+async def two(mortal: Server) -> AsyncIterator[tuple[Frontend, Frontend]]:
+    redis, namespace = await connect(mortal.url, 5), fresh_namespace()
     both = Frontend("f0", redis, namespace), Frontend("f1", redis, namespace)
 
     def each_heard() -> bool:
@@ -108,7 +101,7 @@ async def test_requests_of_all_frontends_are_found_whichever_answers(two: tuple[
     assert (await mine.http.get("/requests/nobody")).json()["silent_frontends"] == []
 
 
-async def test_one_that_does_not_answer_is_named_and_not_waited_for(two: tuple[Frontend, Frontend], server: Server):
+async def test_one_that_does_not_answer_is_named_and_not_waited_for(two: tuple[Frontend, Frontend], mortal: Server):
     mine, other = two
     other.answers("b", 800.0, 2.0)
     ghost = Second("ghost", [0] * 160, [0] * 160, [0] * 160, 0, 0, {}, {})
@@ -121,7 +114,7 @@ async def test_one_that_does_not_answer_is_named_and_not_waited_for(two: tuple[F
     missing = (await mine.http.get("/requests/nobody")).json()
     assert "ghost did not answer" in missing["error"]
     await until(lambda: mine.siblings.silent == ["ghost"] or other.history.take(time.time()))
-    server.stop()
+    mortal.stop()
     assert (await mine.http.get("/requests?latest=5")).json()["silent_frontends"] == ["f1", "ghost"]
 
 

@@ -13,7 +13,7 @@ pytest.importorskip("vllm")
 from fastapi import FastAPI
 from prometheus_client import REGISTRY
 from support_served import CHAT, COMPLETION, ENDS, ONE_BY_ONE, PLAIN, TEXT, UNUSUAL, Served, script
-from support_wait import DEADLINE_S
+from support_wait import until
 from vllm.entrypoints.openai.completion.api_router import attach_router
 from vllm.exceptions import GenerationError
 from vllm.pooling_params import PoolingParams
@@ -62,8 +62,7 @@ async def test_a_choice_that_fails_ends_the_others_though_nothing_is_streamed(
 
     monkeypatch.setattr(served.core, "add_request_async", add)
     served.core.cancelled.clear()
-    async with asyncio.timeout(DEADLINE_S):
-        head, answer, *_ = await served.ask(path, body | {"n": 3, "stream": False})
+    head, answer, *_ = await served.ask(path, body | {"n": 3, "stream": False})
     assert b" 500 " in head and b"every engine crashed on it" in answer
     assert sorted(name[:2] for name in served.core.cancelled) == ["0_", "2_"]
     assert not served.engine.output_processor.has_unfinished_requests()
@@ -77,13 +76,12 @@ async def test_a_response_made_in_the_background_ends_for_who_watches_it_also_wh
     monkeypatch.setattr(responses, "_run_background_request_stream", responses._run_background_request_stream)
     end_streams_of_failures(responses)
     asked = {"input": "Say it", "stream": True, "background": True, "store": True}
-    async with asyncio.timeout(DEADLINE_S):
-        served.core.script = [([5], None, None), ENDS["length"]]
-        head, *events, _ = await served.ask("/v1/responses", asked)
-        assert b" 200 " in head and b"response.created" in events[0] and b"response.completed" in events[-1]
-        served.core.script = [([5], None, None), ENDS["fleet's failure"]]
-        with pytest.raises(ValueError, match="invalid literal"):  # the connection breaks off
-            await served.ask("/v1/responses", asked)
+    served.core.script = [([5], None, None), ENDS["length"]]
+    head, *events, _ = await served.ask("/v1/responses", asked)
+    assert b" 200 " in head and b"response.created" in events[0] and b"response.completed" in events[-1]
+    served.core.script = [([5], None, None), ENDS["fleet's failure"]]
+    with pytest.raises(ValueError, match="invalid literal"):  # the connection breaks off
+        await served.ask("/v1/responses", asked)
 
 
 def answers(status: str) -> float:
@@ -221,14 +219,11 @@ async def test_a_client_that_leaves_is_noticed(served, taken, stream, begun) -> 
     served.core.cancelled.clear()
     counted = {status: answers(status) for status in ("2xx", "4xx", "5xx")}
     reader, writer = await served.open("/v1/completions", {"prompt": "Say it", "max_tokens": 8000, "stream": stream})
-    async with asyncio.timeout(60):
-        while not served.engine.output_processor.request_states:
-            await asyncio.sleep(0.01)
-        if begun and stream:
-            await reader.readuntil(b"data: ")
-        writer.transport.abort()
-        while not served.core.cancelled or counted == {status: answers(status) for status in counted}:
-            await asyncio.sleep(0.01)
+    await until(lambda: served.engine.output_processor.request_states)
+    if begun and stream:
+        await reader.readuntil(b"data: ")
+    writer.transport.abort()
+    await until(lambda: served.core.cancelled and counted != {status: answers(status) for status in counted})
     served.core.playing.pop().cancel()
     assert len(taken) == 1 and not served.engine.output_processor.request_states
     assert answers("5xx") == counted["5xx"], "it was not our fault"
@@ -239,12 +234,10 @@ async def test_a_client_whose_frontend_ends_meanwhile_is_told_to_ask_again(serve
     path, body = endpoint
     served.core.script = []
     asked = asyncio.create_task(served.ask(path, body | {"max_tokens": 8000, "stream": False}))
-    async with asyncio.timeout(DEADLINE_S):
-        while not served.engine.output_processor.request_states:
-            await asyncio.sleep(0.01)
-        for task in served.app.state.server.server_state.tasks:
-            task.cancel()  # as uvicorn does when the time to end is over
-        head, told = await asked
+    await until(lambda: served.engine.output_processor.request_states)
+    for task in served.app.state.server.server_state.tasks:
+        task.cancel()  # as uvicorn does when the time to end is over
+    head, told = await asked
     served.core.playing.pop().cancel()
     assert len(taken) == 1 and not served.engine.output_processor.request_states
     assert head.startswith(b"HTTP/1.1 503") and b"retry-after: 1" in head and b"this frontend is ending" in told

@@ -18,7 +18,7 @@ from unittest.mock import AsyncMock
 
 import pytest
 from support_tls import make_certificate
-from support_wait import DEADLINE_S
+from support_wait import DEADLINE_S, until
 
 pytest.importorskip("uvicorn")
 pytest.importorskip("httptools")
@@ -295,8 +295,7 @@ def test_clients_are_served_while_one_frontend_drains(crowd: int) -> None:
             asyncio.create_task(server.serve(sockets=[listener]))
             for server, listener in zip(servers, listeners, strict=True)
         ]
-        while not all(server.started for server in servers):
-            await asyncio.sleep(0.01)
+        await until(lambda: all(server.started for server in servers))
         drained = threading.Event()
 
         def storm() -> None:
@@ -309,8 +308,7 @@ def test_clients_are_served_while_one_frontend_drains(crowd: int) -> None:
         storms = [asyncio.create_task(asyncio.to_thread(storm)) for _ in range(4 if not crowd else 0)]
         waiting = [connect(port) for _ in range(crowd)]
         await servers[0].drain(listeners[:1])
-        while storms and len(answers) < ENOUGH:
-            await asyncio.sleep(0.01)
+        await until(lambda: not storms or len(answers) >= ENOUGH)
         drained.set()
         answers.extend([await asyncio.to_thread(answer, client) for client in waiting])
         await asyncio.gather(*storms)
@@ -362,8 +360,7 @@ def test_client_that_is_accepted_last_is_waited_for(monkeypatch: pytest.MonkeyPa
 
     async def run() -> None:
         async with asyncio.timeout(DEADLINE_S), served(app) as (server, listener):
-            while not server.started:
-                await asyncio.sleep(0.01)
+            await until(lambda: server.started)
             draining = asyncio.create_task(server.drain([listener]))
             await asyncio.wait({draining}, timeout=4 * connections._HANDSHAKE_S)
             assert clients and not draining.done()
@@ -468,8 +465,7 @@ async def test_a_client_that_does_not_hear_that_its_connection_ends_is_not_waite
 
         await asyncio.to_thread(ask)
         server.end_idle()
-        async with asyncio.timeout(DEADLINE_S):
-            await server.drain([listener], 10 * DEADLINE_S)
+        await server.drain([listener], 10 * DEADLINE_S)
         client.close()
 
 

@@ -31,8 +31,7 @@ async def test_killed_rank_ends_all(victim: int) -> None:
     await ranks.start()
     await until(lambda: len(lines) == 3, "all are up")
     os.kill(ranks.parts[victim].pid, signal.SIGKILL)
-    async with asyncio.timeout(DEADLINE_S):
-        assert await ranks.wait() == -signal.SIGKILL
+    assert await ranks.wait() == -signal.SIGKILL
     assert not ranks.running and not any(group_alive(part.pid) for part in ranks.parts)
 
 
@@ -40,8 +39,7 @@ async def test_killed_rank_ends_all(victim: int) -> None:
 async def test_rank_that_ends_first_says_how(code: int) -> None:
     ranks, _ = group(WAITS, f"print('because'); exit({code})")
     await ranks.start()
-    async with asyncio.timeout(DEADLINE_S):
-        assert await ranks.wait() == code
+    assert await ranks.wait() == code
     assert list(ranks.last_lines) == ["because"] and not ranks.running
 
 
@@ -50,9 +48,8 @@ async def test_all_are_stopped_together() -> None:
     await ranks.start()
     await until(lambda: len(lines) == 2, "both are up")
     waiting = asyncio.create_task(ranks.wait())
-    async with asyncio.timeout(DEADLINE_S):
-        await ranks.stop(DEADLINE_S)
-        assert await waiting == 0
+    await ranks.stop(DEADLINE_S)
+    assert await waiting == 0
 
 
 @pytest.mark.parametrize("error", [OSError("cannot be run"), RuntimeError("cannot be run")])

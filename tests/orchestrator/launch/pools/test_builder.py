@@ -6,7 +6,7 @@ from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
-from support_wait import DEADLINE_S
+from support_wait import DEADLINE_S, until
 
 from orchestrator.config.settings import parse_config
 from orchestrator.launch.host.fork_servers import ForkServers
@@ -32,8 +32,7 @@ def test_a_launcher_that_ends_does_not_wait_for_a_model_that_is_looked_for(
     async def main() -> None:
         made = ModelBuilder({"": config}, RunFolder("a"), Mock(), Mock(), "redis://h:1", 1, ForkServers())
         preparing = asyncio.ensure_future(made._preparing("", Mock(remote=True))(config, 1))
-        while not looked.is_set():
-            await asyncio.sleep(0.01)
+        await until(looked.is_set)
         preparing.cancel()
 
     late = threading.Timer(DEADLINE_S, found.set)

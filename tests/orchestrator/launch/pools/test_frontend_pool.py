@@ -10,7 +10,7 @@ from unittest.mock import AsyncMock
 
 import msgspec
 import pytest
-from support_wait import DEADLINE_S, until
+from support_wait import until
 
 from orchestrator.config.settings import Config, parse_config
 from orchestrator.launch.host.process import LocalProcess, ProcessSpec, adopt_orphans
@@ -60,10 +60,9 @@ async def test_a_frontend_that_is_silent_while_the_registry_works_is_started_aga
     pool = pool_on(Sleepers(), heartbeat_s=0.05)
 
     async def until_running(but: int = 0) -> int:
-        async with asyncio.timeout(DEADLINE_S):
-            while not (pid := pool.processes[0].pid) or pid == but:
-                await pool.update(Snapshot(looked_s=0.01))
-                await asyncio.sleep(0.01)
+        while not (pid := pool.processes[0].pid) or pid == but:
+            await pool.update(Snapshot(looked_s=0.01))
+            await asyncio.sleep(0.01)
         return pid
 
     await pool.update(Snapshot())

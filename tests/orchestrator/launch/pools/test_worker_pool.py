@@ -154,8 +154,7 @@ async def hand_started(running: Pool, role: Role, worker_id: str) -> AsyncIterat
     finally:
         if process.returncode is None:
             process.terminate()
-        async with asyncio.timeout(DEADLINE_S):
-            await process.wait()
+        await process.wait()
 
 
 def test_only_a_fleet_that_has_had_decode_workers_needs_a_stand_in(tmp_path):
@@ -207,8 +206,7 @@ async def test_of_two_models_that_grow_at_once_one_gets_the_last_room(tmp_path, 
         machines = LocalMachine(config, shares)
         assert machines.fitting([Role.DECODE]) == [Role.DECODE]
         pools.append(WorkerPool(registry, machines, Mock(), Mock(), setup))
-    async with asyncio.timeout(DEADLINE_S):
-        await asyncio.gather(*(pool.start(Snapshot().seen, [Role.DECODE]) for pool in pools))
+    await asyncio.gather(*(pool.start(Snapshot().seen, [Role.DECODE]) for pool in pools))
     assert sorted(len(pool.slots) for pool in pools) == [0, 1] and "this machine has 0 left of 1" in caplog.text
 
 
@@ -284,8 +282,7 @@ async def test_workers_started_by_hand_come_on_top_until_scale_drains_them(tmp_p
         assert running.pids() == before, "it counts: there are two"
         await running.fleet.scale(None, 1)
         await running.until(lambda: running.roles().keys() == {"worker-0"}, "drained")
-        async with asyncio.timeout(DEADLINE_S):
-            assert await process.wait() == 0, "and not to be started again"
+        assert await process.wait() == 0, "and not to be started again"
         assert running.pids() == before
 
 
@@ -297,8 +294,7 @@ async def test_role_and_drain_of_one_that_comes_on_top_end_no_other(tmp_path):
             assert await running.fleet.change_role("by-hand", role, force=False)
             await running.until(lambda role=role: running.roles()["by-hand"] == role.value, "its role is another")
         assert await running.fleet.drain("by-hand", force=False)
-        async with asyncio.timeout(DEADLINE_S):
-            assert await process.wait() == 0
+        assert await process.wait() == 0
         for _ in range(5):
             await running.watch.read()
             await asyncio.sleep(0.1)

@@ -111,8 +111,7 @@ def sized(prefill: str = "", decode: str = "") -> Config:
 async def started(cluster: module.RayCluster, unit: str, role: Role, config: Config = CONFIG) -> list[str]:
     """As a launcher starts a unit; the names of its processes."""
     setup = Setup(0, config, Path("c"))
-    async with asyncio.timeout(DEADLINE_S):
-        await cluster.placed(unit, lambda: (role, setup))
+    await cluster.placed(unit, lambda: (role, setup))
     return [part.name for part in cluster.worker(unit, role, setup, lambda *_: None).parts]
 
 
@@ -368,8 +367,7 @@ async def test_unwanted_placement_group_is_removed(monkeypatch, groups):
     given_back = asyncio.create_task(cluster.give_back("worker-0"))
     await asyncio.sleep(0)
     answered.set()
-    async with asyncio.timeout(DEADLINE_S):
-        await given_back
+    await given_back
     assert not groups.there and len(groups.removed) == 1
 
 
@@ -387,19 +385,18 @@ async def test_a_cluster_that_does_not_answer_keeps_nobody_waiting(monkeypatch, 
     monkeypatch.setattr(places_module, "get_placement_group", slowly)
     places = places_module.Places("f/")
     try:
-        async with asyncio.timeout(DEADLINE_S):
-            assert not any(await asyncio.gather(*(places.has(unit, [BUNDLE]) for unit in silent)))
-            assert not await places.has("worker-1", [BUNDLE]), "nor is it asked twice at once"
-            assert threading.active_count() < 2 * len(silent)
-            await asyncio.to_thread(lambda: None)
-            monkeypatch.setattr(places_module, "_ANSWERS_WITHIN_S", DEADLINE_S)
-            assert await places.has("worker-0", [BUNDLE])
-            monkeypatch.setattr(places_module, "_ANSWERS_WITHIN_S", 0.01)
-            await asyncio.gather(*map(places.give_back, silent[:32]))
-            assert "worker-1: no answer from the cluster" in caplog.text
-            answers.set()
-            while asking := list(places._asking.values()):
-                await asyncio.wait(asking)
+        assert not any(await asyncio.gather(*(places.has(unit, [BUNDLE]) for unit in silent)))
+        assert not await places.has("worker-1", [BUNDLE]), "nor is it asked twice at once"
+        assert threading.active_count() < 2 * len(silent)
+        await asyncio.to_thread(lambda: None)
+        monkeypatch.setattr(places_module, "_ANSWERS_WITHIN_S", DEADLINE_S)
+        assert await places.has("worker-0", [BUNDLE])
+        monkeypatch.setattr(places_module, "_ANSWERS_WITHIN_S", 0.01)
+        await asyncio.gather(*map(places.give_back, silent[:32]))
+        assert "worker-1: no answer from the cluster" in caplog.text
+        answers.set()
+        while asking := list(places._asking.values()):
+            await asyncio.wait(asking)
     finally:
         answers.set()
     made = {f"f/{unit}" for unit in ["worker-0", *silent[32:]]}
@@ -512,8 +509,7 @@ async def test_a_runner_that_is_there_late_is_used_by_who_asks_for_it_again(monk
     starting = asyncio.create_task(again.start())
     await until(lambda: bool(runners._wanted), "it is asked for again")
     actors.answers.set()
-    async with asyncio.timeout(DEADLINE_S):
-        await starting
+    await starting
     assert again.running and actors.asked == 1 and actors.killed.empty()
     again._pump.cancel()
 
@@ -526,12 +522,11 @@ async def test_a_runner_that_does_not_answer_is_given_up_once_its_process_is_to_
     waiting = asyncio.create_task(process.wait())
     process._runner.stop, process._runner.kill = process._runner.wait, SimpleNamespace(remote=lambda: None)
     monkeypatch.setattr(process_module, "_ENDS_WITHIN_S", 0.01)
-    async with asyncio.timeout(DEADLINE_S):
-        if end == "kill":
-            process.kill()
-        else:
-            await process.stop(0.01)
-        assert await waiting == process_module.NODE_LOST
+    if end == "kill":
+        process.kill()
+    else:
+        await process.stop(0.01)
+    assert await waiting == process_module.NODE_LOST
     assert process.lost and not process.running and "has ended" in process.last_lines[-1]
     assert (await asyncio.to_thread(actors.killed.get, timeout=DEADLINE_S)).name == "worker-0"
 
@@ -557,9 +552,8 @@ async def test_nodes_are_asked_for_once_at_a_time_and_nobody_waits_for_long(monk
     monkeypatch.setattr(module.ray, "nodes", nodes)
     cluster = module.RayCluster(CONFIG)
     try:
-        async with asyncio.timeout(DEADLINE_S):
-            for _ in range(5):
-                await cluster.refresh()
+        for _ in range(5):
+            await cluster.refresh()
         assert cluster.frontend_nodes() is None and len(asked) == 1
         assert "the nodes of the cluster are not known: no answer within 0.01 s" in caplog.text
     finally:
@@ -569,9 +563,8 @@ async def test_nodes_are_asked_for_once_at_a_time_and_nobody_waits_for_long(monk
         await cluster.refresh()
         return cluster.frontend_nodes() == []
 
-    async with asyncio.timeout(DEADLINE_S):
-        while not await told():
-            pass
+    while not await told():
+        pass
 
 
 async def test_a_registered_unit_is_no_less_there_where_the_head_does_not_answer(monkeypatch, groups):
@@ -603,6 +596,5 @@ async def test_a_runner_that_is_only_unavailable_is_told_again_to_stop(monkeypat
 
     process = process_of(Runners())
     process._runner = Runner()
-    async with asyncio.timeout(DEADLINE_S):
-        await process.stop(3.0)
+    await process.stop(3.0)
     assert told == [3.0, 3.0]

@@ -34,6 +34,18 @@ def test_each_step_computes_something():
     assert prompt_tokens_beside(TPOT_S, 0.01, 0.0) > 1_000_000, "prompts that cost nothing"
 
 
+def decoding() -> StepTimes:
+    """Of an engine that has only decoded, in steps of 20 ms."""
+    times = StepTimes(TPOT_S)
+    for _ in range(50):
+        times.ended(0, 8, 0.02)
+    return times
+
+
+def beside(s_per_token: float, rel: float) -> object:
+    return pytest.approx(prompt_tokens_beside(TPOT_S, 0.02, s_per_token), rel=rel)
+
+
 def test_step_times_follow_the_engine():
     times = StepTimes(TPOT_S)
     assert times.prompt_tokens() is None, "nothing is known"
@@ -42,21 +54,19 @@ def test_step_times_follow_the_engine():
     assert times.prompt_tokens() is None, "of prompts"
     for tokens in (16, 2048, 500):  # a short prompt, whose step takes the fixed time, tells little
         times.ended(tokens, 8, 0.025 + tokens * 1e-4)
-    assert times.prompt_tokens() == pytest.approx(prompt_tokens_beside(TPOT_S, 0.02, 1e-4), rel=0.1)
+    assert times.prompt_tokens() == beside(1e-4, rel=0.1)
     for _ in range(60):  # contexts grow
         times.ended(300, 8, 0.02 + 300 * 3e-4)
-    assert times.prompt_tokens() == pytest.approx(prompt_tokens_beside(TPOT_S, 0.02, 3e-4), rel=0.02)
+    assert times.prompt_tokens() == beside(3e-4, rel=0.02)
 
 
 def test_steps_with_hardly_a_prompt_token_tell_little():
     """The first token after KV has come is one prompt token, in a step that takes as long as others, more or less."""
-    times = StepTimes(TPOT_S)
-    for _ in range(50):
-        times.ended(0, 8, 0.02)
+    times = decoding()
     times.ended(2048, 8, 0.02 + 2048 * 1e-4)
     for noise_s in [0.002, -0.002] * 100:
         times.ended(1, 8, 0.02 + noise_s)
-    assert times.prompt_tokens() == pytest.approx(prompt_tokens_beside(TPOT_S, 0.02, 1e-4), rel=0.15)
+    assert times.prompt_tokens() == beside(1e-4, rel=0.15)
 
 
 def test_steps_of_prompts_alone_tell_what_a_token_takes():
@@ -64,7 +74,7 @@ def test_steps_of_prompts_alone_tell_what_a_token_takes():
     for _ in range(20):
         times.ended(0, 8, 0.02)
         times.ended(1000, 0, 0.12)
-    assert times.prompt_tokens() == pytest.approx(prompt_tokens_beside(TPOT_S, 0.02, 1e-4), rel=0.02)
+    assert times.prompt_tokens() == beside(1e-4, rel=0.02)
 
 
 @pytest.mark.parametrize("prompt_tokens", [1, 4, 20])
@@ -75,20 +85,18 @@ def test_short_prompts_alone_in_slow_steps_tell_little(prompt_tokens):
     for _ in range(4000):
         times.ended(prompt_tokens, 0, 0.021)
         times.ended(0, 1, 0.02)
-    assert times.prompt_tokens() == pytest.approx(prompt_tokens_beside(TPOT_S, 0.02, 1e-4), rel=0.25)
+    assert times.prompt_tokens() == beside(1e-4, rel=0.25)
 
 
 def test_a_first_prompt_that_waited_for_a_compiler_holds_up_no_others():
     """A short one, for three seconds: each step with a single token of a prompt would say little against it."""
-    times = StepTimes(TPOT_S)
-    for _ in range(50):
-        times.ended(0, 8, 0.02)
+    times = decoding()
     times.ended(30, 8, 3.0)
     assert times.prompt_tokens() == 1
     for _ in range(30):
         tokens = times.prompt_tokens()
         times.ended(tokens, 8, 0.02 + tokens * 1e-4)
-    assert times.prompt_tokens() == pytest.approx(prompt_tokens_beside(TPOT_S, 0.02, 1e-4), rel=0.1)
+    assert times.prompt_tokens() == beside(1e-4, rel=0.1)
 
 
 def test_without_an_objective_a_step_computes_what_fits():

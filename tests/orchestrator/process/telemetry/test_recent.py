@@ -4,6 +4,7 @@ import statistics
 
 import msgspec
 import pytest
+from support_info import request_line
 
 from orchestrator.process.telemetry.requests import (
     KEPT,
@@ -11,21 +12,12 @@ from orchestrator.process.telemetry.requests import (
     SLOWEST_PER_MINUTE,
     Latencies,
     Recent,
-    RequestLine,
     Stage,
     percentiles,
     stages,
 )
 
-REMOTE = RequestLine(
-    id="abc", outcome="finished", decision="remote", reason="cost", prompt_tokens=400, output_tokens=8, attempts=1,
-    decode_worker="decode-0", prefill_worker="prefill-0", total_ms=800.0, ttft_ms=560.0, queued_ms=46.0, claim_ms=4.0,
-    prefill_ms=500.0, exposed_ms=40.0, decode_ms=240.0, arrived_at=1000.0, frontend_ms=5.0, sent_ms=60.0,
-)  # fmt: skip
-
-
-def line(name: str, total_ms: float) -> RequestLine:
-    return msgspec.structs.replace(REMOTE, id=name, total_ms=total_ms)
+REMOTE = request_line()
 
 
 def test_percentiles_are_those_of_the_durations():
@@ -52,7 +44,7 @@ def test_the_slowest_of_an_hour_are_kept_and_no_more():
     recent = Recent()
     for minute in range(2 * MINUTES):
         for number in range(SLOWEST_PER_MINUTE + 5):
-            recent.ended(line(f"{minute}-{number}", 1000 * minute + number), 60.0 * minute)
+            recent.ended(request_line(f"{minute}-{number}", 1000 * minute + number), 60.0 * minute)
     now = 60.0 * (2 * MINUTES - 1)
     last = 2 * MINUTES - 1
     assert [kept.id for kept in recent.slowest(2, now)] == [
@@ -67,7 +59,7 @@ def test_the_slowest_of_an_hour_are_kept_and_no_more():
 def test_a_request_is_found_by_the_beginning_of_its_id():
     recent = Recent()
     for name in ("abc-1", "abc", "xyz"):
-        recent.ended(line(name, 1.0), 0.0)
+        recent.ended(request_line(name, 1.0), 0.0)
     found = [recent.find(name) for name in ("abc", "xy", "q")]
     assert [kept.id if kept else None for kept in found] == ["abc", "xyz", None]
 
