@@ -120,10 +120,11 @@ class AdapterView:
             await self._served_by_all()
         except AdapterFailed as error:
             try:
-                await self.put(wanted.name, before, replacing=True)
+                there = await self.put(wanted.name, before, replacing=True, over=wanted)
             except AdapterFailed as second:
                 raise AdapterFailed(f"{error}; it is in the list still, since {second}") from error
-            raise AdapterFailed(f"{error}; it was taken back") from error
+            done = "it was taken back" if there == wanted else "somebody else has changed it meanwhile"
+            raise AdapterFailed(f"{error}; {done}") from error
 
     async def unload(self, name: str) -> None:
         """Take an adapter out of the list, and wait until no frontend serves it. Raises AdapterFailed."""
@@ -133,16 +134,18 @@ class AdapterView:
         except AdapterFailed as error:
             raise AdapterFailed(f"it is out of the list, but {error}") from error
 
-    async def put(self, name: str, wanted: Adapter | None, replacing: bool = False) -> Adapter | None:
-        """Put an adapter into the list (None: take it out); other frontends follow in time. Returns what was there.
-        Raises AdapterRefused, AdapterFailed."""
+    async def put(
+        self, name: str, wanted: Adapter | None, replacing: bool = False, over: Adapter | None = None
+    ) -> Adapter | None:
+        """Put an adapter into the list (None: take it out), with `over` only in the place of this one; other frontends
+        follow in time. Returns what was there. Raises AdapterRefused, AdapterFailed."""
         try:
             for _ in range(_TRIES):
                 await self._sync()
                 before = self.known.adapters.get(name)
                 if wanted is not None and (why := refusal(self.known, wanted, replacing)) is not None:
                     raise AdapterRefused(why)
-                if before == wanted:
+                if before == wanted or over not in (None, before):
                     return before
                 seen = self.known if self.known.revision else None
                 changed = self.known.changed(name, wanted)

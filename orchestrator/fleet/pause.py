@@ -1,4 +1,5 @@
-"""Why requests wait although nothing is wrong: an operator has paused the fleet, or the model is idle.
+"""Why requests wait although nothing is wrong: an operator has paused the fleet, or the model is idle; or this process
+did not run.
 
 An operator pauses the fleet by `/pause` of vLLM's server: new requests then wait until it is resumed. Workers store the
 state; their requests go on until the engines themselves are paused. The newest state that any worker reports counts. A
@@ -16,6 +17,7 @@ import asyncio
 import contextlib
 import logging
 import time
+from collections import deque
 from collections.abc import Callable
 from typing import Literal
 
@@ -29,6 +31,7 @@ from orchestrator.store.registry import Registry
 from orchestrator.types import IDLE, WAKE, DesiredRatio, PauseState
 
 PauseMode = Literal["abort", "wait", "keep"]
+MAX_STALLS = 16  # times that this process stood still; of earlier ones workers are held to have had the time
 
 
 class Pause:
@@ -41,6 +44,20 @@ class Pause:
         self.ended_at = 0.0  # monotonic; frozen requests could not continue before
         self.ended = asyncio.Event()  # the fleet is not paused
         self.ended.set()
+        self._stalls: deque[tuple[float, float]] = deque(maxlen=MAX_STALLS)  # until when, and for how many seconds
+
+    def stood_still(self, until: float, seconds: float) -> None:
+        """This process did: that is no time of workers, of which it has heard nothing meanwhile."""
+        self._stalls.append((until, seconds))
+
+    def waited_s(self, since: float, now: float) -> float:
+        """For how long something waits since then that could have come about: by this its deadline counts. Monotonic
+        seconds."""
+        if self.frozen:
+            return 0.0
+        since = max(since, self.ended_at)
+        stood_s = sum(seconds for until, seconds in self._stalls if until > since) if self._stalls else 0.0
+        return now - since - stood_s
 
     def note(self, worker_id: str, state: PauseState) -> None:
         before = self.state

@@ -195,7 +195,7 @@ class Access:
                 log.error("security.api_keys_file: not read within %g s; the keys of before stay valid", _FILE_SLOW_S)
             try:
                 self._use(await reading)
-            except (OSError, ValueError) as error:
+            except Exception as error:  # also where no thread can be started, which may pass: a key is revoked by this
                 if self._file_state is not None:
                     log.error("security.api_keys_file: %s; the keys of before stay valid", error)
                 self._file_state = None

@@ -60,7 +60,7 @@ from orchestrator.frontend.wiring import FleetConnection, FleetConnections, unle
 from orchestrator.process.command_line import CommandLine, port_number
 from orchestrator.process.parent import EXIT_AGAIN, die_with_parent, report_exit
 from orchestrator.process.telemetry.logs import set_up as set_up_logging
-from orchestrator.process.telemetry.metrics import Metrics, join_ended, recreate_missing_folder
+from orchestrator.process.telemetry.metrics import Metrics, join_ended, keep_counting
 from orchestrator.store.client import Redis, RedisAway, connect
 from orchestrator.store.operator.log_levels import LogLevels, follow_log_level
 from orchestrator.store.servers import redis_elsewhere
@@ -290,7 +290,7 @@ def main() -> None:
     parser.add_argument("--die-with-parent", action="store_true")
     options = parser.parse_args()
     allow_many_connections()
-    recreate_missing_folder()
+    keep_counting()
     join_ended()
     try:
         check_environment()

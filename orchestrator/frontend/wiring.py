@@ -84,6 +84,7 @@ class FleetConnection:
         self.frontend_id = frontend_id
         self.told_to_drain = asyncio.Event()
         self._generation, self._by_hand = generation, by_hand
+        self._process = own_identity()  # once: clients may have all descriptors by the time of a heartbeat
         self._refuses = config.routing.fallback == "refuse"
         self.registry = Registry(redis, config.namespace)
         self._events = EventLog(redis, config.namespace)
@@ -239,7 +240,7 @@ class FleetConnection:
             me = Frontend(
                 id=self.frontend_id,
                 url=self._url,
-                process=own_identity(),
+                process=self._process,
                 offered=replace(learning.offered, generated_tokens=learning.recent.output_tokens),
                 mesh_key=self._keys.public if self._keys else "",
                 generation=self._generation,

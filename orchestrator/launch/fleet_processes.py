@@ -255,13 +255,15 @@ class FleetProcesses:
         self.desired = await self.registry.restored(self.desired, snapshot.desired) or self.desired
         snapshot = msgspec.structs.replace(snapshot, desired=self.desired)
         await self._pool.update(snapshot)
-        # Of several launchers one decides; its count of what is late begins when it becomes the first.
-        leads = min(of_launchers(snapshot.launchers), default="") == self._pool.launcher_id
+        # Of several launchers one decides, and none on those alone who came back to Redis first.
+        first = min(of_launchers(snapshot.launchers), default="") == self._pool.launcher_id
+        leads = first and self._pool.sees_all(snapshot)
         if self._came_up:
             await self._rolling.follow(snapshot, leads)
         self._size.scale = self._pool.setup.config.scale
-        if self._size.is_on and leads and not self.desired.idle:
-            await self._resize(self._size.observe(snapshot))
+        resize = self._size.observe(snapshot) if self._size.is_on else None  # also of a time in which another one led
+        if resize is not None and leads and not self.desired.idle:
+            await self._resize(resize)
         if self._came_up and leads:
             await self._rest(snapshot)
         await self.remove_shared_memory()
@@ -274,10 +276,8 @@ class FleetProcesses:
             if removed:
                 log.info("removed shared memory that a dead process left: %s", ", ".join(removed))
 
-    async def _resize(self, resize: Resize | None) -> None:
+    async def _resize(self, resize: Resize) -> None:
         """Change the size, unless somebody else has set one meanwhile. Raises RedisAway."""
-        if resize is None:
-            return
         was, wanted = self.desired, DesiredRatio(resize.prefill, resize.decode, "objectives", why=resize.why)
         if await self.registry.steer(Seen.ratio(was), desired=wanted) is not None:
             sizes = f"{was.prefill}P{was.decode}D -> {wanted.prefill}P{wanted.decode}D"

@@ -57,7 +57,7 @@ class Dispatch:
     ) -> None:
         self._routing, self._decider, self._fleet, self._transport = routing, decider, fleet, transport
         self._queue, self._prefixes, self._requests, self._metrics = queue, prefixes, requests, metrics
-        self._quarantine = Quarantine()
+        self._quarantine = Quarantine(fleet.pause)
         self._tasks: set[asyncio.Task[None]] = set()
         self._waiting = 0  # requests that will ask again
 
@@ -76,7 +76,7 @@ class Dispatch:
                 if placed.job is not None or not others_failed:
                     continue
                 placed = Reject("no_decode_worker", RETRY_AFTER_S)
-            waited_s = time.monotonic() - active.moved_at
+            waited_s = self._fleet.pause.waited_s(active.moved_at, time.monotonic())
             patience_s = max(self._routing.placement_timeout_s, self._decider.recall_s())
             waits = (wait_for_room and not placed.no_fallback) or self._decider.is_temporary(placed)
             if waited_s >= patience_s or not waits:

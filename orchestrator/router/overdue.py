@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections import deque
 from collections.abc import Collection, Mapping
 
 from orchestrator.config.settings import Config
@@ -30,7 +29,6 @@ UNHEARD_S = 1.0
 STALL_TIMEOUT_S = 600.0  # a request without output for this long is started again on another worker
 # One without a token yet also has this many times as long as computing its prompt takes, and those that wait before it.
 STALLED_PREFILLS = 3.0
-MAX_STALLS = 16  # times that this process stood still; of earlier ones workers are held to have had the time
 MAX_LOOKUPS = 64  # jobs looked up at a time: the ones that wait longest
 # Most of a prompt's KV has arrived when its prefill ends. If the rest takes longer than this, and longer than computing
 # the prompt again would, the link is probably cut.
@@ -51,12 +49,7 @@ class Overdue:
         self._routing, self._fleet, self._queue = config.routing, fleet, queue
         self._requests, self._decider, self._dispatch, self._learning = requests, decider, dispatch, learning
         self._slo, self._recall_at = config.slo, 0.0
-        self._stalls: deque[tuple[float, float]] = deque(maxlen=MAX_STALLS)  # until when, and for how many seconds
         self._claimed: set[str] = set()  # request ids whose jobs had an unreported claim at the last look
-
-    def stood_still(self, until: float, seconds: float) -> None:
-        """This process did: that is no time of workers, of which it has heard nothing meanwhile."""
-        self._stalls.append((until, seconds))
 
     def check(self, now: float) -> None:
         """Check all deadlines but that of unreported claims. Time before the end of a pause of the fleet does not
@@ -130,17 +123,12 @@ class Overdue:
                 with self._dispatch.guarding(active):
                     self._dispatch.retry(active, why, charge=False)
 
-    def _waited_s(self, since: float, now: float) -> float:
-        since = max(since, self._fleet.pause.ended_at)
-        stood_s = sum(seconds for until, seconds in self._stalls if until > since) if self._stalls else 0.0
-        return now - since - stood_s
-
     def _claim_is_late(self, active: ActiveRequest, now: float) -> bool:
         timeout_s = claim_timeout_s(self._routing, self._slo, active.parsed.info.ttft_slo_s)
-        return self._waited_s(active.moved_at, now) > timeout_s
+        return self._fleet.pause.waited_s(active.moved_at, now) > timeout_s
 
     def _makes_nothing(self, active: ActiveRequest, now: float) -> bool:
-        waited_s = self._waited_s(active.last_output_at, now)
+        waited_s = self._fleet.pause.waited_s(active.last_output_at, now)
         if waited_s <= STALL_TIMEOUT_S or active.state is State.DECODING or active.decode is None:
             return waited_s > STALL_TIMEOUT_S
         tokens = active.parsed.info.prompt_tokens + active.decode.ahead_tokens
@@ -156,5 +144,5 @@ class Overdue:
         has_room = view.load.running < view.info.max_num_seqs
         free_tokens = view.load.blocks_free * view.info.identity.block_size
         has_room = has_room and free_tokens >= longest[active.decode_worker]
-        waited_s = self._waited_s(active.prefill.ended_at, now)
+        waited_s = self._fleet.pause.waited_s(active.prefill.ended_at, now)
         return has_room and waited_s > max(LATE_KV_S, self._learning.predictor.prefill_s(tokens))

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Collection
 
+from orchestrator.fleet.pause import Pause
 from orchestrator.router.request import ActiveRequest, State
 from orchestrator.wire.messages import EngineCrashed
 
@@ -21,7 +22,8 @@ TRIAL_S = 10.0  # a trial without a crash or a token ends after this, so that it
 
 
 class Quarantine:
-    def __init__(self) -> None:
+    def __init__(self, pause: Pause) -> None:
+        self._pause = pause  # in which no trial can end
         self._waiting: deque[ActiveRequest] = deque()
         self._tried: list[ActiveRequest] = []
 
@@ -58,12 +60,12 @@ class Quarantine:
     def overdue(self, now: float) -> bool:
         """End the trials that have lasted TRIAL_S. Returns whether there were any."""
         before = len(self._tried)
-        self._tried = [active for active in self._tried if now - active.moved_at <= TRIAL_S]
+        self._tried = [active for active in self._tried if self._pause.waited_s(active.moved_at, now) <= TRIAL_S]
         return len(self._tried) < before
 
     def expired(self, now: float, timeout_s: float) -> list[ActiveRequest]:
         """The suspects that have waited this long for a worker to try them on. They wait no more."""
-        late = [active for active in self._waiting if now - active.moved_at > timeout_s]
+        late = [active for active in self._waiting if self._pause.waited_s(active.moved_at, now) > timeout_s]
         for active in late:
             self._waiting.remove(active)
         return late

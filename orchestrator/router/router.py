@@ -115,7 +115,7 @@ class Router:
             async for late_s in ticks(CHECK_S):
                 with self._turns.turn():
                     if late_s > CHECK_S:
-                        self._overdue.stood_still(time.monotonic(), late_s)
+                        self._fleet.pause.stood_still(time.monotonic(), late_s)
                     self.check(time.monotonic())
                 if looking.done():  # else Redis does not answer, for which no deadline waits
                     looking = tasks.create_task(self.check_queue(time.monotonic()))

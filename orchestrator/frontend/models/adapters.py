@@ -7,11 +7,13 @@ vllm/entrypoints/openai/models/serving.py, 0.32.0.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 from collections.abc import Iterator
 from http import HTTPStatus
 from typing import Any
+from weakref import WeakValueDictionary
 
 from vllm.entrypoints.launchers.api_server import app_state
 from vllm.entrypoints.openai.models.serving import OpenAIServingModels
@@ -45,11 +47,19 @@ def numbered(adapter: Adapter) -> LoRARequest:
     return made
 
 
+class Locks(WeakValueDictionary[str, asyncio.Lock]):
+    """By name, while somebody holds one or waits for it: clients ask for any name, and vLLM keeps the lock of each."""
+
+    def __getitem__(self, name: str) -> asyncio.Lock:
+        return self.setdefault(name, asyncio.Lock())
+
+
 class FleetModels(OpenAIServingModels):
     """`engine_client` is a FleetLLM, whose `add_lora` numbers an adapter and loads it on all workers."""
 
     def __init__(self, engine_client: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(engine_client, *args, **kwargs)
+        self.lora_resolver_lock = Locks()
         self._fleet: AdapterView = engine_client.adapters
         self._static: dict[str, LoRARequest] | None = None  # None: they are being loaded
 

@@ -105,9 +105,9 @@ class FleetSize:
         """`snapshot.read_at` is now. While workers are missing, which may be for ever, it does not grow."""
         now, desired = snapshot.read_at, snapshot.desired
         counts = {name: frontend.offered for name, frontend in snapshot.frontends.items()}
-        period = Offered()
+        period, before = Offered(), {} if snapshot.was_away else self._counted  # without Redis no size is to blame
         for name, count in counts.items():
-            period += count - self._counted.get(name, count)  # what a frontend counted before it was seen is not of now
+            period += count - before.get(name, count)  # what a frontend counted before it was seen is not of now
         self._counted = counts
         ready = sum(info.state is WorkerState.READY for info in snapshot.units.values())
         if desired is None:
@@ -132,13 +132,16 @@ class Idleness:
     """`observe` every reading."""
 
     def __init__(self) -> None:
-        self._awake_since: float | None = None  # monotonic; since then a decode worker has been ready
+        # Monotonic; since then a decode worker has been ready, and no frontend has gone: its requests may go on.
+        self._awake_since: float | None = None
+        self._frontends: frozenset[str] = frozenset()  # at the last look
 
     def observe(self, snapshot: Snapshot, desired: DesiredRatio, idle_after_s: float | None) -> bool:
         """Whether its workers are to end: for so long they could have served, and no frontend had a request."""
         ready = any(u.role is Role.DECODE and u.state is WorkerState.READY for u in snapshot.units.values())
         under_way = snapshot.rollout is not None and snapshot.rollout.under_way
-        if idle_after_s is None or desired.idle or under_way or not ready:
+        gone, self._frontends = self._frontends - snapshot.frontends.keys(), frozenset(snapshot.frontends)
+        if idle_after_s is None or desired.idle or under_way or not ready or gone:
             self._awake_since = None
             return False
         if self._awake_since is None:

@@ -8,8 +8,9 @@ sees that all is done says so in the list.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
+import math
+import time
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
@@ -29,6 +30,7 @@ from orchestrator.store.planned import decided
 log = logging.getLogger("pd.launcher")
 
 _EVERY_S = 0.5
+_COME_BACK_S = 4.0  # after Redis was away; in this time all that live have told it of themselves again
 
 
 async def begin_list(redis: Redis, fleet: str, tree: Mapping[str, Any]) -> ModelList:
@@ -64,6 +66,7 @@ class ModelFollower:
         self._store, self._fleet = store, fleet
         self._make, self._forget = make, forget
         self._known = listed
+        self._away_at = -math.inf  # monotonic
         self._turns = Turns(log, "the list of models")
         self._doing: dict[str, asyncio.Task[None]] = {}  # what is done for a model, which takes long
 
@@ -71,8 +74,11 @@ class ModelFollower:
         """Runs until cancelled."""
         try:
             while True:
-                with self._turns.turn(), contextlib.suppress(RedisAway):
-                    await self._follow()
+                with self._turns.turn():
+                    try:
+                        await self._follow()
+                    except RedisAway:
+                        self._away_at = time.monotonic()
                 await asyncio.sleep(left_s(_EVERY_S))
         finally:
             await cancelled(*self._doing.values())
@@ -81,6 +87,7 @@ class ModelFollower:
         """Raises RedisAway."""
         listed = await self._store.read()
         if listed is None:  # Redis was restarted, and has forgotten
+            self._away_at = time.monotonic()
             await self._store.put_back(self._known)
             return
         self._known = listed
@@ -142,7 +149,7 @@ class ModelFollower:
         if (fleet := self._fleet.models.get(name)) is not None:
             fleet.frontends.leave()
             self._fleet.first.watch.read_soon()
-            if await fleet.registry.frontends():
+            if await fleet.registry.frontends() or time.monotonic() - self._away_at < _COME_BACK_S:
                 return  # they have requests of it
             await self._end_here(name)
         if await self._forget(name) and await self._store.change(listed, listed.without(name)):

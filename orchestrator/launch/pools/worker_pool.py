@@ -176,13 +176,18 @@ class WorkerPool:
                 slot.process.expect_exit(0)
             else:
                 slot.process.missed(snapshot.looked_s, self._config.workers.timeout_s, there)
-        if self.launcher_id not in snapshot.launchers:  # nor may others be: Redis came back empty, or after long
+        # Of those that live, too, entries may have run out, or have gone with all that Redis had.
+        if snapshot.was_away or self.launcher_id not in snapshot.launchers:
             self._complete_at = snapshot.read_at + self._config.workers.timeout_s
-        if snapshot.desired is not None and snapshot.read_at >= self._complete_at:
+        if snapshot.desired is not None and self.sees_all(snapshot):
             actions = self.actions(snapshot.desired, self.planned(snapshot))
             if actions and await self._order(actions, snapshot):  # else the next reading decides
                 for action in actions:
                     self._do(action, snapshot)
+
+    def sees_all(self, snapshot: Snapshot) -> bool:
+        """Whether all that live are in it: where Redis was away, or has come back empty, some may not be yet."""
+        return snapshot.read_at >= self._complete_at
 
     def actions(self, desired: DesiredRatio, workers: list[PlannedWorker]) -> list[Action]:
         """What is to be done now."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import logging
+import mmap
 import os
 import struct
 from collections.abc import Callable, Iterable
@@ -32,6 +33,7 @@ _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 
 _Kind = TypeVar("_Kind", bound=MetricWrapperBase)
 _SUMMED = ("counter", "histogram", "summary")  # kinds of files, each named KIND_PID.db
 _LOCK, _JOIN_S = "ended.lock", 2.0  # of the folder, which nobody joins while others read; a scrape waits for so long
+_ROOM, _MOST_BESIDE = 1 << 16, 32  # bytes of a file at first, and that it has beside each key, at most
 _ENDED = "0"  # in place of the pid: of all that have ended
 _made: dict[str, MetricWrapperBase] = {}  # by name, with all models' values
 
@@ -137,14 +139,48 @@ def counts(counter: Labelled, *labels: str) -> collections.Counter[str]:
     return found
 
 
-def recreate_missing_folder() -> None:
-    """From now on the folder of the files is created again if it is missing. Idempotent."""
-    values.MmapedDict = _open  # type: ignore[assignment,misc]
+def keep_counting() -> None:
+    """From now on the folder of the files is created again if it is missing, and what finds no room in a file is kept
+    in memory. Idempotent."""
+    values.MmapedDict = _Kept  # type: ignore[assignment,misc]
 
 
-def _open(filename: str, read_mode: bool = False) -> MmapedDict:
-    make_folder(Path(filename).parent)
-    return MmapedDict(filename, read_mode)
+class _Kept(MmapedDict):
+    """A file that has its room before it is written as memory: on a full disk that would kill this process (SIGBUS).
+    Where there is none it is memory, which no scrape reads."""
+
+    def __init__(self, filename: str) -> None:
+        try:
+            make_folder(Path(filename).parent)
+            _make_room(filename, _ROOM)
+        except OSError as error:
+            filename = self._in_memory(error)
+        super().__init__(filename)
+
+    def _init_value(self, key: str) -> None:
+        if self._used + len(key.encode()) + _MOST_BESIDE > self._capacity:
+            try:
+                _make_room(f"/proc/self/fd/{self._f.fileno()}", 2 * self._capacity)
+            except OSError as error:
+                memory = open(self._in_memory(error), "r+b", buffering=0)
+                memory.write(self._m)
+                self._f, self._m = memory, mmap.mmap(memory.fileno(), self._capacity)
+        super()._init_value(key)
+
+    @staticmethod
+    def _in_memory(error: OSError) -> str:
+        """The name of a file. Raises OSError."""
+        log.warning("scrapes lack what this frontend counts from now on: %s; free space there, then restart it", error)
+        return f"/proc/self/fd/{os.memfd_create('pd-metrics')}"
+
+
+def _make_room(path: str, size: int) -> None:
+    """Let the file, which need not be there, have as many bytes at least. Raises OSError."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        os.posix_fallocate(descriptor, 0, size)
+    finally:
+        os.close(descriptor)
 
 
 def shown(registry: CollectorRegistry) -> bytes:
@@ -186,6 +222,7 @@ def _join(ended: list[Path], into: Path) -> None:
         totals.update(_values_of(path))
     new = into.with_suffix(".new")
     new.unlink(missing_ok=True)
+    _make_room(str(new), _ROOM + sum(len(key.encode()) + _MOST_BESIDE for key in totals))
     file = MmapedDict(str(new))
     for key, value in totals.items():
         file.write_value(key, value, 0.0)

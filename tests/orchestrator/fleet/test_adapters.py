@@ -147,6 +147,25 @@ async def test_a_frontend_that_does_not_follow_is_named_and_the_load_taken_back(
     assert first.known.adapters == {"y": Y}
 
 
+async def test_a_load_that_is_taken_back_leaves_alone_what_was_loaded_in_its_place(fleet: Fleet, monkeypatch):
+    first, second = await fleet.join("f1"), await fleet.join("f2")
+    late = asyncio.Event()
+
+    async def not_served() -> None:
+        await late.wait()
+        raise AdapterFailed("frontend f3 did not follow")
+
+    monkeypatch.setattr(first, "_served_by_all", not_served)
+    failing = asyncio.create_task(first.load(X, replacing=False))
+    await until(lambda: second.known.adapters == {"x": X})
+    newer = Adapter("x", "/b/x", 100_003)
+    await second.load(newer, replacing=True)
+    late.set()
+    with pytest.raises(AdapterFailed, match="f3 did not follow; somebody else has changed it meanwhile"):
+        await failing
+    assert first.known.adapters == {"x": newer} == (await fleet.registry.adapters.read()).adapters
+
+
 async def test_frontends_put_back_a_list_that_redis_has_lost(fleet: Fleet, monkeypatch):
     monkeypatch.setattr(adapters, "POLL_S", 0.05)
     first, second = await fleet.join("f1"), await fleet.join("f2")

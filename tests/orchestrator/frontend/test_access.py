@@ -183,6 +183,24 @@ async def test_key_file_on_a_mount_that_hangs_holds_nobody_up(tmp_path, monkeypa
     following.cancel()
 
 
+async def test_keys_are_followed_on_once_threads_can_be_started_again(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(access, "_FILE_CHECK_S", 0.01)
+    file, start = tmp_path / "keys", threading.Thread.start
+    file.write_text("first\n")
+    kept = Access(SecurityConfig(api_keys_file=str(file)), LimitsConfig())
+
+    def cannot(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", cannot)
+    following = asyncio.create_task(kept.follow_keys())
+    await until(lambda: "can't start new thread; the keys of before stay valid" in caplog.text)
+    monkeypatch.setattr(threading.Thread, "start", start)
+    file.write_text("second\n")
+    await until(lambda: not isinstance(kept.admit(scope("/v1/models", "first"), 0.0), Admission))
+    following.cancel()
+
+
 async def test_requests_at_once_are_limited_per_key_until_their_streams_have_ended():
     go_on, begun = asyncio.Event(), list[str]()
 

@@ -1,6 +1,7 @@
 """How a frontend starts: it does not wait for what cannot come, and may hold many connections."""
 
 import asyncio
+import os
 import resource
 import sys
 from functools import partial
@@ -8,6 +9,7 @@ from operator import attrgetter
 
 import pytest
 from support_router import SimRouterCodec
+from support_wait import until
 
 from orchestrator.config.settings import ConfigError, parse_config
 from orchestrator.frontend.wiring import FRONTEND_TTL_S, FleetConnection, unless_ended
@@ -47,6 +49,25 @@ async def test_frontend_that_starts_slowly_stays_registered(redis):
     assert await redis.execute_command("PTTL", key) > FRONTEND_TTL_S * 1000
     await connection.announce("http://h:1")
     assert 0 < await redis.execute_command("PTTL", key) <= FRONTEND_TTL_S * 1000
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+    await connection.close()
+
+
+async def test_a_frontend_whose_clients_have_all_descriptors_stays_registered(redis, monkeypatch):
+    monkeypatch.setattr("orchestrator.frontend.wiring.HEARTBEAT_S", 0.05)
+    key = Keys("t").frontend("f")
+    connection = FleetConnection("f", parse_config({"model": "demo", "namespace": "t"}), redis, SimRouterCodec())
+    running = asyncio.create_task(connection.run())
+    await connection.synced()
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    os.close(free := os.dup(0))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (free, before[1]))
+    try:
+        await redis.delete(key)
+        await until(partial(redis.exists, key))
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
     running.cancel()
     await asyncio.gather(running, return_exceptions=True)
     await connection.close()

@@ -29,10 +29,10 @@ from orchestrator.launch.rollout import cannot_start
 from orchestrator.launch.supervise import Exit, Stage, Supervised
 from orchestrator.process.parent import own_identity
 from orchestrator.store.client import Redis
-from orchestrator.store.fields import Launcher
+from orchestrator.store.fields import Frontend, Launcher
 from orchestrator.store.planned import BY_HAND
-from orchestrator.store.registry import Frontend, Registry
-from orchestrator.types import Offered, Role, WorkerInfo
+from orchestrator.store.registry import Registry
+from orchestrator.types import DesiredRatio, Offered, Role, WorkerInfo
 
 pytestmark = pytest.mark.slow  # a server of its own
 
@@ -176,6 +176,50 @@ async def test_bounds_of_the_size_that_were_rolled_out_hold(redis, tmp_path: Pat
         await fleet._update(Snapshot(**reading, read_at=float(now)))  # type: ignore[arg-type]
     wanted = await registry.desired()
     assert wanted is not None and (wanted.prefill, wanted.decode) == (2, 1)
+
+
+@pytest.fixture
+def led(tmp_path: Path, monkeypatch) -> FleetProcesses:
+    """Launchers of a fleet whose size follows its load, and that ends its workers when nobody asks for it."""
+    for pool in (FrontendPool, WorkerPool):
+        monkeypatch.setattr(pool, "update", AsyncMock())
+    scale = {"min_workers": 1, "max_workers": 4, "grow_after_s": 10}
+    config = parse_config({"model": "m", "engine": "sim", "scale": scale, "idle_after_s": 60})
+    registry = AsyncMock(restored=AsyncMock(side_effect=lambda held, found: found))
+    fleet = processes_of(config, registry, LocalMachine(config), tmp_path)
+    fleet._came_up = True
+    fleet._rolling = AsyncMock()
+    return fleet
+
+
+def seen(fleet: FleetProcesses, now: float, offered: Offered = Offered(), other: bool = False, **more: Any) -> Snapshot:
+    """`other`: whether there is a launcher that goes before this one."""
+    launchers = {fleet._pool.launcher_id: Launcher()} | ({"": Launcher()} if other else {})
+    frontends = {"f": Frontend("f", "http://f", "p", offered=offered, **more)}
+    workers = {name: worker(name, role) for name, role in (("p", Role.PREFILL), ("d", Role.DECODE))}
+    desired = DesiredRatio(1, 1, "scale", 1.0)
+    return Snapshot(workers=workers, frontends=frontends, launchers=launchers, desired=desired, read_at=now)
+
+
+async def test_what_was_late_while_another_launcher_led_was_late_then(led: FleetProcesses):
+    ended = late = 0
+    for now in range(100):
+        ended += 10
+        late += 5 if 20 < now < 60 else 0
+        offered = Offered(ended=ended, late_first=late, late=late)
+        await led._update(seen(led, float(now), offered, other=20 < now < 80))
+    led.registry.steer.assert_not_awaited()
+
+
+async def test_nothing_is_decided_on_those_alone_who_came_back_to_redis_first(led: FleetProcesses):
+    """Another frontend may have requests, another launcher old workers."""
+    for now in range(0, 100, 10):
+        await led._update(seen(led, float(now), idle_s=1.0))
+    led._pool._complete_at = 104.0
+    for now, decides in ((101.0, False), (105.0, True)):
+        await led._update(seen(led, now, idle_s=900.0))
+        assert led._rolling.follow.await_args.args[1] is decides
+        assert bool(led.registry.steer.await_count) is decides
 
 
 async def test_crashes_while_redis_was_away_are_not_held_against_a_process(

@@ -2,12 +2,13 @@
 
 import time
 
+import pytest
 from support_bench import Bench, FakeRequest
 
 from orchestrator.router.dispatch import MAX_ATTEMPTS
 from orchestrator.router.quarantine import TRIAL_S
 from orchestrator.router.request import State
-from orchestrator.types import FinishReason, Role
+from orchestrator.types import FinishReason, PauseState, Role
 from orchestrator.wire.messages import EngineCrashed, Rejected
 
 
@@ -68,6 +69,27 @@ async def test_a_suspect_waits_no_longer_than_others_for_a_worker():
     await bench.settle()
     assert sorted(bench.failed()) == sorted({"a", "b", "c"} - bench.on("d1")) != []
     assert all("no worker could try it alone" in failure.why for failure in bench.codec.failures.values())
+
+
+@pytest.mark.parametrize("how", ["the fleet is paused", "this process stands still"])
+async def test_time_in_which_nothing_could_come_about_is_no_time_of_suspects(how):
+    bench = CrashBench(placement_timeout_s=30)
+    await all_on_one_worker(bench, "a", "b", "c")
+    only(bench, "d1")
+    await bench.crash("d0")
+    tried, now, pause = bench.on("d1"), time.monotonic(), bench.fleet.pause
+    if how == "the fleet is paused":
+        pause.note("d1", PauseState(1, "keep"))
+        pause.note("d1", PauseState(2))
+        pause.ended_at = now + 60  # as if it had lasted a minute
+    else:
+        pause.stood_still(now + 60, 60.0)
+    bench.router.check(now + 61)
+    await bench.settle()
+    assert bench.failed() == [] and bench.on("d1") == tried, "nor is its trial over"
+    bench.router.check(now + 91)
+    await bench.settle()
+    assert len(bench.failed()) == 1
 
 
 async def test_a_defect_that_one_suspect_meets_keeps_no_other_in_quarantine(monkeypatch):

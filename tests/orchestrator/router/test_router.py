@@ -1419,6 +1419,18 @@ async def test_frozen_fleet_stops_deadlines(monkeypatch):
     assert [active.attempt for active in bench.router.requests.values()] == [2, 2]
 
 
+async def test_frozen_fleet_stops_the_deadline_of_a_request_without_a_worker():
+    bench = await Bench.asked(FakeRequest("r", prompt_tokens=10), placement_timeout_s=0.2)
+    for name in ("d0", "d1"):
+        bench.lose(name)
+    bench.fleet.pause.note("p0", PauseState(1, "keep"))
+    await asyncio.sleep(0.3)
+    bench.fleet.pause.note("p0", PauseState(2))
+    bench.add_worker("d2", Role.DECODE)
+    await bench.settle()
+    assert bench.bound_to() == "d2" and not bench.codec.failures
+
+
 async def test_waiting_pause_keeps_deadlines(monkeypatch):
     monkeypatch.setattr("orchestrator.router.overdue.STALL_TIMEOUT_S", 5.0)
     bench = await Bench.asked(FakeRequest("r", prompt_tokens=10))

@@ -177,3 +177,23 @@ async def test_an_adapter_that_a_resolver_finds_is_the_fleets(fleet: Fleet) -> N
     await until(lambda: set(served(first)) == {"a", "b"}, "the first one follows")
     assert served(first) == served(second)
     assert (await first.resolve_lora("c")).error.code == 404
+    for number in range(100):  # clients ask for anything
+        assert (await first.resolve_lora(f"{number}")).error.code == 404
+    assert len(first.lora_resolver_lock) == 0
+
+
+async def test_of_those_who_ask_for_one_adapter_together_one_asks_the_resolver(fleet: Fleet) -> None:
+    from vllm.lora.request import LoRARequest
+
+    asked: list[str] = []
+
+    class Resolver:
+        async def resolve_lora(self, _: str, name: str) -> Any:
+            asked.append(name)
+            await asyncio.sleep(0)
+            return LoRARequest(name, 1, f"/{name}")
+
+    models = await fleet.frontend("f1")
+    models.lora_resolvers = [Resolver()]
+    found = await asyncio.gather(*(models.resolve_lora("a") for _ in range(3)))
+    assert len({one.lora_int_id for one in found}) == 1 and asked == ["a"]

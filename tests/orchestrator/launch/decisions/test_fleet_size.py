@@ -2,6 +2,7 @@
 
 from itertools import pairwise
 
+import msgspec
 import pytest
 from support_redis import worker
 
@@ -87,6 +88,15 @@ def test_samples_of_incomplete_fleet_do_not_count(fleet_size):
     assert fleet_size.observe(snapshot(12.0, three, 1120, 560, ready=4)) is None, "one loads"
     later = [fleet_size.observe(snapshot(float(n), three, 1000 + 10 * n, 565, ready=5)) for n in range(13, 60)]
     assert not any(later)
+
+
+def test_what_was_late_without_redis_is_no_reason_to_grow(fleet_size):
+    desired = DesiredRatio(2, 2, set_at=1.0)
+    for now in range(20):
+        assert fleet_size.observe(snapshot(float(now), desired, 10 * now, 0)) is None
+    back = msgspec.structs.replace(snapshot(50.0, desired, 1000, 500), was_away=True)
+    assert fleet_size.observe(back) is None
+    assert fleet_size.observe(snapshot(51.0, desired, 1100, 550)) is not None
 
 
 def test_fleet_waiting_for_room_can_only_shrink(fleet_size):

@@ -33,6 +33,15 @@ def test_a_model_rests_once_it_could_have_served_for_so_long_and_no_frontend_had
     assert idleness.observe(at(61), RATIO, AFTER_S)
 
 
+def test_it_does_not_rest_when_a_frontend_has_gone_whose_requests_may_go_on() -> None:
+    """It stands still, or Redis was away, and others are the first to come back."""
+    idleness = Idleness()
+    both, one = (900.0, 1.0), (900.0,)
+    for now, idle_s in ((0, both), (100, both), (105, one), (106, one), (107, both), (108, one), (109, one)):
+        assert not idleness.observe(at(now, idle_s), RATIO, AFTER_S)
+    assert idleness.observe(at(170, one), RATIO, AFTER_S), "it left for good"
+
+
 @pytest.mark.parametrize("why", ["not configured", "no frontend", "idle", "not ready", "rollout"])
 def test_it_does_not_rest(why: str) -> None:
     rollout = Rollout(Version(0, {}), Version(1, {})) if why == "rollout" else None

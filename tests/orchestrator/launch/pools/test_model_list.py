@@ -126,6 +126,24 @@ async def test_workers_come_first_and_frontends_leave_first(world: World) -> Non
         assert world.seen[-1] == "c: no workers"
 
 
+async def test_workers_wait_for_frontends_that_redis_has_lost(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("orchestrator.launch.pools.model_list._COME_BACK_S", 600.0)
+    for name in ("a", "b"):
+        await world.frontend(name)
+    async with world.launcher():
+        await world.change("b", ListedModel({}, ModelState.REMOVING))
+        await until(lambda: "b: no frontends" in world.seen)
+        await world.store.delete()
+        await world.registry("b").leave_frontend("f")
+        await asyncio.sleep(0.3)
+        await world.frontend("b")
+        monkeypatch.setattr("orchestrator.launch.pools.model_list._COME_BACK_S", 0.0)
+        await asyncio.sleep(0.1)
+        assert "b: no workers" not in world.seen
+        await world.registry("b").leave_frontend("f")
+        await until(lambda: "b: no workers" in world.seen)
+
+
 @pytest.mark.parametrize(
     ("fails", "why"),
     [(StartFailed("c-worker-0: no room"), "c-worker-0: no room"), (KeyError("a defect"), "KeyError: 'a defect'")],

@@ -170,15 +170,15 @@ def test_only_a_fleet_that_has_had_decode_workers_needs_a_stand_in(tmp_path):
     assert pool.actions(DesiredRatio(1, 0), loading) == [Drain("worker-1")], "none is wanted"
 
 
-async def test_nothing_is_done_before_all_are_back_in_a_registry_that_has_lost_them(tmp_path):
+@pytest.mark.parametrize("empty", [True, False], ids=["Redis is empty", "Redis was away"])
+async def test_nothing_is_done_before_all_are_back_in_a_registry_that_has_lost_them(tmp_path, empty):
     """Another launcher's, or one by hand, is not missing: it has not said yet that it is there."""
     config = parse_config({"model": "sim-model", "engine": "sim"})
     pool = WorkerPool(Registry(AsyncMock(), "none"), LocalMachine(config), Mock(), Mock(), Setup(0, config, tmp_path))
     pool.start = AsyncMock()  # type: ignore[method-assign]
     desired, now = DesiredRatio(1, 1, "test"), time.monotonic()
-    await pool.update(Snapshot(desired=desired, read_at=now))
-    there = Snapshot(launchers={pool.launcher_id: Launcher()}, desired=desired)
-    replace = msgspec.structs.replace
+    there, replace = Snapshot(launchers={pool.launcher_id: Launcher()}, desired=desired), msgspec.structs.replace
+    await pool.update(replace(there, launchers={} if empty else there.launchers, was_away=not empty, read_at=now))
     await pool.update(replace(there, read_at=now + config.workers.timeout_s - 0.1))
     assert not pool.start.called
     workers = {"d": worker("d", Role.DECODE)}

@@ -1,8 +1,15 @@
-"""A metric whose first value comes after its folder was removed."""
+"""Metrics whose folder was removed before their first value came, or lies on a full disk."""
+
+import os
+import shlex
+import subprocess
+import sys
 
 import pytest
 from prometheus_client import values
 from prometheus_client.mmap_dict import MmapedDict
+from support_container import can_contain
+from support_wait import DEADLINE_S
 
 from orchestrator.process.telemetry import metrics
 
@@ -17,7 +24,41 @@ def test_metric_survives_removed_folder(tmp_path, monkeypatch, outlives):
         with pytest.raises(FileNotFoundError):
             value_class("summary", "m", "m", (), (), "")
         return
-    metrics.recreate_missing_folder()
+    metrics.keep_counting()
     value_class("summary", "m", "m", (), (), "").inc(2)
     assert [path.name for path in folder.iterdir()] == ["summary_7.db"]
     assert value_class("summary", "m", "m", (), (), "").get() == 2
+
+
+_BEGIN = """
+import errno
+from orchestrator.process.telemetry.metrics import Metrics, counts, join_ended, keep_counting
+keep_counting()
+join_ended()
+"""
+_FILL = """
+try:
+    with open("fills", "wb", buffering=0) as fills:
+        while True:
+            fills.write(bytes(1024))
+except OSError as error:
+    assert error.errno == errno.ENOSPC
+"""
+_COUNT = """
+metrics = Metrics()
+for number in range({}):
+    metrics.retries.labels(f"{{number}}").inc()
+told = counts(metrics.retries, "why").total()
+"""
+
+
+@pytest.mark.skipif(not can_contain(), reason="needs a file system of its own")
+@pytest.mark.parametrize(("before", "told"), [("", 2000), (_COUNT.format(10), 2010)], ids=["from the start", "later"])
+def test_a_full_disk_ends_no_frontend(tmp_path, before, told):
+    """A file that is mapped before it has room would end it by SIGBUS."""
+    code = f"{_BEGIN}{before}{_FILL}{_COUNT.format(2000)}print(told)"
+    mounted = f"mount -t tmpfs -o size=512k none {tmp_path}; cd {tmp_path}"
+    command = ["unshare", "--mount", "sh", "-c", f"{mounted}; exec {shlex.join([sys.executable, '-c', code])}"]
+    env = {**os.environ, "PROMETHEUS_MULTIPROC_DIR": f"{tmp_path}/metrics"}
+    ended = subprocess.run(command, env=env, capture_output=True, text=True, timeout=DEADLINE_S)
+    assert (ended.returncode, ended.stdout) == (0, f"{told}\n"), ended.stderr

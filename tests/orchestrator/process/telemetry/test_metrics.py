@@ -1,16 +1,18 @@
 """What several frontends of a machine tell together, one after the other too."""
 
+import errno
 import fcntl
 import os
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 from prometheus_client import CollectorRegistry, Counter
 from prometheus_client.core import GaugeMetricFamily
 from support_wait import DEADLINE_S
 
-from orchestrator.process.telemetry.metrics import Labelled, shown
+from orchestrator.process.telemetry.metrics import Labelled, join_ended, shown
 
 _TELL = """
 from orchestrator.process.telemetry.metrics import Metrics
@@ -88,6 +90,18 @@ def test_nothing_is_joined_while_a_scrape_reads(tmp_path, monkeypatch):
     assert b"read 1.0" in shown(registry) and found == [before]
     run(_JOIN, tmp_path)
     assert [path.name for path in tmp_path.glob("counter_*.db")] == ["counter_0.db"]
+
+
+def test_what_cannot_be_joined_for_want_of_room_is_kept(tmp_path, monkeypatch):
+    run(_TELL.format(model=None, blocks=50, ended=3), tmp_path)
+    monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path))
+    with monkeypatch.context() as full:
+        full.setattr(os, "posix_fallocate", Mock(side_effect=OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))))
+        join_ended()
+    assert 'pd_requests_total{outcome="finished"} 3.0' in run(_SCRAPE, tmp_path).splitlines()
+    join_ended()
+    assert [path.name for path in tmp_path.glob("counter_*.db")] == ["counter_0.db"]
+    assert 'pd_requests_total{outcome="finished"} 3.0' in run(_SCRAPE, tmp_path).splitlines()
 
 
 def test_a_file_that_cannot_be_read_ends_neither_a_frontend_nor_a_scrape(tmp_path):
