@@ -868,12 +868,14 @@ async def test_an_accepted_request_waits_for_a_worker_to_come_back():
 
 
 async def test_wait_for_worker_times_out():
+    """Its client reads what that of a new request would: it may ask again."""
     bench = await Bench.asked(FakeRequest("r", prompt_tokens=10), placement_timeout_s=0.01)
     for name in ("d0", "d1"):
         bench.fleet.remove(name)
     bench.router.worker_lost(bench.bound_to())
     await asyncio.wait_for(bench.settle(), DEADLINE_S)
     assert bench.received() == [("r", [], FinishReason.ERROR)]
+    assert Overloaded(bench.codec.failures["r"].rejected).status == 503
     bench.assert_no_leaks()
 
 
