@@ -390,6 +390,17 @@ async def test_leaving_workers_cost_no_attempt_and_take_turns():
     bench.assert_no_leaks()
 
 
+async def test_what_a_prefill_engine_refuses_fails_with_what_a_decode_engine_says_of_it():
+    """Also where prompts must not go local: prefill workers would refuse it again and again."""
+    bench = await Bench.asked(FakeRequest("r"), claimed=True, fallback="refuse")
+    bench.say("p0", PrefillFailed("r", 1, "invalid: no such parameter", refused=True))
+    await bench.settle()
+    assert [(submit.attempt, submit.kv_source is None) for _, submit in bench.submits()] == [(1, False), (2, True)]
+    bench.say(bench.bound_to(), Rejected("r", 2, "no such parameter", final=True))
+    assert bench.codec.failures == {"r": Failure("no such parameter", by_client=True)}
+    bench.assert_no_leaks()
+
+
 async def test_invalid_request_fails_at_once():
     bench = await Bench.asked(FakeRequest("r", prompt_tokens=10))
     bench.say(bench.bound_to(), Rejected("r", 1, "no such parameter", final=True))
