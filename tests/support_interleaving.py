@@ -82,7 +82,7 @@ class Launcher(WorkerPool):
     def __init__(self, world: World, registry: Registry, name: str) -> None:
         machines = SimpleNamespace(fitting=list, room=None)
         setup = Setup(0, world.config, Path("unused"))
-        super().__init__(world.config, registry, machines, print, print, setup, name)  # type: ignore[arg-type]
+        super().__init__(registry, machines, print, print, setup, name)  # type: ignore[arg-type]
         self._world = world
         self.held: DesiredRatio | None = None
         self.acted = False  # since Redis was emptied

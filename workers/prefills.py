@@ -211,7 +211,7 @@ class Prefills:
         refusal = await submit(self._engine, EngineRequest(attempt.key, Phase.PREFILL, frames))
         attempt.submitted = refusal is None
         if refusal is not None:
-            await self._fail(attempt, refusal.why)
+            await self._fail(attempt, refusal.why, refusal.final)
         elif not self._attempts.holds(attempt):
             await self._engine.abort([attempt.key])
 
@@ -231,8 +231,9 @@ class Prefills:
 
     # ---- end ---------------------------------------------------------------------------------------------------
 
-    def output(self, attempt: Attempt, output: EngineOutput, timestamp: float) -> None:
-        """The engine computed the prompt, or gave it up, in the step of this `timestamp`."""
+    def output(self, attempt: Attempt, output: EngineOutput, timestamp: float, refused: str | None = None) -> None:
+        """The engine computed the prompt, or gave it up, in the step of this `timestamp`. `refused`: why it takes no
+        such request."""
         if output.finish_reason is None:
             return
         self._attempts.remove(attempt)
@@ -240,7 +241,8 @@ class Prefills:
             self._attempts.note_pushing(attempt)
             self._tell_prefilled(attempt, output, timestamp)
         else:
-            self._tell_failed(attempt, f"the engine ended it: {output.finish_reason!s}")
+            why = f"the engine ended it: {output.finish_reason!s}" if refused is None else f"invalid: {refused}"
+            self._tell_failed(attempt, why, refused is not None)
         self._start(self._ack(attempt.request_id, attempt.number))
 
     def _tell_prefilled(self, attempt: Attempt, output: EngineOutput, timestamp: float) -> None:
@@ -259,9 +261,9 @@ class Prefills:
         payload = self._engine.encode_outputs([output], timestamp) if output.new_token_ids else []
         self._frontends.send(attempt.frontend_id, prefilled, payload)
 
-    def _tell_failed(self, attempt: Attempt, why: str) -> None:
+    def _tell_failed(self, attempt: Attempt, why: str, refused: bool) -> None:
         log.warning("prefill of %s failed: %s", attempt.key, why)
-        failed = PrefillFailed(attempt.request_id, attempt.number, why)
+        failed = PrefillFailed(attempt.request_id, attempt.number, why, refused)
         self._frontends.send(attempt.frontend_id, failed)
 
     def give_job_up(self, request_id: str, number: int, frontend_id: str) -> None:
@@ -274,11 +276,11 @@ class Prefills:
         """The frontend aborted this attempt, which has been removed from the attempts: acknowledge its job."""
         self._start(self._ack(attempt.request_id, attempt.number))
 
-    async def _fail(self, attempt: Attempt, why: str) -> None:
+    async def _fail(self, attempt: Attempt, why: str, refused: bool = False) -> None:
         if not self._attempts.holds(attempt):
             return
         self._attempts.remove(attempt)
-        self._tell_failed(attempt, why)
+        self._tell_failed(attempt, why, refused)
         await self._ack(attempt.request_id, attempt.number)
 
     async def give_back(self, why: str) -> None:

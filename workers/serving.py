@@ -238,7 +238,7 @@ class Serving:
                 self._attempts.mark_computed(attempt)
                 self._load.prefilled(_computed_tokens(attempt, output))
             if attempt.phase is Phase.PREFILL:
-                self._prefills.output(attempt, output, step.timestamp)
+                self._prefills.output(attempt, output, step.timestamp, step.refused.get(attempt.key))
             elif (why := step.refused.get(attempt.key)) is not None:
                 self._attempts.remove(attempt)
                 refusal = Refusal(f"invalid: {why}", final=True)

@@ -35,8 +35,8 @@ from orchestrator.wire.messages import pack_frames
 
 # Why an attempt that may be refused is not queued (again). After any other failure it is placed as if it were new.
 NOT_QUEUED = frozenset({"claim_timeout", "queue_full", "queue_unavailable", "no_paired_worker"})
-# Local whatever `routing.fallback` is: the policies prefer it, or no queue would ever take the job.
-BETTER_LOCAL = frozenset({"recalled", "job_too_large"})
+# Local whatever `routing.fallback` is: the policies prefer it, or no queue or prefill worker would ever take the job.
+BETTER_LOCAL = frozenset({"recalled", "job_too_large", "prefill_refused"})
 
 
 class Decider:

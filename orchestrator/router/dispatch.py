@@ -335,7 +335,7 @@ class Dispatch:
                 self.clear_suspect(active)
             elif rejected is not None:
                 why = f"no decode worker took it over within its deadline ({rejected.reason})"
-                self._end_as(active, Failure(why))
+                self._end_as(active, Failure(why, rejected=rejected))  # the client may ask again
 
     def _end_as(self, active: ActiveRequest, failure: Failure) -> None:
         self._requests.fail(active, failure)

@@ -65,7 +65,7 @@ class Overloaded(Exception):
 
 class Failure(msgspec.Struct, frozen=True):
     """Why a request failed, for its client. `by_client`: no worker can serve it, so the status is 400, not 500.
-    `rejected`: it was accepted, and the fleet cannot serve it now; 503."""
+    `rejected`: it was accepted, and the fleet cannot serve it now; 429 or 503."""
 
     why: str
     by_client: bool = False

@@ -164,7 +164,7 @@ class Router:
                 if worker_id == active.prefill_worker:  # else another one has taken the claim over
                     self._on_prefilled(active, message, payload, now)
             elif isinstance(message, PrefillFailed):
-                self._on_prefill_failed(active, worker_id)
+                self._on_prefill_failed(active, worker_id, message.refused)
             elif worker_id == active.decode_worker:
                 self._on_rejected(active, worker_id, message)
 
@@ -198,10 +198,11 @@ class Router:
         elif (batch := self._requests.from_prefill(active, said, payload, now)) is not None:
             self.batches.put_nowait(batch)
 
-    def _on_prefill_failed(self, active: ActiveRequest, worker_id: str = "") -> None:
-        """`worker_id`: who says so; empty: the queue. Where another worker computes it, that one goes on."""
+    def _on_prefill_failed(self, active: ActiveRequest, worker_id: str = "", refused: bool = False) -> None:
+        """`worker_id`: who says so; empty: the queue. Where another worker computes it, that one goes on. What an
+        engine `refused` a decode worker is asked for, which tells the client why."""
         if active.state is State.QUEUED or (active.state is State.TRANSFERRING and active.prefill_worker == worker_id):
-            self._dispatch.retry(active, "prefill_failed")
+            self._dispatch.retry(active, "prefill_refused" if refused else "prefill_failed")
 
     def _on_rejected(self, active: ActiveRequest, by: str, rejected: Rejected) -> None:
         log.warning("worker %s rejected request %s: %s", by, active.parsed.label, rejected.why)

@@ -140,6 +140,7 @@ class PrefillFailed(msgspec.Struct, tag="prefill_failed", frozen=True):
     request_id: str
     attempt: int
     why: str
+    refused: bool = False  # its engine takes no such request: another one of the same role would do the same
 
 
 class Rejected(msgspec.Struct, tag="rejected", frozen=True):

@@ -299,6 +299,7 @@ async def test_a_corrupt_job_fails_alone(workers: Workers) -> None:
     await until(lambda: frames.got(PrefillFailed) and request.got(PrefillFailed))
     assert frames.got(PrefillFailed).why.startswith("invalid: not a framed request")
     assert request.got(PrefillFailed).why.startswith("invalid: not an engine request")
+    assert request.got(PrefillFailed).refused, "by its engine, as any other would"
     # Decode, already bound to it, computes by itself once told; here the test's frontend gives it up.
     for bad in (frames, request):
         if bad.decode:

@@ -151,7 +151,7 @@ async def _remove(fleet: OpenFleet, whole: str, name: str, patience_s: float, sh
     def wanted(listed: ModelList) -> ModelList:
         if name not in listed.models:
             raise Refused(f"{name}: the fleet has no such model; it has {', '.join(listed.models)}")
-        if len(listed.models) == 1:
+        if not listed.present.keys() - {name}:  # the others, if any, are being removed
             raise Refused(f"{name}: is the only model of the fleet; end the fleet with `orchestrator down`")
         return listed.with_model(name, msgspec.structs.replace(listed.models[name], state=ModelState.REMOVING))
 

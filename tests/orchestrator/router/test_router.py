@@ -390,6 +390,17 @@ async def test_leaving_workers_cost_no_attempt_and_take_turns():
     bench.assert_no_leaks()
 
 
+async def test_what_a_prefill_engine_refuses_fails_with_what_a_decode_engine_says_of_it():
+    """Also where prompts must not go local: prefill workers would refuse it again and again."""
+    bench = await Bench.asked(FakeRequest("r"), claimed=True, fallback="refuse")
+    bench.say("p0", PrefillFailed("r", 1, "invalid: no such parameter", refused=True))
+    await bench.settle()
+    assert [(submit.attempt, submit.kv_source is None) for _, submit in bench.submits()] == [(1, False), (2, True)]
+    bench.say(bench.bound_to(), Rejected("r", 2, "no such parameter", final=True))
+    assert bench.codec.failures == {"r": Failure("no such parameter", by_client=True)}
+    bench.assert_no_leaks()
+
+
 async def test_invalid_request_fails_at_once():
     bench = await Bench.asked(FakeRequest("r", prompt_tokens=10))
     bench.say(bench.bound_to(), Rejected("r", 1, "no such parameter", final=True))
@@ -868,12 +879,14 @@ async def test_an_accepted_request_waits_for_a_worker_to_come_back():
 
 
 async def test_wait_for_worker_times_out():
+    """Its client reads what that of a new request would: it may ask again."""
     bench = await Bench.asked(FakeRequest("r", prompt_tokens=10), placement_timeout_s=0.01)
     for name in ("d0", "d1"):
         bench.fleet.remove(name)
     bench.router.worker_lost(bench.bound_to())
     await asyncio.wait_for(bench.settle(), DEADLINE_S)
     assert bench.received() == [("r", [], FinishReason.ERROR)]
+    assert Overloaded(bench.codec.failures["r"].rejected).status == 503
     bench.assert_no_leaks()
 
 
