@@ -70,9 +70,9 @@ async def test_a_prefill_worker_fetches_what_a_decode_worker_holds(workers: Work
     stats: list[Any] = []
     output, complete = prefill.agent._prefills.output, stats.append
 
-    def seen(attempt: Any, given: Any, timestamp: float) -> None:
+    def seen(attempt: Any, given: Any, *more: Any) -> None:
         complete(given.prefill_stats)
-        output(attempt, given, timestamp)
+        output(attempt, given, *more)
 
     prefill.agent._prefills.output = seen  # type: ignore[method-assign]
     await client.ask(turn(0), 4)
