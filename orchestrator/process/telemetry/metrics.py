@@ -16,7 +16,7 @@ import os
 import struct
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, BinaryIO, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest, values
 from prometheus_client.metrics import MetricWrapperBase
@@ -147,38 +147,53 @@ def keep_counting() -> None:
 
 class _Kept(MmapedDict):
     """A file that has its room before it is written as memory: on a full disk that would kill this process (SIGBUS).
-    Where there is none it is memory, which no scrape reads."""
+    Where there is none, or no descriptor for it, it is memory, which no scrape reads."""
+
+    _f: BinaryIO | None = None  # type: ignore[assignment]
 
     def __init__(self, filename: str) -> None:
         try:
             make_folder(Path(filename).parent)
             _make_room(filename, _ROOM)
+            super().__init__(filename)
         except OSError as error:
-            filename = self._in_memory(error)
-        super().__init__(filename)
+            self._leave_file(error)
+            self._m, self._capacity, self._used, self._positions = mmap.mmap(-1, _ROOM), _ROOM, 8, {}
 
     def _init_value(self, key: str) -> None:
-        if self._used + len(key.encode()) + _MOST_BESIDE > self._capacity:
+        while self._used + len(key.encode()) + _MOST_BESIDE > self._capacity:
+            size = 2 * self._capacity
             try:
-                _make_room(f"/proc/self/fd/{self._f.fileno()}", 2 * self._capacity)
+                if self._f is not None:
+                    os.posix_fallocate(self._f.fileno(), 0, size)
+                    self._m = mmap.mmap(self._f.fileno(), size)
             except OSError as error:
-                memory = open(self._in_memory(error), "r+b", buffering=0)
-                memory.write(self._m)
-                self._f, self._m = memory, mmap.mmap(memory.fileno(), self._capacity)
+                self._leave_file(error)
+            if self._f is None:
+                held, self._m = self._m, mmap.mmap(-1, size)
+                self._m[: len(held)] = held[:]
+            self._capacity = size
         super()._init_value(key)
 
-    @staticmethod
-    def _in_memory(error: OSError) -> str:
-        """The name of a file. Raises OSError."""
-        log.warning("scrapes lack what this frontend counts from now on: %s; free space there, then restart it", error)
-        return f"/proc/self/fd/{os.memfd_create('pd-metrics')}"
+    def _leave_file(self, error: OSError) -> None:
+        log.warning("scrapes lack what this frontend counts from now on: %s; mend that, then restart it", error)
+        if self._f is not None:
+            self._f.close()
+        self._f = None
 
 
 def _make_room(path: str, size: int) -> None:
-    """Let the file, which need not be there, have as many bytes at least. Raises OSError."""
+    """Let the file, which need not be there, have as many bytes at least. Raises OSError, and then leaves no empty
+    file, of which each scrape of this host would fail."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
-        os.posix_fallocate(descriptor, 0, size)
+        is_new = os.fstat(descriptor).st_size == 0
+        try:
+            os.posix_fallocate(descriptor, 0, size)
+        except OSError:
+            if is_new:
+                os.unlink(path)
+            raise
     finally:
         os.close(descriptor)
 
