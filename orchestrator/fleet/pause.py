@@ -56,8 +56,10 @@ class Pause:
         if self.frozen:
             return 0.0
         since = max(since, self.ended_at)
-        stood_s = sum(seconds for until, seconds in self._stalls if until > since) if self._stalls else 0.0
-        return now - since - stood_s
+        if not self._stalls:
+            return now - since
+        # What began within a stall, or after it but before it was noted, lost only the rest of it.
+        return now - since - sum(min(seconds, until - since) for until, seconds in self._stalls if until > since)
 
     def note(self, worker_id: str, state: PauseState) -> None:
         before = self.state
