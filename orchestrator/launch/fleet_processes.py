@@ -325,8 +325,8 @@ class FleetProcesses:
     def _check_start(self, process: Supervised) -> None:
         """Raises StartFailed if a process reports that it cannot work, or crashes again and again."""
         end = process.last_exit
-        if end is None or end.was_ready:
-            return
+        if end is None or end.was_ready or (self.watch.is_away and not end.final):
+            return  # without Redis nothing starts, which says nothing about it
         if cannot_start(process) or process.stage is Stage.ENDED:
             self._console.stop_progress()
             if not end.final:  # a final reason needs no more

@@ -54,6 +54,11 @@ class RegistryWatch:
         self._changed = asyncio.Event()
         self._turns = Turns(log, "what the registry asks for")
 
+    @property
+    def is_away(self) -> bool:
+        """Whether Redis is, or has come back and `on_read` has not ended yet."""
+        return self._away
+
     def read_soon(self) -> None:
         """Something else changed: read without waiting for the next regular reading."""
         self._changed.set()

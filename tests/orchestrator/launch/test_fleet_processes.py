@@ -18,7 +18,7 @@ from support_wait import until
 from orchestrator.config.settings import Config, LauncherConfig, ScaleConfig, parse_config
 from orchestrator.launch import fleet_processes
 from orchestrator.launch.console import Console
-from orchestrator.launch.fleet_processes import FleetProcesses
+from orchestrator.launch.fleet_processes import FleetProcesses, StartFailed
 from orchestrator.launch.host.local_machine import LocalMachine
 from orchestrator.launch.host.process import LocalProcess, ProcessSpec
 from orchestrator.launch.machines import Setup
@@ -225,7 +225,7 @@ async def test_nothing_is_decided_on_those_alone_who_came_back_to_redis_first(le
 async def test_crashes_while_redis_was_away_are_not_held_against_a_process(
     server: Server, redis, tmp_path, monkeypatch
 ):
-    """A rollout would go back for them."""
+    """A rollout would go back for them, and `up` would end for good."""
     config = parse_config({"model": "m", "engine": "sim", "namespace": fresh_namespace()})
     registry = Registry(redis, config.namespace)
     fleet = processes_of(config, registry, LocalMachine(config), tmp_path)
@@ -241,8 +241,11 @@ async def test_crashes_while_redis_was_away_are_not_held_against_a_process(
         await until(lambda: cannot_start(process))
         await fleet.watch.read()
         assert cannot_start(process)
+        with pytest.raises(StartFailed):
+            fleet._check_start(process)
         server.stop()
         await fleet.watch.read()
+        fleet._check_start(process)
         server.start()
         while cannot_start(process):
             await fleet.watch.read()
