@@ -210,7 +210,7 @@ async def open_fleet(handle: FleetHandle) -> AsyncIterator[OpenFleet]:
             registry, queue = Registry(redis, handle.namespace), PrefillQueue(redis, handle.namespace)
             yield OpenFleet(redis, registry, queue, handle.workers.heartbeat_s)
     except RedisAway as error:
-        raise Refused(str(error)) from None
+        raise Refused(str(error)) from error
 
 
 def ask(handle: FleetHandle, what: Callable[[OpenFleet], Awaitable[T]]) -> T:

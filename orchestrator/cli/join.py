@@ -80,8 +80,11 @@ def worker(
         if version is None:
             raise Refused(f"namespace {where.namespace!r} has no configuration in Redis: run `orchestrator up` first")
     except ConfigError as error:  # Redis or the configuration may be there later
-        report_exit("orchestrator worker", str(error), final=False)
-        raise typer.Exit(EXIT_AGAIN) from None
+        from orchestrator.store.client import RedisUnfit
+
+        final = isinstance(error.__cause__, RedisUnfit)
+        report_exit("orchestrator worker", str(error), final)
+        raise typer.Exit(2 if final else EXIT_AGAIN) from None
     tree: dict[str, Any] = version.config
     tree["redis"] = tree.get("redis", {}) | {"url": where.redis_url}
     parse_config(tree)

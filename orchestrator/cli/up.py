@@ -24,7 +24,7 @@ from orchestrator.launch.console import Console
 from orchestrator.launch.host.run_folder import FleetRunning, Ready, RunFolder
 from orchestrator.launch.launcher import launch
 from orchestrator.process.parent import EXIT_AGAIN
-from orchestrator.store.client import RedisAway
+from orchestrator.store.client import RedisAway, RedisUnfit
 
 DEMO_FILE = Path(__file__).parents[1] / "config" / "demo" / "demo-1p1d-cpu.yaml"
 app = typer.Typer()
@@ -57,6 +57,8 @@ def up(
     else:
         try:
             launch(models, overridden(read_tree(file), set_ or []), Console(verbose=verbose))
+        except RedisUnfit:
+            raise
         except RedisAway as error:
             _end_for_now(str(error))
 

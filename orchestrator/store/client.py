@@ -15,8 +15,9 @@ from typing import Any
 
 import hiredis
 import redis.asyncio
-from redis.exceptions import MovedError, NoPermissionError, RedisError, ResponseError
+from redis.exceptions import AuthenticationError, MovedError, NoPermissionError, RedisError, ResponseError
 
+from orchestrator.config.settings import ConfigError
 from orchestrator.config.values import masked
 from orchestrator.process.tasks import cancelled
 from orchestrator.process.ticks import backoff_s
@@ -43,6 +44,10 @@ _STALL_S = 0.1  # a time-out that comes later than this says that our loop stood
 
 class RedisAway(ConnectionError):
     """Redis cannot be used now: it is unreachable, too slow, or refuses. One line with the URL and the fix."""
+
+
+class RedisUnfit(RedisAway, ConfigError):
+    """Nor can it be later, until somebody changes it or the configuration."""
 
 
 class NotCarriedOut(RedisAway):
@@ -157,7 +162,7 @@ class Redis(redis.asyncio.Redis):
             self._pipe = Pipe(connection)
             self._send_batch(self._pipe)
         except (RedisError, OSError) as error:
-            await self._break(self._pipe, str(error) or type(error).__name__)
+            await self._break(self._pipe, str(error) or type(error).__name__, error)
         except BaseException as error:
             # No caller may be left waiting for an answer.
             await self._break(self._pipe, f"the client stopped ({type(error).__name__}: {error})")
@@ -201,7 +206,7 @@ class Redis(redis.asyncio.Redis):
             else:
                 await self._break(pipe, f"no answer within {timeout_s:g} s")
         except (RedisError, OSError) as error:
-            await self._break(pipe, str(error) or type(error).__name__)
+            await self._break(pipe, str(error) or type(error).__name__, error)
         except BaseException as error:
             # The next command would get a half-read answer, so this connection is not used again.
             await self._break(pipe, f"the client stopped ({type(error).__name__}: {error})")
@@ -214,7 +219,7 @@ class Redis(redis.asyncio.Redis):
             self._pipe = None
             await self._subscriptions.reconnect()
 
-    async def _break(self, pipe: Pipe | None, why: str) -> None:
+    async def _break(self, pipe: Pipe | None, why: str, cause: Exception | None = None) -> None:
         """Raise RedisAway for all waiting callers, and for a moment for new ones."""
         callers = list(pipe.callers) if pipe else []
         if pipe is self._pipe:  # else its other task was first, or our keys have moved to another server
@@ -227,7 +232,9 @@ class Redis(redis.asyncio.Redis):
             self._servers.failed()
         for caller in callers:
             if not caller.done():
-                caller.set_exception(RedisAway(self._unusable(why)))
+                away = RedisAway(self._unusable(why))
+                away.__cause__ = cause
+                caller.set_exception(away)
         if pipe is not None:
             pipe.callers.clear()
             await pipe.connection.disconnect(nowait=True)
@@ -251,18 +258,20 @@ class Redis(redis.asyncio.Redis):
 async def connect(url: str, timeout_s: float) -> Redis:
     """Connect to the server that `url` means (`Servers` has the forms), and check that it answers and is new enough.
 
-    `timeout_s` bounds connecting and each command. Raises RedisAway.
+    `timeout_s` bounds connecting and each command. Raises RedisAway, also RedisUnfit.
     """
     try:
         servers = Servers(url, timeout_s)
     except (ValueError, RedisError) as error:
-        raise RedisAway(f"redis.url {masked(url)!r} is not usable ({error})") from None
+        raise RedisUnfit(f"redis.url {masked(url)!r} is not usable ({error})") from None
     client = Redis(url, servers)
     try:
         await client.execute_command("PING")
         await _check_version(client)
-    except BaseException:
+    except BaseException as error:
         await client.aclose()
+        if isinstance(error.__cause__, AuthenticationError):
+            raise RedisUnfit(str(error)) from None
         raise
     return client
 
@@ -276,6 +285,6 @@ async def _check_version(client: Redis) -> None:
     version = str(server.get("redis_version", ""))
     numbers = tuple(int(number) for number in re.findall(r"\d+", version)[:2])
     if numbers and numbers < OLDEST_VERSION:
-        raise RedisAway(
+        raise RedisUnfit(
             f"Redis at {masked(client.url)} is version {version}: upgrade it to {_OLDEST} or newer, or Valkey"
         )

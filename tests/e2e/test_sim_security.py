@@ -10,8 +10,10 @@ import httpx
 import pytest
 from support_fleet import ROOT, RunningFleet, descendants, running_fleet
 from support_here import as_main, run_here
+from support_redis import Server
 from support_tls import make_certificate
 
+from orchestrator.cli.join import Token
 from orchestrator.frontend.access import OPEN
 from orchestrator.launch.host.run_folder import RunFolder
 from orchestrator.process.parent import EXIT_AGAIN
@@ -174,3 +176,20 @@ def test_a_frontend_whose_redis_does_not_answer_yet_is_to_be_started_again() -> 
     ended = run_here(as_main("orchestrator.frontend.server", *options))
     assert ended.returncode == EXIT_AGAIN, ended.stderr
     assert "Redis at redis://127.0.0.1:1 cannot be used" in ended.stderr and "Traceback" not in ended.stderr
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        "orchestrator.cli.main up {config} --set namespace=refused --set frontend.port=0 --set redis.url={url}",
+        "orchestrator.frontend.server --port 0 --redis {url} --config {config}",
+        "workers.main decode --redis {url} --config {config}",
+        "orchestrator.cli.main worker --role decode",
+    ],
+)
+def test_nothing_is_started_again_that_its_redis_refuses(module: str, server: Server) -> None:
+    url = server.url.replace("redis://", "redis://nobody:wrong@")
+    command = module.format(url=url, config=ROOT / "configs" / "sim-2p2d.yaml")
+    ended = run_here(as_main(*command.split()), PD_JOIN=Token(url, "default").encode())
+    assert ended.returncode == 2, ended.stderr
+    assert "cannot be used: invalid username-password pair" in ended.stderr and "Traceback" not in ended.stderr

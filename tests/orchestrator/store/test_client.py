@@ -26,7 +26,7 @@ from support_wait import until
 from orchestrator.config.values import masked
 from orchestrator.launch.host.redis_server import EmbeddedRedis, EmbeddedRedisError
 from orchestrator.process.parent import started_ticks
-from orchestrator.store.client import Redis, RedisAway, connect
+from orchestrator.store.client import Redis, RedisAway, RedisUnfit, connect
 from orchestrator.store.keys import QUEUE
 from orchestrator.store.registry import Registry
 from orchestrator.store.servers import Servers
@@ -346,17 +346,19 @@ async def test_a_server_that_hangs_is_away_within_the_timeout(server):
 
 @pytest.mark.parametrize("url", ["http://x", "nonsense", "redis://host:notaport", "redis://127.0.0.1:1"])
 async def test_connect_says_what_is_wrong_in_one_line(url):
+    """And whether it can work later as it is."""
     with pytest.raises(RedisAway) as caught:
         await connect(url, 0.5)
     assert masked(url) in str(caught.value) and "redis.url" in str(caught.value) and "\n" not in str(caught.value)
+    assert isinstance(caught.value, RedisUnfit) is (url != "redis://127.0.0.1:1")
 
 
 async def test_passwords_are_masked_and_wrong_ones_refused(redis, server):
     await redis.config_set("requirepass", "secret")
-    url = server.url.replace("redis://", "redis://:wrong-one@")
-    with pytest.raises(RedisAway) as caught:
-        await connect(url, 1.0)
-    assert "wrong-one" not in str(caught.value)
+    for url in (server.url.replace("redis://", "redis://:wrong-one@"), server.url):
+        with pytest.raises(RedisUnfit) as caught:
+            await connect(url, 1.0)
+        assert "wrong-one" not in str(caught.value)
     right = await connect(server.url.replace("redis://", "redis://:secret@"), 1.0)
     assert await right.ping()
     await right.aclose()
@@ -412,7 +414,7 @@ async def test_old_servers_are_refused():
 
     fake = await asyncio.start_server(answer, "127.0.0.1", 0)
     port = fake.sockets[0].getsockname()[1]
-    with pytest.raises(RedisAway, match=r"version 6\.2\.7: upgrade it to 7\.0 or newer"):
+    with pytest.raises(RedisUnfit, match=r"version 6\.2\.7: upgrade it to 7\.0 or newer"):
         await connect(f"redis://127.0.0.1:{port}", 2.0)
     fake.close()
     await fake.wait_closed()
