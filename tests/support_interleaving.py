@@ -80,7 +80,7 @@ class Launcher(WorkerPool):
     """A launcher's real pool; it plans on the last reading, as `FleetProcesses` does."""
 
     def __init__(self, world: World, registry: Registry, name: str) -> None:
-        machines = SimpleNamespace(fitting=list, room=None)
+        machines = SimpleNamespace(fitting=list, room=None, use=lambda config: None)
         setup = Setup(0, world.config, Path("unused"))
         super().__init__(registry, machines, print, print, setup, name)  # type: ignore[arg-type]
         self._world = world
@@ -90,7 +90,7 @@ class Launcher(WorkerPool):
 
     def supervise(self, worker_id: str, role: Role) -> None:
         process = Process(worker_id, role, next(self._world.numbers))
-        self.slots[worker_id] = Slot(role, process, 0)  # type: ignore[arg-type]
+        self.slots[worker_id] = Slot(role, process, self.setup)  # type: ignore[arg-type]
 
     async def begin_fleet(self) -> None:
         await self.begin(DesiredRatio(1, 2, "launcher"))

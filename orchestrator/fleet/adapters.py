@@ -121,7 +121,7 @@ class AdapterView:
         except AdapterFailed as error:
             try:
                 there = await self.put(wanted.name, before, replacing=True, over=wanted)
-            except AdapterFailed as second:
+            except (AdapterFailed, AdapterRefused) as second:
                 raise AdapterFailed(f"{error}; it is in the list still, since {second}") from error
             done = "it was taken back" if there == wanted else "somebody else has changed it meanwhile"
             raise AdapterFailed(f"{error}; {done}") from error
@@ -143,10 +143,10 @@ class AdapterView:
             for _ in range(_TRIES):
                 await self._sync()
                 before = self.known.adapters.get(name)
-                if wanted is not None and (why := refusal(self.known, wanted, replacing)) is not None:
-                    raise AdapterRefused(why)
                 if before == wanted or over not in (None, before):
                     return before
+                if wanted is not None and (why := refusal(self.known, wanted, replacing)) is not None:
+                    raise AdapterRefused(why)
                 seen = self.known if self.known.revision else None
                 changed = self.known.changed(name, wanted)
                 if await self._registry.adapters.change(seen, changed, by_operator=True):

@@ -63,6 +63,9 @@ class Machines(Protocol):
 
     room: int | None  # the most units that they hold; None where more machines may come
 
+    def use(self, config: Config) -> None:
+        """What starts from now on is of this configuration."""
+
     async def refresh(self) -> None:
         """Read anew which machines there are. May take as long as they do not answer."""
 

@@ -79,6 +79,8 @@ class Replacer:
             elif behind:
                 return False  # what it starts again would have the old configuration
             await self._order(reading, to_replace(units, old, reading.orders.keys(), away, rollout.max_unavailable))
+        else:
+            self._picture = None  # nobody restarted anything meanwhile, and Redis may have been away for longer
         return False
 
     async def _order(self, reading: Reading, chosen: list[str]) -> None:
@@ -161,8 +163,7 @@ class RolloutRunner:
             assert failed.last_exit is not None
             await self._replacer.give_up(rollout, f"{failed.name} cannot start: it {describe(failed.last_exit)}")
             return
-        workers = self._workers.setup.config.workers
-        self._replacer.patience_s = workers.drain_timeout_s + workers.start_timeout_s
+        self._replacer.patience_s = self._patience_s(rollout)
         if not await self._replacer.follow(snapshot, rollout, self._loading(snapshot), snapshot.read_at, leads):
             return
         self._frontends.setup = self._workers.setup
@@ -170,6 +171,12 @@ class RolloutRunner:
         all_new = all(frontend.generation == target.generation for frontend in ours)
         if leads and all_new and self._frontends.renewed and await self._replacer.end(rollout):
             log.info("all run generation %d", target.generation)
+
+    def _patience_s(self, rollout: Rollout) -> float:
+        """A worker drains by the configuration that it was started with, and its successor loads by the next."""
+        configs = [merged(self._config, version.config) for version in (rollout.old, rollout.new)]
+        times = [config.workers for config in (self._workers.setup.config, *configs)]
+        return max(it.drain_timeout_s for it in times) + max(it.start_timeout_s for it in times)
 
     async def _switch(self, rollout: Rollout, now: float) -> None:
         """Let what starts from now on be of the target generation. Raises RedisAway."""

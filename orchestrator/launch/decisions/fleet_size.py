@@ -22,6 +22,7 @@ from orchestrator.types import DesiredRatio, Offered, Role, WorkerState
 _LEAST_REQUESTS = 20  # fewer give no useful share of requests on time
 # A size at which too many were late is not gone back to for this many times `shrink_after_s`.
 _REMEMBERED_WINDOWS = 6
+_TELL_ANEW_S = 2.0  # after Redis was away; frontends tell it what they counted every second
 _STEP_SHARE = 8  # at most an eighth of the fleet comes at once, and at least one worker
 
 
@@ -96,6 +97,7 @@ class FleetSize:
         self._counted: dict[str, Offered] = {}
         self._size: tuple[int, int, float, int] | None = None
         self._late_at: dict[int, float] = {}
+        self._told_at = 0.0  # when all frontends have told what they counted without Redis
 
     @property
     def is_on(self) -> bool:
@@ -105,7 +107,9 @@ class FleetSize:
         """`snapshot.read_at` is now. While workers are missing, which may be for ever, it does not grow."""
         now, desired = snapshot.read_at, snapshot.desired
         counts = {name: frontend.offered for name, frontend in snapshot.frontends.items()}
-        period, before = Offered(), {} if snapshot.was_away else self._counted  # without Redis no size is to blame
+        if snapshot.was_away:
+            self._told_at = now + _TELL_ANEW_S
+        period, before = Offered(), self._counted if now > self._told_at else {}  # without Redis no size is to blame
         for name, count in counts.items():
             period += count - before.get(name, count)  # what a frontend counted before it was seen is not of now
         self._counted = counts

@@ -18,17 +18,20 @@ _NEXT = "the next worker"  # who asks the machine for room
 
 
 class LocalMachine:
-    """See Machines. `config` says what a worker needs, until one starts with another; `shares` and `forks` are for all
+    """See Machines. `config` says what a worker needs, until another is used; `shares` and `forks` are for all
     models of this machine."""
 
     remote = False
 
     def __init__(self, config: Config, shares: MachineShares | None = None, forks: ForkServers | None = None) -> None:
-        self._config = config
         self._forks = forks
         self._shares = shares or MachineShares(config)
         self._ranks: dict[str, list[str]] = {}  # by unit, whose shares of the machine it has
         self.device = self._shares.device
+        self.use(config)
+
+    def use(self, config: Config) -> None:
+        self._config = config
         self.room: int | None = self._shares.room_for(config)
 
     async def refresh(self) -> None:
@@ -79,8 +82,6 @@ class LocalMachine:
 
     def worker(self, unit: str, role: Role, setup: Setup, on_line: OnLine) -> ProcessGroup:
         self._give_back(unit)
-        if setup.config is not self._config:  # it was rolled out
-            self._config, self.room = setup.config, self._shares.room_for(setup.config)
         try:
             shares = self._take(unit, role, setup.config)
         except ConfigError as error:

@@ -149,7 +149,12 @@ class ModelFollower:
         if (fleet := self._fleet.models.get(name)) is not None:
             fleet.frontends.leave()
             self._fleet.first.watch.read_soon()
-            if await fleet.registry.frontends() or time.monotonic() - self._away_at < _COME_BACK_S:
+        # Also of a model that does not run here: without it on the list all others end it.
+        known_s = min(time.monotonic() - self._away_at, await self._fleet.first.registry.known_for_s())
+        if known_s < _COME_BACK_S:
+            return  # frontends that Redis has lost may have requests of it
+        if fleet is not None:
+            if await fleet.registry.frontends():
                 return  # they have requests of it
             await self._end_here(name)
         if await self._forget(name) and await self._store.change(listed, listed.without(name)):

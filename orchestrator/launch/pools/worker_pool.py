@@ -42,11 +42,15 @@ log = logging.getLogger("pd.launcher")
 class Slot:
     """One of our workers: its process, what that was started with, and the role that its next start gets."""
 
-    def __init__(self, role: Role, process: Supervised, generation: int) -> None:
+    def __init__(self, role: Role, process: Supervised, setup: Setup) -> None:
         self.role = role
         self.process = process
-        self.generation = generation
         self.task: asyncio.Task[None] | None = None
+        self.starts(setup)
+
+    def starts(self, setup: Setup) -> None:
+        """It drains by what it was started with, also when that is not what starts now."""
+        self.generation, self.drain_timeout_s = setup.generation, setup.config.workers.drain_timeout_s
 
     @property
     def own(self) -> OwnWorker:
@@ -67,17 +71,27 @@ class WorkerPool:
         setup: Setup,
         launcher_id: str = "",
     ) -> None:
-        self.setup = setup
         self.launcher_id = launcher_id or own_identity()
         self.slots: dict[str, Slot] = {}
         self._registry = registry
         self._machines = machines
+        self.setup = setup
         self._on_line = on_line
         self._on_stage = on_stage
         self._closed = False
         self._said = ""
         self._complete_at = 0.0  # when all that live are in the registry again
+        self._there: frozenset[str] = frozenset()  # members, at the last look
         self._decoded = False  # the fleet has had a decode worker that was ready
+
+    @property
+    def setup(self) -> Setup:
+        return self._setup
+
+    @setup.setter
+    def setup(self, setup: Setup) -> None:
+        self._setup = setup
+        self._machines.use(setup.config)
 
     @property
     def _config(self) -> Config:
@@ -106,7 +120,7 @@ class WorkerPool:
             return slot.role, self.setup
 
         def make() -> Process:
-            slot.generation = self.setup.generation
+            slot.starts(self.setup)
             process.start_timeout_s = self._config.workers.start_timeout_s
             return self._machines.worker(worker_id, *wanted(), self._on_line)
 
@@ -119,7 +133,7 @@ class WorkerPool:
             self._deregister,
             partial(self._machines.placed, worker_id, wanted),
         )
-        slot = Slot(role, process, self.setup.generation)
+        slot = Slot(role, process, self.setup)
         self.slots[worker_id] = slot
         slot.task = asyncio.create_task(self._run(slot), name=f"supervise-{worker_id}")
 
@@ -176,8 +190,11 @@ class WorkerPool:
                 slot.process.expect_exit(0)
             else:
                 slot.process.missed(snapshot.looked_s, self._config.workers.timeout_s, there)
-        # Of those that live, too, entries may have run out, or have gone with all that Redis had.
-        if snapshot.was_away or self.launcher_id not in snapshot.launchers:
+        # Of those that live, too, entries may have run out, or have gone with all that Redis had. Where all are still
+        # there, it was this launcher's connection alone, which may fail again and again.
+        was_there = self._there
+        self._there = frozenset().union(snapshot.workers, snapshot.launchers, snapshot.frontends)
+        if self.launcher_id not in snapshot.launchers or (snapshot.was_away and was_there - self._there):
             self._complete_at = snapshot.read_at + self._config.workers.timeout_s
         if snapshot.desired is not None and self.sees_all(snapshot):
             actions = self.actions(snapshot.desired, self.planned(snapshot))
@@ -186,7 +203,7 @@ class WorkerPool:
                     self._do(action, snapshot)
 
     def sees_all(self, snapshot: Snapshot) -> bool:
-        """Whether all that live are in it: where Redis was away, or has come back empty, some may not be yet."""
+        """Whether all that live are in it: where Redis has lost some while it was away, they may not be back yet."""
         return snapshot.read_at >= self._complete_at
 
     def actions(self, desired: DesiredRatio, workers: list[PlannedWorker]) -> list[Action]:
@@ -222,7 +239,7 @@ class WorkerPool:
         # If it dies while it changes its role, it starts again in the new one.
         slot.role = (orders.role if orders else None) or info.role
         if orders is not None and orders.drain and slot.process.stage is Stage.READY:
-            slot.process.expect_exit(self._leave_deadline_s())
+            slot.process.expect_exit(self._leave_deadline_s(slot))
 
     async def _order(self, actions: list[Action], snapshot: Snapshot) -> bool:
         """Tell registered workers what they are to do, and start those that are short, all or none: other launchers
@@ -253,12 +270,12 @@ class WorkerPool:
             case Drain(worker_id):
                 self._log_once(snapshot.desired, f"draining {worker_id}")
                 told = worker_id in snapshot.units  # else nobody knows it yet
-                if worker_id in self.slots:
-                    self.slots[worker_id].process.expect_exit(self._leave_deadline_s() if told else 0)
+                if (slot := self.slots.get(worker_id)) is not None:
+                    slot.process.expect_exit(self._leave_deadline_s(slot) if told else 0)
 
-    def _leave_deadline_s(self) -> float:
+    def _leave_deadline_s(self, slot: Slot) -> float:
         workers = self._config.workers  # the ranks of a unit wait for each other for two heartbeats more
-        return workers.drain_timeout_s + 2 * workers.heartbeat_s + self._config.launcher.stop_timeout_s
+        return slot.drain_timeout_s + 2 * workers.heartbeat_s + self._config.launcher.stop_timeout_s
 
     def _log_once(self, desired: DesiredRatio | None, what: str) -> None:
         """Log it once, not every second while it cannot be done."""

@@ -52,6 +52,9 @@ class RayCluster:
         self._places, self._runners = Places(names_begin(config)), Runners()
         self._left: dict[str, Bundles] = {}  # what units have that run already, until they are made into processes
 
+    def use(self, config: Config) -> None:
+        """Does nothing: `placed` is told what a unit needs."""
+
     async def refresh(self) -> None:
         """Read the nodes for frontends, which have cores. A head that only manages its cluster has none."""
         try:

@@ -166,6 +166,28 @@ async def test_a_load_that_is_taken_back_leaves_alone_what_was_loaded_in_its_pla
     assert first.known.adapters == {"x": newer} == (await fleet.registry.adapters.read()).adapters
 
 
+@pytest.mark.parametrize("unloaded", [True, False])
+async def test_a_load_says_what_is_in_the_list_where_another_has_its_number_now(fleet: Fleet, monkeypatch, unloaded):
+    first, second = await fleet.join("f1"), await fleet.join("f2")
+    await first.load(X, replacing=False)
+    late, newer = asyncio.Event(), Adapter("x", "/b/x", 100_003)
+
+    async def not_served() -> None:
+        await late.wait()
+        raise AdapterFailed("frontend f3 did not follow")
+
+    monkeypatch.setattr(first, "_served_by_all", not_served)
+    failing = asyncio.create_task(first.load(newer, replacing=True))
+    await until(lambda: second.known.adapters == {"x": newer})
+    if unloaded:
+        await second.unload("x")
+    await second.load(Adapter("y", "/a/y", X.number), replacing=False)
+    late.set()
+    why = "somebody else has changed it meanwhile" if unloaded else "it is in the list still, since the LoRA adapters"
+    with pytest.raises(AdapterFailed, match=f"f3 did not follow; {why}"):
+        await failing
+
+
 async def test_frontends_put_back_a_list_that_redis_has_lost(fleet: Fleet, monkeypatch):
     monkeypatch.setattr(adapters, "POLL_S", 0.05)
     first, second = await fleet.join("f1"), await fleet.join("f2")

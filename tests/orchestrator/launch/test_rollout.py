@@ -62,7 +62,7 @@ class Leader:
         self.rolling = RolloutRunner(config, registry, self.workers, frontends, prepare)  # type: ignore[arg-type]
         self.registry, self.now = registry, 1000.0
 
-    async def sees(self, others: dict[str, Launcher]) -> set[str]:
+    async def sees(self, others: dict[str, Launcher], leads: bool = True) -> set[str]:
         """Act on what is there now. Returns who has been told to restart."""
         reading = msgspec.structs.asdict(await self.registry.read())
         snapshot = Snapshot(
@@ -70,7 +70,7 @@ class Leader:
             rollout=await self.registry.rollout.read(),
             read_at=self.now,
         )
-        await self.rolling.follow(snapshot, leads=True)
+        await self.rolling.follow(snapshot, leads)
         return set((await self.registry.read()).orders)
 
 
@@ -137,6 +137,32 @@ async def test_workers_have_the_times_that_are_rolled_out(leader: Leader):
     leader.now += 2
     await leader.sees({})
     assert (await phase(leader))[0] is Phase.BACK
+
+
+async def test_a_worker_drains_by_the_time_that_a_rollout_shortens(leader: Leader):
+    """It was started with it."""
+    rollout = await leader.registry.rollout.read()
+    assert rollout is not None
+    times = {**rollout.old.config["workers"], "drain_timeout_s": PATIENCE_S / 2 + 100}
+    old = Version(0, {**rollout.old.config, "workers": times})
+    assert await leader.registry.rollout.change(rollout, msgspec.structs.replace(rollout, old=old))
+    assert await leader.sees({}) == {"decode-0"}
+    leader.now += PATIENCE_S + 99
+    await leader.sees({})
+    assert (await phase(leader))[0] is Phase.FORWARD, "it may drain still"
+    leader.now += 2
+    await leader.sees({})
+    assert (await phase(leader))[0] is Phase.BACK
+
+
+async def test_a_rollout_is_not_given_up_for_the_time_in_which_nobody_led(leader: Leader):
+    """Redis was away for longer than any step takes."""
+    assert await leader.sees({}) == {"decode-0"}
+    leader.now += PATIENCE_S + 1
+    await leader.sees({}, leads=False)
+    leader.now += 1
+    await leader.sees({})
+    assert (await phase(leader))[0] is Phase.FORWARD
 
 
 @pytest.mark.parametrize("kind", [ConfigError, PermissionError])

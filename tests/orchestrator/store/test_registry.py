@@ -881,3 +881,6 @@ async def test_redis_knows_the_fleet_since_the_first_came_back(redis, registry):
     for name in ("a", "b"):
         await registry.leave(name)
     assert await registry.known_for_s() == 0
+    await registry.refresh_frontend(Frontend("f", "http://f", "p"), 60)
+    await redis.execute_command("DEL", registry.keys.prefix + "begun")
+    assert await registry.known_for_s() > 60, "its model is idle"

@@ -96,7 +96,9 @@ def test_what_was_late_without_redis_is_no_reason_to_grow(fleet_size):
         assert fleet_size.observe(snapshot(float(now), desired, 10 * now, 0)) is None
     back = msgspec.structs.replace(snapshot(50.0, desired, 1000, 500), was_away=True)
     assert fleet_size.observe(back) is None
-    assert fleet_size.observe(snapshot(51.0, desired, 1100, 550)) is not None
+    assert fleet_size.observe(snapshot(51.0, desired, 1100, 550)) is None, "a frontend tells it with its next heartbeat"
+    assert fleet_size.observe(snapshot(52.0, desired, 1200, 600)) is None, "or with the one after that"
+    assert fleet_size.observe(snapshot(53.0, desired, 1300, 650)) is not None
 
 
 def test_fleet_waiting_for_room_can_only_shrink(fleet_size):

@@ -322,6 +322,7 @@ def test_a_machine_goes_by_the_size_of_workers_that_was_rolled_out(monkeypatch, 
     here = LocalMachine(two)
     here.take("worker-0", Role.DECODE)
     assert here.room == 2 and len(here.fitting([Role.DECODE] * 4)) == 1
+    here.use(one)
     here.worker("worker-0", Role.DECODE, Setup(1, one, tmp_path / "c.yaml"), lambda *line: None)
     assert here.room == 4 and len(here.fitting([Role.DECODE] * 4)) == 3
 

@@ -84,7 +84,9 @@ class World:
         return listed.models[name].state.value if name in listed.models else "gone"
 
     @contextlib.asynccontextmanager
-    async def launcher(self) -> AsyncIterator[None]:
+    async def launcher(self, without: str = "") -> AsyncIterator[None]:
+        """`without`: a model that does not run here."""
+
         async def make(name: str, section: dict[str, Any]) -> Any:
             return Model(self.registry(name), self.seen, name, self.fails)
 
@@ -92,7 +94,8 @@ class World:
             return await forget_namespace(self.redis, namespace_of(self.fleet, name))
 
         listed = await begin_list(self.redis, self.fleet, TREE)
-        models: Any = Models(self.seen, {name: Model(self.registry(name), self.seen, name) for name in listed.models})
+        names = listed.models.keys() - {without}
+        models: Any = Models(self.seen, {name: Model(self.registry(name), self.seen, name) for name in names})
         running = asyncio.create_task(ModelFollower(self.store, models, make, forget, listed).run())
         try:
             yield
@@ -104,6 +107,7 @@ class World:
 @pytest.fixture
 def world(redis: Redis, monkeypatch: pytest.MonkeyPatch) -> World:
     monkeypatch.setattr("orchestrator.launch.pools.model_list._EVERY_S", 0.02)
+    monkeypatch.setattr("orchestrator.launch.pools.model_list._COME_BACK_S", 0.0)
     return World(redis)
 
 
@@ -142,6 +146,22 @@ async def test_workers_wait_for_frontends_that_redis_has_lost(world: World, monk
         assert "b: no workers" not in world.seen
         await world.registry("b").leave_frontend("f")
         await until(lambda: "b: no workers" in world.seen)
+
+
+@pytest.mark.parametrize("here", [True, False], ids=["the model runs here", "it runs elsewhere"])
+async def test_workers_wait_though_another_launcher_has_put_the_lost_list_back(
+    world: World, monkeypatch: pytest.MonkeyPatch, here: bool
+) -> None:
+    monkeypatch.setattr("orchestrator.launch.pools.model_list._COME_BACK_S", 600.0)
+    await begin_list(world.redis, world.fleet, TREE)
+    await world.change("b", ListedModel({}, ModelState.REMOVING))
+    await world.registry("a").refresh_launcher("another", Launcher(), 60)  # whose list counts
+    await world.frontend("a")  # Redis has lost all others
+    async with world.launcher(without="" if here else "b"):
+        await asyncio.sleep(0.3)
+        assert await world.state("b") == "removing" and "b: no workers" not in world.seen
+        monkeypatch.setattr("orchestrator.launch.pools.model_list._COME_BACK_S", 0.0)
+        await _until(world, "b", "gone")
 
 
 @pytest.mark.parametrize(

@@ -178,6 +178,8 @@ async def test_nothing_is_done_before_all_are_back_in_a_registry_that_has_lost_t
     pool.start = AsyncMock()  # type: ignore[method-assign]
     desired, now = DesiredRatio(1, 1, "test"), time.monotonic()
     there, replace = Snapshot(launchers={pool.launcher_id: Launcher()}, desired=desired), msgspec.structs.replace
+    both = {"d": worker("d", Role.DECODE), "p": worker("p", Role.PREFILL)}
+    await pool.update(replace(there, workers=both, read_at=now - 1))
     await pool.update(replace(there, launchers={} if empty else there.launchers, was_away=not empty, read_at=now))
     await pool.update(replace(there, read_at=now + config.workers.timeout_s - 0.1))
     assert not pool.start.called
@@ -185,6 +187,38 @@ async def test_nothing_is_done_before_all_are_back_in_a_registry_that_has_lost_t
     await pool.update(replace(there, workers=workers, read_at=now + config.workers.timeout_s))
     pool.start.assert_called_once()
     assert pool.start.call_args.args[1] == [Role.PREFILL]
+
+
+async def test_a_launcher_whose_own_connection_fails_again_and_again_acts_on_what_it_sees(tmp_path):
+    """Its claim holds between, so no other launcher leads in its place."""
+    config = parse_config({"model": "sim-model", "engine": "sim"})
+    pool = WorkerPool(Registry(AsyncMock(), "none"), LocalMachine(config), Mock(), Mock(), Setup(0, config, tmp_path))
+    pool.start = AsyncMock()  # type: ignore[method-assign]
+    there = Snapshot(launchers={pool.launcher_id: Launcher()}, workers={"d": worker("d", Role.DECODE)})
+    for second in range(0, 40, 2):
+        fails, desired = second % 4 == 0, DesiredRatio(1 if second > 9 else 0, 1, "test")
+        snapshot = msgspec.structs.replace(there, desired=desired, was_away=fails, read_at=1000.0 + second)
+        await pool.update(snapshot)
+        assert pool.sees_all(snapshot)
+    assert pool.start.call_args.args[1] == [Role.PREFILL]
+    # One that is lost meanwhile is waited for once, though the connection fails on.
+    for second in range(40, 45, 2):
+        snapshot = msgspec.structs.replace(snapshot, workers={}, was_away=True, read_at=1000.0 + second)
+        await pool.update(snapshot)
+        assert pool.sees_all(snapshot) is (second == 44)
+
+
+async def test_a_pool_finds_room_for_what_was_rolled_out(tmp_path, monkeypatch):
+    monkeypatch.setattr(machine, "has_cuda_vllm", lambda: True)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
+    two, one = (
+        parse_config({"model": "m", "workers": {"engine_args": {"tensor_parallel_size": size}}}) for size in (2, 1)
+    )
+    here = LocalMachine(two)
+    pool = WorkerPool(AsyncMock(), here, Mock(), Mock(), Setup(0, two, tmp_path))
+    assert here.room == 2 and len(here.fitting([Role.DECODE] * 4)) == 2
+    pool.setup = Setup(1, one, tmp_path)
+    assert pool._holder.held.room == 4 and len(here.fitting([Role.DECODE] * 4)) == 4
 
 
 async def test_of_two_models_that_grow_at_once_one_gets_the_last_room(tmp_path, monkeypatch, caplog):
@@ -356,5 +390,7 @@ async def test_times_that_were_rolled_out_hold_for_what_starts_and_leaves_then()
     async with asyncio.timeout(DEADLINE_S):
         while process.start_timeout_s != 3600:
             await asyncio.sleep(0.01)
-    assert pool._leave_deadline_s() > 600 and pool._holder.ttl_s == 8
+    assert pool._holder.ttl_s == 8
+    pool.setup = Setup(4, old, Path("c.yaml"))
+    assert pool._leave_deadline_s(pool.slots["worker-0"]) > 600, "it drains by what it was started with"
     await pool.close()
