@@ -48,14 +48,17 @@ class Fleet:
 
 def start_fleet(processes: Processes, checkout: Path, config: Path, speed: float, chosen: list[str]) -> Fleet:
     namespace = f"bench-frontend-{os.getpid()}-{next(NUMBERS)}"
-    more = SIMULATED | {"namespace": namespace, "sim.speed": speed}
+    # What decides on the ratio is a part of what a frontend costs.
+    more = SIMULATED | {"namespace": namespace, "sim.speed": speed, "ratio.mode": "auto"}
     for setting in chosen:
         key, _, value = setting.partition("=")
         more[key] = value
     serving = ours(processes, Model("demo"), more, checkout, config)
     # The command of a process that forks frontends names their module too.
-    (frontend,) = (each for each in processes.members(*serving.front) if namespace in " ".join(each.cmdline()))
-    return Fleet(serving.url, frontend.pid)
+    frontends = (each.pid for each in processes.members(*serving.front) if namespace in " ".join(each.cmdline()))
+    if (pid := next(frontends, None)) is None:
+        raise SystemExit("no process of a frontend was found, whose CPU time this measures")
+    return Fleet(serving.url, pid)
 
 
 def cpu_s(pid: int) -> float:

@@ -179,6 +179,7 @@ def _network_fleet() -> Iterator[NetworkFleet]:
         stack.callback(network.close)
         folder = Path(os.environ["XDG_RUNTIME_DIR"])
         processes = stack.enter_context(running(folder / "logs"))
+        stack.callback(processes.kill)  # nobody asks it any more, and its workers would drain
 
         def start(name: str, *command: str) -> None:
             processes.start(name, [*network.command(name), *command], {"PYTHONPATH": str(ROOT)})

@@ -14,6 +14,7 @@ from datetime import datetime
 import psutil
 from support_fleet import RunningFleet, descendants
 
+from benchmarks.chaos.load import judge
 from benchmarks.chaos.reports import NotSeen
 from benchmarks.chaos.world import GONE_TIMEOUT_S, HEAL_TIMEOUT_S, World
 from orchestrator.process.parent import local_pid, started_ticks
@@ -125,4 +126,4 @@ async def launcher_killed(world: World, *beside: int) -> None:
         for prompt, truth in zip(world.questions.prompts, world.questions.truth, strict=True):
             answer = await world.fleet.ask(client, prompt, len(truth))
             world.seen.answers += 1
-            world.seen.wrong += answer.tokens != truth
+            judge(world.seen, answer, truth)

@@ -16,6 +16,7 @@ import httpx
 from support_client import Answer, FleetClient
 
 PAUSE_S = 0.1  # after an error, and while a stream may not ask
+ENDING = "this frontend is ending"
 
 
 @dataclass
@@ -50,12 +51,20 @@ class Questions:
 
 def lost(answer: Answer) -> bool:
     """Whether its connection broke, or its frontend was ending and said so."""
-    return answer.broken or answer.status == httpx.codes.SERVICE_UNAVAILABLE
+    return answer.broken or (answer.status == httpx.codes.SERVICE_UNAVAILABLE and ENDING in str(answer.error))
 
 
 def _why(answer: Answer) -> str:
     said = str(answer.error)[:200]
     return said if answer.status in (0, httpx.codes.OK) else f"{answer.status}: {said}"
+
+
+def judge(seen: Seen, answer: Answer, truth: list[int]) -> None:
+    """Count an answer that is not the undisturbed one, or why there is none."""
+    if answer.ok:
+        seen.wrong += answer.tokens != truth
+    else:
+        seen.errors[_why(answer)] += 1
 
 
 class Load:
@@ -125,15 +134,13 @@ class Load:
         questions, seen = self._questions, self._seen
         seen.answers += 1
         answer = await self._fleet.ask(self._client, questions.prompts[at], questions.max_tokens)
-        if not answer.ok:
-            if self._own_ports is not None and lost(answer) and answer.port in self._own_ports | {0}:
-                seen.own_errors += 1
-            else:
-                seen.errors[_why(answer)] += 1
+        if self._own_ports is not None and lost(answer) and answer.port in self._own_ports | {0}:
+            seen.own_errors += 1
             return False
-        seen.wrong += answer.tokens != questions.truth[at]
-        seen.gaps_s.append(answer.longest_gap_s)
-        return True
+        judge(seen, answer, questions.truth[at])
+        if answer.ok:
+            seen.gaps_s.append(answer.longest_gap_s)
+        return answer.ok
 
 
 def as_json(seen: Seen) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 
+import httpx
 import psutil
 
 from benchmarks.chaos.load import lost
@@ -15,6 +16,7 @@ Make = Callable[[World], Awaitable[None]]
 
 STOPPED_S = 5.5  # longer than `workers.timeout_s`: frontends give the worker up, and it comes back
 POISON = 7  # a token id that is in no other prompt; `PD_SIM_CRASH_TOKEN`
+POISON_TIMEOUT_S = 60.0
 RANK, ENGINE = "Worker_TP", "EngineCore"  # in the command lines of vLLM's ranks and engines
 ENGINE_STOPPED_S = 15.0
 
@@ -63,6 +65,7 @@ async def poisoned(world: World) -> None:
     """Send a prompt that crashes its engine. The answer has to be an error, which is not counted. Raises AssertionError
     if it is answered."""
     async with world.fleet.client() as client:
+        client.timeout = httpx.Timeout(POISON_TIMEOUT_S)
         answer = await world.fleet.ask(client, [POISON, *world.questions.prompts[0]], 8)
     assert not answer.ok, "the poison request was answered"
     assert not lost(answer), f"the poison request took its connection with it: {answer.error}"

@@ -81,10 +81,13 @@ class Processes:
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     process.wait(max(0.1, deadline - time.monotonic()))
         finally:  # those that did not end, and children; also if a second signal breaks off the wait
-            for process in self._started.values():
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
+            self.kill()
+
+    def kill(self) -> None:
+        for process in self._started.values():
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
 
     def _last_words(self, name: str) -> str:
         lines = [line for line in (self.logs / f"{name}.log").read_text(errors="replace").splitlines() if line.strip()]

@@ -20,6 +20,8 @@ from typing import Any
 from benchmarks.peers.environments import programs
 from benchmarks.peers.processes import Processes
 from orchestrator.config.engine_args import to_command_line
+from orchestrator.config.models import SECTION
+from orchestrator.config.settings import read_tree
 from orchestrator.wire.addresses import free_ports
 
 ROOT = Path(__file__).parents[2]
@@ -95,18 +97,19 @@ def ours(
     root: Path = ROOT,
     config: str | Path = "demo-1p1d-cpu.yaml",
 ) -> Serving:
-    """A fleet of the checkout `root`. `config`: a file, or one of its configs; `more`: configuration keys and values
-    beside those of the file."""
+    """A fleet of the checkout `root`. `config`: a file, or one of its configs, which serves `model` unless it has
+    `models`; `more`: configuration keys and values beside those of the file."""
     port = next(free_ports(HOST))
+    file = root / "configs" / config
     settings = {
-        "model": model.path,
+        **({} if SECTION in read_tree(file) else {"model": model.path}),
         "namespace": f"peers-{os.getpid()}",
         "frontend.port": port,
         "ratio.mode": "off",  # one worker of each role, as in the other systems
         **{f"workers.engine_args.{key}": value for key, value in model.engine_args.items()},
         **more,
     }
-    command = [sys.executable, "-m", "orchestrator.cli.main", "up", str(root / "configs" / config)]
+    command = [sys.executable, "-m", "orchestrator.cli.main", "up", str(file)]
     for key, value in settings.items():
         command += ["--set", f"{key}={value if isinstance(value, str) else json.dumps(value)}"]
     found = os.environ.get("PYTHONPATH", "")  # fastokens may be installed there

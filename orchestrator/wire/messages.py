@@ -140,7 +140,7 @@ class PrefillFailed(msgspec.Struct, tag="prefill_failed", frozen=True):
     request_id: str
     attempt: int
     why: str
-    refused: bool = False  # its engine takes no such request: another one of the same role would do the same
+    refused: bool = False  # by its engine when it got it, as by others: a decode worker computes it or says 400
 
 
 class Rejected(msgspec.Struct, tag="rejected", frozen=True):

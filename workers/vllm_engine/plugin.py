@@ -157,13 +157,13 @@ def _pd_describe(engine: Any) -> dict[str, Any]:
     blocks = config.num_blocks * _shards(engine)
     tokens = blocks * engine.vllm_config.cache_config.block_size
     ranks = engine.vllm_config.parallel_config.world_size
-    # The caches of all layers lie in one piece of memory, which each of them names, and whose blocks the groups share.
+    # All layers' caches lie in one memory, whose blocks the groups share: right for one group and equal groups,
+    # an estimate for padded groups, recurrent states, which do not grow with tokens, and unequal stages of a pipeline.
     memory = max((tensor.size for tensor in config.kv_cache_tensors), default=0)
-    total = memory * len(config.kv_cache_groups) * ranks
     return {
         "engine_id": engine.vllm_config.kv_transfer_config.engine_id,
         "blocks_total": blocks - _shards(engine),
-        "kv_bytes_per_token": total // max(1, tokens),
+        "kv_bytes_per_token": memory * len(config.kv_cache_groups) * ranks // max(1, tokens),
         "rank_pids": [rank.proc.pid for rank in getattr(engine.model_executor, "workers", []) if hasattr(rank, "proc")],
         "lends": bool(getattr(engine.scheduler.get_kv_connector(), "lends", False)),
         "attention_backend": engine.model_executor.collective_rpc(_attention_backend)[0],

@@ -20,6 +20,7 @@ from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.entrypoints.launchers.api_server.app_state import init_app_state
 from vllm.entrypoints.launchers.app import build_app
 from vllm.exceptions import GenerationError
+from vllm.usage.usage_lib import UsageContext
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 try:
@@ -97,7 +98,8 @@ def build_vllm_config(config: Config) -> tuple[argparse.Namespace, VllmConfig]:
     try:
         args = parser.parse_args(server_arguments(config, parser))
         validate_parsed_serve_args(args)
-        return args, AsyncEngineArgs.from_cli_args(args).create_engine_config()
+        # By this use vLLM chooses the size of steps, as for engines, and by that size it bounds images.
+        return args, AsyncEngineArgs.from_cli_args(args).create_engine_config(UsageContext.OPENAI_API_SERVER)
     except Exception as error:  # vLLM raises many types, each because of the configuration
         raise _refused(config, error) from error
 

@@ -86,9 +86,12 @@ async def test_the_reading_after_an_outage_says_so_once_it_was_acted_upon(server
     server.stop()
     await watch.read()
     server.start()
-    while len(seen) < 4:
+
+    async def is_back() -> bool:
         await watch.read()
-        await asyncio.sleep(0.01)
+        return len(seen) >= 4
+
+    await until(is_back, "its snapshots are acted upon again")
     assert seen == [False, True, True, False]
 
 

@@ -117,7 +117,7 @@ def test_steps_are_as_large_as_those_of_vllms_server(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("windows", [False, True])
-def test_kv_of_a_token_is_that_of_each_layer_once(windows: bool) -> None:
+def test_kv_of_a_token_is_exact_for_one_group_and_for_equal_ones(windows: bool) -> None:
     """As vLLM lays caches out: of layers of unequal size in one group, as a drafter's, and of several groups."""
     import torch
     from vllm.v1.core.kv_cache_utils import generate_scheduler_kv_cache_config, get_kv_cache_config_from_groups

@@ -15,7 +15,7 @@ from orchestrator.cli.doctor.fleet import kv_checks, learned, port_checks, redis
 from orchestrator.cli.doctor.host import Check, at_least, at_most
 from orchestrator.cli.handle import FleetHandle, open_fleet
 from orchestrator.config.settings import Refused
-from orchestrator.store.client import Redis
+from orchestrator.store.client import Redis, connect
 from orchestrator.store.planned import Seen
 from orchestrator.store.registry import Registry
 from orchestrator.types import IDLE, DesiredRatio, Role
@@ -79,6 +79,19 @@ async def test_a_redis_that_is_away_fails():
     assert check.level == "fail" and "cannot be used" in check.said and check.fix
 
 
+async def test_a_redis_that_fills_the_host_or_forgets_jobs_is_warned_of(mortal: Server):
+    """A server of its own, since it is changed."""
+    handle = FleetHandle(fresh_namespace(), mortal.url, None, None)
+    async with await connect(mortal.url, 5.0) as redis:
+        for key, value, fix in (
+            ("maxmemory", 0, "set maxmemory below"),
+            ("maxmemory-policy", "allkeys-lru", "noeviction"),
+        ):
+            await redis.config_set(key, value)
+            found = {check.name: check async for check in redis_checks(handle)}
+            assert found["Redis memory"].level == "warn" and fix in found["Redis memory"].fix
+
+
 async def test_doctor_checks_a_fleet(server: Server, redis: Redis):
     namespace = fresh_namespace()
     registry, handle = Registry(redis, namespace), FleetHandle(namespace, server.url, None, None)
@@ -92,12 +105,6 @@ async def test_doctor_checks_a_fleet(server: Server, redis: Redis):
     assert idle.level == "ok" and "idle" in idle.said, "as it is to be"
     assert await registry.steer(Seen(), desired=DesiredRatio(1, 1, "scale")) is not None
     assert found["Redis"].level == found["Clock"].level == found["Redis memory"].level == "ok"
-    await redis.config_set("maxmemory", 0)
-    found = {check.name: check async for check in redis_checks(handle)}
-    assert found["Redis memory"].level == "warn" and "set maxmemory below" in found["Redis memory"].fix
-    await redis.config_set("maxmemory-policy", "allkeys-lru")
-    found = {check.name: check async for check in redis_checks(handle)}
-    assert found["Redis memory"].level == "warn" and "noeviction" in found["Redis memory"].fix
     here = worker("p0")
     address = server.url.replace("redis://", "tcp://")  # something that listens
     await registry.join(msgspec.structs.replace(here, request_address=address), 60.0)

@@ -12,7 +12,9 @@ pytest.importorskip("vllm")
 from prometheus_client import CollectorRegistry
 from support_served import Scripted
 from transformers import AutoTokenizer
+from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.renderers.hf import resolve_chat_template
+from vllm.usage.usage_lib import UsageContext
 from vllm.v1.metrics.loggers import PrometheusStatLogger
 
 from orchestrator.config.model import resolve_model
@@ -30,6 +32,15 @@ PROCESSOR = {
     },
     "chat_template.json": {"chat_template": "of the processor"},
 }
+
+
+def test_steps_are_as_large_as_those_of_engines(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By them vLLM refuses images before they reach an engine. Engines are made for this use; see `test_launch.py`."""
+    use = UsageContext.OPENAI_API_SERVER
+    monkeypatch.setattr(AsyncEngineArgs, "get_batch_defaults", lambda *_: ({use: 1024}, {use: 64}))
+    _, vllm_config = build_vllm_config(parse_config({"model": "demo", "engine": "sim"}))
+    steps = vllm_config.scheduler_config
+    assert (steps.max_num_batched_tokens, steps.max_num_seqs) == (1024, 64)
 
 
 @pytest.mark.parametrize(

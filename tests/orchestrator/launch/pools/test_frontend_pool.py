@@ -59,21 +59,21 @@ async def test_a_frontend_that_is_silent_while_the_registry_works_is_started_aga
     adopt_orphans()
     pool = pool_on(Sleepers(), heartbeat_s=0.05)
 
-    async def until_running(but: int = 0) -> int:
-        while not (pid := pool.processes[0].pid) or pid == but:
+    async def running(but: int) -> int:
+        if pool.processes[0].pid in (0, but):
             await pool.update(Snapshot(looked_s=0.01))
-            await asyncio.sleep(0.01)
-        return pid
+        pid = pool.processes[0].pid
+        return pid if pid != but else 0
 
     await pool.update(Snapshot())
-    first = await until_running()
+    first = await until(lambda: running(but=0), "it runs")
     there = Frontend("f", "http://x", pool.processes[0].last_identity)
     for _ in range(20):
         await pool.update(Snapshot(frontends={"f": there}))
         await asyncio.sleep(0.05)
     assert pool.processes[0].pid == first and pool.processes[0].stage is Stage.READY
     os.kill(first, signal.SIGSTOP)  # it answers nobody, and is not in the registry any more
-    assert await until_running(but=first) != first
+    await until(lambda: running(but=first), "another runs")
     await pool.close()
 
 

@@ -563,8 +563,7 @@ async def test_nodes_are_asked_for_once_at_a_time_and_nobody_waits_for_long(monk
         await cluster.refresh()
         return cluster.frontend_nodes() == []
 
-    while not await told():
-        pass
+    await until(told, "the head has answered")
 
 
 async def test_a_registered_unit_is_no_less_there_where_the_head_does_not_answer(monkeypatch, groups):
