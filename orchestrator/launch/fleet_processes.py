@@ -141,7 +141,8 @@ class FleetProcesses:
                     self._came_up = True
                     up_at = up_at or time.monotonic()
                     up_s = time.monotonic() - up_at
-                    if (up_s > _CONNECT_S or self.watch.snapshot.connected()) and await self._answers(client):
+                    greeted = self.watch.snapshot.connected(self.frontends.count)
+                    if (up_s > _CONNECT_S or greeted) and await self._answers(client):
                         return
                     if up_s > _CONNECT_S and not said:
                         said = True

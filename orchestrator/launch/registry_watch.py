@@ -37,10 +37,11 @@ class Snapshot(Reading, frozen=True):
     was_away: bool = False
     looked_s: float = 0.0
 
-    def connected(self) -> bool:
-        """Whether each serving frontend is connected to as many workers as are ready."""
+    def connected(self, frontends: int) -> bool:
+        """Whether so many frontends serve at least, and each is connected to as many workers as are ready."""
         ready = sum(worker.state is WorkerState.READY for worker in self.workers.values())
-        return all(frontend.reaches >= ready for frontend in self.frontends.values() if frontend.url)
+        reached = [frontend.reaches >= ready for frontend in self.frontends.values() if frontend.url]
+        return len(reached) >= frontends and all(reached)
 
 
 class RegistryWatch:

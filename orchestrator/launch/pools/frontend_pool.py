@@ -67,6 +67,11 @@ class OfModel:
         return self._pool.processes if self.is_first else []
 
     @property
+    def count(self) -> int:
+        """Of the pool, whichever model answers for them."""
+        return len(self._pool.processes)
+
+    @property
     def renewed(self) -> bool:
         """Whether all are of the generation of `setup`, and serve."""
         return self._pool.all_of(self.setup)

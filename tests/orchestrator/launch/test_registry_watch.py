@@ -21,7 +21,7 @@ from orchestrator.types import Role, WorkerState
 
 @pytest.mark.parametrize(
     ("reaches", "connected"),
-    [((2, 2), True), ((3, 2), True), ((2, 1), False), ((0, 2), False)],
+    [((2, 2), True), ((3, 2), True), ((2, 2, 2), True), ((2, 1), False), ((0, 2), False), ((2,), False)],
 )
 def test_a_fleet_is_connected_when_each_serving_frontend_reaches_all_ready_workers(reaches, connected):
     ready = [msgspec.structs.replace(worker(name), state=WorkerState.READY) for name in ("a", "b")]
@@ -29,7 +29,7 @@ def test_a_fleet_is_connected_when_each_serving_frontend_reaches_all_ready_worke
     serving = {f"f{n}": Frontend(f"f{n}", "http://x", "1", reaches=r) for n, r in enumerate(reaches)}
     leaving = {"old": Frontend("old", "", "2", reaches=0)}
     snapshot = Snapshot(workers={info.id: info for info in [*ready, leaves]}, frontends=serving | leaving)
-    assert snapshot.connected() is connected
+    assert snapshot.connected(2) is connected, "two are here: one that another model's registry has is in this one too"
 
 
 async def test_a_worker_that_leaves_while_the_registry_is_read_is_there_with_its_orders_or_not_at_all(redis: Redis):
