@@ -68,7 +68,7 @@ class OfModel:
 
     @property
     def count(self) -> int:
-        """Of the pool, whichever model answers for them."""
+        """How many frontends the pool has, whichever model answers for them."""
         return len(self._pool.processes)
 
     @property

@@ -190,7 +190,7 @@ class WorkerPool:
                 slot.process.expect_exit(0)
             else:
                 slot.process.missed(snapshot.looked_s, self._config.workers.timeout_s, there)
-        # Of those that live, too, entries may have run out, or have gone with all that Redis had. Where all are still
+        # Entries of members that live may have run out, or have gone with all that Redis had. Where all are still
         # there, it was this launcher's connection alone, which may fail again and again.
         was_there = self._there
         self._there = frozenset().union(snapshot.workers, snapshot.launchers, snapshot.frontends)

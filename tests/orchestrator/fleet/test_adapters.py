@@ -147,15 +147,21 @@ async def test_a_frontend_that_does_not_follow_is_named_and_the_load_taken_back(
     assert first.known.adapters == {"y": Y}
 
 
-async def test_a_load_that_is_taken_back_leaves_alone_what_was_loaded_in_its_place(fleet: Fleet, monkeypatch):
-    first, second = await fleet.join("f1"), await fleet.join("f2")
+def followed_too_late(view: AdapterView, monkeypatch) -> asyncio.Event:
+    """Once it is set, a load of this frontend fails, since another frontend does not serve it."""
     late = asyncio.Event()
 
     async def not_served() -> None:
         await late.wait()
         raise AdapterFailed("frontend f3 did not follow")
 
-    monkeypatch.setattr(first, "_served_by_all", not_served)
+    monkeypatch.setattr(view, "_served_by_all", not_served)
+    return late
+
+
+async def test_a_load_that_is_taken_back_leaves_alone_what_was_loaded_in_its_place(fleet: Fleet, monkeypatch):
+    first, second = await fleet.join("f1"), await fleet.join("f2")
+    late = followed_too_late(first, monkeypatch)
     failing = asyncio.create_task(first.load(X, replacing=False))
     await until(lambda: second.known.adapters == {"x": X})
     newer = Adapter("x", "/b/x", 100_003)
@@ -170,13 +176,7 @@ async def test_a_load_that_is_taken_back_leaves_alone_what_was_loaded_in_its_pla
 async def test_a_load_says_what_is_in_the_list_where_another_has_its_number_now(fleet: Fleet, monkeypatch, unloaded):
     first, second = await fleet.join("f1"), await fleet.join("f2")
     await first.load(X, replacing=False)
-    late, newer = asyncio.Event(), Adapter("x", "/b/x", 100_003)
-
-    async def not_served() -> None:
-        await late.wait()
-        raise AdapterFailed("frontend f3 did not follow")
-
-    monkeypatch.setattr(first, "_served_by_all", not_served)
+    late, newer = followed_too_late(first, monkeypatch), Adapter("x", "/b/x", 100_003)
     failing = asyncio.create_task(first.load(newer, replacing=True))
     await until(lambda: second.known.adapters == {"x": newer})
     if unloaded:

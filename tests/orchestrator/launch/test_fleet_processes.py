@@ -139,12 +139,18 @@ async def test_a_place_on_which_nothing_runs_is_no_fleet(tmp_path: Path, left: d
     fleet._rolling.begin.assert_awaited_once_with(alone)
 
 
-async def test_a_redis_that_forgot_gets_the_configuration_back_after_the_ratio(redis, tmp_path: Path, monkeypatch):
+@pytest.fixture
+def pools_rest(monkeypatch) -> None:
+    """Nothing is started or ended: what the launcher decides beside its pools."""
+    for pool in (FrontendPool, WorkerPool):
+        monkeypatch.setattr(pool, "update", AsyncMock())
+
+
+@pytest.mark.usefixtures("pools_rest")
+async def test_a_redis_that_forgot_gets_the_configuration_back_after_the_ratio(redis, tmp_path: Path):
     """A frontend or an operator may have set the ratio again before the launcher looked."""
     config = parse_config({"model": "m", "engine": "sim", "namespace": fresh_namespace()})
     registry = Registry(redis, config.namespace)
-    for pool in (FrontendPool, WorkerPool):
-        monkeypatch.setattr(pool, "update", AsyncMock())
     fleet = processes_of(config, registry, LocalMachine(config), tmp_path)
     await set_desired(registry, 1, 1, "scale")
     snapshot = Snapshot(desired=await registry.desired())
@@ -157,12 +163,11 @@ async def test_a_redis_that_forgot_gets_the_configuration_back_after_the_ratio(r
     assert await registry.configuration.read() == newer, "another launcher's, or a rollout's"
 
 
-async def test_bounds_of_the_size_that_were_rolled_out_hold(redis, tmp_path: Path, monkeypatch):
+@pytest.mark.usefixtures("pools_rest")
+async def test_bounds_of_the_size_that_were_rolled_out_hold(redis, tmp_path: Path):
     """The launcher alone goes by them, and its own file has others."""
     config = parse_config({"model": "m", "engine": "sim", "namespace": fresh_namespace()})
     registry = Registry(redis, config.namespace)
-    for pool in (FrontendPool, WorkerPool):
-        monkeypatch.setattr(pool, "update", AsyncMock())
     fleet = processes_of(config, registry, LocalMachine(config), tmp_path)
     grown = msgspec.structs.replace(config, scale=ScaleConfig(max_workers=3, grow_after_s=10))
     fleet._pool.setup = Setup(1, grown, tmp_path / "c.yaml")
@@ -179,10 +184,8 @@ async def test_bounds_of_the_size_that_were_rolled_out_hold(redis, tmp_path: Pat
 
 
 @pytest.fixture
-def led(tmp_path: Path, monkeypatch) -> FleetProcesses:
+def led(tmp_path: Path, pools_rest) -> FleetProcesses:
     """Launchers of a fleet whose size follows its load, and that ends its workers when nobody asks for it."""
-    for pool in (FrontendPool, WorkerPool):
-        monkeypatch.setattr(pool, "update", AsyncMock())
     scale = {"min_workers": 1, "max_workers": 4, "grow_after_s": 10}
     config = parse_config({"model": "m", "engine": "sim", "scale": scale, "idle_after_s": 60})
     registry = AsyncMock(restored=AsyncMock(side_effect=lambda held, found: found))

@@ -125,18 +125,23 @@ async def test_launcher_that_cannot_prepare_rolls_back(leader: Leader):
     assert await phase(leader) == (Phase.BACK, f"nothing has changed for {PATIENCE_S:g} s: launcher b is not prepared")
 
 
+async def is_patient_for(leader: Leader, seconds: float) -> bool:
+    """Whether a rollout in which nothing changes goes on for so long, and no longer."""
+    assert await leader.sees({}) == {"decode-0"}
+    leader.now += seconds - 1
+    await leader.sees({})
+    goes_on = (await phase(leader))[0] is Phase.FORWARD
+    leader.now += 2
+    await leader.sees({})
+    return goes_on and (await phase(leader))[0] is Phase.BACK
+
+
 async def test_workers_have_the_times_that_are_rolled_out(leader: Leader):
     """More to load takes longer, and the new configuration says so."""
     running = leader.workers.setup.config
     longer = msgspec.structs.replace(running.workers, start_timeout_s=running.workers.start_timeout_s + 100)
     leader.workers.setup = Setup(1, msgspec.structs.replace(running, workers=longer), Path("unused"))
-    assert await leader.sees({}) == {"decode-0"}
-    leader.now += PATIENCE_S + 99
-    await leader.sees({})
-    assert (await phase(leader))[0] is Phase.FORWARD, "its successor may load still"
-    leader.now += 2
-    await leader.sees({})
-    assert (await phase(leader))[0] is Phase.BACK
+    assert await is_patient_for(leader, PATIENCE_S + 100), "its successor may load still"
 
 
 async def test_a_worker_drains_by_the_time_that_a_rollout_shortens(leader: Leader):
@@ -146,13 +151,7 @@ async def test_a_worker_drains_by_the_time_that_a_rollout_shortens(leader: Leade
     times = {**rollout.old.config["workers"], "drain_timeout_s": PATIENCE_S / 2 + 100}
     old = Version(0, {**rollout.old.config, "workers": times})
     assert await leader.registry.rollout.change(rollout, msgspec.structs.replace(rollout, old=old))
-    assert await leader.sees({}) == {"decode-0"}
-    leader.now += PATIENCE_S + 99
-    await leader.sees({})
-    assert (await phase(leader))[0] is Phase.FORWARD, "it may drain still"
-    leader.now += 2
-    await leader.sees({})
-    assert (await phase(leader))[0] is Phase.BACK
+    assert await is_patient_for(leader, PATIENCE_S + 100), "it may drain still"
 
 
 async def test_a_rollout_is_not_given_up_for_the_time_in_which_nobody_led(leader: Leader):

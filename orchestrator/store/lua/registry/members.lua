@@ -145,8 +145,8 @@ local function remove_member(keys, args)
 end
 
 -- Returns for how many seconds Redis has known the fleet: 0 where it knows nobody. `begun` expires after INDEX_S, and the next
--- one to join sets it again; between the two, a fleet with workers or frontends is known for INDEX_S. So it is where that was set by a
--- host whose clock is ahead, from which Redis has moved with all it knows.
+-- one to join sets it again; between the two, a fleet with workers or frontends is known for INDEX_S. So it is where that was
+-- set by a host whose clock is ahead, from which Redis has moved with all it knows.
 local function known_for(keys)
   local begun = tonumber(redis.call('GET', typed(keys[1] .. 'begun', 'string')))
   local known_s = begun and clock() - begun or -1
