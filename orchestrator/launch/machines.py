@@ -10,7 +10,7 @@ from typing import Protocol
 import msgspec
 
 from orchestrator.config.settings import Config
-from orchestrator.launch.host.process import Process
+from orchestrator.launch.host.process_group import ProcessGroup
 from orchestrator.types import Role
 
 FRONTEND = "frontend-"  # a frontend's name begins so; workers may not be called so
@@ -90,7 +90,7 @@ class Machines(Protocol):
     async def placed(self, unit: str, wanted: Callable[[], tuple[Role, Setup]]) -> None:
         """Returns when there is what it needs in this role with this setup; room of another size is given back."""
 
-    def worker(self, unit: str, role: Role, setup: Setup, on_line: OnLine) -> Process:
+    def worker(self, unit: str, role: Role, setup: Setup, on_line: OnLine) -> ProcessGroup:
         """A unit's process, not started yet, with the room that it has taken. Raises OSError, also where this
         setup needs other room, which is not there."""
 
@@ -98,5 +98,5 @@ class Machines(Protocol):
         """Addresses of the machines that should have frontends now, empty text for this machine; None until they are
         known."""
 
-    def frontend(self, name: str, index: int, node: str, setup: Setup, on_line: OnLine) -> Process:
+    def frontend(self, name: str, index: int, node: str, setup: Setup, on_line: OnLine) -> ProcessGroup:
         """A process that is not started yet. Raises OSError."""

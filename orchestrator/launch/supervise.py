@@ -17,6 +17,7 @@ import msgspec
 
 from orchestrator.config.settings import LauncherConfig
 from orchestrator.launch.host.process import CannotRun, Process
+from orchestrator.launch.host.process_group import ProcessGroup
 from orchestrator.process.parent import EXIT_AGAIN
 from orchestrator.process.tasks import cancelled, first_of
 
@@ -83,7 +84,7 @@ class Supervised:
     def __init__(
         self,
         name: str,
-        make: Callable[[], Process],
+        make: Callable[[], ProcessGroup],
         config: LauncherConfig,
         start_timeout_s: float,
         on_stage: Callable[[Supervised], None],
@@ -101,7 +102,7 @@ class Supervised:
         self._config = config
         self._on_stage = on_stage
         self._on_exit = on_exit
-        self._process: Process | None = None
+        self._process: ProcessGroup | None = None
         self._not_started: Exception | None = None  # why not
         self._late = ""  # why it was ended before it was ready
         self._ready_at = 0.0
@@ -114,12 +115,12 @@ class Supervised:
     @property
     def pid(self) -> int:
         """0 while nothing runs."""
-        return self._process.pid if self._process is not None and self._process.running else 0
+        return self.parts[0].pid if self._process is not None and self._process.running else 0
 
     @property
     def last_identity(self) -> str:
         """Which process runs, or ran last."""
-        return self._process.identity if self._process is not None else ""
+        return self.parts[0].identity if self.parts else ""
 
     @property
     def parts(self) -> Sequence[Process]:
@@ -133,7 +134,7 @@ class Supervised:
     @property
     def last_lines(self) -> list[str]:
         """The end of the output of what runs, or of what ran last."""
-        return list(self._process.last_lines) if self._process is not None else []
+        return list(self._process.told.last_lines) if self._process is not None else []
 
     def mark_ready(self) -> None:
         if self.stage is Stage.STARTING:
@@ -292,7 +293,7 @@ class Supervised:
         if (why := self._not_started) is not None:
             never = isinstance(why, CannotRun)
             return Exit(code, str(why), ready, said=never, final=never)
-        if self._process is not None and (said := self._process.exit_reason) is not None:
+        if self._process is not None and (said := self._process.told.exit_reason) is not None:
             return Exit(code, said.text, ready, said=True, final=said.final)
         if self._late:
             return Exit(code, self._late, ready, said=True)

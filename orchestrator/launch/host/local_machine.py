@@ -94,5 +94,5 @@ class LocalMachine:
     def frontend_nodes(self) -> Sequence[str]:
         return ("",)
 
-    def frontend(self, name: str, index: int, node: str, setup: Setup, on_line: OnLine) -> LocalProcess:
-        return LocalProcess(frontend_spec(setup, name, index), on_line, self._forks)
+    def frontend(self, name: str, index: int, node: str, setup: Setup, on_line: OnLine) -> ProcessGroup:
+        return ProcessGroup([LocalProcess(frontend_spec(setup, name, index), on_line, self._forks)])

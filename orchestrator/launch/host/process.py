@@ -1,11 +1,11 @@
 """One child process on this machine: its own session, its output line by line, and an end that leaves nothing behind.
 
-`supervise.py` decides whether it should run, and `commands.py` what it runs. `Process` is the interface that processes
-on other machines have too.
+`supervise.py` decides whether it should run, and `commands.py` what it runs. A `Process` may be on another machine too.
 """
 
 from __future__ import annotations
 
+import abc
 import asyncio
 import contextlib
 import ctypes
@@ -16,8 +16,7 @@ import signal
 import socket
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
+from collections.abc import Callable, Mapping
 
 import msgspec
 
@@ -63,54 +62,45 @@ def cannot_run(program: str, why: str = "no executable file") -> str:
     return f"{program} cannot be run on {socket.gethostname()} ({why}); install it there, or let `python` name another"
 
 
-class Process(Protocol):
-    """What runs as one under a name, on this machine or another one, and is started once."""
+class Process(abc.ABC):
+    """What runs under a name, on this machine or another one, and is started once."""
+
+    def __init__(self, name: str, on_line: Callable[[str, str], None]) -> None:
+        self.name, self._on_line = name, on_line
+        self.last_lines: deque[str] = deque(maxlen=_KEPT_LINES)  # the end of its output
+        self.pid = 0  # before it was started
+        self.identity = ""  # see orchestrator.process.parent; empty before it was started
+        self.told_alive_at = 0.0  # monotonic; when it last told that it works without Redis
+        self.lost = False  # its machine is gone, or SIGKILL does not end it: taken as ended, though it may still run
+        self.exit_reason: ExitReason | None = None  # that it gave for its end
 
     @property
-    def name(self) -> str: ...
-
-    @property
-    def parts(self) -> Sequence[Process]:
-        """The processes that it consists of: itself, or one for each rank of a unit."""
-
-    @property
-    def last_lines(self) -> deque[str]:
-        """The end of its output."""
-
-    @property
-    def identity(self) -> str:
-        """See orchestrator.process.parent; empty before it was started."""
-
-    @property
-    def pid(self) -> int:
-        """0 before it was started."""
-
-    @property
+    @abc.abstractmethod
     def running(self) -> bool: ...
 
-    @property
-    def told_alive_at(self) -> float:
-        """When it last told that it works without Redis, monotonic; 0 for never. Of several, the earliest."""
-
-    @property
-    def lost(self) -> bool:
-        """Whether its machine is gone, or SIGKILL does not end it. It counts as ended then, though it may still run."""
-
-    @property
-    def exit_reason(self) -> ExitReason | None:
-        """The reason that it gave for its end, if any."""
-
+    @abc.abstractmethod
     async def start(self) -> None:
-        """Start it. Raises OSError; CannotRun if another start would fail too."""
+        """Raises OSError; CannotRun if another start would fail too."""
 
+    @abc.abstractmethod
     async def wait(self) -> int:
         """Wait until it and its process group have ended. Returns the exit code, negative for a signal."""
 
+    @abc.abstractmethod
     async def stop(self, timeout_s: float, number: signal.Signals = signal.SIGTERM) -> None:
         """Send this signal, and SIGKILL after `timeout_s`. Returns when it is gone, or lost. Idempotent."""
 
+    @abc.abstractmethod
     def kill(self) -> None:
         """Kill it and its process group, at once. `wait` returns in bounded time then."""
+
+    def _hear(self, line: str) -> None:
+        """A line of its output that is for people, or tells that it lives."""
+        if line == ALIVE:
+            self.told_alive_at = time.monotonic()
+        else:
+            self.last_lines.append(line)
+        self._on_line(self.name, line)
 
 
 def adopt_orphans(adopt: bool = True) -> None:
@@ -118,35 +108,21 @@ def adopt_orphans(adopt: bool = True) -> None:
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, int(adopt), 0, 0, 0)
 
 
-class LocalProcess:
-    """See Process.
-
-    `start` it in the main thread: the kernel ties a child's parent-death signal to the thread that forked it.
-    """
+class LocalProcess(Process):
+    """`start` it in the main thread: the kernel ties a child's parent-death signal to the thread that forked it."""
 
     def __init__(
         self, spec: ProcessSpec, on_line: Callable[[str, str], None], forks: ForkServers | None = None
     ) -> None:
         """With `forks` it is forked if it can be; this process must have adopted orphans."""
-        self.name = spec.name
-        self.last_lines: deque[str] = deque(maxlen=_KEPT_LINES)
-        self._spec = spec
-        self._on_line = on_line
-        self._forks = forks
+        super().__init__(spec.name, on_line)
+        self._spec, self._forks = spec, forks
         self._process: asyncio.subprocess.Process | ForkedProcess | None = None
         self._pump: asyncio.Task[None] | None = None
         self._gone = False  # with its process group: the pid may be another's by now
         self._given_up = asyncio.Event()  # for long after it was killed
-        self.lost, self.told_alive_at = False, 0.0
-        self.exit_reason: ExitReason | None = None
-        self.identity = ""  # see orchestrator.process.parent; empty until it is started
-
-    @property
-    def parts(self) -> Sequence[Process]:
-        return (self,)
 
     async def start(self) -> None:
-        """Start it. Raises OSError, CannotRun."""
         env = whole_environment(self._spec.env)
         reader, writer = os.pipe()
         try:
@@ -159,8 +135,9 @@ class LocalProcess:
         finally:
             os.close(writer)
         self._pump = asyncio.create_task(self._read(lines, pipe), name=f"log-{self.name}")
+        self.pid = self._process.pid
         try:
-            self.identity = identity_of(self._process.pid)
+            self.identity = identity_of(self.pid)
         except OSError:  # nobody would know it
             self.kill()
             await self.wait()
@@ -189,15 +166,10 @@ class LocalProcess:
             raise
 
     @property
-    def pid(self) -> int:
-        return self._process.pid if self._process is not None else 0
-
-    @property
     def running(self) -> bool:
         return self._process is not None and self._process.returncode is None and not self.lost
 
     async def wait(self) -> int:
-        """Wait until it and its process group have ended. Returns the exit code, negative for a signal."""
         assert self._process is not None and self._pump is not None, "start it first"
         async with first_of(self._process.wait(), self._given_up.wait()) as ended:
             self.lost = not ended.done()
@@ -209,7 +181,6 @@ class LocalProcess:
         return code
 
     async def stop(self, timeout_s: float, number: signal.Signals = signal.SIGTERM) -> None:
-        """See Process."""
         if self._process is None:
             return
         self.signal(number)
@@ -228,7 +199,6 @@ class LocalProcess:
                 self._process.send_signal(number)
 
     def kill(self) -> None:
-        """See Process."""
         if self._process is not None and not self._gone:
             asyncio.get_running_loop().call_later(ENDS_WITHIN_S, self._given_up.set)
             with contextlib.suppress(ProcessLookupError):
@@ -265,13 +235,8 @@ class LocalProcess:
         text = line.rstrip(b"\r").rpartition(b"\r")[2].decode(errors="replace").rstrip()
         if (said := exit_reason_in(text)) is not None:
             self.exit_reason = said
-            return
-        if text == ALIVE:
-            self.told_alive_at = time.monotonic()
         elif text:
-            self.last_lines.append(text)
-        if text:
-            self._on_line(self.name, text)
+            self._hear(text)
 
 
 async def _reading(descriptor: int) -> tuple[asyncio.StreamReader, asyncio.BaseTransport]:

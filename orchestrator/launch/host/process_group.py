@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections import deque
 from collections.abc import Sequence
 
 from orchestrator.launch.host.process import Process
-from orchestrator.process.parent import EXIT_AGAIN, ExitReason
+from orchestrator.process.parent import EXIT_AGAIN
 
 # Ranks that leave in order wait for each other's last request. What remains then is to end their engines.
 _PATIENCE_S = 10.0
@@ -16,44 +15,19 @@ _IN_ORDER = (0, EXIT_AGAIN)
 
 
 class ProcessGroup:
-    """See Process. `parts` are its ranks' processes, in their order; the code and the reason are those of the one that
-    ended first."""
+    """One process, or those of a unit's ranks in their order."""
 
     def __init__(self, parts: Sequence[Process]) -> None:
         self.parts = parts
-        self._told = parts[0]  # whose end is told
-
-    @property
-    def name(self) -> str:
-        return self.parts[0].name
-
-    @property
-    def identity(self) -> str:
-        return self.parts[0].identity
-
-    @property
-    def pid(self) -> int:
-        return self.parts[0].pid
+        self.told = parts[0]  # whose end is told: once they have ended, the one that did so first
 
     @property
     def running(self) -> bool:
         return any(part.running for part in self.parts)
 
     @property
-    def told_alive_at(self) -> float:
-        return min(part.told_alive_at for part in self.parts)
-
-    @property
     def lost(self) -> bool:
         return any(part.lost for part in self.parts)
-
-    @property
-    def last_lines(self) -> deque[str]:
-        return self._told.last_lines
-
-    @property
-    def exit_reason(self) -> ExitReason | None:
-        return self._told.exit_reason
 
     async def start(self) -> None:
         """Raises OSError. Nothing runs then, or if this is cancelled."""
@@ -66,12 +40,12 @@ class ProcessGroup:
                 raise
 
     async def wait(self) -> int:
-        """Returns when all have ended."""
+        """Returns when all have ended: the exit code of the one that ended first."""
         waits = {asyncio.create_task(part.wait()): part for part in self.parts}
         try:
             ended, others = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
             first = next(wait for wait in waits if wait in ended)
-            self._told = waits[first]
+            self.told = waits[first]
             for part in (waits[wait] for wait in others):
                 if first.result() not in _IN_ORDER:
                     part.kill()  # it waits for the step of one that takes none any more

@@ -18,7 +18,7 @@ import msgspec
 
 from orchestrator.config.settings import Config, WorkersConfig
 from orchestrator.launch.decisions.fleet_size import SHRINK_AFTER_S, FrontendSample, frontends_wanted
-from orchestrator.launch.host.process import Process
+from orchestrator.launch.host.process_group import ProcessGroup
 from orchestrator.launch.machines import FRONTEND, Machines, OnLine, Setup, frontend_named
 from orchestrator.launch.registry_watch import Snapshot
 from orchestrator.launch.supervise import Stage, Supervised
@@ -240,7 +240,7 @@ class FrontendPool:
         index = next(n for n in itertools.count() if n not in taken) if number is None else number
         name = f"{FRONTEND}{index}@{node}" if node else f"{FRONTEND}{index}"
 
-        def make() -> Process:
+        def make() -> ProcessGroup:
             setup = self._whole
             placed.generations = _generations(setup)
             placed.process.start_timeout_s = self._workers.start_timeout_s

@@ -25,7 +25,7 @@ from orchestrator.launch.decisions.reconcile import (
     members,
     workers_of_others,
 )
-from orchestrator.launch.host.process import Process
+from orchestrator.launch.host.process_group import ProcessGroup
 from orchestrator.launch.machines import Machines, Setup
 from orchestrator.launch.registry_watch import Snapshot
 from orchestrator.launch.supervise import Stage, Supervised
@@ -119,7 +119,7 @@ class WorkerPool:
         def wanted() -> tuple[Role, Setup]:
             return slot.role, self.setup
 
-        def make() -> Process:
+        def make() -> ProcessGroup:
             slot.starts(self.setup)
             process.start_timeout_s = self._config.workers.start_timeout_s
             return self._machines.worker(worker_id, *wanted(), self._on_line)

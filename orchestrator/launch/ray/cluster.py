@@ -119,14 +119,15 @@ class RayCluster:
     def frontend_nodes(self) -> Sequence[str] | None:
         return None if self._nodes is None else list(self._nodes)
 
-    def frontend(self, name: str, index: int, node: str, setup: Setup, on_line: OnLine) -> RayProcess:
+    def frontend(self, name: str, index: int, node: str, setup: Setup, on_line: OnLine) -> ProcessGroup:
         def place() -> dict[str, Any]:
             strategy = NodeAffinitySchedulingStrategy((self._nodes or {})[node], soft=False)
             return {"num_cpus": 0, "scheduling_strategy": strategy}
 
         if node not in (self._nodes or {}):
             raise OSError(0, f"node {node} is gone" if self._nodes is not None else "the cluster's nodes are not known")
-        return RayProcess(RunFrontend(setup.config, name, index, setup.generation), place, on_line, self._runners)
+        order = RunFrontend(setup.config, name, index, setup.generation)
+        return ProcessGroup([RayProcess(order, place, on_line, self._runners)])
 
 
 async def _told(call: Callable[[], T]) -> T:

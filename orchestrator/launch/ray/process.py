@@ -5,9 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import signal
-import time
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -18,11 +16,10 @@ from orchestrator.launch.host.process import CannotRun, Process
 from orchestrator.launch.machines import OnLine
 from orchestrator.launch.ray.places import first_line
 from orchestrator.launch.ray.runner import Ended, NotStarted, Order, Runner, Started, decode_reply, encode
-from orchestrator.process.parent import ALIVE, ExitReason
+from orchestrator.process.parent import ExitReason
 from orchestrator.process.tasks import first_of, in_background, in_thread
 
 NODE_LOST = -9  # the exit code of a process whose node or runner is gone: as if it had been killed
-_KEPT_LINES = 100
 _CALLS_AT_ONCE = 16
 # Until Ray knows that a node is gone it still sends work there, which is never answered.
 _START_DEADLINE_S = 120.0
@@ -32,28 +29,20 @@ _LINES_WAIT_S = 10.0
 _LAST_LINES_S = 1.0
 
 
-class RayProcess:
-    """See Process. `place` returns the actor's options: where it runs, and which resources of a node it takes."""
+class RayProcess(Process):
+    """`place` returns the actor's options: where it runs, and which resources of a node it takes."""
 
     def __init__(self, order: Order, place: Callable[[], dict[str, Any]], on_line: OnLine, runners: Runners) -> None:
-        self.name = order.name
-        self.last_lines: deque[str] = deque(maxlen=_KEPT_LINES)
-        self.identity = ""
-        self.pid = 0
-        self.running = False
-        self.lost, self.told_alive_at = False, 0.0
-        self.exit_reason: ExitReason | None = None
-        self._order = order
-        self._place = place
-        self._on_line = on_line
-        self._runners = runners
+        super().__init__(order.name, on_line)
+        self._order, self._place, self._runners = order, place, runners
+        self._runs = False
         self._given_up = asyncio.Event()  # its runner has not answered in time
         self._runner: Any = None
         self._pump: asyncio.Task[None] | None = None
 
     @property
-    def parts(self) -> Sequence[Process]:
-        return (self,)
+    def running(self) -> bool:
+        return self._runs
 
     async def start(self) -> None:
         """Start it, or take over a process of this name that an earlier launcher left running. Raises OSError."""
@@ -80,7 +69,7 @@ class RayProcess:
             self._release()
             raise CannotRun(reply.reason) if reply.never else OSError(0, reply.reason)
         assert isinstance(reply, Started)
-        self.pid, self.identity, self.running = reply.pid, reply.identity, True
+        self.pid, self.identity, self._runs = reply.pid, reply.identity, True
         self._pump = asyncio.create_task(self._read(), name=f"log-{self.name}")
 
     async def wait(self) -> int:
@@ -94,7 +83,7 @@ class RayProcess:
             self.lost = True
             self.last_lines.append(first_line(error))
             code = NODE_LOST
-        self.running = False
+        self._runs = False
         assert self._pump is not None
         await asyncio.wait({self._pump}, timeout=_LAST_LINES_S)
         self._pump.cancel()
@@ -102,14 +91,13 @@ class RayProcess:
         return code
 
     async def stop(self, timeout_s: float, number: signal.Signals = signal.SIGTERM) -> None:
-        """See LocalProcess.stop; it is SIGTERM whatever is asked. `wait` returns in bounded time then."""
+        """It is SIGTERM whatever is asked. `wait` returns in bounded time then."""
         if (runner := self._runner) is not None:
             asyncio.get_running_loop().call_later(timeout_s + _ENDS_WITHIN_S, self._given_up.set)
             with contextlib.suppress(RayError):
                 await self._asked(lambda: runner.stop.remote(timeout_s))
 
     def kill(self) -> None:
-        """`wait` returns in bounded time then."""
         if self._runner is not None and self.running:
             asyncio.get_running_loop().call_later(_ENDS_WITHIN_S, self._given_up.set)
             self._runner.kill.remote()
@@ -137,13 +125,9 @@ class RayProcess:
 
     async def _read(self) -> None:
         with contextlib.suppress(RayError):
-            while self.running:
+            while self._runs:
                 for line in await self._asked(lambda: self._runner.lines.remote(_LINES_WAIT_S)):
-                    if line == ALIVE:
-                        self.told_alive_at = time.monotonic()
-                    else:
-                        self.last_lines.append(line)
-                        self._on_line(self.name, line)
+                    self._hear(line)
 
 
 class Runners:

@@ -21,6 +21,7 @@ from orchestrator.launch.console import Console
 from orchestrator.launch.fleet_processes import FleetProcesses, StartFailed
 from orchestrator.launch.host.local_machine import LocalMachine
 from orchestrator.launch.host.process import LocalProcess, ProcessSpec
+from orchestrator.launch.host.process_group import ProcessGroup
 from orchestrator.launch.machines import Setup
 from orchestrator.launch.pools.frontend_pool import FrontendPool
 from orchestrator.launch.pools.worker_pool import WorkerPool
@@ -237,7 +238,7 @@ async def test_crashes_while_redis_was_away_are_not_held_against_a_process(
     monkeypatch.setattr("orchestrator.launch.supervise.BACKOFF_S", 0.01)
     launcher = LauncherConfig(restart_backoff_max_s=600)
     spec = ProcessSpec("w", [sys.executable, "-c", "raise SystemExit(75)"])
-    process = Supervised("w", lambda: LocalProcess(spec, Mock()), launcher, 60, Mock(), AsyncMock())
+    process = Supervised("w", lambda: ProcessGroup([LocalProcess(spec, Mock())]), launcher, 60, Mock(), AsyncMock())
     monkeypatch.setattr(fleet, "_processes", lambda: [process])
     running = asyncio.create_task(process.run())
     try:

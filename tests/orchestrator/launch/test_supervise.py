@@ -21,6 +21,8 @@ from orchestrator.launch.host.process import (
     adopt_orphans,
     group_alive,
 )
+from orchestrator.launch.host.process_group import ProcessGroup
+from orchestrator.launch.machines import OnLine
 from orchestrator.launch.supervise import SUCCESSORS, Exit, Stage, Supervised, backoff_s, describe
 from orchestrator.process.parent import started_ticks
 
@@ -34,6 +36,10 @@ def reaping():
 
 def python(code: str, name: str = "child") -> ProcessSpec:
     return ProcessSpec(name, [sys.executable, "-c", code])
+
+
+def alone(spec: ProcessSpec, on_line: OnLine) -> ProcessGroup:
+    return ProcessGroup([LocalProcess(spec, on_line)])
 
 
 class Child:
@@ -51,7 +57,7 @@ class Child:
         self.exits: list[Exit] = []
         self.process = Supervised(
             "child",
-            lambda: LocalProcess(spec or python(code), lambda name, line: self.lines.append(line)),
+            lambda: alone(spec or python(code), lambda name, line: self.lines.append(line)),
             config,
             start_timeout_s,
             lambda process: self.stages.append(process.stage),
@@ -305,7 +311,7 @@ async def test_a_process_without_room_waits_and_can_be_told_to_leave():
     def supervised() -> tuple[Supervised, asyncio.Task[None]]:
         child = Supervised(
             "child",
-            lambda: LocalProcess(python("import time; time.sleep(60)"), lambda name, line: None),
+            lambda: alone(python("import time; time.sleep(60)"), lambda name, line: None),
             FAST,
             30.0,
             lambda process: stages.append(process.stage),
@@ -357,7 +363,7 @@ async def test_one_that_has_no_process_yet_leaves_at_once(monkeypatch: pytest.Mo
     async def left(process: Supervised) -> None:
         raise AssertionError("nothing ran")
 
-    def make() -> LocalProcess:
+    def make() -> ProcessGroup:
         raise AssertionError("nothing is to run")
 
     child = Supervised("child", make, FAST, 30.0, lambda p: stages.append(p.stage), left, asyncio.Event().wait)

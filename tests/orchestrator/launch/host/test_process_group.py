@@ -40,7 +40,7 @@ async def test_rank_that_ends_first_says_how(code: int) -> None:
     ranks, _ = group(WAITS, f"print('because'); exit({code})")
     await ranks.start()
     assert await ranks.wait() == code
-    assert list(ranks.last_lines) == ["because"] and not ranks.running
+    assert list(ranks.told.last_lines) == ["because"] and not ranks.running
 
 
 async def test_all_are_stopped_together() -> None:

@@ -14,6 +14,7 @@ from support_wait import until
 
 from orchestrator.config.settings import Config, parse_config
 from orchestrator.launch.host.process import LocalProcess, ProcessSpec, adopt_orphans
+from orchestrator.launch.host.process_group import ProcessGroup
 from orchestrator.launch.machines import OnLine, Setup
 from orchestrator.launch.pools.frontend_pool import FrontendPool, OfModel
 from orchestrator.launch.registry_watch import Snapshot
@@ -30,8 +31,9 @@ class Sleepers:
     def frontend_nodes(self) -> Sequence[str] | None:
         return self.nodes
 
-    def frontend(self, name: str, index: int, node: str, setup: Setup, on_line: OnLine) -> LocalProcess:
-        return LocalProcess(ProcessSpec(name, [sys.executable, "-c", "import time; time.sleep(60)"]), on_line)
+    def frontend(self, name: str, index: int, node: str, setup: Setup, on_line: OnLine) -> ProcessGroup:
+        spec = ProcessSpec(name, [sys.executable, "-c", "import time; time.sleep(60)"])
+        return ProcessGroup([LocalProcess(spec, on_line)])
 
 
 def pool_on(machines: Sleepers, heartbeat_s: float) -> FrontendPool:
@@ -99,11 +101,12 @@ async def test_frontends_that_were_taken_over_serve_on_while_the_machines_are_no
 class Tells(Sleepers):
     """Its frontends end with the number of the signal that ends them."""
 
-    def frontend(self, name: str, index: int, node: str, setup: Setup, on_line: OnLine) -> LocalProcess:
+    def frontend(self, name: str, index: int, node: str, setup: Setup, on_line: OnLine) -> ProcessGroup:
         code = (
             "import signal, sys\nfor n in (2, 15): signal.signal(n, lambda n, _: sys.exit(n))\nprint(0)\nsignal.pause()"
         )
-        return LocalProcess(ProcessSpec(name, [sys.executable, "-uc", code + "\n" * 9]), on_line)
+        spec = ProcessSpec(name, [sys.executable, "-uc", code + "\n" * 9])
+        return ProcessGroup([LocalProcess(spec, on_line)])
 
 
 @pytest.mark.parametrize(
@@ -127,7 +130,7 @@ class Noted(Sleepers):
         super().__init__()
         self.started: list[Setup] = []
 
-    def frontend(self, name: str, index: int, node: str, setup: Setup, on_line: OnLine) -> LocalProcess:
+    def frontend(self, name: str, index: int, node: str, setup: Setup, on_line: OnLine) -> ProcessGroup:
         self.started.append(setup)
         return super().frontend(name, index, node, setup, on_line)
 
