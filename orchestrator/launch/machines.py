@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import abc
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
 
 import msgspec
 
@@ -54,49 +54,55 @@ class Setup(msgspec.Struct, frozen=True):
         return f"{self.model}-worker" if self.model else "worker"
 
 
-class Machines(Protocol):
+class Machines(abc.ABC):
     """`take` room for a unit, wait until it is `placed`, then make its processes, one after the other; `give_back` when
-    the last has ended."""
+    the last has ended. Those that are always there, and always have room, need not override what asks for that."""
 
     device: str  # what the engines compute on, for the line that says that the fleet is ready
     remote: bool  # other machines, where processes run on when the launcher is killed, for the next one to take over
+    room: int | None = None  # the most units that they hold; None where more machines may come
 
-    room: int | None  # the most units that they hold; None where more machines may come
-
-    def use(self, config: Config) -> None:
+    def use(self, config: Config) -> None:  # noqa: B027 - see above
         """What starts from now on is of this configuration."""
 
-    async def refresh(self) -> None:
+    async def refresh(self) -> None:  # noqa: B027
         """Read anew which machines there are. May take as long as they do not answer."""
 
     async def left_running(self) -> Mapping[str, bool]:
         """By name, the frontends and the units of which an earlier launcher left anything, and whether a process is
         among that. Raises ConfigError."""
+        return {}
 
     async def take_over(self, units: Mapping[str, Role | None]) -> Mapping[str, Role]:
         """Let the next processes of these units be those that run, as they are. Returns the roles in which they were
         started, of those of which all run; with others nothing is done. `units` has their roles in the registry, which
         count where they are there, and do not answer. Raises ConfigError."""
+        return {}
 
     def fitting(self, roles: Sequence[Role]) -> list[Role]:
         """Of units of these roles, those that there is room for. Raises ConfigError where there is for none."""
+        return list(roles)
 
-    def take(self, unit: str, role: Role) -> None:
+    def take(self, unit: str, role: Role) -> None:  # noqa: B027
         """Reserve room. Raises ConfigError when there is none and none will come."""
 
+    @abc.abstractmethod
     async def give_back(self, unit: str) -> None:
         """What it has, and what still runs there. Idempotent. Returns in bounded time."""
 
-    async def placed(self, unit: str, wanted: Callable[[], tuple[Role, Setup]]) -> None:
+    async def placed(self, unit: str, wanted: Callable[[], tuple[Role, Setup]]) -> None:  # noqa: B027
         """Returns when there is what it needs in this role with this setup; room of another size is given back."""
 
+    @abc.abstractmethod
     def worker(self, unit: str, role: Role, setup: Setup, on_line: OnLine) -> ProcessGroup:
         """A unit's process, not started yet, with the room that it has taken. Raises OSError, also where this
         setup needs other room, which is not there."""
 
+    @abc.abstractmethod
     def frontend_nodes(self) -> Sequence[str] | None:
         """Addresses of the machines that should have frontends now, empty text for this machine; None until they are
         known."""
 
+    @abc.abstractmethod
     def frontend(self, name: str, index: int, node: str, setup: Setup, on_line: OnLine) -> ProcessGroup:
         """A process that is not started yet. Raises OSError."""

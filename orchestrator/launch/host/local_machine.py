@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 
 from orchestrator.config.engine_args import group_size
 from orchestrator.config.settings import Config, ConfigError
@@ -11,14 +11,14 @@ from orchestrator.launch.host.fork_servers import ForkServers
 from orchestrator.launch.host.machine import MachineShares, Share
 from orchestrator.launch.host.process import LocalProcess
 from orchestrator.launch.host.process_group import ProcessGroup
-from orchestrator.launch.machines import OnLine, Setup, ranks_of
+from orchestrator.launch.machines import Machines, OnLine, Setup, ranks_of
 from orchestrator.types import Role
 
 _NEXT = "the next worker"  # who asks the machine for room
 
 
-class LocalMachine:
-    """See Machines. `config` says what a worker needs, until another is used; `shares` and `forks` are for all
+class LocalMachine(Machines):
+    """`config` says what a worker needs, until another is used; `shares` and `forks` are for all
     models of this machine."""
 
     remote = False
@@ -32,17 +32,7 @@ class LocalMachine:
 
     def use(self, config: Config) -> None:
         self._config = config
-        self.room: int | None = self._shares.room_for(config)
-
-    async def refresh(self) -> None:
-        """Does nothing: there is always this machine."""
-
-    async def left_running(self) -> dict[str, bool]:
-        return {}
-
-    async def take_over(self, units: Mapping[str, Role | None]) -> dict[str, Role]:
-        """Nothing: none is left running here."""
-        return {}
+        self.room = self._shares.room_for(config)
 
     def fitting(self, roles: Sequence[Role]) -> list[Role]:
         units: list[str] = []
@@ -76,9 +66,6 @@ class LocalMachine:
     def _give_back(self, unit: str) -> None:
         for rank in self._ranks.pop(unit, ()):
             self._shares.give_back(rank)
-
-    async def placed(self, unit: str, wanted: Callable[[], tuple[Role, Setup]]) -> None:
-        """Does nothing: a share has its place once it is taken."""
 
     def worker(self, unit: str, role: Role, setup: Setup, on_line: OnLine) -> ProcessGroup:
         self._give_back(unit)

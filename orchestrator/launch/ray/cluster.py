@@ -20,7 +20,7 @@ from orchestrator.config.engine_args import group_size, ranks
 from orchestrator.config.settings import Config, ConfigError
 from orchestrator.launch.host.machine import has_cuda_vllm
 from orchestrator.launch.host.process_group import ProcessGroup
-from orchestrator.launch.machines import OnLine, Setup, ranks_of, unit_named
+from orchestrator.launch.machines import Machines, OnLine, Setup, ranks_of, unit_named
 from orchestrator.launch.ray.connection import left_running, names_begin
 from orchestrator.launch.ray.places import Bundles, Places, first_line, shown
 from orchestrator.launch.ray.process import RayProcess, Runners
@@ -38,11 +38,11 @@ _ANSWERS_WITHIN_S = 30.0  # a cluster without its head does not
 _RUNNER_ANSWERS_S = 30.0  # one on a node that is gone never does
 
 
-class RayCluster:
-    """See Machines. `config`: the operator's. Its model is not resolved, since each node finds its own path."""
+class RayCluster(Machines):
+    """A cluster may grow: workers wait for nodes. `config`: the operator's. Its model is not resolved, since each node
+    finds its own path."""
 
     remote = True
-    room: int | None = None  # a cluster may grow: workers wait for nodes
 
     def __init__(self, config: Config) -> None:
         self.device = "a Ray cluster"
@@ -51,9 +51,6 @@ class RayCluster:
         self._asked_nodes = Asked(lambda: ray.nodes(), _ANSWERS_WITHIN_S)
         self._places, self._runners = Places(names_begin(config)), Runners()
         self._left: dict[str, Bundles] = {}  # what units have that run already, until they are made into processes
-
-    def use(self, config: Config) -> None:
-        """Does nothing: `placed` is told what a unit needs."""
 
     async def refresh(self) -> None:
         """Read the nodes for frontends, which have cores. A head that only manages its cluster has none."""
@@ -76,13 +73,6 @@ class RayCluster:
         roles = {unit: role for unit, role in zip(units, found, strict=True) if role is not None}
         self._left |= {unit: standing[unit] for unit in roles}
         return roles
-
-    def fitting(self, roles: Sequence[Role]) -> list[Role]:
-        """All: they wait for nodes."""
-        return list(roles)
-
-    def take(self, unit: str, role: Role) -> None:
-        """Does nothing: there is a place once it is waited for."""
 
     async def give_back(self, unit: str) -> None:
         self._left.pop(unit, None)
