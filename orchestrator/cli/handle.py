@@ -1,4 +1,4 @@
-"""What most commands share: common options, how to find the fleet, and how to print an answer.
+"""What most commands share: their options, how to find the fleet, and how to print an answer.
 
 The Redis client is imported only where it is opened: its import takes longer than most commands.
 """
@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
+import inspect
 import math
 import os
 import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeVar
 from urllib.parse import urlsplit
 
 import msgspec
@@ -102,10 +104,66 @@ class FleetHandle(msgspec.Struct, frozen=True):
 class OpenFleet(msgspec.Struct, frozen=True):
     """An open connection to a fleet's Redis. Methods of its parts raise RedisAway."""
 
+    namespace: str
     redis: Redis
     registry: Registry
     queue: PrefillQueue
     heartbeat_s: float  # of its workers
+
+
+class Named(NamedTuple):
+    """A fleet, as a command's options name it."""
+
+    namespace: str | None = None
+    redis: str | None = None
+    url: str | None = None
+
+    @property
+    def by_address(self) -> bool:
+        return (self.redis, self.url) != (None, None)
+
+    def find(self) -> FleetHandle:
+        """Raises Refused where there is none."""
+        return find_fleet(*self)
+
+    def ask(self, what: Callable[[OpenFleet], Awaitable[T]]) -> T:
+        """As `ask`. Raises Refused."""
+        return ask(self.find(), what)
+
+
+Said = tuple[Any, RenderableType]  # what `say` prints: as JSON, or for people
+
+
+def fleet_command(
+    register: Callable[[Callable[..., None]], object], by_url: bool = False, whole: bool = False
+) -> Callable[[Callable[..., Said | None]], Callable[..., Said | None]]:
+    """A command about a fleet, or `whole`: about one with all its models. It is called with the fleet that --namespace,
+    --redis and, `by_url`, --url name, and with its own options. What it returns is printed; one that prints by itself
+    takes `as_json`. `register`: typer's decorator.
+    """
+    named = {"namespace": WholeFleetOption if whole else NamespaceOption, "redis": RedisOption}
+    named |= {"url": UrlOption} if by_url else {}
+    option = functools.partial(inspect.Parameter, kind=inspect.Parameter.KEYWORD_ONLY)
+    added = [option(name, default=None, annotation=kind) for name, kind in named.items()]
+    added.append(option("as_json", default=False, annotation=JsonOption))
+
+    def decorate(command: Callable[..., Said | None]) -> Callable[..., Said | None]:
+        _, *own = inspect.signature(command, eval_str=True).parameters.values()
+        prints = any(parameter.name == "as_json" for parameter in own)
+
+        @functools.wraps(command)
+        def run(as_json: bool, **given: Any) -> None:
+            fleet = Named(**{name: given.pop(name) for name in named})
+            said = command(fleet, **given, **({"as_json": as_json} if prints else {}))
+            if said is not None:
+                say(*said, as_json)
+
+        own = [parameter for parameter in own if parameter.name != "as_json"]
+        run.__signature__ = inspect.Signature([*own, *added])  # type: ignore[attr-defined]  # by which typer parses
+        register(run)
+        return command
+
+    return decorate
 
 
 def find_fleet(namespace: str | None, redis_url: str | None, url: str | None = None) -> FleetHandle:
@@ -131,11 +189,11 @@ def config_here(namespace: str | None) -> Config | None:
     return RunFolder(fleet).config(model) if RunFolder(fleet).is_held else None
 
 
-def find_whole_fleet(namespace: str | None, redis_url: str | None) -> FleetHandle:
+def find_whole_fleet(named: Named) -> FleetHandle:
     """All models of the fleet that the options name, or that runs here. Raises Refused where there is none."""
-    fleet = namespace_here(namespace)
+    fleet = namespace_here(named.namespace)
     folder = RunFolder(fleet)
-    redis = _redis_of(folder, fleet, redis_url)
+    redis = _redis_of(folder, fleet, named.redis)
     return FleetHandle(fleet, redis, None, folder.config() if folder.is_held else None)
 
 
@@ -208,7 +266,7 @@ async def open_fleet(handle: FleetHandle) -> AsyncIterator[OpenFleet]:
     try:
         async with await connect(handle.redis_url, _REDIS_TIMEOUT_S) as redis:
             registry, queue = Registry(redis, handle.namespace), PrefillQueue(redis, handle.namespace)
-            yield OpenFleet(redis, registry, queue, handle.workers.heartbeat_s)
+            yield OpenFleet(handle.namespace, redis, registry, queue, handle.workers.heartbeat_s)
     except RedisAway as error:
         raise Refused(str(error)) from error
 

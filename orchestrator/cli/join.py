@@ -15,15 +15,7 @@ from urllib.parse import urlsplit
 import msgspec
 import typer
 
-from orchestrator.cli.handle import (
-    FleetHandle,
-    JsonOption,
-    NamespaceOption,
-    RedisOption,
-    ask,
-    find_fleet,
-    say,
-)
+from orchestrator.cli.handle import FleetHandle, Named, Said, ask, fleet_command
 from orchestrator.config.settings import ConfigError, Refused, parse_config
 from orchestrator.process.parent import EXIT_AGAIN, report_exit
 from orchestrator.types import Role
@@ -49,10 +41,10 @@ class Token(msgspec.Struct, frozen=True, array_like=True):
             raise Refused("--join: expected what `orchestrator join` prints; it is cut off or damaged") from None
 
 
-@app.command()
-def join(namespace: NamespaceOption = None, redis: RedisOption = None, as_json: JsonOption = False) -> None:
+@fleet_command(app.command())
+def join(fleet: Named) -> Said:
     """Print what another host needs to run a worker of this fleet. It is a secret: it holds the URL of Redis."""
-    handle = find_fleet(namespace, redis)
+    handle = fleet.find()
     url = handle.redis_url or ""
     host = urlsplit(url).hostname or ""
     if not host or host.startswith(_LOCAL):
@@ -62,7 +54,7 @@ def join(namespace: NamespaceOption = None, redis: RedisOption = None, as_json: 
             file=sys.stderr,
         )
     token, command = Token(url, handle.namespace).encode(), "orchestrator worker --role decode"
-    say({"PD_JOIN": token, "command": command}, f"PD_JOIN={token} {command}", as_json)
+    return {"PD_JOIN": token, "command": command}, f"PD_JOIN={token} {command}"
 
 
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})

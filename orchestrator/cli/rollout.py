@@ -22,14 +22,12 @@ from orchestrator.cli.handle import (
     OUT,
     FleetHandle,
     ForceOption,
-    JsonOption,
     MaxUnavailableOption,
-    NamespaceOption,
+    Named,
     OpenFleet,
-    RedisOption,
     SetOption,
     ask,
-    find_fleet,
+    fleet_command,
     print_json,
     retry_while_away,
 )
@@ -61,16 +59,15 @@ class Event(msgspec.Struct, frozen=True, omit_defaults=True):
     workers: int = 0  # that were restarted
 
 
-@app.command("rollout")
+@fleet_command(app.command("rollout"))
 def rollout_command(
+    named: Named,
     config: Annotated[Path | None, typer.Argument(help="The new configuration, as for `orchestrator up`.")] = None,
     set_: SetOption = None,
     max_unavailable: MaxUnavailableOption = 1,
     abort: Annotated[bool, typer.Option("--abort", help="Go back to the previous configuration.")] = False,
-    namespace: NamespaceOption = None,
-    redis: RedisOption = None,
     force: ForceOption = False,
-    as_json: JsonOption = False,
+    as_json: bool = False,
 ) -> None:
     """Roll a new configuration out to all workers, then all frontends: no request fails."""
     if abort == (config is not None):
@@ -78,7 +75,7 @@ def rollout_command(
     tree = overridden(read_tree(config), set_ or []) if config is not None else {}
     if config is not None:
         checked_models(config, set_ or ())
-    handle = find_fleet(namespace or tree.get("namespace"), redis)
+    handle = named._replace(namespace=named.namespace or tree.get("namespace")).find()
     tree = tree_of(tree, handle.model)
     show = print_json if as_json else show_event
     if config is None:
@@ -138,17 +135,16 @@ async def _abort(fleet: OpenFleet, show: Callable[[Event], None]) -> Rollout:
     return await follow(fleet, last, show)
 
 
-@app.command("restart")
+@fleet_command(app.command("restart"))
 def restart_command(
+    named: Named,
     only: Annotated[Role | None, typer.Option("--role", metavar="prefill|decode", help="Only these workers.")] = None,
     max_unavailable: MaxUnavailableOption = 1,
-    namespace: NamespaceOption = None,
-    redis: RedisOption = None,
     force: ForceOption = False,
-    as_json: JsonOption = False,
+    as_json: bool = False,
 ) -> None:
     """Restart workers, a few at a time, each after it has drained: no request fails."""
-    handle = find_fleet(namespace, redis)
+    handle = named.find()
     show = print_json if as_json else show_event
     ask(handle, lambda fleet: restart(fleet, handle.workers, only, max_unavailable, force, show))
 

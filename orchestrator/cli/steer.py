@@ -8,17 +8,7 @@ from typing import Annotated, Any
 import msgspec
 import typer
 
-from orchestrator.cli.handle import (
-    JsonOption,
-    NamespaceOption,
-    OpenFleet,
-    RedisOption,
-    WorkerArgument,
-    ask,
-    find_fleet,
-    retry_while_away,
-    say,
-)
+from orchestrator.cli.handle import Named, OpenFleet, Said, WorkerArgument, fleet_command, retry_while_away
 from orchestrator.cli.look.views import plain_table, queue_view
 from orchestrator.config.settings import Refused
 from orchestrator.store.operator.log_levels import ALL, LogLevels
@@ -33,108 +23,87 @@ queue_app = typer.Typer(help="Show the prefill queue, or one job of it.", invoke
 app.add_typer(queue_app, name="queue")
 
 
-@app.command()
+@fleet_command(app.command())
 def scale(
+    fleet: Named,
     targets: Annotated[list[str], typer.Argument(help="prefill=X, decode=Y, or both; or both as 2P6D.")],
-    namespace: NamespaceOption = None,
-    redis: RedisOption = None,
     force: Annotated[
         bool, typer.Option("--force", help="Allow more than there is room for, or none that is needed.")
     ] = False,
-    as_json: JsonOption = False,
-) -> None:
+) -> Said:
     """Set how many workers of each role there should be."""
     counts = _counts(targets)
-    wanted = ask(find_fleet(namespace, redis), lambda fleet: _steer(fleet).scale(**counts, force=force))
+    wanted = fleet.ask(lambda there: _steer(there).scale(**counts, force=force))
     desired = {"prefill": wanted.prefill, "decode": wanted.decode}
-    say(desired, f"desired: {wanted.prefill} prefill, {wanted.decode} decode", as_json)
+    return desired, f"desired: {wanted.prefill} prefill, {wanted.decode} decode"
 
 
-@app.command()
+@fleet_command(app.command())
 def role(
+    fleet: Named,
     worker: WorkerArgument,
     new_role: Annotated[Role, typer.Argument(metavar="prefill|decode")],
-    namespace: NamespaceOption = None,
-    redis: RedisOption = None,
     force: ForceOption = False,
-    as_json: JsonOption = False,
-) -> None:
+) -> Said:
     """Change a running worker's role in place; the desired ratio follows."""
-    changed = ask(find_fleet(namespace, redis), lambda fleet: _steer(fleet).change_role(worker, new_role, force))
+    changed = fleet.ask(lambda there: _steer(there).change_role(worker, new_role, force))
     said = f"{worker}: {'becomes' if changed else 'is already'} a {new_role.value} worker"
-    say({"worker": worker, "role": new_role.value, "changed": changed}, said, as_json)
+    return {"worker": worker, "role": new_role.value, "changed": changed}, said
 
 
-@app.command("log-level")
+@fleet_command(app.command("log-level"))
 def log_level(
+    fleet: Named,
     level: Annotated[str, typer.Argument(metavar="LEVEL", help="DEBUG, INFO, WARNING, ERROR; or default.")],
     process: Annotated[
         str, typer.Argument(metavar="[PROCESS]", help="A worker's id, frontend-0 or launcher; default: all.")
     ] = ALL,
-    namespace: NamespaceOption = None,
-    redis: RedisOption = None,
-    as_json: JsonOption = False,
-) -> None:
+) -> Said:
     """Set the log level of running processes. `default` goes back to the configured level."""
     wanted = level.upper()
     if wanted not in (*_LEVELS, "DEFAULT"):
         raise Refused(f"{level}: no such level; choose {', '.join(_LEVELS)} or default")
-    handle = find_fleet(namespace, redis)
     value = None if wanted == "DEFAULT" else wanted
-    ask(handle, lambda fleet: _set_level(fleet, handle.namespace, value, process))
+    fleet.ask(lambda there: _set_level(there, value, process))
     who = "every process" if process == ALL else process
     said = f"{who}: logs as configured" if value is None else f"{who}: logs {value} and above"
-    say({"process": None if process == ALL else process, "level": value}, said, as_json)
+    return {"process": None if process == ALL else process, "level": value}, said
 
 
-@app.command()
-def drain(
-    worker: WorkerArgument,
-    namespace: NamespaceOption = None,
-    redis: RedisOption = None,
-    force: ForceOption = False,
-    as_json: JsonOption = False,
-) -> None:
+@fleet_command(app.command())
+def drain(fleet: Named, worker: WorkerArgument, force: ForceOption = False) -> Said:
     """Let a worker finish its requests, then end it; the desired ratio follows."""
-    changed = ask(find_fleet(namespace, redis), lambda fleet: _steer(fleet).drain(worker, force))
-    said = f"{worker}: {'draining' if changed else 'is draining already'}"
-    say({"worker": worker, "changed": changed}, said, as_json)
+    changed = fleet.ask(lambda there: _steer(there).drain(worker, force))
+    return {"worker": worker, "changed": changed}, f"{worker}: {'draining' if changed else 'is draining already'}"
 
 
-@queue_app.callback()
+@fleet_command(queue_app.callback())
 def queue(
+    fleet: Named,
     context: typer.Context,
-    namespace: NamespaceOption = None,
-    redis: RedisOption = None,
-    as_json: JsonOption = False,
     limit: Annotated[int, typer.Option("--limit", min=1, max=1000, help="How many jobs to show.")] = 20,
-) -> None:
+) -> Said | None:
     """Show the head of the prefill queue, next first."""
     if context.invoked_subcommand is not None:
-        return
+        return None
 
-    async def read(fleet: OpenFleet) -> tuple[list[dict[str, Any]], dict[str, int]]:
-        return await peek(fleet.queue, limit), msgspec.to_builtins(await fleet.queue.depth())
+    async def read(there: OpenFleet) -> tuple[list[dict[str, Any]], dict[str, int]]:
+        return await peek(there.queue, limit), msgspec.to_builtins(await there.queue.depth())
 
-    waiting, depth = ask(find_fleet(namespace, redis), read)
-    say({**depth, "waiting": waiting}, queue_view(waiting, depth), as_json)
+    waiting, depth = fleet.ask(read)
+    return {**depth, "waiting": waiting}, queue_view(waiting, depth)
 
 
-@queue_app.command("show")
-def queue_show(
-    request_id: Annotated[str, typer.Argument(metavar="ID")],
-    namespace: NamespaceOption = None,
-    redis: RedisOption = None,
-    as_json: JsonOption = False,
-) -> None:
+@fleet_command(queue_app.command("show"))
+def queue_show(fleet: Named, request_id: Annotated[str, typer.Argument(metavar="ID")]) -> Said:
     """Show one job, waiting or claimed."""
-    job = ask(find_fleet(namespace, redis), lambda fleet: show(fleet.queue, request_id))
+    job = fleet.ask(lambda there: show(there.queue, request_id))
     if job is None:
         raise Refused(f"request {request_id!r} is not in the queue: it was never queued, or is done")
-    say(job, plain_table(("", ""), ((name, str(value)) for name, value in job.items())), as_json)
+    return job, plain_table(("", ""), ((name, str(value)) for name, value in job.items()))
 
 
-async def _set_level(fleet: OpenFleet, namespace: str, level: str | None, process: str) -> None:
+async def _set_level(fleet: OpenFleet, level: str | None, process: str) -> None:
     """Raises Refused for a process that is not there: its level would wait in Redis for one of that name."""
     frontends = {name.rpartition("-")[0] for name in await fleet.registry.frontends()}
     there = sorted({*await fleet.registry.workers(), *frontends})
@@ -144,7 +113,7 @@ async def _set_level(fleet: OpenFleet, namespace: str, level: str | None, proces
         raise Refused(NOBODY)
     if process not in (ALL, *there):
         raise Refused(f"{process!r} is no process of the fleet; it has {', '.join(there)}")
-    await retry_while_away(lambda: LogLevels(fleet.redis, namespace).set(level, process))  # twice is as once
+    await retry_while_away(lambda: LogLevels(fleet.redis, fleet.namespace).set(level, process))  # twice is as once
 
 
 def _counts(targets: list[str]) -> dict[str, int]:

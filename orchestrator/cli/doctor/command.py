@@ -14,11 +14,10 @@ from orchestrator.cli.doctor.fleet import kv_checks, port_checks, redis_checks
 from orchestrator.cli.doctor.host import Check, host_checks
 from orchestrator.cli.handle import (
     OUT,
-    JsonOption,
-    NamespaceOption,
-    RedisOption,
+    Named,
     SetOption,
     find_fleet,
+    fleet_command,
     models_here,
     print_json,
 )
@@ -31,61 +30,56 @@ app.add_typer(doctor_app, name="doctor")
 _COLOURS = {"ok": "green", "warn": "yellow", "fail": "red"}
 
 
-@doctor_app.callback()
+@fleet_command(doctor_app.callback())
 def doctor(
+    fleet: Named,
     context: typer.Context,
     host: Annotated[bool, typer.Option("--host", help="Check only this host, not the fleet's Redis.")] = False,
     config: Annotated[
         Path | None, typer.Option("--config", help="Also check the port, models and Redis of this file.")
     ] = None,
     set_: SetOption = None,
-    namespace: NamespaceOption = None,
-    redis: RedisOption = None,
-    as_json: JsonOption = False,
+    as_json: bool = False,
 ) -> None:
     """Check this host, Redis and the KV paths between workers. Exit code 1 if a check fails."""
     if context.invoked_subcommand is not None:
         return
     configs = list(load_models(config, set_).values()) if config is not None else []
-    _report(_all_checks(configs, host, namespace, redis), as_json)
+    _report(_all_checks(configs, host, fleet), as_json)
 
 
-async def _all_checks(
-    configs: Sequence[Config], host: bool, namespace: str | None, redis: str | None
-) -> AsyncIterator[Check]:
+async def _all_checks(configs: Sequence[Config], host: bool, fleet: Named) -> AsyncIterator[Check]:
     for check in host_checks(configs):
         yield check
-    named = redis or next((each.redis.url for each in configs if each.redis.url != "embedded"), None)
+    redis = fleet.redis or next((each.redis.url for each in configs if each.redis.url != "embedded"), None)
     try:
-        models: list[str | None] = [*models_here(namespace).values()]
-        for model in [] if host else models or [namespace]:
-            async for check in redis_checks(find_fleet(model, named)):
+        models: list[str | None] = [*models_here(fleet.namespace).values()]
+        for model in [] if host else models or [fleet.namespace]:
+            async for check in redis_checks(find_fleet(model, redis)):
                 yield check
     except Refused as error:  # none runs here, or several do and none was named
         yield Check("Redis", "ok", f"not checked: {error}")
 
 
-@doctor_app.command("kv")
+@fleet_command(doctor_app.command("kv"))
 def kv(
+    fleet: Named,
     source: Annotated[str, typer.Argument(metavar="A", help="The worker that sends KV.")],
     target: Annotated[str, typer.Argument(metavar="B", help="The worker that receives KV.")],
-    namespace: NamespaceOption = None,
-    redis: RedisOption = None,
-    as_json: JsonOption = False,
+    as_json: bool = False,
 ) -> None:
     """Check whether worker A can send KV to worker B, and how fast."""
-    _report(kv_checks(find_fleet(namespace, redis), source, target), as_json)
+    _report(kv_checks(fleet.find(), source, target), as_json)
 
 
-@doctor_app.command("ports")
+@fleet_command(doctor_app.command("ports"))
 def ports(
+    fleet: Named,
     host: Annotated[str, typer.Argument(metavar="HOST", help="Address or name of a host on which the fleet runs.")],
-    namespace: NamespaceOption = None,
-    redis: RedisOption = None,
-    as_json: JsonOption = False,
+    as_json: bool = False,
 ) -> None:
     """Check whether this host reaches each port of the fleet's processes on another host."""
-    _report(port_checks(find_fleet(namespace, redis), host), as_json)
+    _report(port_checks(fleet.find(), host), as_json)
 
 
 def _report(checks: AsyncIterator[Check], as_json: bool) -> None:

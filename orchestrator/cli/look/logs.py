@@ -22,10 +22,9 @@ from orchestrator.cli.handle import (
     OUT,
     FleetHandle,
     JsonOption,
-    NamespaceOption,
-    RedisOption,
+    Named,
     WholeFleetOption,
-    find_fleet,
+    fleet_command,
     namespace_here,
     open_fleet,
     print_json,
@@ -73,19 +72,18 @@ def logs(
                 print(shown(line), flush=True)
 
 
-@app.command()
+@fleet_command(app.command())
 def events(
+    fleet: Named,
     follow: FollowOption = False,
     lines: Annotated[
         int, typer.Option("--lines", "-n", "--limit", min=1, max=_MOST_EVENTS, help="How many of the latest to print.")
     ] = 50,
-    namespace: NamespaceOption = None,
-    redis: RedisOption = None,
-    as_json: JsonOption = False,
+    as_json: bool = False,
 ) -> None:
     """Show workers that joined, left or were lost, changes of role and ratio, and retries."""
     show = print_json if as_json else _print_event
-    asyncio.run(_events(find_fleet(namespace, redis), lines, follow, show))
+    asyncio.run(_events(fleet.find(), lines, follow, show))
 
 
 async def _events(handle: FleetHandle, limit: int, follow: bool, show: Callable[[Event], None]) -> None:

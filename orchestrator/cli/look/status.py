@@ -15,13 +15,11 @@ from rich.console import Group
 from orchestrator.cli.handle import (
     OUT,
     FleetHandle,
-    JsonOption,
-    NamespaceOption,
-    RedisOption,
-    UrlOption,
+    Named,
+    Said,
     find_fleet,
+    fleet_command,
     models_here,
-    print_json,
     say,
 )
 from orchestrator.cli.look.frontend import UNANSWERED, fleet_status, fleet_stream, operator_key, with_frontend
@@ -33,31 +31,29 @@ _WATCH_EVERY_S = 1.0
 app = typer.Typer()
 
 
-@app.command()
+@fleet_command(app.command(), by_url=True)
 def status(
-    namespace: NamespaceOption = None,
-    redis: RedisOption = None,
-    url: UrlOption = None,
-    as_json: JsonOption = False,
+    fleet: Named,
     watch: Annotated[bool, typer.Option("--watch", help="Refresh every second until Ctrl-C.")] = False,
-) -> None:
+    as_json: bool = False,
+) -> Said | None:
     """Show workers, their KV blocks and the queue."""
-    if not watch and url is None and redis is None and len(models := models_here(namespace)) > 1:
+    if not (watch or fleet.by_address) and len(models := models_here(fleet.namespace)) > 1:
         all_seen = {model: asyncio.run(fleet_status(find_fleet(its, None))) for model, its in models.items()}
         shown = [fleet_view(seen, model) for model, seen in all_seen.items()]
-        say({"models": all_seen}, Group(*shown), as_json)
-        return
-    handle = find_fleet(namespace, redis, url)
+        return {"models": all_seen}, Group(*shown)
+    handle = fleet.find()
     if not watch:
         seen = asyncio.run(fleet_status(handle))
-        say(seen, fleet_view(seen, handle.model), as_json)
-    elif as_json or not OUT.is_terminal:
+        return seen, fleet_view(seen, handle.model)
+    if as_json or not OUT.is_terminal:
         asyncio.run(_repeat(handle, lambda seen: say(seen, fleet_view(seen, handle.model), as_json)))
     else:
         from rich.live import Live  # imports the progress bars
 
         with Live(console=OUT, auto_refresh=False) as live:
             asyncio.run(_repeat(handle, lambda seen: live.update(fleet_view(seen, handle.model), refresh=True)))
+    return None
 
 
 async def _repeat(handle: FleetHandle, show: Callable[[dict[str, Any]], None]) -> None:
@@ -66,17 +62,14 @@ async def _repeat(handle: FleetHandle, show: Callable[[dict[str, Any]], None]) -
         await asyncio.sleep(_WATCH_EVERY_S)
 
 
-@app.command()
-def top(
-    namespace: NamespaceOption = None, redis: RedisOption = None, url: UrlOption = None, as_json: JsonOption = False
-) -> None:
+@fleet_command(app.command(), by_url=True)
+def top(fleet: Named, as_json: bool = False) -> Said | None:
     """Show the fleet live in the terminal; keys sort, filter, change roles and drain. With --json, print one sample."""
-    handle = with_frontend(find_fleet(namespace, redis, url))
+    handle = with_frontend(fleet.find())
     assert handle.url is not None
     key = operator_key(handle, handle.url)
     if as_json:
-        print_json(asyncio.run(sample(handle.url, key)))
-        return
+        return asyncio.run(sample(handle.url, key)), ""
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
         raise Refused("top needs a terminal; `orchestrator top --json` and `orchestrator status` do not")
     asyncio.run(fleet_status(handle))  # a wrong address is one line, not a screen
@@ -86,6 +79,7 @@ def top(
         raise Refused(missing("top", str(error.name), "top")) from None
 
     Top(handle.url, key, handle.model).run()
+    return None
 
 
 async def sample(url: str, key: str | None) -> dict[str, Any]:

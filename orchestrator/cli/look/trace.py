@@ -20,11 +20,8 @@ from rich.text import Text
 from orchestrator.cli.handle import (
     OUT,
     FleetHandle,
-    JsonOption,
-    NamespaceOption,
-    RedisOption,
-    UrlOption,
-    find_fleet,
+    Named,
+    fleet_command,
     namespace_here,
     print_json,
 )
@@ -47,24 +44,22 @@ _COLOURS = {
 app = typer.Typer()
 
 
-@app.command()
+@fleet_command(app.command(), by_url=True)
 def trace(
+    fleet: Named,
     request_id: Annotated[
         str | None, typer.Argument(metavar="ID", help="The request's id, or the beginning of it.")
     ] = None,
     last: Annotated[bool, typer.Option("--last", help="The request that ended last.")] = False,
     slowest: Annotated[int, typer.Option("--slowest", min=0, help="Show the N slowest requests.")] = 0,
-    namespace: NamespaceOption = None,
-    redis: RedisOption = None,
-    url: UrlOption = None,
-    as_json: JsonOption = False,
+    as_json: bool = False,
 ) -> None:
     """Show how long each stage of an ended request took."""
     if sum((request_id is not None, last, slowest > 0)) != 1:
         raise Refused("name one request: its ID, --last, or --slowest N")
-    found = _chosen(_logged(namespace), request_id, slowest) if url is None and redis is None else []
+    found = [] if fleet.by_address else _chosen(_logged(fleet.namespace), request_id, slowest)
     if not found:
-        handle = with_frontend(find_fleet(namespace, redis, url))
+        handle = with_frontend(fleet.find())
         found = _chosen(asyncio.run(_recorded_requests(handle, request_id, slowest)), request_id, slowest)
     if not found:
         what = f"request {request_id!r}" if request_id else "a request"

@@ -11,14 +11,7 @@ from typing import Annotated, Any
 import msgspec
 import typer
 
-from orchestrator.cli.handle import (
-    JsonOption,
-    NamespaceOption,
-    RedisOption,
-    UrlOption,
-    find_fleet,
-    say,
-)
+from orchestrator.cli.handle import Named, Said, fleet_command
 from orchestrator.cli.look.frontend import UNANSWERED, fetch, operator_key, with_frontend
 from orchestrator.cli.look.views import plain_table
 from orchestrator.config.access import OPERATOR_KEY
@@ -31,52 +24,41 @@ app.add_typer(lora_app, name="lora")
 NameArgument = Annotated[str, typer.Argument(help="What clients name as `model`.")]
 
 
-@lora_app.command("list")
-def list_command(
-    namespace: NamespaceOption = None, redis: RedisOption = None, url: UrlOption = None, as_json: JsonOption = False
-) -> None:
+@fleet_command(lora_app.command("list"), by_url=True)
+def list_command(fleet: Named) -> Said:
     """Show the adapters, those of the configuration included."""
-    listed = _asked(namespace, redis, url, "/v1/models")
+    listed = _asked(fleet, "/v1/models")
     cards = listed.get("data") if isinstance(listed, dict) else None
     if not isinstance(cards, list):
         raise Refused("/v1/models: lists no models; name a frontend of a running fleet by --url")
     adapters = [{"name": it["id"], "path": it["root"], "parent": it["parent"]} for it in cards if it.get("parent")]
     shown = plain_table(("name", "of", "path"), ((it["name"], it["parent"], it["path"]) for it in adapters))
-    say({"adapters": adapters}, shown, as_json)
+    return {"adapters": adapters}, shown
 
 
-@lora_app.command("add")
+@fleet_command(lora_app.command("add"), by_url=True)
 def add_command(
+    fleet: Named,
     name: NameArgument,
     path: Annotated[str, typer.Argument(help="Its folder, as every worker reads it, or its repository.")],
     replace: Annotated[bool, typer.Option("--replace", help="Take the place of the adapter of this name.")] = False,
-    namespace: NamespaceOption = None,
-    redis: RedisOption = None,
-    url: UrlOption = None,
-    as_json: JsonOption = False,
-) -> None:
+) -> Said:
     """Load an adapter on all workers, then let all frontends serve it."""
     body = {"lora_name": name, "lora_path": path, "load_inplace": replace}
-    _asked(namespace, redis, url, "/v1/load_lora_adapter", body)
-    say({"name": name, "path": path}, f"{name}: added", as_json)
+    _asked(fleet, "/v1/load_lora_adapter", body)
+    return {"name": name, "path": path}, f"{name}: added"
 
 
-@lora_app.command("remove")
-def remove_command(
-    name: NameArgument,
-    namespace: NamespaceOption = None,
-    redis: RedisOption = None,
-    url: UrlOption = None,
-    as_json: JsonOption = False,
-) -> None:
+@fleet_command(lora_app.command("remove"), by_url=True)
+def remove_command(fleet: Named, name: NameArgument) -> Said:
     """Let no frontend serve an adapter any more."""
-    _asked(namespace, redis, url, "/v1/unload_lora_adapter", {"lora_name": name})
-    say({"name": name}, f"{name}: removed", as_json)
+    _asked(fleet, "/v1/unload_lora_adapter", {"lora_name": name})
+    return {"name": name}, f"{name}: removed"
 
 
-def _asked(namespace: str | None, redis: str | None, url: str | None, path: str, body: object = None) -> Any:
+def _asked(fleet: Named, path: str, body: object = None) -> Any:
     """The JSON of a frontend's answer, or its text. Raises Refused."""
-    handle = with_frontend(find_fleet(namespace, redis, url))
+    handle = with_frontend(fleet.find())
     at = handle.url or ""
     try:
         status, answer = fetch(at, path, operator_key(handle, at), _TIMEOUT_S, body)

@@ -18,16 +18,15 @@ import typer
 from orchestrator.cli.config import located
 from orchestrator.cli.handle import (
     OUT,
-    JsonOption,
+    Named,
     OpenFleet,
-    RedisOption,
+    Said,
     SetOption,
-    WholeFleetOption,
     ask,
     find_whole_fleet,
+    fleet_command,
     print_json,
     retry_while_away,
-    say,
 )
 from orchestrator.cli.look.views import plain_table
 from orchestrator.config.engine_args import check_engine_args
@@ -60,10 +59,10 @@ class Seen(msgspec.Struct, frozen=True):
     why: str = ""
 
 
-@model_app.command("list")
-def list_command(namespace: WholeFleetOption = None, redis: RedisOption = None, as_json: JsonOption = False) -> None:
+@fleet_command(model_app.command("list"), whole=True)
+def list_command(named: Named) -> Said:
     """Show the fleet's models."""
-    handle = find_whole_fleet(namespace, redis)
+    handle = find_whole_fleet(named)
 
     async def read(fleet: OpenFleet) -> tuple[int, list[Seen]]:
         listed = await _list(_store(fleet, handle.namespace), handle.namespace)
@@ -75,20 +74,19 @@ def list_command(namespace: WholeFleetOption = None, redis: RedisOption = None, 
     columns = ("name", "clients ask for", "state", "prefill", "decode", "frontends", "of them by hand", "model", "")
     counts = {it.name: map(str, (it.prefill, it.decode, it.frontends, len(it.by_hand))) for it in models}
     rows = ((it.name, it.served_model_name, it.state, *counts[it.name], it.model, it.why) for it in models)
-    say({"revision": revision, "models": models}, plain_table(columns, rows), as_json)
+    return {"revision": revision, "models": models}, plain_table(columns, rows)
 
 
-@model_app.command("add")
+@fleet_command(model_app.command("add"), whole=True)
 def add_command(
+    named: Named,
     file: Annotated[Path, typer.Argument(help="The model's configuration: what would stand under models.NAME.")],
     name: Annotated[
         str | None,
         typer.Option("--name", help="Its name; default: the last part of served_model_name, or of model."),
     ] = None,
     set_: SetOption = None,
-    namespace: WholeFleetOption = None,
-    redis: RedisOption = None,
-    as_json: JsonOption = False,
+    as_json: bool = False,
 ) -> None:
     """Add a model to a fleet that has several: start its workers, then let all frontends serve it."""
     section = overridden(read_tree(file), set_ or [])
@@ -97,7 +95,7 @@ def add_command(
     called = name or _default_name(section)
     with located(file, set_ or ()):
         config = model_config(called, section, {}, {}, check_engine_args)
-    handle = find_whole_fleet(namespace, redis)
+    handle = find_whole_fleet(named)
     show = _shower(as_json)
     seen = ask(handle, lambda fleet: _add(fleet, handle.namespace, called, section, config, show))
     if seen.by_hand:
@@ -106,15 +104,14 @@ def add_command(
         raise typer.Exit(_INCOMPLETE)
 
 
-@model_app.command("remove")
+@fleet_command(model_app.command("remove"), whole=True)
 def remove_command(
+    named: Named,
     name: Annotated[str, typer.Argument(help="The model, as `orchestrator model list` shows it.")],
-    namespace: WholeFleetOption = None,
-    redis: RedisOption = None,
-    as_json: JsonOption = False,
+    as_json: bool = False,
 ) -> None:
     """Remove a model: its requests end, then its workers, and nothing of it is left."""
-    handle = find_whole_fleet(namespace, redis)
+    handle = find_whole_fleet(named)
     patience_s = _patience_s(handle.workers)
     ask(handle, lambda fleet: _remove(fleet, handle.namespace, name, patience_s, _shower(as_json)))
 

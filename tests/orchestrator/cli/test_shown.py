@@ -9,17 +9,19 @@ from typing import Any
 
 import pytest
 from rich.console import Console as RichConsole
+from support_cli import orchestrator
 from support_redis import Server, fresh_namespace, job
 
 from orchestrator.cli.config import show
 from orchestrator.cli.doctor.command import show_check
 from orchestrator.cli.doctor.host import Check
+from orchestrator.cli.handle import Named
 from orchestrator.cli.look import status as status_module
 from orchestrator.cli.look.logs import _print_event
 from orchestrator.cli.look.views import balance_lines, fleet_view
 from orchestrator.cli.rollout import Event as Step
 from orchestrator.cli.rollout import show_event
-from orchestrator.cli.steer import log_level, queue, queue_show
+from orchestrator.cli.steer import log_level
 from orchestrator.config.settings import Refused
 from orchestrator.launch.console import Console
 from orchestrator.store.client import connect
@@ -31,11 +33,7 @@ from orchestrator.store.registry import Registry
 ODD = "cmpl-[/x][red]:100:[link=a]"  # a client's x-request-id becomes a part of such a name
 
 
-class _NoSubcommand:
-    invoked_subcommand = None
-
-
-def test_the_queue_names_a_request_as_its_client_did(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_queue_names_a_request_as_its_client_did(server: Server) -> None:
     namespace = fresh_namespace()
 
     async def wait_for_prefill(url: str) -> None:
@@ -44,10 +42,9 @@ def test_the_queue_names_a_request_as_its_client_did(server: Server, capsys: pyt
         await redis.aclose()
 
     asyncio.run(wait_for_prefill(server.url))
-    queue(_NoSubcommand(), namespace, server.url, False, 20)  # type: ignore[arg-type]
-    assert capsys.readouterr().out.count(ODD) == 2
-    queue_show(ODD, namespace, server.url)
-    assert capsys.readouterr().out.count(ODD) == 2
+    for command in (["queue"], ["queue", "show", ODD]):
+        shown = orchestrator(*command, "--namespace", namespace, "--redis", server.url).stdout
+        assert shown.count(ODD) == 2
 
 
 def test_the_doctor_shows_addresses_in_brackets(capsys: pytest.CaptureFixture[str]) -> None:
@@ -121,7 +118,7 @@ async def test_status_is_shown_again_and_again_in_a_pipe(monkeypatch: pytest.Mon
     monkeypatch.setattr(status_module, "fleet_status", fleet_status)
     monkeypatch.setattr(status_module, "_WATCH_EVERY_S", 0.0)
     with pytest.raises(KeyboardInterrupt):
-        await asyncio.to_thread(status_module.status, None, None, "http://127.0.0.1:1", False, True)
+        await asyncio.to_thread(status_module.status, Named(url="http://127.0.0.1:1"), watch=True)
     assert asked == 3
 
 
@@ -133,6 +130,6 @@ def test_level_without_process_and_missing_file_are_refused(server: Server) -> N
 
     asyncio.run(launcher(server.url, namespace := fresh_namespace()))
     with pytest.raises(Refused, match="'nobody' is no process of the fleet; it has launcher"):
-        log_level("INFO", "nobody", namespace, server.url)
+        log_level(Named(namespace, server.url), "INFO", "nobody")
     with pytest.raises(Refused, match="--set a=b: changes what a file says"):
         show(None, ["a=b"])

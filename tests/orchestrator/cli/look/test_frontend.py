@@ -10,7 +10,7 @@ import pytest
 from support_redis import Server, fresh_namespace
 
 from orchestrator.cli.doctor import command
-from orchestrator.cli.handle import FleetHandle, find_fleet, models_here
+from orchestrator.cli.handle import FleetHandle, Named, find_fleet, models_here, say
 from orchestrator.cli.look import status
 from orchestrator.cli.look.frontend import fleet_status, operator_key, reachable, with_frontend
 from orchestrator.cli.look.trace import _logged
@@ -80,12 +80,12 @@ async def test_of_two_fleets_here_with_models_of_the_same_names_the_one_that_is_
 
     monkeypatch.setattr(status, "fleet_status", told)
     monkeypatch.setattr(status, "fleet_view", lambda seen, model: model)
-    await asyncio.to_thread(status.status, "mine", None, None, as_json=True, watch=False)
+    say(*await asyncio.to_thread(status.status, Named("mine")), as_json=True)
     assert json.loads(capsys.readouterr().out)["models"] == {"a": {"shown": "mine.a"}, "b": {"shown": "mine.b"}}
     with pytest.raises(Refused, match=r"several fleets run here \(b, mine\); name one with --namespace"):
         list(_logged(None))
     monkeypatch.setattr(command, "host_checks", lambda configs: [])
-    (check,) = [check async for check in command._all_checks([], False, None, None)]
+    (check,) = [check async for check in command._all_checks([], False, Named())]
     assert "not checked: several fleets run here (b, mine)" in check.said
     for folder in folders:
         folder.remove()

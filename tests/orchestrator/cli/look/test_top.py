@@ -15,6 +15,7 @@ from fastapi.responses import PlainTextResponse
 from support_info import fleet_of, worker_info
 from support_siblings import alone, queue_of
 
+from orchestrator.cli.handle import Named
 from orchestrator.cli.look.screen import Confirm, Top
 from orchestrator.cli.look.status import sample, top
 from orchestrator.config.settings import Refused
@@ -146,7 +147,7 @@ async def test_a_sample_of_nothing_is_refused_in_one_line(monkeypatch: pytest.Mo
 @pytest.mark.parametrize("url", ["http://127.0.0.1:999999", "http://[::1", "http://", "127.0.0.1:8000"])
 def test_invalid_address_is_refused_in_one_line(url: str):
     with pytest.raises(Refused, match=r"--url: expected http://HOST:PORT"):
-        top(url=url, as_json=True)
+        top(Named(url=url), as_json=True)
 
 
 async def test_a_stream_of_something_else_is_refused_in_one_line():
