@@ -139,8 +139,7 @@ def fleet_command(
 ) -> Callable[[Callable[..., Said | None]], Callable[..., Said | None]]:
     """A command about a fleet, or `whole`: about one with all its models. It is called with the fleet that --namespace,
     --redis and, `by_url`, --url name, and with its own options. What it returns is printed; one that prints by itself
-    takes `as_json`. `register`: typer's decorator.
-    """
+    takes `as_json`. `register`: typer's decorator."""
     named = {"namespace": WholeFleetOption if whole else NamespaceOption, "redis": RedisOption}
     named |= {"url": UrlOption} if by_url else {}
     option = functools.partial(inspect.Parameter, kind=inspect.Parameter.KEYWORD_ONLY)

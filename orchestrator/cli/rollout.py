@@ -159,8 +159,7 @@ async def restart(
 ) -> None:
     """Restart the workers of `role`, or all. At most `max_unavailable` workers are down at a time, and the last that is
     ready waits until another one is. One that leaves for good meanwhile is not waited for. Once this is cancelled, no
-    more workers are told to restart. Raises Refused, also when it was given up, and RedisAway when Redis stays away.
-    """
+    more workers are told to restart. Raises Refused, also when it was given up, and RedisAway when Redis stays away."""
     registry, document = fleet.registry, fleet.registry.rollout
     await settle(registry, fleet.heartbeat_s)
     last, reading = await document.read(), await registry.read()

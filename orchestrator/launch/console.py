@@ -204,10 +204,8 @@ class Console:
             self._write_named(name, shown)
 
     def show_failure(self, name: str, lines: list[str]) -> None:
-        """What the end of a failed process's output says: its errors, else its last lines.
-
-        A verbose console has shown it already.
-        """
+        """What the end of a failed process's output says: its errors, else its last lines. A verbose console has shown
+        it already."""
         errors = [line for line in lines if _ERROR.search(line)]
         for line in [] if self._verbose else (errors or lines)[-_SHOWN_AFTER_FAILURE:]:
             self._write_named(name, line)

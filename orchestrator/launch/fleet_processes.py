@@ -90,10 +90,8 @@ class FleetProcesses:
         self._came_up = False
 
     async def start(self) -> None:
-        """Set the desired ratio, unless other launchers run this fleet already, and start what is missing.
-
-        Raises ConfigError, RedisAway.
-        """
+        """Set the desired ratio, unless other launchers run this fleet already, and start what is missing. Raises
+        ConfigError, RedisAway."""
         await self.remove_dead_entries()
         await self._begin_version()
         await self.registry.configuration.write(self._rolling.version)
@@ -127,10 +125,8 @@ class FleetProcesses:
         return await self._pool.start(reading.seen, missing) or None
 
     async def until_ready(self) -> None:
-        """Returns when everything is up, frontends have greeted the workers, and the endpoint answers.
-
-        Raises StartFailed.
-        """
+        """Returns when everything is up, frontends have greeted the workers, and the endpoint answers. Raises
+        StartFailed."""
         # The certificate is for those who come from outside; this asks our own processes.
         own = httpx.AsyncClient(timeout=_READY_REQUEST_TIMEOUT_S, trust_env=False, verify=False)  # noqa: S501
         async with own as client:
@@ -226,8 +222,7 @@ class FleetProcesses:
 
     async def remove_dead_entries(self) -> None:
         """Take workers and launchers that ran here and do not any more out of the registry: a different fleet could not
-        join them, and would leave their ratio as it is.
-        """
+        join them, and would leave their ratio as it is."""
         for launcher_id in await self.registry.launchers():
             if has_ended(launcher_id.removeprefix(BY_HAND)):
                 await self.registry.leave_launcher(launcher_id)

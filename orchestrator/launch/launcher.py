@@ -49,9 +49,7 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 def launch(models: Mapping[str, Config], tree: Mapping[str, Any], console: Console) -> None:
     """Run until SIGINT, SIGTERM or SIGHUP. Leaves nothing behind but a log. `models`: of this `tree`, and checked.
-
-    Raises ConfigError when the fleet cannot come up, and RedisAway when its Redis does not answer.
-    """
+    Raises ConfigError when the fleet cannot come up, and RedisAway when its Redis does not answer."""
     config = next(iter(models.values()))
     folder = RunFolder(fleet_namespace(models))
     forks = ForkServers()

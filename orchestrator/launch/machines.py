@@ -38,9 +38,7 @@ def ranks_of(unit: str, size: int) -> list[str]:
 
 class Setup(msgspec.Struct, frozen=True):
     """What a process is started with: a resolved configuration, the file that holds it here, and its generation.
-
-    `model`: its name where the fleet has several, and `others`: what else a frontend is started with then.
-    """
+    `model`: its name where the fleet has several, and `others`: what else a frontend is started with then."""
 
     generation: int
     config: Config

@@ -56,11 +56,9 @@ class IllegalTransition(RuntimeError):
 
 
 class Exit(msgspec.Struct, frozen=True):
-    """How a process ended. `code` is negative for a signal.
-
-    `reason` is what the process itself said about its end; without that it is the last line of its output, which need
-    not be about the end: `said` tells which. `final`: it said that another start would end the same.
-    """
+    """How a process ended. `code` is negative for a signal. `reason` is what the process itself said about its end;
+    without that it is the last line of its output, which need not be about the end: `said` tells which. `final`: it
+    said that another start would end the same."""
 
     code: int
     reason: str
@@ -76,10 +74,8 @@ def backoff_s(crashes: int, config: LauncherConfig) -> float:
 
 
 class Supervised:
-    """One process and its successors, under one name.
-
-    `make` makes the next one; it may raise OSError. `place`, where given, returns when a machine has room for it.
-    """
+    """One process and its successors, under one name. `make` makes the next one; it may raise OSError. `place`, where
+    given, returns when a machine has room for it."""
 
     def __init__(
         self,

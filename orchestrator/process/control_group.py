@@ -33,11 +33,8 @@ def find_memory() -> int:
 
 
 def _groups(controller: str, root: Path, membership: Path) -> Iterator[Path]:
-    """The groups that limit this process, from its own outwards.
-
-    A container without a namespace for control groups is told its path on the host, which it cannot see: its own
-    group is then at the root.
-    """
+    """The groups that limit this process, from its own outwards. A container without a namespace for control groups is
+    told its path on the host, which it cannot see: its own group is then at the root."""
     with contextlib.suppress(OSError, ValueError):
         for line in membership.read_text().splitlines():
             _, controllers, path = line.split(":", 2)

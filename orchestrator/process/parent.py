@@ -39,10 +39,8 @@ def started_ticks(pid: int) -> int | None:
 
 
 def identity_of(pid: int) -> str:
-    """An identity of a running process that is unique over machines and containers: place, pid, start time.
-
-    Host names and pids alone repeat: containers have their own, and the kernel reuses pids.
-    """
+    """An identity of a running process that is unique over machines and containers: place, pid, start time. Host names
+    and pids alone repeat: containers have their own, and the kernel reuses pids."""
     return f"{_pid_namespace()}/{pid}/{started_ticks(pid)}"
 
 
@@ -80,10 +78,8 @@ class ExitReason(NamedTuple):
 
 
 def die_with_parent(stop_timeout_s: float = 0.0) -> None:
-    """End this process when its parent ends: by SIGTERM, and by SIGKILL after `stop_timeout_s`.
-
-    PR_SET_PDEATHSIG would not do: it fires when the *thread* that started this process ends (prctl(2)).
-    """
+    """End this process when its parent ends: by SIGTERM, and by SIGKILL after `stop_timeout_s`. PR_SET_PDEATHSIG would
+    not do: it fires when the *thread* that started this process ends (prctl(2))."""
     parent = int(os.environ.get(PARENT) or os.getppid())
 
     def watch() -> None:

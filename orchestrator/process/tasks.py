@@ -44,10 +44,8 @@ async def first_of(
 
 
 async def in_thread(call: Callable[[], T], unwanted: Callable[[T], object] = lambda result: None) -> T:
-    """What the call returns or raises. One that nobody waits for any more goes on, and `unwanted` gets its result.
-
-    The threads of the loop's own pool are few, the whole process shares them, and its end waits for each.
-    """
+    """What the call returns or raises. One that nobody waits for any more goes on, and `unwanted` gets its result. The
+    threads of the loop's own pool are few, the whole process shares them, and its end waits for each."""
     loop = asyncio.get_running_loop()
     answer: asyncio.Future[T] = loop.create_future()
     said: Future[T] = Future()

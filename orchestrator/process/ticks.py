@@ -46,11 +46,8 @@ async def until_told(event: asyncio.Event, within_s: float) -> bool:
 
 
 async def ticks(interval_s: float) -> AsyncGenerator[float, None]:
-    """Each `interval_s`, without end: how late this tick is, seconds.
-
-    For that long this process was stopped, starved, or busy with one thing, and heard nobody. What is between two
-    ticks is not waited for: do little there.
-    """
+    """Each `interval_s`, without end: how late this tick is, seconds. For that long this process was stopped, starved,
+    or busy with one thing, and heard nobody. What is between two ticks is not waited for: do little there."""
     while True:
         due = time.monotonic() + (left := left_s(interval_s))
         await asyncio.sleep(left)

@@ -55,11 +55,9 @@ class NotCarriedOut(RedisAway):
 
 
 class Redis(redis.asyncio.Redis):
-    """redis-py's client over one pipelined connection. Commands that are ready together are sent together.
-
-    Nothing is sent twice: a command whose answer was lost may have been executed, and its caller gets RedisAway.
-    Not for blocking commands, which would hold up all others.
-    """
+    """redis-py's client over one pipelined connection. Commands that are ready together are sent together. Nothing is
+    sent twice: a command whose answer was lost may have been executed, and its caller gets RedisAway. Not for blocking
+    commands, which would hold up all others."""
 
     def __init__(self, url: str, servers: Servers) -> None:
         """`servers`: that `url` means."""
@@ -257,9 +255,7 @@ class Redis(redis.asyncio.Redis):
 
 async def connect(url: str, timeout_s: float) -> Redis:
     """Connect to the server that `url` means (`Servers` has the forms), and check that it answers and is new enough.
-
-    `timeout_s` bounds connecting and each command. Raises RedisAway, also RedisUnfit.
-    """
+    `timeout_s` bounds connecting and each command. Raises RedisAway, also RedisUnfit."""
     try:
         servers = Servers(url, timeout_s)
     except (ValueError, RedisError) as error:

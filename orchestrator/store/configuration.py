@@ -49,11 +49,9 @@ class RolloutStatus(msgspec.Struct, frozen=True):
 
 
 class Rollout(msgspec.Struct, frozen=True):
-    """The last rollout that was ordered. In every phase, `target` is the version that all members should run.
-
-    A restart is a rollout to the version that they run: `restart` has the units to replace, and the process that each
-    had when it was ordered. Its version has no configuration where each member runs that of its own file.
-    """
+    """The last rollout that was ordered. In every phase, `target` is the version that all members should run. A restart
+    is a rollout to the version that they run: `restart` has the units to replace, and the process that each had when it
+    was ordered. Its version has no configuration where each member runs that of its own file."""
 
     old: Version
     new: Version

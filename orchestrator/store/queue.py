@@ -121,11 +121,8 @@ class PrefillQueue:
         self.share_tokens: int | None = None  # of what waits, as of the last `claim`; None where no other is idle
 
     async def enqueue(self, job: PrefillJob) -> None:
-        """Add a job; the server's clock dates it. Raises QueueFull, JobTooLarge.
-
-        Idempotent. A higher attempt of the same request replaces the older one at its place; an older one changes
-        nothing.
-        """
+        """Add a job; the server's clock dates it. Raises QueueFull, JobTooLarge. Idempotent. A higher attempt of the
+        same request replaces the older one at its place; an older one changes nothing."""
         if len(job.body) > MAX_BODY_BYTES:
             raise JobTooLarge(f"{job.request_id}: a body of {len(job.body)} bytes, the largest has {MAX_BODY_BYTES}")
         outcome = await self.call(
@@ -172,10 +169,8 @@ class PrefillQueue:
         return await self._read_claims(worker_id, reply, bodies), reply.window
 
     async def claim_chosen(self, worker_id: str, request_ids: list[str], idle: bool = False) -> list[Claim]:
-        """Claim those of these jobs that still wait. If jobs are left, an idle worker is woken.
-
-        `idle`: if other workers have claimed all of them, claim the head of the queue instead of choosing again.
-        """
+        """Claim those of these jobs that still wait. If jobs are left, an idle worker is woken. `idle`: if other
+        workers have claimed all of them, claim the head of the queue instead of choosing again."""
         packed = await self.call("claim_chosen", *self._claimer(worker_id), int(idle), *request_ids)
         return await self._read_claims(worker_id, *_read_reply(packed))
 
@@ -225,9 +220,7 @@ class PrefillQueue:
 
     async def expire_leases(self, worker_id: str) -> int:
         """End the leases of a dead worker now, unless it is registered again. The next sweep returns its claims.
-
-        Returns how many leases were ended.
-        """
+        Returns how many leases were ended."""
         return int(await self.call("expire_leases", worker_id))
 
     async def cancel(self, request_id: str, attempt: int) -> Literal["waiting", "claimed", "absent"]:
@@ -237,10 +230,8 @@ class PrefillQueue:
 
     async def sweep(self) -> SweepResult:
         """Return jobs with expired leases to the queue, fail those delivered too often, drop those without a frontend.
-
         Looks at all expired leases and at a slice of the waiting jobs, and goes on while it finds some, in bounded
-        steps. Several processes may sweep at once.
-        """
+        steps. Several processes may sweep at once."""
         result = SweepResult([], [], [])
         for _ in range(SWEEP_ROUNDS):
             returned, failed, orphaned = await self.call(
@@ -281,10 +272,8 @@ class PrefillQueue:
 
     async def wait_for_work(self, timeout_s: float, claimer: Claimer = "idle", left: bool = False) -> None:
         """Wait until a job is enqueued, at most `timeout_s`; so long while Redis is away. Returns at once if jobs wait
-        that this worker has not `left` to others. May return without work. Claim then, wait again, or `leave`.
-
-        Idle workers are woken before busy ones. Call it only with budget to claim.
-        """
+        that this worker has not `left` to others. May return without work. Claim then, wait again, or `leave`. Idle
+        workers are woken before busy ones. Call it only with budget to claim."""
         deadline = time.monotonic() + timeout_s
         if self._listener is None or self._listener.done():
             self._listener = asyncio.create_task(self._listen(), name="queue-listener")

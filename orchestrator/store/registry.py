@@ -94,10 +94,8 @@ class Registry:
 
     async def refresh(self, info: WorkerInfo, ttl_s: float, heard: str = "", refuse: Refuse | None = None) -> Heartbeat:
         """The heartbeat: stay registered for `ttl_s` more, with this role and state. Returns the uncleared orders, and
-        the workers that left after the departure `heard` (none if `heard` is empty).
-
-        Registers again with `join` if Redis has lost this worker, or with `replace` if another one took its id.
-        """
+        the workers that left after the departure `heard` (none if `heard` is empty). Registers again with `join` if
+        Redis has lost this worker, or with `replace` if another one took its id."""
         (written, times), self._written = self._written, (None, 0)  # if this fails, the stored entries are not known
         reply = None
         if written == info and times < STAYS:
@@ -269,10 +267,8 @@ class Registry:
         return None
 
     async def lead(self, frontend_id: str, lease_s: float) -> float | None:
-        """Become or stay the frontend that decides the ratio, for `lease_s` more.
-
-        Returns the server's clock (unix seconds), or None while another frontend leads.
-        """
+        """Become or stay the frontend that decides the ratio, for `lease_s` more. Returns the server's clock (unix
+        seconds), or None while another frontend leads."""
         now = await self._call("lead", frontend_id, milliseconds(lease_s))
         return float(now) if now else None
 

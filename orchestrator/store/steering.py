@@ -208,10 +208,8 @@ def refuse_too_many(wanted: DesiredRatio, rooms: Sequence[int | None], by_hand: 
 
 
 def surplus(wanted: DesiredRatio, workers: Sequence[PlannedWorker], launched: Collection[str]) -> list[str]:
-    """Which workers that no launcher runs are to leave, so that no more are there than wanted.
-
-    Roles are the launchers' to change: of the role that is too many first, and always all but one ready decode worker.
-    """
+    """Which workers that no launcher runs are to leave, so that no more are there than wanted. Roles are the launchers'
+    to change: of the role that is too many first, and always all but one ready decode worker."""
     staying = [worker for worker in workers if not worker.leaving]
     too_many = _too_many(wanted, workers)
     by_hand = [worker for worker in staying if worker.id not in launched]

@@ -39,10 +39,8 @@ class Subscriptions:
         self._reading: asyncio.Task[None] | None = None
 
     async def listen(self, name: str) -> AsyncGenerator[bytes | None, None]:
-        """Messages of a channel. Never ends and never raises, whatever happens to Redis.
-
-        Yields None after each (re)connection: messages from before it may be lost.
-        """
+        """Messages of a channel. Never ends and never raises, whatever happens to Redis. Yields None after each
+        (re)connection: messages from before it may be lost."""
         channel, mine = name.encode(), Listener()
         try:
             self._listeners.setdefault(channel, set()).add(mine)

@@ -160,9 +160,7 @@ async def fleet_status(handle: FleetHandle) -> dict[str, Any]:
 
 async def fleet_stream(url: str, key: str | None) -> AsyncGenerator[tuple[str, dict[str, Any]], None]:
     """The server-sent events of a frontend's `/fleet/stream` as (event, data), until it ends. `key` is the operator's.
-
-    Raises what is in `UNANSWERED`: no frontend is there, or something else answers.
-    """
+    Raises what is in `UNANSWERED`: no frontend is there, or something else answers."""
     connection = _connection(url, key, _QUIET_S)
     try:
         answer = await asyncio.to_thread(_answer, connection, url, "/fleet/stream", key)

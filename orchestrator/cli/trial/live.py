@@ -21,9 +21,7 @@ MIN_REQUESTS = 20  # fewer give no useful figures
 
 def live_load(url: str) -> Load:
     """The latest requests of the frontends at `url`, from their request logs. Which prefixes they shared is not known.
-
-    Raises ConfigError.
-    """
+    Raises ConfigError."""
     of_one_model(url, _get(url, "/fleet"))
     ended = [line for line in _ended(url) if line.get("output_tokens")]
     if len(ended) < MIN_REQUESTS:

@@ -8,10 +8,8 @@ from orchestrator.types import Role, WorkerInfo, WorkerState
 
 
 class MissingByHand:
-    """How many workers that no launcher runs are missing: an operator or a service manager is to start them again.
-
-    They are counted and not named, since one may come back under another id.
-    """
+    """How many workers that no launcher runs are missing: an operator or a service manager is to start them again. They
+    are counted and not named, since one may come back under another id."""
 
     def __init__(self) -> None:
         self._most = 0

@@ -83,11 +83,9 @@ class SharedMemory:
 
 
 def remove_shared_memory(names: Iterable[str], folder: Path = _SHARED_MEMORY) -> list[str]:
-    """Remove those of these files that no process uses. Returns their names.
-
-    `names` must be files that our processes were seen to use: containers may share the folder, and which files the
-    processes of other containers map cannot be seen from here.
-    """
+    """Remove those of these files that no process uses. Returns their names. `names` must be files that our processes
+    were seen to use: containers may share the folder, and which files the processes of other containers map cannot be
+    seen from here."""
     left = [path for name in sorted(names) if _inode(path := folder / name)]
     used = set[int]().union(*_in_use(folder).values()) if left else set()
     removed = []
@@ -108,10 +106,8 @@ def _inode(path: Path) -> int:
 
 
 def _in_use(folder: Path, groups: set[int] | None = None) -> dict[int, set[int]]:
-    """The inodes of the folder's files that processes map or hold open, by process group. `groups`: only these.
-
-    Not the names: the process that made a semaphore maps it under the name that it had before it was complete.
-    """
+    """The inodes of the folder's files that processes map or hold open, by process group. `groups`: only these. Not the
+    names: the process that made a semaphore maps it under the name that it had before it was complete."""
     prefix = f"{folder}/"
     used: dict[int, set[int]] = {}
     for process in Path("/proc").glob("[0-9]*"):

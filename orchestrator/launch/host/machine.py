@@ -204,10 +204,8 @@ class GpuShares:
 
 
 def find_cores() -> list[int]:
-    """The cores that this process may use, by number: neighbours, and no more than its container has CPU time for.
-
-    More threads than CPU time are stopped in the middle of a step, and the others wait for them.
-    """
+    """The cores that this process may use, by number: neighbours, and no more than its container has CPU time for. More
+    threads than CPU time are stopped in the middle of a step, and the others wait for them."""
     cores = sorted(os.sched_getaffinity(0))
     count = int(max(1, min(cpu_limit(), len(cores))))
     # Containers beside this one choose cores by the same rule, and have other names.
@@ -225,11 +223,9 @@ def find_gpus(devices: Path = Path("/dev")) -> list[str]:
 
 
 def hold_port(host: str, port: int) -> tuple[socket.socket, int]:
-    """Reserve the frontends' port until the socket is closed; it does not listen. Raises ConfigError.
-
-    Frontends share it, since all set SO_REUSEPORT and SO_REUSEADDR. Another launcher is refused: it binds without
-    SO_REUSEPORT first, and what it meets listens or has no SO_REUSEADDR.
-    """
+    """Reserve the frontends' port until the socket is closed; it does not listen. Raises ConfigError. Frontends share
+    it, since all set SO_REUSEPORT and SO_REUSEADDR. Another launcher is refused: it binds without SO_REUSEPORT first,
+    and what it meets listens or has no SO_REUSEADDR."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     held = None
     try:

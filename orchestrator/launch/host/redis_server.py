@@ -86,11 +86,9 @@ class EmbeddedRedis:
         return self.alive and (not self.url.startswith(_UNIX) or os.path.exists(unquote(self.url.removeprefix(_UNIX))))
 
     async def start(self, run_dir: Path, port: int = 0) -> str:
-        """Start and wait until it answers; port 0 takes a free one. The log is `run_dir/redis.log`.
-
-        Returns unix://PATH or redis://127.0.0.1:PORT. Raises EmbeddedRedisError; OSError where its folder or log
-        cannot be written, or is not ours.
-        """
+        """Start and wait until it answers; port 0 takes a free one. The log is `run_dir/redis.log`. Returns unix://PATH
+        or redis://127.0.0.1:PORT. Raises EmbeddedRedisError; OSError where its folder or log cannot be written, or is
+        not ours."""
         if self.alive:
             return self.url
         binary = server_binary()

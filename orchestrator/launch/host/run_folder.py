@@ -70,10 +70,8 @@ class Ready(msgspec.Struct, frozen=True):
 
 
 class RunFolder:
-    """Paths and small files. Only the launcher claims and writes; any process of its user may read.
-
-    Every method raises ConfigError for a folder or a file that another user may have written.
-    """
+    """Paths and small files. Only the launcher claims and writes; any process of its user may read. Every method raises
+    ConfigError for a folder or a file that another user may have written."""
 
     def __init__(self, namespace: str) -> None:
         """Raises ConfigError, also for a namespace that cannot be a folder's name."""
@@ -93,10 +91,7 @@ class RunFolder:
 
     def claim(self) -> list[StartedProcess]:
         """Take the folder for this launcher. Returns the processes that a killed launcher had started there;
-        `shared_memory` has the names of their segments.
-
-        Raises FleetRunning, ConfigError.
-        """
+        `shared_memory` has the names of their segments. Raises FleetRunning, ConfigError."""
         with self._writing():
             deadline = time.monotonic() + _CLAIM_PATIENCE_S
             while (lock := self._try_lock()) is None:
@@ -117,8 +112,7 @@ class RunFolder:
     def write_config(self, config: Config, generation: int = 0, model: str = "") -> Path:
         """Write the configuration for the fleet's processes, as JSON. JSON is YAML too, and commands read it without a
         YAML parser. `model`: its name where there are several. Returns the file of this generation. Raises ConfigError
-        also where it cannot be written: a fleet that serves goes on with the configuration that it has.
-        """
+        also where it cannot be written: a fleet that serves goes on with the configuration that it has."""
         text = msgspec.json.format(msgspec.json.encode(config), indent=1).decode() + "\n"
         file = f"config-{model}-{generation}.yaml" if model else f"config-{generation}.yaml"
         with self._writing():
@@ -146,8 +140,7 @@ class RunFolder:
         self, processes: list[StartedProcess], shared_memory: frozenset[str] = frozenset(), model: str = ""
     ) -> None:
         """Record the started processes of a model. Call it often: it also restores files that a logout or a cleaner of
-        temporary files removed. A fleet runs on without its folder, so a failure is only logged, once.
-        """
+        temporary files removed. A fleet runs on without its folder, so a failure is only logged, once."""
         self._noted[model] = processes, shared_memory
         started, names = zip(*self._noted.values(), strict=True)
         self.shared_memory = frozenset().union(*names)
