@@ -25,6 +25,7 @@ from orchestrator.policy.claims import AFFINITY_WINDOW, choose_claims
 from orchestrator.store.client import Redis, connect
 from orchestrator.store.queue import LEASE_S, Claim, PrefillQueue
 from orchestrator.types import PrefillJob
+from orchestrator.wire.addresses import free_ports
 
 NAMESPACE, FRONTEND = "bench-queue", "frontend-1"
 WAITING, SECONDS, BODY_BYTES = 1_000_000, 10.0, 512
@@ -234,7 +235,7 @@ async def run(
     """The whole benchmark, on an embedded server if no URL is given."""
     embedded = EmbeddedRedis()
     with tempfile.TemporaryDirectory() as folder:
-        redis = await connect(url or await embedded.start(Path(folder)), timeout_s=5.0)
+        redis = await connect(url or await embedded.start(Path(folder), next(free_ports("127.0.0.1"))), timeout_s=5.0)
         try:
             return await measure(redis, waiting, seconds, body_bytes)
         finally:

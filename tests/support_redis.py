@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Iterator
 from pathlib import Path
 
 from support_info import worker_info
+from support_servers import free_port
 
 from orchestrator.launch.host import redis_server
 from orchestrator.launch.host.redis_server import EmbeddedRedis
@@ -21,12 +22,19 @@ if _other := os.environ.get("PD_TEST_REDIS_SERVER"):
     redis_server.server_binary = lambda: _other
 
 
+class RedisOnPort(EmbeddedRedis):
+    """One that others than this user reach, at a port that is free."""
+
+    async def start(self, run_dir: Path, at: str | int = 0) -> str:
+        return await super().start(run_dir, at or free_port())
+
+
 class Server:
     """The embedded server for synchronous fixtures; the same port after a restart."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._embedded = EmbeddedRedis()
+        self._embedded = RedisOnPort()
         self.start()
 
     @property

@@ -31,6 +31,7 @@ import yaml
 from benchmarks.scale.table import table
 from orchestrator.launch.host.redis_server import EmbeddedRedis
 from orchestrator.store.client import RedisAway, connect
+from orchestrator.wire.addresses import free_ports
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -265,7 +266,7 @@ def main() -> None:
     for frontends in options.frontends:
         with tempfile.TemporaryDirectory(prefix="pd-scale-") as folder:
             redis = EmbeddedRedis()
-            url = asyncio.run(redis.start(Path(folder)))
+            url = asyncio.run(redis.start(Path(folder), next(free_ports("127.0.0.1"))))
             try:
                 results.append({"frontends": frontends, "workers": options.workers})
                 measure(results[-1], options.workers, frontends, options.rate, Path(folder), url, Server(url))

@@ -5,6 +5,7 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
+from support_redis import RedisOnPort
 from support_workers import Workers, running_workers
 
 from orchestrator.launch.host.redis_server import EmbeddedRedis
@@ -12,7 +13,7 @@ from orchestrator.launch.host.redis_server import EmbeddedRedis
 
 @pytest.fixture(scope="session")
 def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedRedis]:
-    server = EmbeddedRedis()
+    server = RedisOnPort()
     folder: Path = tmp_path_factory.mktemp("redis")
     asyncio.run(server.start(folder))
     yield server

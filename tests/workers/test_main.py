@@ -13,7 +13,7 @@ from unittest.mock import Mock
 import httpx
 import psutil
 import pytest
-from support_redis import fresh_namespace
+from support_redis import RedisOnPort, fresh_namespace
 from support_steering import order_drain, order_restart
 from support_wait import DEADLINE_S, until
 from support_workers import ROOT, Workers
@@ -355,7 +355,7 @@ async def test_the_id_of_a_worker_whose_engine_cannot_be_made_is_free_at_once(
 @pytest.mark.slow
 async def test_worker_stops_without_engine_or_redis(redis_server: EmbeddedRedis, tmp_path: Path) -> None:
     """SIGTERM is obeyed in every state; here: joined, with Redis away."""
-    server = EmbeddedRedis()
+    server = RedisOnPort()
     url = await server.start(tmp_path / "redis")
     command = [sys.executable, "-m", "workers.main", "decode", "--redis", url, "--model", "m", "--engine", "sim"]
     process = await asyncio.create_subprocess_exec(*command, cwd=ROOT, stderr=asyncio.subprocess.PIPE)

@@ -12,7 +12,6 @@ import functools
 import logging
 import os
 import shutil
-import socket
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -30,7 +29,6 @@ log = logging.getLogger("pd.launcher")
 
 _START_DEADLINE_S = 10.0
 _STOP_DEADLINE_S = 5.0
-_PORT_TRIES = 5
 _CHECK_EVERY_S = 0.2
 # No request waits for the launcher, and while workers load, this machine may be too busy to answer soon.
 _TIMEOUT_S = 2.0
@@ -66,9 +64,7 @@ def server_binary() -> str:
 class EmbeddedRedis:
     """One server process. `start` in the main thread: the kernel ties the child to the thread that forks it."""
 
-    def __init__(self, on_socket: bool = False) -> None:
-        """`on_socket`: listen on a unix socket instead of a port, which every user of this host could connect to."""
-        self._on_socket = on_socket
+    def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
         self.url = ""
 
@@ -85,36 +81,19 @@ class EmbeddedRedis:
         """Whether it runs, and its socket has not been removed."""
         return self.alive and (not self.url.startswith(_UNIX) or os.path.exists(unquote(self.url.removeprefix(_UNIX))))
 
-    async def start(self, run_dir: Path, port: int = 0) -> str:
-        """Start and wait until it answers; port 0 takes a free one. The log is `run_dir/redis.log`. Returns unix://PATH
-        or redis://127.0.0.1:PORT. Raises EmbeddedRedisError; OSError where its folder or log cannot be written, or is
-        not ours."""
+    async def start(self, run_dir: Path, at: str | int) -> str:
+        """Start it at a socket's path, or at a port, which every user of this host could connect to, and wait until it
+        answers. The log is `run_dir/redis.log`. Returns its URL. Raises EmbeddedRedisError; OSError where its folder
+        or log cannot be written, or is not ours."""
         if self.alive:
             return self.url
         binary = server_binary()
         make_folder(run_dir)
-        path = str(run_dir / _SOCKET)
-        if self._on_socket:
-            if (length := len(os.fsencode(path))) > _SOCKET_PATH_BYTES:
-                raise EmbeddedRedisError(
-                    f"redis.url: embedded: {path} has {length} bytes, and the path of a socket at most "
-                    f"{_SOCKET_PATH_BYTES}; set XDG_RUNTIME_DIR to a shorter folder, or redis.url to a server"
-                )
-            if not (why := await self._try(binary, run_dir, path)):
-                return self.url
-            where = path
-        else:
-            for _ in range(1 if port else _PORT_TRIES):
-                if not (why := await self._try(binary, run_dir, port or _free_port())):
-                    return self.url
-            where = f"127.0.0.1:{port or 'any free port'}"
-        raise EmbeddedRedisError(
-            f"embedded Redis did not start on {where}: {why}; "
-            f"see {run_dir / _LOG}, or set redis.url to a running server"
-        )
-
-    async def _try(self, binary: str, run_dir: Path, at: str | int) -> str:
-        """Start it at a socket's path or a port. Returns "" once it answers, or why it does not."""
+        if isinstance(at, str) and (length := len(os.fsencode(at))) > _SOCKET_PATH_BYTES:
+            raise EmbeddedRedisError(
+                f"redis.url: embedded: {at} has {length} bytes, and the path of a socket at most "
+                f"{_SOCKET_PATH_BYTES}; set XDG_RUNTIME_DIR to a shorter folder, or redis.url to a server"
+            )
         self._process = _spawn(binary, run_dir, at)
         try:
             why = await _wait_ready(self._process, at, run_dir)
@@ -123,9 +102,12 @@ class EmbeddedRedis:
             raise
         if why:
             await self.stop()
-        else:
-            self.url = f"{_UNIX}{quote(at)}" if isinstance(at, str) else f"redis://127.0.0.1:{at}"
-        return why
+            raise EmbeddedRedisError(
+                f"embedded Redis did not start at {at}: {why}; "
+                f"see {run_dir / _LOG}, or set redis.url to a running server"
+            )
+        self.url = f"{_UNIX}{quote(at)}" if isinstance(at, str) else f"redis://127.0.0.1:{at}"
+        return self.url
 
     async def stop(self) -> None:
         """End the server. Returns when the process is gone, in bounded time. Idempotent."""
@@ -147,13 +129,13 @@ class RedisServer:
         self.url = config.redis.url
         self._config = config
         self._folder = folder
-        self._own = EmbeddedRedis(on_socket=True) if config.redis.url == "embedded" else None
+        self._own = EmbeddedRedis() if config.redis.url == "embedded" else None
 
     async def start(self) -> Redis:
         """Start the embedded server if it is used. Returns a connection to Redis. Raises ConfigError, RedisAway."""
         try:
             if self._own is not None:
-                self.url = await self._own.start(self._folder)
+                self.url = await self._start(self._own)
             # An id that the launcher has claimed is its own for `workers.timeout_s`: it must not wait for longer.
             patience_s = min(_TIMEOUT_S, self._config.workers.timeout_s / 2)
             return await connect(self.url, max(patience_s, self._config.redis.timeout_s))
@@ -173,7 +155,7 @@ class RedisServer:
             log.error("redis: the embedded server %s; starting it again", how)
             try:
                 await self._own.stop()
-                await self._own.start(self._folder)
+                await self._start(self._own)
             except Exception as error:  # too many files are open, say: without it the queue would be away for ever
                 pause_s = backoff_s(crashes, self._config.launcher)
                 log.error("redis: %s; trying again in %.1f s", error, pause_s)
@@ -181,6 +163,9 @@ class RedisServer:
             else:
                 crashes = 0
                 on_restart()
+
+    async def _start(self, server: EmbeddedRedis) -> str:
+        return await server.start(self._folder, str(self._folder / _SOCKET))
 
     async def stop(self) -> None:
         if self._own is not None:
@@ -251,12 +236,6 @@ async def _answering_pid(at: str | int) -> int | None:
     except (OSError, ValueError, TimeoutError):
         return None
     return None
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def _last_line(path: Path) -> str:

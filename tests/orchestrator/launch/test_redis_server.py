@@ -11,10 +11,11 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
+from support_redis import RedisOnPort
 
 from orchestrator.config.settings import parse_config
 from orchestrator.launch.host import redis_server
-from orchestrator.launch.host.redis_server import EmbeddedRedis, RedisServer
+from orchestrator.launch.host.redis_server import RedisServer
 from orchestrator.process.tasks import cancelled
 from orchestrator.store.client import RedisAway, connect
 
@@ -57,7 +58,7 @@ async def test_any_folder_can_have_the_socket(name: str):
 @pytest.mark.parametrize(("has_bytes", "bound"), [(32 << 30, (32 << 30) // 10), (256 << 20, 64 << 20)])
 async def test_embedded_server_has_a_share_of_the_memory(tmp_path: Path, monkeypatch, has_bytes: int, bound: int):
     monkeypatch.setattr(redis_server, "find_memory", lambda: has_bytes)
-    server = EmbeddedRedis()
+    server = RedisOnPort()
     redis = await connect(await server.start(tmp_path), 5.0)
     try:
         told = await redis.info("memory")
@@ -93,7 +94,7 @@ async def test_a_server_that_cannot_be_started_again_now_is_later(tmp_path: Path
 
 async def test_a_server_that_outlives_sigkill_holds_nobody_up(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(redis_server, "_STOP_DEADLINE_S", 0.05)
-    server = EmbeddedRedis()
+    server = RedisOnPort()
     server._process = stuck = Mock(poll=Mock(return_value=None))
     await server.stop()
     stuck.kill.assert_called_once_with()

@@ -17,8 +17,9 @@ from pathlib import Path
 
 import psutil
 import pytest
-from support_redis import running_server
+from support_redis import RedisOnPort, running_server
 from support_relay import Relay
+from support_servers import free_port
 from support_steering import set_desired
 from support_tls import make_certificate
 from support_wait import until
@@ -574,7 +575,7 @@ async def test_who_does_not_take_messages_has_lost_them(redis, monkeypatch):
 
 
 async def test_the_embedded_server_starts_and_leaves_nothing(tmp_path):
-    embedded = EmbeddedRedis()
+    embedded = RedisOnPort()
     assert embedded.pid is None and not embedded.alive
     url = await embedded.start(tmp_path)
     assert url.startswith("redis://127.0.0.1:") and embedded.url == url
@@ -592,9 +593,9 @@ async def test_the_embedded_server_starts_and_leaves_nothing(tmp_path):
 async def test_embedded_server_socket_is_private():
     """Functions, the subscription and INFO work as over TCP."""
     folder = Path(tempfile.mkdtemp(prefix="pd-"))  # a path short enough for a socket
-    embedded = EmbeddedRedis(on_socket=True)
+    embedded = EmbeddedRedis()
     try:
-        url = await embedded.start(folder)
+        url = await embedded.start(folder, f"{folder}/redis.sock")
         assert url == f"unix://{folder}/redis.sock" and embedded.reachable
         assert stat.S_IMODE((folder / "redis.sock").stat().st_mode) == 0o700
         listening = [c for c in psutil.Process(embedded.pid).net_connections("inet") if c.status == psutil.CONN_LISTEN]
@@ -617,16 +618,16 @@ async def test_embedded_server_socket_is_private():
 
 async def test_a_socket_whose_path_is_too_long_is_refused(tmp_path):
     """Whoever is on this host could use a port."""
-    embedded = EmbeddedRedis(on_socket=True)
+    embedded = EmbeddedRedis()
     with pytest.raises(
         EmbeddedRedisError, match=r"ü/redis.sock has \d+ bytes, .* at most 107; set XDG_RUNTIME_DIR to a"
     ):
-        await embedded.start(tmp_path / ("x" * 50) / ("ü" * 20))
+        await embedded.start(tmp_path, f"{tmp_path}/{'x' * 50}/{'ü' * 20}/redis.sock")
     assert not embedded.alive
 
 
 async def test_foreign_server_is_not_ours(tmp_path):
-    other = EmbeddedRedis()
+    other = RedisOnPort()
     url = await other.start(tmp_path)
     with pytest.raises(EmbeddedRedisError):
         await EmbeddedRedis().start(tmp_path, int(url.rpartition(":")[2]))
@@ -638,7 +639,7 @@ async def test_embedded_server_dies_with_its_parent(tmp_path):
         "import asyncio, pathlib, sys, time\n"
         "from orchestrator.launch.host.redis_server import EmbeddedRedis\n"
         "server = EmbeddedRedis()\n"
-        f"asyncio.run(server.start(pathlib.Path({str(tmp_path)!r})))\n"
+        f"asyncio.run(server.start(pathlib.Path({str(tmp_path)!r}), {free_port()}))\n"
         "print(server.pid, flush=True)\n"
         "time.sleep(60)\n"
     )

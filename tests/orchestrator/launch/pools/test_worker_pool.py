@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 import pytest
-from support_redis import worker
+from support_redis import RedisOnPort, worker
 from support_relay import Relay
 from support_steering import set_desired
 from support_wait import DEADLINE_S
@@ -27,7 +27,6 @@ from orchestrator.launch.host import machine
 from orchestrator.launch.host.local_machine import LocalMachine
 from orchestrator.launch.host.machine import MachineShares
 from orchestrator.launch.host.process import adopt_orphans, group_alive
-from orchestrator.launch.host.redis_server import EmbeddedRedis
 from orchestrator.launch.host.run_folder import RunFolder
 from orchestrator.launch.machines import Setup
 from orchestrator.launch.pools.worker_pool import WorkerPool
@@ -88,7 +87,7 @@ class Pool:
 async def running_pool(tmp_path: Path, prefill: int, decode: int, relay: Relay | None = None) -> AsyncIterator[Pool]:
     """With a `relay`, which listens already, workers reach Redis by that alone."""
     adopt_orphans()
-    server = EmbeddedRedis()
+    server = RedisOnPort()
     url = await server.start(tmp_path)
     for_workers = url
     if relay is not None:
