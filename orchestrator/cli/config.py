@@ -87,8 +87,7 @@ def show(
 
 
 def _effective(config: Config, origins: dict[str, str], otherwise: str) -> Iterator[dict[str, Any]]:
-    """Each key with its value and the value's origin. `otherwise` is the origin of a value that differs from the
-    default and whose key is not in `origins`."""
+    """Each key with its value and that value's origin: `otherwise` for one that is not in `origins` nor the default."""
     tree, defaults = msgspec.to_builtins(config), msgspec.to_builtins(Config(model=""))
     for key, _, _ in config_keys(Config):
         value, usual = (value_at(part, key) for part in (tree, defaults))

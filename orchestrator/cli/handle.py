@@ -123,11 +123,9 @@ class Named(NamedTuple):
         return (self.redis, self.url) != (None, None)
 
     def find(self) -> FleetHandle:
-        """Raises Refused where there is none."""
         return find_fleet(*self)
 
     def ask(self, what: Callable[[OpenFleet], Awaitable[T]]) -> T:
-        """As `ask`. Raises Refused."""
         return ask(self.find(), what)
 
 
@@ -318,6 +316,5 @@ def say(value: Any, shown: RenderableType, as_json: bool) -> None:
 
 
 def print_json(value: Any) -> None:
-    """Print the value as one line of JSON."""
     sys.stdout.write(msgspec.json.encode(value).decode() + "\n")
     sys.stdout.flush()

@@ -94,7 +94,6 @@ async def _begin(
     force: bool,
     show: Callable[[Event], None],
 ) -> Rollout:
-    """Raises ConfigError."""
     document = fleet.registry.rollout
     await settle(fleet.registry, fleet.heartbeat_s)
     last, running = await document.read(), await fleet.registry.configuration.read()
@@ -122,7 +121,6 @@ async def _begin(
 
 
 async def _abort(fleet: OpenFleet, show: Callable[[Event], None]) -> Rollout:
-    """Raises Refused."""
     document = fleet.registry.rollout
     last = await document.read()
     if last is None or not last.under_way:

@@ -182,7 +182,6 @@ class Console:
             self.say(f"{name}: {stage}{took}")
 
     def say(self, line: str) -> None:
-        """Print a line of the launcher."""
         if self._live is not None:
             self._live.console.print(Text.from_ansi(line), soft_wrap=True)
         else:
@@ -204,8 +203,7 @@ class Console:
             self._write_named(name, shown)
 
     def show_failure(self, name: str, lines: list[str]) -> None:
-        """What the end of a failed process's output says: its errors, else its last lines. A verbose console has shown
-        it already."""
+        """A failed process's errors, else its last lines. A verbose console has shown them already."""
         errors = [line for line in lines if _ERROR.search(line)]
         for line in [] if self._verbose else (errors or lines)[-_SHOWN_AFTER_FAILURE:]:
             self._write_named(name, line)
@@ -230,8 +228,6 @@ class Console:
 
 
 class ConsoleHandler(logging.Handler):
-    """Shows the launcher's own log."""
-
     def __init__(self, console: Console, form: LogFormat) -> None:
         super().__init__()
         self._console = console

@@ -90,8 +90,7 @@ class FleetProcesses:
         self._came_up = False
 
     async def start(self) -> None:
-        """Set the desired ratio, unless other launchers run this fleet already, and start what is missing. Raises
-        ConfigError, RedisAway."""
+        """Set the desired ratio, unless others run this fleet; start what is missing. Raises ConfigError, RedisAway."""
         await self.remove_dead_entries()
         await self._begin_version()
         await self.registry.configuration.write(self._rolling.version)
@@ -125,8 +124,7 @@ class FleetProcesses:
         return await self._pool.start(reading.seen, missing) or None
 
     async def until_ready(self) -> None:
-        """Returns when everything is up, frontends have greeted the workers, and the endpoint answers. Raises
-        StartFailed."""
+        """Returns when all is up, frontends have greeted the workers, and the endpoint answers. Raises StartFailed."""
         # The certificate is for those who come from outside; this asks our own processes.
         own = httpx.AsyncClient(timeout=_READY_REQUEST_TIMEOUT_S, trust_env=False, verify=False)  # noqa: S501
         async with own as client:
@@ -240,7 +238,6 @@ class FleetProcesses:
         await self._rolling.begin(alone)
 
     async def _update(self, snapshot: Snapshot) -> None:
-        """Act on a new reading of the registry. Raises RedisAway."""
         if snapshot.was_away:  # of which processes die, too: that says nothing about them
             for process in self._processes():
                 process.restart_now()
@@ -313,7 +310,6 @@ class FleetProcesses:
         self.watch.read_soon()
 
     def _up(self, processes: list[Supervised]) -> bool:
-        """Raises StartFailed."""
         for process in processes:
             self._check_start(process)
         return all(process.stage is Stage.READY for process in processes)

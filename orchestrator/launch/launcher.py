@@ -283,7 +283,6 @@ class _Stop:
 
 
 def _open_log(folder: RunFolder, form: LogFormat, console: Console) -> None:
-    """Raises ConfigError."""
     try:
         console.log_file = LogFile(folder.log_path, form)
     except OSError as error:

@@ -93,8 +93,7 @@ class Machines(abc.ABC):
 
     @abc.abstractmethod
     def worker(self, unit: str, role: Role, setup: Setup, on_line: OnLine) -> ProcessGroup:
-        """A unit's process, not started yet, with the room that it has taken. Raises OSError, also where this
-        setup needs other room, which is not there."""
+        """Not started yet, with the room that it has taken. Raises OSError, also where this setup needs other room."""
 
     @abc.abstractmethod
     def frontend_nodes(self) -> Sequence[str] | None:

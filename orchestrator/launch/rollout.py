@@ -95,7 +95,6 @@ class Replacer:
         return await self._registry.rollout.change(rollout, rollout.to(ended))
 
     async def give_up(self, rollout: Rollout, why: str) -> None:
-        """Raises RedisAway."""
         if await self._registry.rollout.change(rollout, rollout.given_up(why)):
             if rollout.restart:
                 log.info("no more restarts: %s", why)  # the command that ordered them says it
@@ -144,7 +143,6 @@ class RolloutRunner:
         self._workers.setup = self._frontends.setup = await self._set_up(self.version)
 
     async def follow(self, snapshot: Snapshot, leads: bool) -> None:
-        """Raises RedisAway."""
         rollout = snapshot.rollout
         if rollout is None:  # none, none that this release can read, or Redis was restarted and has forgotten
             if self._known is not None:

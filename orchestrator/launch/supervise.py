@@ -124,12 +124,10 @@ class Supervised:
         return self._process.parts if self._process is not None else ()
 
     def runs_as(self, identity: str) -> bool:
-        """Whether this is the process that runs now."""
         return self.pid != 0 and self.last_identity == identity
 
     @property
     def last_lines(self) -> list[str]:
-        """The end of the output of what runs, or of what ran last."""
         return list(self._process.told.last_lines) if self._process is not None else []
 
     def mark_ready(self) -> None:
@@ -139,7 +137,6 @@ class Supervised:
             self._enter(Stage.READY)
 
     def seen(self) -> None:
-        """The registry has it."""
         self._missed_s = 0.0
 
     def missed(self, looked_s: float, timeout_s: float, there: Collection[str] = ()) -> None:

@@ -16,14 +16,12 @@ _NO_LIMIT = ("max", "-1")  # version 2, version 1
 
 
 def cpu_limit(root: Path = _ROOT, membership: Path = _MEMBERSHIP) -> float:
-    """How many cores' worth of CPU time this process may use (cgroups(7): cpu.max, cpu.cfs_quota_us); infinite without
-    a limit."""
+    """Cores' worth of CPU time that this process may use (cgroups(7): cpu.max, cpu.cfs_quota_us), or infinity."""
     return min(map(_cores, _groups("cpu", root, membership)), default=math.inf)
 
 
 def memory_limit(root: Path = _ROOT, membership: Path = _MEMBERSHIP) -> float:
-    """How many bytes this process may use together with its group (memory.max, memory.limit_in_bytes); infinite
-    without a limit."""
+    """Bytes that this process and its group may use (memory.max, memory.limit_in_bytes), or infinity."""
     return min(map(_bytes, _groups("memory", root, membership)), default=math.inf)
 
 

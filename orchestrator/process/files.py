@@ -39,8 +39,7 @@ def check_own(path: Path, or_roots: bool = False) -> None:
 
 
 def make_folder(path: Path) -> None:
-    """Make the folder and those above it that are missing, for this user only. Raises OSError; Foreign if it is there
-    and `check_own` refuses it."""
+    """Make it and the missing ones above, for this user only. Raises OSError; Foreign as `check_own` does."""
     if not path.parent.exists():
         make_folder(path.parent)
     with contextlib.suppress(FileExistsError):
@@ -78,8 +77,7 @@ def read_text(path: Path) -> str:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write the file anew: others see it as it was or whole, and none but this user can read it. Raises OSError,
-    Foreign."""
+    """Write it anew: others see it as it was or whole, and none but this user can. Raises OSError, Foreign."""
     temporary = path.with_name(f".{path.name}.tmp")
     check_own(path.parent)
     temporary.unlink(missing_ok=True)  # a writer that was killed left it

@@ -72,7 +72,6 @@ class Redis(redis.asyncio.Redis):
         self._why = ""
 
     async def execute_command(self, *args: Any, **options: Any) -> Any:
-        """One command. Raises RedisAway."""
         try:
             response = await self._ask(*args)
         except ResponseError as error:
@@ -134,7 +133,6 @@ class Redis(redis.asyncio.Redis):
         return NotCarriedOut(self._unusable(why))
 
     def _flush(self) -> None:
-        """Send all commands that have been collected."""
         self._flushes = False
         if self._pipe is not None and self._pipe.usable:
             self._send_batch(self._pipe)
@@ -241,7 +239,6 @@ class Redis(redis.asyncio.Redis):
         return f"Redis at {masked(self.url)} cannot be used: {why.rstrip('.')}. Start or repair it, or set redis.url"
 
     def listen(self, channel: str) -> AsyncGenerator[bytes | None, None]:
-        """See `Subscriptions`."""
         return self._subscriptions.listen(channel)
 
     async def aclose(self, close_connection_pool: bool | None = None) -> None:

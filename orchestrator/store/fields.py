@@ -53,8 +53,6 @@ class Launcher(msgspec.Struct, frozen=True):
 
 
 class Frontend(msgspec.Struct, frozen=True):
-    """One registered frontend."""
-
     id: str
     url: str  # empty while it takes no new requests
     process: str  # which it is, as `orchestrator.process.parent` tells processes apart

@@ -134,7 +134,6 @@ def loading_by_hand(holders: Mapping[str, Launcher]) -> dict[str, Role]:
 
 
 def rollout_status(rollout: Rollout, frontends: Mapping[str, Frontend]) -> RolloutStatus:
-    """A rollout as operators see it."""
     phase, old, new = rollout.phase, rollout.old.generation, rollout.new.generation
     by_hand = [frontend for frontend in frontends.values() if frontend.by_hand and frontend.url]
     behind = [f.url for f in by_hand if not rollout.under_way and f.generation != rollout.target.generation]

@@ -219,8 +219,7 @@ class PrefillQueue:
         return bool(await self.call("release", worker_id, request_id, attempt, JOB_TTL_S))
 
     async def expire_leases(self, worker_id: str) -> int:
-        """End the leases of a dead worker now, unless it is registered again. The next sweep returns its claims.
-        Returns how many leases were ended."""
+        """End the leases of a dead worker, unless it is registered again, for the next sweep. Returns how many."""
         return int(await self.call("expire_leases", worker_id))
 
     async def cancel(self, request_id: str, attempt: int) -> Literal["waiting", "claimed", "absent"]:
@@ -249,8 +248,7 @@ class PrefillQueue:
         return QueueDepth(*await self.call("depth"))
 
     async def poll(self) -> QueueDepth:
-        """The depth of the queue. Raises RedisAway also if Redis answers but refuses writes, since waiting jobs cannot
-        be claimed then. O(1)."""
+        """As `depth`. Raises RedisAway also where Redis refuses writes: nothing can be claimed then. O(1)."""
         return QueueDepth(*await self.call("poll"))
 
     async def states(self, request_ids: Sequence[str]) -> dict[str, JobState]:

@@ -111,8 +111,7 @@ class Registry:
         return told
 
     async def leave(self, worker_id: str, engine_id: str = "") -> None:
-        """Remove a worker at once, because it stops or was seen to die. With an engine id only that engine's entry is
-        removed. Idempotent."""
+        """Remove a worker at once; with an engine id, only that engine's entry. Idempotent."""
         await self._call("remove_member", "worker", worker_id, engine_id)
 
     async def known_for_s(self) -> float:
@@ -175,8 +174,7 @@ class Registry:
         await self._call("clear_orders", worker_id, sequence)
 
     async def ordered(self, unit: str) -> AsyncGenerator[None, None]:
-        """Yields when there may be orders for this unit; the next refresh of its ranks returns them. Never ends, never
-        raises."""
+        """Yields when there may be orders for this unit, which its next heartbeat returns. Never ends, never raises."""
         async with contextlib.aclosing(self._redis.listen(self.keys.orders(unit))) as orders:
             async for _ in orders:
                 yield
@@ -289,8 +287,7 @@ class Registry:
     # ---- events ------------------------------------------------------------------------------------------------
 
     async def watch(self) -> AsyncGenerator[None, None]:
-        """Yields when the registry may have changed: first, after each change, and after each reconnection. Never ends,
-        never raises RedisAway."""
+        """Yields first, when the registry may have changed, and after each reconnection. Never ends, never raises."""
         pruner = asyncio.create_task(self._prune(), name="registry-pruner")
         try:
             async with contextlib.aclosing(self._redis.listen(self.keys.events)) as payloads:

@@ -71,8 +71,7 @@ class Subscriptions:
             await self._connection.disconnect(nowait=True)
 
     async def _send(self, command: str, channels: Iterable[bytes]) -> None:
-        """One command for each, so that each has an answer of its own. What cannot be sent is sent again with the next
-        connection."""
+        """One command for each, which has its own answer. What cannot be sent is sent with the next connection."""
         connection, each = self._connection, list(channels)
         if connection is None or not connection.is_connected:  # it would connect by itself, and nobody would read it
             return

@@ -49,16 +49,14 @@ async def get(
 def fetch(
     url: str, path: str, key: str | None, timeout_s: float = _TIMEOUT_S, body: object = None
 ) -> tuple[int, bytes]:
-    """Status and body of the answer to a GET, or to a POST of this body. `key`: the operator's. Raises what is in
-    `UNANSWERED`."""
+    """Status and body of the answer to a GET, or to a POST of this body. Raises what is in `UNANSWERED`."""
     with contextlib.closing(_connection(url, key, timeout_s)) as connection:
         answer = _answer(connection, url, path, key, body)
         return answer.status, answer.read()
 
 
 def _connection(url: str, key: str | None, timeout_s: float) -> http.client.HTTPConnection:
-    """The server's certificate is verified only where a key leaves this machine: it may be one that this machine does
-    not know."""
+    """Verifies the server's certificate only where a key leaves this machine, which may not know it."""
     parts = urlsplit(url)
     if parts.scheme != "https":
         return http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=timeout_s)
@@ -101,8 +99,7 @@ async def ask_registered(
 
 
 def reachable(urls: list[str], redis_url: str) -> list[str]:
-    """The URLs that reach this fleet's frontends, each once. A frontend of another host that is registered with a
-    loopback address is left out: here that address is this host."""
+    """The URLs that reach this fleet's frontends, each once: with a loopback address another host's is this host."""
     return [url for url in dict.fromkeys(urls) if not leads_here(url) or leads_here(redis_url)]
 
 

@@ -153,8 +153,7 @@ def as_object(line: str) -> str:
 
 
 def _following(path: Path, file: IO[str], rest: str) -> Iterator[str]:
-    """Lines that follow what was read of `file`, which ended in `rest`; also those of the file that replaces a full
-    one."""
+    """Lines that follow what was read of `file`, which ended in `rest`; also of the file that replaces a full one."""
     while True:
         if text := file.read():
             *whole, rest = (rest + text).split("\n")

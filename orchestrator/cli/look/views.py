@@ -141,7 +141,6 @@ _SELDOM = ("sim.", "routing.", "kv.", "ratio.", "scale.attainment", "launcher.re
 
 
 def how_often(key: str) -> str:
-    """The group of a configuration key."""
     if key in _OFTEN:
         return OFTEN
     return SELDOM if key.startswith(_SELDOM) or key.endswith(("timeout_s", "after_s")) else SOMETIMES

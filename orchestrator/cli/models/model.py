@@ -143,8 +143,6 @@ async def _add(fleet: OpenFleet, whole: str, name: str, section: dict[str, Any],
 
 
 async def _remove(fleet: OpenFleet, whole: str, name: str, patience_s: float, show: Show) -> None:
-    """Raises Refused."""
-
     def wanted(listed: ModelList) -> ModelList:
         if name not in listed.models:
             raise Refused(f"{name}: the fleet has no such model; it has {', '.join(listed.models)}")
@@ -157,7 +155,6 @@ async def _remove(fleet: OpenFleet, whole: str, name: str, patience_s: float, sh
 
 
 async def _change(fleet: OpenFleet, whole: str, wanted: Callable[[ModelList], ModelList]) -> None:
-    """Raises Refused."""
     store = _store(fleet, whole)
 
     async def decide() -> bool | None:
@@ -199,7 +196,6 @@ async def _follow(fleet: OpenFleet, whole: str, name: str, patience_s: float, sh
 
 
 async def _look(registry: Registry, name: str, model: ListedModel) -> Seen:
-    """Raises RedisAway."""
     reading, frontends = await registry.read(), await registry.frontends()
     idle = model.state is ModelState.SERVING and reading.desired is not None and reading.desired.idle
     ready = [info.role.value for info in reading.units.values() if info.state is WorkerState.READY]
@@ -218,7 +214,6 @@ async def _look(registry: Registry, name: str, model: ListedModel) -> Seen:
 
 
 async def _list(store: ModelStore, whole: str) -> ModelList:
-    """Raises Refused."""
     listed = await store.read()
     if listed is None:
         raise Refused(

@@ -153,7 +153,6 @@ async def _run_with_progress(load: Load, server: str, run: Callable[[Callable[[S
 
 
 def parse_rates(text: str | None) -> list[float]:
-    """Raises ConfigError."""
     if text is None:
         return []
     if not (found := positive_numbers(text)):

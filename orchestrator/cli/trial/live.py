@@ -20,8 +20,7 @@ MIN_REQUESTS = 20  # fewer give no useful figures
 
 
 def live_load(url: str) -> Load:
-    """The latest requests of the frontends at `url`, from their request logs. Which prefixes they shared is not known.
-    Raises ConfigError."""
+    """The latest requests of the frontends at `url`, whose logs tell no shared prefixes. Raises ConfigError."""
     of_one_model(url, _get(url, "/fleet"))
     ended = [line for line in _ended(url) if line.get("output_tokens")]
     if len(ended) < MIN_REQUESTS:
@@ -45,7 +44,6 @@ def live_load(url: str) -> Load:
 
 
 def _ended(url: str) -> list[dict[str, Any]]:
-    """The latest requests of all frontends."""
     told: list[dict[str, Any]] = _get(url, f"/requests?latest={LATEST}").get("requests", [])
     return told
 

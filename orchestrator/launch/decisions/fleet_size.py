@@ -133,8 +133,6 @@ class FleetSize:
 
 
 class Idleness:
-    """`observe` every reading."""
-
     def __init__(self) -> None:
         # Monotonic; since then a decode worker has been ready, and no frontend has gone: its requests may go on.
         self._awake_since: float | None = None
@@ -170,8 +168,7 @@ class FrontendSample(msgspec.Struct, frozen=True):
 
 
 def frontends_wanted(samples: Sequence[FrontendSample], least: int, most: int, now: float) -> int | None:
-    """The new number of frontends, within the limits, or None for no change. All `samples`, oldest first, are of the
-    present number."""
+    """Another number of frontends, or None. All `samples`, oldest first, are of the present number."""
     if not samples:
         return None
     last = samples[-1]

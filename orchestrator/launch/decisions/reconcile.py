@@ -20,8 +20,6 @@ from orchestrator.types import DesiredRatio, Role
 
 
 class Start(msgspec.Struct, frozen=True):
-    """Start a process of this role."""
-
     role: Role
 
 
@@ -50,7 +48,6 @@ def decide(desired: DesiredRatio, workers: Sequence[PlannedWorker], decoded: boo
 
 
 def has_decoded(workers: Iterable[PlannedWorker]) -> bool:
-    """Whether a decode worker is ready."""
     return any(worker.role is Role.DECODE and worker.ready for worker in workers)
 
 
@@ -184,8 +181,7 @@ def _age_order(worker_id: str) -> tuple[int, str]:
 
 
 class OwnWorker(msgspec.Struct, frozen=True):
-    """A worker of the launcher that plans. `role` is the one that its next start gets, `process` which process runs as
-    it now, or nothing; `placed` and `leaving` as of PlannedWorker."""
+    """A worker of the launcher that plans. `role`: of its next start; `process`: which runs as it now, or nothing."""
 
     role: Role
     process: str = ""
@@ -221,6 +217,5 @@ def members(snapshot: Snapshot, own: Mapping[str, OwnWorker], launcher_id: str) 
 
 
 def workers_of_others(launchers: Mapping[str, Launcher], launcher_id: str) -> dict[str, Role]:
-    """The workers of the fleet's launchers but this one, and their roles."""
     others = [held for launcher, held in of_launchers(launchers).items() if launcher != launcher_id]
     return {name: role for held in others for name, role in held.workers.items()}

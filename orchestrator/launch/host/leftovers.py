@@ -76,8 +76,7 @@ class SharedMemory:
             self._used.setdefault(group, set()).update(names)
 
     def remove_files_of(self, group: int) -> list[str]:
-        """Remove the files of a group that has ended, except those that another group was seen to use. Returns their
-        names."""
+        """Remove the files of a group that has ended but those that another was seen to use. Returns their names."""
         own = self._used.pop(group, set())
         return remove_shared_memory(own - self.names, self._folder)
 

@@ -18,8 +18,7 @@ _NEXT = "the next worker"  # who asks the machine for room
 
 
 class LocalMachine(Machines):
-    """`config` says what a worker needs, until another is used; `shares` and `forks` are for all
-    models of this machine."""
+    """`config`: what a worker needs, until another is used. `shares`, `forks`: for all models of this machine."""
 
     remote = False
 

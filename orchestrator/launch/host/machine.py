@@ -41,7 +41,6 @@ class MachineShares:
     """Divides the cores or the GPUs of this machine among the workers of one fleet, of all its models."""
 
     def __init__(self, config: Config, *others: Config) -> None:
-        """`others`: the configurations of the fleet's other models."""
         self._config, self._configs = config, [config, *others]
         self._gpus: GpuShares | None = None
         self._cores: CoreShares | None = None
@@ -178,8 +177,7 @@ class GpuShares:
         return len(self._free)
 
     def take(self, owner: str, ranks: int, utilization: float | None = None) -> list[str]:
-        """As many distinct GPUs as `ranks`, those with most free memory first. Raises ConfigError if there are too
-        few."""
+        """As many distinct GPUs as `ranks`, those with most free memory first. Raises ConfigError."""
         if owner in self._held:
             return self._held[owner][0]
         share = utilization or _WHOLE_GPU

@@ -39,8 +39,7 @@ _NEVER = (errno.ENOENT, errno.ENOTDIR, errno.EACCES, errno.ENOEXEC)
 
 
 class ProcessSpec(msgspec.Struct, frozen=True):
-    """What to start. `env` is added to this process's environment. `forkable`: the same command, where its imports take
-    long."""
+    """`env` is added to this process's environment. `forkable`: the same command, where its imports take long."""
 
     name: str
     command: list[str]
@@ -149,7 +148,6 @@ class LocalProcess(Process):
         return await self._forks.start(program, env, output) if self._forks and program else None
 
     async def _executed(self, env: dict[str, str], output: int) -> asyncio.subprocess.Process:
-        """Raises OSError, CannotRun."""
         try:
             return await asyncio.create_subprocess_exec(
                 *self._spec.command,
@@ -240,7 +238,6 @@ class LocalProcess(Process):
 
 
 async def _reading(descriptor: int) -> tuple[asyncio.StreamReader, asyncio.BaseTransport]:
-    """A reader of the pipe, and what closes it."""
     reader = asyncio.StreamReader()
     protocol = asyncio.StreamReaderProtocol(reader)
     transport, _ = await asyncio.get_running_loop().connect_read_pipe(

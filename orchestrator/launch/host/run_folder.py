@@ -62,8 +62,6 @@ class StartedProcess(msgspec.Struct, frozen=True):
 
 
 class Ready(msgspec.Struct, frozen=True):
-    """The content of the `Ready` line."""
-
     url: str
     model: str
     fleet: str
@@ -189,8 +187,7 @@ class RunFolder:
         os.write(lock.fileno(), f"{own_identity()}\n".encode())
 
     def _keep_lock(self) -> None:
-        """Take the lock again if its file was removed. Raises OSError, ConfigError, and FleetRunning if another
-        launcher has taken the folder meanwhile."""
+        """Take the lock again if its file was removed. Raises OSError, ConfigError, and FleetRunning if another did."""
         if self._lock is not None and self._is_current(self._lock):
             if not os.fstat(self._lock.fileno()).st_size:  # the disk was full when the file was made
                 self._hold(self._lock)

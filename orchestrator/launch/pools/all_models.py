@@ -30,7 +30,6 @@ class ModelsProcesses:
             await fleet.start()
 
     def watch(self) -> None:
-        """Until they end."""
         for name in self.models:
             self._watch(name)
 

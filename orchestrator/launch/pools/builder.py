@@ -86,8 +86,7 @@ class ModelBuilder:
         )
 
     async def build_added(self, name: str, section: Mapping[str, Any], shared: Mapping[str, Any]) -> FleetProcesses:
-        """`section`: the model's part of a file; `shared`: what this launcher's file says of all. Raises
-        ConfigError."""
+        """`section`: the model's part of a file; `shared`: what the file here says of all. Raises ConfigError."""
         self._release(name)  # of an attempt before
         config = model_config(name, section, shared, self.configs, check_engine_args)
         config = msgspec.structs.replace(config, security=self._first.security)
@@ -98,8 +97,7 @@ class ModelBuilder:
         return self.build(name, config, found)
 
     async def forget(self, fleet: str, name: str) -> bool:
-        """Remove what a model without processes here has left. False while it has members elsewhere. Raises
-        RedisAway."""
+        """Remove what a model without processes here has left. False while others have some. Raises RedisAway."""
         self._release(name)
         if not await forget_namespace(self._redis, namespace_of(fleet, name)):
             return False
@@ -124,7 +122,6 @@ class ModelBuilder:
 
     def _preparing(self, name: str, machines: Machines) -> Callable[[Config, int], Awaitable[Setup]]:
         async def prepare(changed: Config, generation: int) -> Setup:
-            """Raises ConfigError."""
             if changed.python is not None and not machines.remote and shutil.which(changed.python) is None:
                 raise ConfigError(f"python: {cannot_run(changed.python)}")  # before any worker is drained for it
             found = await in_thread(partial(locate_model, name, changed, self._console))

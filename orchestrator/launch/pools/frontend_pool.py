@@ -84,7 +84,6 @@ class OfModel:
             self._pool.take_over(names)
 
     async def update(self, snapshot: Snapshot) -> None:
-        """Raises RedisAway."""
         if self.is_first:
             await self._pool.update(snapshot)
 
@@ -227,7 +226,6 @@ class FrontendPool:
                     await self._drain(placed)
 
     async def _drain(self, placed: _Placed) -> None:
-        """Raises RedisAway."""
         if placed.ready:
             await self.models[0].registry.order_frontend_drain(placed.id)
             placed.process.expect_exit(self._workers.drain_timeout_s)

@@ -84,7 +84,6 @@ class ModelFollower:
             await cancelled(*self._doing.values())
 
     async def _follow(self) -> None:
-        """Raises RedisAway."""
         listed = await self._store.read()
         if listed is None:  # Redis was restarted, and has forgotten
             self._away_at = time.monotonic()

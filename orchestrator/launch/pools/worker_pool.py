@@ -171,8 +171,7 @@ class WorkerPool:
         await decided(decide)
 
     async def hold_ids(self) -> None:
-        """Tell the other launchers which workers are ours, and of which generation those are that we start; call it
-        within `workers.timeout_s`. Raises RedisAway."""
+        """Tell others what is ours, and which generation we start, within `workers.timeout_s`. Raises RedisAway."""
         me = self._holder
         await self._registry.refresh_launcher(me.id, me.held, me.ttl_s)
 
@@ -207,16 +206,13 @@ class WorkerPool:
         return snapshot.read_at >= self._complete_at
 
     def actions(self, desired: DesiredRatio, workers: list[PlannedWorker]) -> list[Action]:
-        """What is to be done now."""
         self._decoded |= has_decoded(workers)
         return decide(desired.now, workers, self._decoded)
 
     def planned(self, snapshot: Snapshot) -> list[PlannedWorker]:
-        """All workers of the fleet, as planning takes them."""
         return members(snapshot, {name: slot.own for name, slot in self.slots.items()}, self.launcher_id)
 
     def workers_of_others(self, launchers: dict[str, Launcher]) -> dict[str, Role]:
-        """The workers of the fleet's other launchers, and their roles."""
         return workers_of_others(launchers, self.launcher_id)
 
     async def close(self) -> None:

@@ -126,7 +126,6 @@ class Runner:
         return lines
 
     async def stop(self, timeout_s: float) -> None:
-        """See LocalProcess.stop."""
         if self._process is not None:
             await self._process.stop(timeout_s)
 
@@ -135,7 +134,6 @@ class Runner:
             self._process.kill()
 
     async def _started(self, order: Order) -> LocalProcess:
-        """Raises ConfigError, OSError."""
         self._role = order.role.value if isinstance(order, RunWorker) else ""  # at once: to fetch a model takes minutes
         adopt_orphans()
         host = ray.util.get_node_ip_address()

@@ -140,8 +140,7 @@ def counts(counter: Labelled, *labels: str) -> collections.Counter[str]:
 
 
 def keep_counting() -> None:
-    """From now on the folder of the files is created again if it is missing, and what finds no room in a file is kept
-    in memory. Idempotent."""
+    """From now on a missing folder of the files is made, and what finds no room in a file is in memory. Idempotent."""
     values.MmapedDict = _Kept  # type: ignore[assignment,misc]
 
 
@@ -207,8 +206,7 @@ def shown(registry: CollectorRegistry) -> bytes:
 
 
 def join_ended() -> None:
-    """Add what frontends counted that have ended to one file of each kind, and remove theirs. Where that cannot be done
-    now, a later frontend does it."""
+    """Join the files of frontends that have ended, one for each kind. If it cannot be done now, a later one does it."""
     with contextlib.suppress(OSError), locked((place := _folder()) / _LOCK, 0.0):
         ended = [path for path in place.glob("*_*.db") if _has_ended(path.stem.rpartition("_")[2])]
         for kind in _SUMMED:
@@ -230,8 +228,7 @@ def _has_ended(pid: str) -> bool:
 
 
 def _join(ended: list[Path], into: Path) -> None:
-    """Prometheus knows counters that begin anew, and none that were counted twice: should this be cut short, something
-    is missing."""
+    """If this is cut short, something is missing: Prometheus knows counters that begin anew, none counted twice."""
     totals: collections.Counter[str] = collections.Counter()
     for path in [*ended, *([into] if into.exists() else [])]:
         totals.update(_values_of(path))

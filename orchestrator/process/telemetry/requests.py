@@ -77,8 +77,7 @@ class Stage(msgspec.Struct, frozen=True):
 
 
 def stages(line: RequestLine) -> list[Stage]:
-    """The stages of the last attempt, in order. The time of earlier attempts is in `place`, the first stage after
-    `frontend`. Stages that did not happen are left out."""
+    """Of the last attempt, in order, but those that did not happen. The time of earlier attempts is in `place`."""
     begin_ms = line.frontend_ms or 0.0
     end_ms = begin_ms + line.total_ms
     found = [Stage("frontend", 0.0, begin_ms)]

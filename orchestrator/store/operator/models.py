@@ -65,8 +65,7 @@ class ModelStore(Document[ModelList]):
         return await super().read()
 
     async def is_followed(self, listed: ModelList, has_ended: Callable[[str], bool]) -> bool:
-        """Whether a launcher runs the fleet of this list, which outlives it. `has_ended`: whether a launcher is known
-        to have, which may still be registered."""
+        """Whether a launcher runs this list's fleet. `has_ended`: that one is known to have, though registered."""
         for name in listed.models:
             launchers = of_launchers(await Registry(self._redis, namespace_of(self._fleet, name)).launchers())
             if any(not has_ended(launcher) for launcher in launchers):
@@ -75,6 +74,5 @@ class ModelStore(Document[ModelList]):
 
 
 async def forget_namespace(redis: Redis, namespace: str) -> bool:
-    """Remove everything that a model has in Redis, once it has no member any more. False while it has one.
-    Raises RedisAway."""
+    """Remove all that a model without members has in Redis. False while it has some. Raises RedisAway."""
     return bool(await redis.call(REGISTRY, "forget", Keys(namespace).prefix))
