@@ -25,7 +25,6 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from support_redis import RedisOnPort
 from support_vllm import tiny_model
 from support_workers import Workers, running_workers
 from vllm.sampling_params import SamplingParams
@@ -35,8 +34,10 @@ from vllm.v1.engine import EngineCoreRequest
 from orchestrator.config.model import resolve_model
 from orchestrator.frontend.codec.vllm_codec import VllmCodec
 from orchestrator.frontend.wiring import FleetConnection
+from orchestrator.launch.host.redis_server import EmbeddedRedis
 from orchestrator.process.telemetry.metrics import Metrics
 from orchestrator.types import Role
+from orchestrator.wire.addresses import free_ports
 
 HERE = Path(__file__).parent
 
@@ -142,9 +143,9 @@ def _text_prompts(tokenizer: Any, count: int, tokens: int) -> list[list[int]]:
 async def fleet(model: str, engine_args: dict[str, Any]) -> AsyncIterator[dict[str, Client]]:
     cores = sorted(os.sched_getaffinity(0))
     halves = {Role.PREFILL: cores[: len(cores) // 2] or cores, Role.DECODE: cores[len(cores) // 2 :]}
-    server = RedisOnPort()
+    server = EmbeddedRedis()
     with tempfile.TemporaryDirectory() as folder:
-        await server.start(Path(folder))
+        await server.start(Path(folder), next(free_ports("127.0.0.1")))
         try:
             times = {"timeout_s": 10.0, "start_timeout_s": START_S}
             async with running_workers(server, workers={"engine_args": engine_args, **times}) as workers:

@@ -22,11 +22,9 @@ from orchestrator.launch.host.machine import find_cores, find_gpus
 from orchestrator.process.files import CONFIG_BYTES, read_plain_file
 
 app = typer.Typer()
-config_app = typer.Typer(help="Check, show and start configuration files.")
-app.add_typer(config_app, name="config")
 
 
-@config_app.command("check")
+@app.command("check")
 def config_check(file: Annotated[Path, typer.Argument()], set_: SetOption = None, as_json: JsonOption = False) -> None:
     """Check a file without starting anything."""
     said = [_in_brief(name, config) for name, config in checked_models(file, set_ or ()).items()]
@@ -44,14 +42,14 @@ def _in_brief(name: str, config: Config) -> dict[str, str]:
     return {**({"name": name} if name else {}), "fleet": shape, "engine": config.engine, "model": config.model}
 
 
-@config_app.command("keys")
+@app.command("keys")
 def keys(as_json: JsonOption = False) -> None:
     """List every key with its type and default, those that most fleets set first."""
     keys = [{"key": key, "type": kind, "default": default} for key, kind, default in config_keys(Config)]
     say([key | {"group": how_often(key["key"])} for key in keys], keys_view(Config), as_json)
 
 
-@config_app.command("show")
+@app.command("show")
 def show(
     file: Annotated[
         Path | None, typer.Argument(help="A YAML file; default: the configuration of the fleet on this machine.")
@@ -96,7 +94,7 @@ def _effective(config: Config, origins: dict[str, str], otherwise: str) -> Itera
         yield {"key": key, "value": shown(key, value), "from": origin}
 
 
-@config_app.command("init")
+@app.command("init")
 def init(
     file: Annotated[Path | None, typer.Argument(help="The file to write; default: standard output.")] = None,
 ) -> None:

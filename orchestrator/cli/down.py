@@ -22,7 +22,6 @@ app = typer.Typer()
 
 @app.command()
 def down(namespace: WholeFleetOption = None, as_json: JsonOption = False) -> None:
-    """End the fleet that runs here, and wait until it is gone."""
     if namespace is None and not held_namespaces():
         abandoned = abandoned_namespaces()
         if not abandoned:

@@ -105,15 +105,17 @@ class Commands(TyperGroup):
 
 
 def load(name: str) -> Any:
-    """The command of this name as its module defines it."""
-    where, _ = COMMANDS[name]
+    """The command of this name as its module defines it: one of several there, or all that the module has."""
+    where, line = COMMANDS[name]
     module = importlib.import_module(f"orchestrator.cli.{where}")
     group: Any = typer.main.get_group(module.app)
     gc.freeze()  # what was imported stays
     gc.enable()
     if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    return group.commands[name]
+    command = group.commands.get(name, group)
+    command.name, command.help = name, command.help or line
+    return command
 
 
 app = typer.Typer(

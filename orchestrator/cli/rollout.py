@@ -69,7 +69,6 @@ def rollout_command(
     force: ForceOption = False,
     as_json: bool = False,
 ) -> None:
-    """Roll a new configuration out to all workers, then all frontends: no request fails."""
     if abort == (config is not None):
         raise Refused("expected CONFIG, or --abort and no CONFIG")
     tree = overridden(read_tree(config), set_ or []) if config is not None else {}
@@ -141,7 +140,6 @@ def restart_command(
     force: ForceOption = False,
     as_json: bool = False,
 ) -> None:
-    """Restart workers, a few at a time, each after it has drained: no request fails."""
     handle = named.find()
     show = print_json if as_json else show_event
     ask(handle, lambda fleet: restart(fleet, handle.workers, only, max_unavailable, force, show))

@@ -19,7 +19,7 @@ from orchestrator.types import Role
 ForceOption = Annotated[bool, typer.Option("--force", help="Allow it for the last worker of a role.")]
 _LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 app = typer.Typer()
-queue_app = typer.Typer(help="Show the prefill queue, or one job of it.", invoke_without_command=True)
+queue_app = typer.Typer(invoke_without_command=True)
 app.add_typer(queue_app, name="queue")
 
 
@@ -31,7 +31,6 @@ def scale(
         bool, typer.Option("--force", help="Allow more than there is room for, or none that is needed.")
     ] = False,
 ) -> Said:
-    """Set how many workers of each role there should be."""
     counts = _counts(targets)
     wanted = fleet.ask(lambda there: _steer(there).scale(**counts, force=force))
     desired = {"prefill": wanted.prefill, "decode": wanted.decode}
@@ -45,7 +44,6 @@ def role(
     new_role: Annotated[Role, typer.Argument(metavar="prefill|decode")],
     force: ForceOption = False,
 ) -> Said:
-    """Change a running worker's role in place; the desired ratio follows."""
     changed = fleet.ask(lambda there: _steer(there).change_role(worker, new_role, force))
     said = f"{worker}: {'becomes' if changed else 'is already'} a {new_role.value} worker"
     return {"worker": worker, "role": new_role.value, "changed": changed}, said
@@ -72,7 +70,6 @@ def log_level(
 
 @fleet_command(app.command())
 def drain(fleet: Named, worker: WorkerArgument, force: ForceOption = False) -> Said:
-    """Let a worker finish its requests, then end it; the desired ratio follows."""
     changed = fleet.ask(lambda there: _steer(there).drain(worker, force))
     return {"worker": worker, "changed": changed}, f"{worker}: {'draining' if changed else 'is draining already'}"
 
@@ -83,7 +80,6 @@ def queue(
     context: typer.Context,
     limit: Annotated[int, typer.Option("--limit", min=1, max=1000, help="How many jobs to show.")] = 20,
 ) -> Said | None:
-    """Show the head of the prefill queue, next first."""
     if context.invoked_subcommand is not None:
         return None
 

@@ -24,13 +24,11 @@ from orchestrator.cli.handle import (
 from orchestrator.config.models import load_models
 from orchestrator.config.settings import Config, Refused
 
-app = typer.Typer()
-doctor_app = typer.Typer(help="Check this host, Redis and the KV paths between workers.", invoke_without_command=True)
-app.add_typer(doctor_app, name="doctor")
+app = typer.Typer(invoke_without_command=True)
 _COLOURS = {"ok": "green", "warn": "yellow", "fail": "red"}
 
 
-@fleet_command(doctor_app.callback())
+@fleet_command(app.callback())
 def doctor(
     fleet: Named,
     context: typer.Context,
@@ -61,7 +59,7 @@ async def _all_checks(configs: Sequence[Config], host: bool, fleet: Named) -> As
         yield Check("Redis", "ok", f"not checked: {error}")
 
 
-@fleet_command(doctor_app.command("kv"))
+@fleet_command(app.command("kv"))
 def kv(
     fleet: Named,
     source: Annotated[str, typer.Argument(metavar="A", help="The worker that sends KV.")],
@@ -72,7 +70,7 @@ def kv(
     _report(kv_checks(fleet.find(), source, target), as_json)
 
 
-@fleet_command(doctor_app.command("ports"))
+@fleet_command(app.command("ports"))
 def ports(
     fleet: Named,
     host: Annotated[str, typer.Argument(metavar="HOST", help="Address or name of a host on which the fleet runs.")],

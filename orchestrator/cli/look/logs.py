@@ -51,7 +51,6 @@ def logs(
     namespace: WholeFleetOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Show the output of the fleet's processes on this machine."""
     path = RunFolder(namespace_here(namespace)).log_path
     mine = _of(process)
     try:
@@ -81,7 +80,6 @@ def events(
     ] = 50,
     as_json: bool = False,
 ) -> None:
-    """Show workers that joined, left or were lost, changes of role and ratio, and retries."""
     show = print_json if as_json else _print_event
     asyncio.run(_events(fleet.find(), lines, follow, show))
 

@@ -37,7 +37,6 @@ def status(
     watch: Annotated[bool, typer.Option("--watch", help="Refresh every second until Ctrl-C.")] = False,
     as_json: bool = False,
 ) -> Said | None:
-    """Show workers, their KV blocks and the queue."""
     if not (watch or fleet.by_address) and len(models := models_here(fleet.namespace)) > 1:
         all_seen = {model: asyncio.run(fleet_status(find_fleet(its, None))) for model, its in models.items()}
         shown = [fleet_view(seen, model) for model, seen in all_seen.items()]

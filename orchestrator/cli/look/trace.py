@@ -54,7 +54,6 @@ def trace(
     slowest: Annotated[int, typer.Option("--slowest", min=0, help="Show the N slowest requests.")] = 0,
     as_json: bool = False,
 ) -> None:
-    """Show how long each stage of an ended request took."""
     if sum((request_id is not None, last, slowest > 0)) != 1:
         raise Refused("name one request: its ID, --last, or --slowest N")
     found = [] if fleet.by_address else _chosen(_logged(fleet.namespace), request_id, slowest)

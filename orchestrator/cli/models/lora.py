@@ -19,12 +19,10 @@ from orchestrator.config.settings import Refused
 
 _TIMEOUT_S = 300.0  # in which every worker loads the adapter, or its repository's download ends
 app = typer.Typer()
-lora_app = typer.Typer(help="List the LoRA adapters that the fleet serves; add one while it runs, or remove one.")
-app.add_typer(lora_app, name="lora")
 NameArgument = Annotated[str, typer.Argument(help="What clients name as `model`.")]
 
 
-@fleet_command(lora_app.command("list"), by_url=True)
+@fleet_command(app.command("list"), by_url=True)
 def list_command(fleet: Named) -> Said:
     """Show the adapters, those of the configuration included."""
     listed = _asked(fleet, "/v1/models")
@@ -36,7 +34,7 @@ def list_command(fleet: Named) -> Said:
     return {"adapters": adapters}, shown
 
 
-@fleet_command(lora_app.command("add"), by_url=True)
+@fleet_command(app.command("add"), by_url=True)
 def add_command(
     fleet: Named,
     name: NameArgument,
@@ -49,7 +47,7 @@ def add_command(
     return {"name": name, "path": path}, f"{name}: added"
 
 
-@fleet_command(lora_app.command("remove"), by_url=True)
+@fleet_command(app.command("remove"), by_url=True)
 def remove_command(fleet: Named, name: NameArgument) -> Said:
     """Let no frontend serve an adapter any more."""
     _asked(fleet, "/v1/unload_lora_adapter", {"lora_name": name})

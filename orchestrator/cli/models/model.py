@@ -40,8 +40,6 @@ from orchestrator.types import WorkerState
 _LOOK_EVERY_S = 0.2
 _INCOMPLETE = 1  # the exit code when frontends that were started by hand do not follow
 app = typer.Typer()
-model_app = typer.Typer(help="List the fleet's models; add one to it while it runs, or remove one.")
-app.add_typer(model_app, name="model")
 Show = Callable[["Seen"], None]
 
 
@@ -59,7 +57,7 @@ class Seen(msgspec.Struct, frozen=True):
     why: str = ""
 
 
-@fleet_command(model_app.command("list"), whole=True)
+@fleet_command(app.command("list"), whole=True)
 def list_command(named: Named) -> Said:
     """Show the fleet's models."""
     handle = find_whole_fleet(named)
@@ -77,7 +75,7 @@ def list_command(named: Named) -> Said:
     return {"revision": revision, "models": models}, plain_table(columns, rows)
 
 
-@fleet_command(model_app.command("add"), whole=True)
+@fleet_command(app.command("add"), whole=True)
 def add_command(
     named: Named,
     file: Annotated[Path, typer.Argument(help="The model's configuration: what would stand under models.NAME.")],
@@ -104,7 +102,7 @@ def add_command(
         raise typer.Exit(_INCOMPLETE)
 
 
-@fleet_command(model_app.command("remove"), whole=True)
+@fleet_command(app.command("remove"), whole=True)
 def remove_command(
     named: Named,
     name: Annotated[str, typer.Argument(help="The model, as `orchestrator model list` shows it.")],

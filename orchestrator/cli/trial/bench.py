@@ -58,7 +58,6 @@ def bench_command(
         int | None, typer.Option("--seed", min=0, help="Seed of the prompts; a server may cache them.")
     ] = None,
 ) -> None:
-    """Send load to one server, or to two in turns, and report latencies and goodput."""
     if scale <= 0 or ttft_s <= 0 or tpot_s <= 0:
         raise ConfigError("--scale-tokens, --ttft, --tpot: expected more than 0")
     check_writable(json_file, html_file)

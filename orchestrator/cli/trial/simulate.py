@@ -73,7 +73,6 @@ def simulate_command(
     as_json: Annotated[bool, _option("--json", "JSON instead of a table.")] = False,
     plot: Annotated[Path | None, _option("--plot", "A PNG: attainment by rate, or block usage by time.")] = None,
 ) -> None:
-    """Simulate a fleet under a load, with the router's own policies and no engines."""
     load = parse_load(trace, requests, seed)
     worker = parse_profile(profile)
     served = parse_configuration(config, sets, model)

@@ -14,7 +14,7 @@ runner = CliRunner()
 
 
 def shown(*arguments: str) -> dict[str, tuple[object, str]]:
-    done = runner.invoke(app, ["config", "show", "--json", *arguments])
+    done = runner.invoke(app, ["show", "--json", *arguments])
     assert done.exit_code == 0, done.output
     return {row["key"]: (row["value"], row["from"]) for row in json.loads(done.stdout)}
 
@@ -47,7 +47,7 @@ def test_without_a_file_or_a_fleet_it_asks_for_a_file(tmp_path: Path, monkeypatc
     """Not for the Redis of a fleet elsewhere, which does not have this host's part."""
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     for arguments, where in (((), ""), (("--namespace", "other"), " in namespace 'other'")):
-        said = runner.invoke(app, ["config", "show", *arguments]).exception
+        said = runner.invoke(app, ["show", *arguments]).exception
         assert str(said) == f"no fleet runs on this machine{where}; name a file"
 
 
@@ -55,7 +55,7 @@ def test_a_file_of_one_model_may_be_asked_for_its_namespace(tmp_path: Path):
     file = tmp_path / "c.yaml"
     file.write_text("model: demo\nnamespace: mine\n")
     assert shown(str(file), "--namespace", "mine") == shown(str(file))
-    wrong = runner.invoke(app, ["config", "show", str(file), "--namespace", "yours"]).exception
+    wrong = runner.invoke(app, ["show", str(file), "--namespace", "yours"]).exception
     assert "has one: leave --model out" in str(wrong)
 
 
@@ -63,7 +63,7 @@ def test_a_file_of_one_model_may_be_asked_for_its_namespace(tmp_path: Path):
 def test_a_file_that_is_not_utf8_is_refused_in_one_line(command: str, tmp_path: Path):
     file = tmp_path / "c.yaml"
     file.write_bytes("model: démo\n".encode("latin-1"))
-    said = runner.invoke(app, ["config", command, str(file)]).exception
+    said = runner.invoke(app, [command, str(file)]).exception
     assert isinstance(said, ConfigError) and str(said) == f"{file}: expected text in UTF-8, got byte 0xe9"
 
 
@@ -84,9 +84,9 @@ def test_default_config_is_valid_for_each_machine(gpus: int, fleet: tuple[int, i
 
 def test_existing_file_is_kept(tmp_path: Path):
     file = tmp_path / "c.yaml"
-    assert runner.invoke(app, ["config", "init", str(file)]).exit_code == 0
+    assert runner.invoke(app, ["init", str(file)]).exit_code == 0
     before = file.read_text()
-    assert isinstance(runner.invoke(app, ["config", "init", str(file)]).exception, Refused)
+    assert isinstance(runner.invoke(app, ["init", str(file)]).exception, Refused)
     assert file.read_text() == before
 
 
@@ -103,6 +103,6 @@ def test_keys_and_passwords_are_not_shown(tmp_path: Path):
     assert (rows["security.operator_key"][0], rows["security.api_keys"][0]) == ("***", ["***", "***"])
     assert rows["workers.engine_args"][0] == {"hf_token": "***", "max_num_batched_tokens": 8}
     assert rows["workers.env"][0] == {"HF_TOKEN": "***"}
-    assert "hidden" not in runner.invoke(app, ["config", "show", str(file)]).output
+    assert "hidden" not in runner.invoke(app, ["show", str(file)]).output
     file.write_text("model: demo\n")
     assert not [key for key, (value, _) in shown(str(file)).items() if "***" in str(value)], "no key, no password"
