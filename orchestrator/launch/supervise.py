@@ -19,7 +19,7 @@ from orchestrator.config.settings import LauncherConfig
 from orchestrator.launch.host.process import CannotRun, Process
 from orchestrator.launch.host.process_group import ProcessGroup
 from orchestrator.process.parent import EXIT_AGAIN
-from orchestrator.process.tasks import cancelled, first_of
+from orchestrator.process.tasks import first_of
 
 log = logging.getLogger("pd.launcher")
 
@@ -217,18 +217,18 @@ class Supervised:
         """Wait for room. False when it was told to end meanwhile."""
         if self._place is None:
             return True
-        placed = asyncio.create_task(self._place())
-        stop = asyncio.create_task(self._stopping.wait())
+        waits = asyncio.get_running_loop().call_later(_PLACED_AT_ONCE_S, self._wait_for_room)
         try:
-            await asyncio.wait({placed, stop}, timeout=_PLACED_AT_ONCE_S, return_when=asyncio.FIRST_COMPLETED)
-            if not placed.done() and not stop.done():
-                self._enter(Stage.PLACING)
-                await asyncio.wait({placed, stop}, return_when=asyncio.FIRST_COMPLETED)
-            if placed.done():
-                placed.result()
-            return placed.done() and self._wanted
+            async with first_of(self._place(), self._stopping.wait()) as placed:
+                if placed.done():
+                    placed.result()
+                return placed.done() and self._wanted
         finally:
-            await cancelled(placed, stop)
+            waits.cancel()
+
+    def _wait_for_room(self) -> None:
+        if self._wanted:  # else it leaves, and waits no more
+            self._enter(Stage.PLACING)
 
     async def _run_once(self) -> int:
         """One process from its start to its end. Returns the exit code."""

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Mapping
-from typing import Any
+from collections.abc import Mapping
 
 from orchestrator.launch.fleet_processes import FleetProcesses
 from orchestrator.process.tasks import cancelled
@@ -56,7 +55,12 @@ class ModelsProcesses:
 
     async def until_ready(self) -> None:
         """Returns when all are. Raises StartFailed."""
-        await _together([fleet.until_ready() for fleet in self.models.values()])
+        try:
+            async with asyncio.TaskGroup() as together:
+                for fleet in self.models.values():
+                    together.create_task(fleet.until_ready())
+        except ExceptionGroup as failed:
+            raise failed.exceptions[0] from None
 
     async def end(self) -> None:
         """Frontends first, then the workers of all models, at once. Returns when all are gone."""
@@ -68,14 +72,3 @@ class ModelsProcesses:
     def kill(self) -> None:
         for fleet in self.models.values():
             fleet.kill()
-
-
-async def _together(doing: list[Coroutine[Any, Any, None]]) -> None:
-    """Returns when all have; the first that raises ends the others, and is raised."""
-    tasks = [asyncio.create_task(each) for each in doing]
-    try:
-        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
-        for task in done:
-            task.result()
-    finally:
-        await cancelled(*tasks)

@@ -24,7 +24,7 @@ from orchestrator.launch.machines import Machines, OnLine, Setup, ranks_of, unit
 from orchestrator.launch.ray.connection import left_running, names_begin
 from orchestrator.launch.ray.places import Bundles, Places, first_line, shown
 from orchestrator.launch.ray.process import RayProcess, Runners
-from orchestrator.launch.ray.runner import RunFrontend, RunWorker
+from orchestrator.launch.ray.runner import Order
 from orchestrator.process.tasks import Asked, in_thread
 from orchestrator.types import Role
 
@@ -99,7 +99,7 @@ class RayCluster(Machines):
             bundle = needed[index]
             return {"num_cpus": bundle["CPU"], "num_gpus": bundle.get("GPU", 0), "scheduling_strategy": strategy}
 
-        orders = [RunWorker(setup.config, rank, role, setup.generation, group) for rank in ranks]
+        orders = [Order(setup.config, rank, setup.generation, role, group) for rank in ranks]
         placed = [(order, partial(options, index)) for index, order in enumerate(orders)]
         return ProcessGroup([RayProcess(order, where, on_line, self._runners) for order, where in placed])
 
@@ -116,7 +116,7 @@ class RayCluster(Machines):
 
         if node not in (self._nodes or {}):
             raise OSError(0, f"node {node} is gone" if self._nodes is not None else "the cluster's nodes are not known")
-        order = RunFrontend(setup.config, name, index, setup.generation)
+        order = Order(setup.config, name, setup.generation, index=index)
         return ProcessGroup([RayProcess(order, place, on_line, self._runners)])
 
 

@@ -31,24 +31,16 @@ _KEPT_LINES = 1000  # of output that no launcher has fetched
 _LOOK_EVERY_S = 5.0  # for shared memory that the process uses
 
 
-class RunWorker(msgspec.Struct, tag="worker", frozen=True):
-    """To a runner: run this worker on your node. The model of `config` is not resolved: its path depends on the
-    node. `ranks`: the workers of its unit; none for a worker that is alone."""
+class Order(msgspec.Struct, frozen=True):
+    """To a runner: run on your node this worker or, where it has no role, this frontend. The model of `config` is not
+    resolved: its path depends on the node. `ranks`: the workers of its unit; none for a worker that is alone."""
 
     config: Config
     name: str
-    role: Role
-    generation: int = 0
+    generation: int
+    role: Role | None = None
     ranks: tuple[str, ...] = ()
-
-
-class RunFrontend(msgspec.Struct, tag="frontend", frozen=True):
-    """To a runner: run this frontend on your node."""
-
-    config: Config
-    name: str
-    index: int
-    generation: int = 0
+    index: int = 0  # of a frontend
 
 
 class Started(msgspec.Struct, tag="started", frozen=True):
@@ -75,7 +67,6 @@ class Ended(msgspec.Struct, tag="ended", frozen=True):
     lost: bool = False
 
 
-Order = Union[RunWorker, RunFrontend]
 Reply = Union[Started, NotStarted, Ended]
 
 encode = msgspec.msgpack.Encoder().encode
@@ -134,12 +125,12 @@ class Runner:
             self._process.kill()
 
     async def _started(self, order: Order) -> LocalProcess:
-        self._role = order.role.value if isinstance(order, RunWorker) else ""  # at once: to fetch a model takes minutes
+        self._role = order.role.value if order.role is not None else ""  # at once: to fetch a model takes minutes
         adopt_orphans()
         host = ray.util.get_node_ip_address()
         folder = base_folder() / f"{order.config.namespace}@{host}"  # its files have passwords and keys
         config = await asyncio.to_thread(self._on_this_node, order.config, host)
-        if isinstance(order, RunFrontend):
+        if order.role is None:
             check_server_args(config)  # by this node's environment and files
         make_folder(base_folder())
         make_folder(folder)
@@ -147,7 +138,7 @@ class Runner:
         write_text(file, msgspec.json.encode(config).decode())
         self._file, setup = file, Setup(order.generation, config, file)
         try:
-            if isinstance(order, RunWorker):
+            if order.role is not None:
                 spec = worker_spec(setup, order.role, order.name, Share(), order.ranks)
             else:
                 spec = frontend_spec(setup, order.name, order.index)

@@ -30,7 +30,7 @@ from orchestrator.launch.ray import process as process_module  # noqa: E402
 from orchestrator.launch.ray import runner as runner_module  # noqa: E402
 from orchestrator.launch.ray.places import Bundles  # noqa: E402
 from orchestrator.launch.ray.process import RayProcess, Runners  # noqa: E402
-from orchestrator.launch.ray.runner import Ended, NotStarted, RunFrontend, RunWorker, Started, decode_reply, encode  # noqa: E402
+from orchestrator.launch.ray.runner import Ended, NotStarted, Order, Started, decode_reply, encode  # noqa: E402
 
 CONFIG = parse_config(
     {"model": "m", "engine": "sim", "redis": {"url": "redis://h"}, "launcher": {"kind": "ray", "gpus_per_rank": 2}}
@@ -257,7 +257,7 @@ async def test_a_runner_writes_no_password_where_others_may_read_it(runner, tmp_
     folder.mkdir(parents=True)
     (file := folder / "worker-0.yaml").touch()  # somebody waits for it
     (tmp_path / loose).chmod(0o777)
-    reply = decode_reply(await runner.start(encode(RunWorker(CONFIG, "worker-0", Role.DECODE))))
+    reply = decode_reply(await runner.start(encode(Order(CONFIG, "worker-0", 0, Role.DECODE))))
     assert isinstance(reply, NotStarted) and f"{tmp_path / loose}: others than" in reply.reason
     assert file.read_text() == ""
 
@@ -268,7 +268,7 @@ async def test_a_runner_replaces_a_file_that_was_there(runner, tmp_path: Path):
     make_folder(folder)
     (file := folder / "worker-0.yaml").touch(mode=0o666)
     with file.open() as waiting:
-        reply = decode_reply(await runner.start(encode(RunWorker(CONFIG, "worker-0", Role.DECODE))))
+        reply = decode_reply(await runner.start(encode(Order(CONFIG, "worker-0", 0, Role.DECODE))))
         assert isinstance(reply, Started) and waiting.read() == ""
     assert await runner.role() == "decode", "a launcher that comes later asks"
     make_folder(folder / "metrics")  # of frontends that have been there
@@ -280,9 +280,7 @@ async def test_a_process_gets_text_as_text_on_its_node(runner, tmp_path: Path):
     """Also where it looks like a number."""
     tree = msgspec.to_builtins(CONFIG) | {"namespace": "7e10", "served_model_name": "1e3"}
     tree["workers"]["engine_args"] = {"revision": "12345e6"}
-    assert isinstance(
-        decode_reply(await runner.start(encode(RunWorker(parse_config(tree), "w", Role.DECODE)))), Started
-    )
+    assert isinstance(decode_reply(await runner.start(encode(Order(parse_config(tree), "w", 0, Role.DECODE)))), Started)
     read = load_config(tmp_path / "pd-orchestrator" / "7e10@10.0.0.2" / "w.yaml")
     assert (read.namespace, read.name_served, read.workers.engine_args) == ("7e10", "1e3", {"revision": "12345e6"})
 
@@ -296,13 +294,13 @@ async def test_a_runner_says_that_its_process_outlives_sigkill(runner, tmp_path:
 async def test_a_frontend_is_refused_by_what_its_node_has(runner, monkeypatch: pytest.MonkeyPatch):
     """Another environment than the launcher's."""
     monkeypatch.setenv("VLLM_ENABLE_RESPONSES_API_STORE", "1")
-    reply = decode_reply(await runner.start(encode(RunFrontend(CONFIG, "frontend-0@10.0.0.2", 0))))
+    reply = decode_reply(await runner.start(encode(Order(CONFIG, "frontend-0@10.0.0.2", 0))))
     assert isinstance(reply, NotStarted) and "got one on each node" in reply.reason
 
 
 async def test_a_process_that_cannot_be_started_leaves_no_password_on_its_node(runner, tmp_path: Path, monkeypatch):
     monkeypatch.setattr(runner_module, "worker_spec", lambda *_: ProcessSpec("worker-0", ["/no/such/program"]))
-    reply = decode_reply(await runner.start(encode(RunWorker(CONFIG, "worker-0", Role.DECODE))))
+    reply = decode_reply(await runner.start(encode(Order(CONFIG, "worker-0", 0, Role.DECODE))))
     assert isinstance(reply, NotStarted) and reply.never
     assert list((tmp_path / "pd-orchestrator").iterdir()) == []
 
@@ -482,7 +480,7 @@ def actors(monkeypatch: pytest.MonkeyPatch) -> Iterator[Actors]:
 
 
 def process_of(runners: Runners) -> RayProcess:
-    return RayProcess(RunWorker(CONFIG, "worker-0", Role.DECODE), dict, lambda name, line: None, runners)
+    return RayProcess(Order(CONFIG, "worker-0", 0, Role.DECODE), dict, lambda name, line: None, runners)
 
 
 async def given_up(monkeypatch: pytest.MonkeyPatch, actors: Actors, runners: Runners) -> None:
