@@ -72,12 +72,7 @@ def worker_spec(setup: Setup, role: Role, worker_id: str, share: Share, ranks: S
     # vLLM leaves its local sockets behind when it is killed; in our folder they are removed with it.
     fits = len(str(folder).encode()) + _SOCKET_NAME_BYTES <= _SOCKET_PATH_BYTES
     sockets = {"VLLM_RPC_BASE_PATH": str(folder)} if fits else {}
-    env = {
-        **_environment(config, worker_id),
-        **sockets,
-        **share.env,
-        **environment(config, role),
-    }
+    env = {**_environment(config, worker_id), **sockets, **share.env, **environment(config, role)}
     program = _program(config, _WORKER, arguments)
     return ProcessSpec(worker_id, program.command, env, program)
 

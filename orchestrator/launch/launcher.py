@@ -96,15 +96,14 @@ async def _run(
 ) -> None:
     """`found`: where each model is. Raises ConfigError, RedisAway."""
     adopt_orphans()
-    stop = _Stop(console)
-    signals.act = partial(asyncio.get_running_loop().call_soon_threadsafe, stop.signalled)
+    signals.end_in_order(console)
     async with contextlib.AsyncExitStack() as stack:
         stack.callback(signals.ignore)
         config = next(iter(models.values()))
         server = RedisServer(config, folder.path)
         stack.push_async_callback(server.stop)
         console.stage("redis", "starting" if server.url == "embedded" else "connecting")
-        redis = await stop.or_done(server.start())
+        redis = await signals.or_done(server.start())
         if redis is None:
             return
         stack.push_async_callback(redis.aclose)
@@ -113,26 +112,26 @@ async def _run(
         if config.launcher.kind == "local":
             held, port = hold_port(config.frontend.host, port)
             stack.callback(held.close)
-        listed = await stop.or_done(_list_models(redis, models, tree))
-        if stop.came:
+        listed = await signals.or_done(_list_models(redis, models, tree))
+        if signals.came:
             return
         models = _still_listed(models, listed)
         builder = ModelBuilder(models, folder, console, redis, server.url, port, forks)
         fleet = ModelsProcesses({name: builder.build(name, each, found[name]) for name, each in models.items()})
-        stop.at_once = fleet.kill
+        signals.at_once = fleet.kill
         stack.push_async_callback(fleet.end)
-        await stop.or_done(fleet.start())
-        if stop.came:
+        await signals.or_done(fleet.start())
+        if signals.came:
             return
         fleet.watch()
         keeping = asyncio.create_task(server.keep_running(fleet.read_soon), name="redis-keeper")
         levelled = follow_log_level(builder.levels.values(), "launcher", logging.getLogger("pd"))
         following = asyncio.create_task(levelled, name="log-level")
         stack.push_async_callback(cancelled, keeping, following)
-        await stop.or_done(fleet.until_ready())
-        if not stop.came:
+        await signals.or_done(fleet.until_ready())
+        if not signals.came:
             announce(fleet.models, builder.device, folder, console)
-            await stop.or_done(_follow_models(redis, listed, fleet, builder, tree, folder.namespace))
+            await signals.or_done(_follow_models(redis, listed, fleet, builder, tree, folder.namespace))
 
 
 async def _list_models(redis: Redis, models: Mapping[str, Config], tree: Mapping[str, Any]) -> ModelList | None:
@@ -209,12 +208,15 @@ def _connected(config: Config, console: Console, signals: Signals) -> Iterator[N
 
 
 class Signals:
-    """What a signal that ends a fleet does, from the begin of a launcher to its end. At first it raises
-    KeyboardInterrupt, as Ctrl-C does. Under nohup a terminal that is closed ends none."""
+    """What a signal that ends a fleet does, from the begin of a launcher to its end: at first it raises
+    KeyboardInterrupt, as Ctrl-C does; while the fleet runs the first ends it in order, and the second at once. Under
+    nohup a terminal that is closed ends none."""
 
     def __init__(self) -> None:
         self.came = False
-        self.act: Callable[[], object] = self._interrupt
+        self.at_once: Callable[[], None] = lambda: None
+        self._act: Callable[[], object] = self._interrupt
+        self._ends, self._first_at = asyncio.Event(), 0.0  # monotonic
 
     def __enter__(self) -> Signals:
         ends = [it for it in _SIGNALS if it != signal.SIGHUP or signal.getsignal(it) != signal.SIG_IGN]
@@ -232,53 +234,41 @@ class Signals:
 
     def _hear(self, number: int, frame: object) -> None:
         self.came = True
-        self.act()
+        self._act()
 
     def _interrupt(self) -> None:
         raise KeyboardInterrupt
 
     def ignore(self) -> None:
-        self.act = lambda: None
+        self._act = lambda: None
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
         """One that comes meanwhile interrupts afterwards."""
         self.ignore()
         yield
-        self.act = self._interrupt
+        self._act = self._interrupt
         if self.came:
             raise KeyboardInterrupt
 
+    def end_in_order(self, console: Console) -> None:
+        """From now on, the fleet of the loop that runs."""
+        self._act = partial(asyncio.get_running_loop().call_soon_threadsafe, self._end, console)
 
-class _Stop:
-    """Signals while the fleet runs: the first ends it in order, the second at once."""
-
-    def __init__(self, console: Console) -> None:
-        self.at_once: Callable[[], None] = lambda: None
-        self._event = asyncio.Event()
-        self._first_at = 0.0  # monotonic
-        self._console = console
-
-    def signalled(self) -> None:
-        self._console.stop_progress()
+    def _end(self, console: Console) -> None:
+        console.stop_progress()
         now = time.monotonic()
-        if self._event.is_set():
-            if now - self._first_at < _SAME_SIGNAL_S:
-                return
-            self._console.say("Stopping at once")
-            self.at_once()
-        else:
+        if not self._ends.is_set():
             self._first_at = now
-            self._console.say("Stopping; again to stop at once")
-            self._event.set()
-
-    @property
-    def came(self) -> bool:
-        return self._event.is_set()
+            console.say("Stopping; again to stop at once")
+            self._ends.set()
+        elif now - self._first_at >= _SAME_SIGNAL_S:
+            console.say("Stopping at once")
+            self.at_once()
 
     async def or_done(self, doing: Coroutine[Any, Any, T]) -> T | None:
         """The result of `doing`; None if a signal came first. Raises what it raised."""
-        async with first_of(doing, self._event.wait()) as task:
+        async with first_of(doing, self._ends.wait()) as task:
             return task.result() if task.done() else None
 
 

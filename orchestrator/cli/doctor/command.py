@@ -12,15 +12,7 @@ from rich.text import Text
 
 from orchestrator.cli.doctor.fleet import kv_checks, port_checks, redis_checks
 from orchestrator.cli.doctor.host import Check, host_checks
-from orchestrator.cli.handle import (
-    OUT,
-    Named,
-    SetOption,
-    find_fleet,
-    fleet_command,
-    models_here,
-    print_json,
-)
+from orchestrator.cli.handle import OUT, Named, SetOption, find_fleet, fleet_command, models_here, print_json
 from orchestrator.config.models import load_models
 from orchestrator.config.settings import Config, Refused
 

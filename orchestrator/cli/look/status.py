@@ -12,16 +12,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Group
 
-from orchestrator.cli.handle import (
-    OUT,
-    FleetHandle,
-    Named,
-    Said,
-    find_fleet,
-    fleet_command,
-    models_here,
-    say,
-)
+from orchestrator.cli.handle import OUT, FleetHandle, Named, Said, find_fleet, fleet_command, models_here, say
 from orchestrator.cli.look.frontend import UNANSWERED, fleet_status, fleet_stream, operator_key, with_frontend
 from orchestrator.cli.look.views import fleet_view
 from orchestrator.config.explain import missing

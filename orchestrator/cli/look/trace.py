@@ -17,14 +17,7 @@ import typer
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from orchestrator.cli.handle import (
-    OUT,
-    FleetHandle,
-    Named,
-    fleet_command,
-    namespace_here,
-    print_json,
-)
+from orchestrator.cli.handle import OUT, FleetHandle, Named, fleet_command, namespace_here, print_json
 from orchestrator.cli.look.frontend import get, with_frontend
 from orchestrator.config.settings import Refused
 from orchestrator.launch.host.run_folder import RunFolder

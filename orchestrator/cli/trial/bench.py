@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import math
 import os
 from collections.abc import Awaitable, Callable, Sequence
@@ -67,10 +68,10 @@ def bench_command(
     else:
         sent = first(scaled(parse_load(load, requests, seed or 0), scale), requests)
     asked = parse_rates(rates)
-    plan = _Plan(sent, users, int.from_bytes(os.urandom(2)) if seed is None else seed)
+    first_seed = int.from_bytes(os.urandom(2)) if seed is None else seed
     steps: list[float | None] = [*asked] or [None]
     steps *= 1 if against is None else turns
-    runs, stopped = _all(plan, servers, steps)
+    runs, stopped = _all(sent, users, first_seed, servers, steps)
     found = [(run, figures(run, ttft_s, tpot_s)) for run in runs]
     seen = [figure for _, figure in found]
     compared = ratios(seen[::2], seen[1::2]) if against is not None else []
@@ -87,14 +88,18 @@ def bench_command(
         raise ConfigError(f"no request was answered: {next(iter(seen[0].reasons), 'no reason was given')}")
 
 
-def _all(plan: _Plan, servers: Sequence[str], rates: Sequence[float | None]) -> tuple[list[Run], str]:
-    """Run the load on each server at each rate. Returns the runs, and why they ended early, or "": a server that dies
-    after an hour does not take with it what was measured. Raises ConfigError if nothing was."""
+def _all(
+    load: Load, users: int, seed: int, servers: Sequence[str], rates: Sequence[float | None]
+) -> tuple[list[Run], str]:
+    """Run the load on each server at each rate, each time with prompts of its own: what one run has sent, no server
+    answers from its cache. Returns the runs, and why they ended early, or "": a server that dies after an hour does not
+    take with it what was measured. Raises ConfigError if nothing was."""
+    asyncio.run(_reach(servers))
     runs: list[Run] = []
-    asyncio.run(plan.reach(servers))
+    seeds = itertools.count(seed + 1)
     for rate in rates:
         try:
-            runs += asyncio.run(plan.step(servers, rate))
+            runs += [asyncio.run(_run(server, load, users, rate, Prompts(seed=next(seeds)))) for server in servers]
         except ConfigError as error:
             if not runs:
                 raise
@@ -102,36 +107,23 @@ def _all(plan: _Plan, servers: Sequence[str], rates: Sequence[float | None]) -> 
     return runs, ""
 
 
-class _Plan:
-    """Runs of one load. Each has prompts of its own: what one run has sent, no server answers from its cache."""
+async def _reach(servers: Sequence[str]) -> None:
+    """Ask each server once, before the first has been sent load for minutes. Raises MeasureError."""
+    for server in servers:
+        async with Target(server, api_key=os.environ.get(API_KEY, "")):
+            pass
 
-    def __init__(self, load: Load, users: int, seed: int) -> None:
-        self._load, self._users, self._seed = load, users, seed
 
-    async def reach(self, servers: Sequence[str]) -> None:
-        """Ask each server once, before the first has been sent load for minutes. Raises MeasureError."""
-        for server in servers:
-            async with Target(server, api_key=os.environ.get(API_KEY, "")):
-                pass
-
-    async def step(self, servers: Sequence[str], rate: float | None) -> list[Run]:
-        """One run for each server, one after the other. Raises ConfigError."""
-        return [await self._run(server, rate) for server in servers]
-
-    async def _run(self, server: str, rate: float | None) -> Run:
-        self._seed += 1
-        prompts = Prompts(seed=self._seed)
-        async with Target(server, api_key=os.environ.get(API_KEY, "")) as target:
-            # Connects, and has the server compile and allocate what its first requests take.
-            warm = [prompts.make(_WARM_UP_TOKENS, own=1_000_000 + n) for n in range(_WARM_UP_REQUESTS)]
-            await asyncio.gather(*(target.complete(prompt, 4) for prompt in warm))
-            if rate is None:
-                load = self._load
-                return await _run_with_progress(
-                    load, server, lambda done: closed_loop(target, load, self._users, prompts, done)
-                )
-            load = at_rate(self._load, rate)
-            return await _run_with_progress(load, server, lambda done: open_loop(target, load, prompts, done))
+async def _run(server: str, load: Load, users: int, rate: float | None, prompts: Prompts) -> Run:
+    """Raises ConfigError."""
+    async with Target(server, api_key=os.environ.get(API_KEY, "")) as target:
+        # Connects, and has the server compile and allocate what its first requests take.
+        warm = [prompts.make(_WARM_UP_TOKENS, own=1_000_000 + n) for n in range(_WARM_UP_REQUESTS)]
+        await asyncio.gather(*(target.complete(prompt, 4) for prompt in warm))
+        if rate is None:
+            return await _run_with_progress(load, server, lambda done: closed_loop(target, load, users, prompts, done))
+        faster = at_rate(load, rate)
+        return await _run_with_progress(faster, server, lambda done: open_loop(target, faster, prompts, done))
 
 
 async def _run_with_progress(load: Load, server: str, run: Callable[[Callable[[Sent], None]], Awaitable[Run]]) -> Run:

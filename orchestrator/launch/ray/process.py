@@ -46,12 +46,7 @@ class RayProcess(Process):
 
     async def start(self) -> None:
         """Start it, or take over a process of this name that an earlier launcher left running. Raises OSError."""
-        options = {
-            "get_if_exists": True,
-            "lifetime": "detached",
-            "max_concurrency": _CALLS_AT_ONCE,
-            **self._place(),
-        }
+        options = {"get_if_exists": True, "lifetime": "detached", "max_concurrency": _CALLS_AT_ONCE, **self._place()}
         try:
             async with asyncio.timeout(_START_DEADLINE_S):
                 self._runner = await self._runners.named(self.name, options)
