@@ -21,7 +21,7 @@ from orchestrator.launch.decisions.fleet_size import FleetSize, Idleness, Resize
 from orchestrator.launch.host.leftovers import SharedMemory
 from orchestrator.launch.host.run_folder import StartedProcess
 from orchestrator.launch.machines import Machines, Setup, frontend_named
-from orchestrator.launch.pools.frontend_pool import FrontendPool
+from orchestrator.launch.pools.frontend_pool import FrontendPool, OfModel
 from orchestrator.launch.pools.worker_pool import WorkerPool
 from orchestrator.launch.registry_watch import RegistryWatch, Snapshot
 from orchestrator.launch.rollout import RolloutRunner, cannot_start
@@ -85,7 +85,8 @@ class FleetProcesses:
         self._pool = WorkerPool(registry, machines, console.log, self._show, setup)
         self._machines = machines
         self._looking: asyncio.Task[None] | None = None
-        self.frontends = frontends.of_model(setup, registry, self._show)
+        self._all_frontends = frontends
+        self.frontends = OfModel(frontends, setup, registry, self._show)
         self._rolling = RolloutRunner(config, registry, self._pool, self.frontends, prepare)
         self._came_up = False
 
@@ -98,7 +99,7 @@ class FleetProcesses:
         await self._machines.refresh()
         await self._take_over()
         await decided(self._start_missing)
-        await self.frontends.update(self.watch.snapshot)
+        await self._update_frontends(self.watch.snapshot)
         self._looking = asyncio.create_task(self._refresh_machines(), name="machines")
 
     async def _start_missing(self) -> bool | None:
@@ -135,7 +136,7 @@ class FleetProcesses:
                     self._came_up = True
                     up_at = up_at or time.monotonic()
                     up_s = time.monotonic() - up_at
-                    greeted = self.watch.snapshot.connected(self.frontends.count)
+                    greeted = self.watch.snapshot.connected(len(self._all_frontends.processes))
                     if (up_s > _CONNECT_S or greeted) and await self._answers(client):
                         return
                     if up_s > _CONNECT_S and not said:
@@ -187,13 +188,16 @@ class FleetProcesses:
         return f"{'https' if uses_tls(self.config) else 'http'}://{shown}:{self.config.frontend.port}"
 
     def _processes(self) -> list[Supervised]:
-        return [*self.frontends.processes, *(slot.process for slot in self._pool.slots.values())]
+        """Frontends are those of the first model."""
+        frontends = self._all_frontends.processes if self.frontends.is_first else ()
+        return [*frontends, *(slot.process for slot in self._pool.slots.values())]
 
     async def _take_over(self) -> None:
         """Supervise the processes that an earlier launcher left running. Raises ConfigError, RedisAway."""
         found = await self._machines.left_running()
         frontends = [name for name in found if frontend_named(name) is not None]
-        self.frontends.take_over(frontends)
+        if self.frontends.is_first:
+            self._all_frontends.take_over(frontends)
         left = [name for name in found if name not in frontends]
         if left and self._pool.workers_of_others(await self.registry.launchers()).keys() & set(left):
             await asyncio.sleep(self.config.workers.timeout_s)  # in which the claims of a launcher that is dead run out
@@ -241,7 +245,7 @@ class FleetProcesses:
         if snapshot.was_away:  # of which processes die, too: that says nothing about them
             for process in self._processes():
                 process.restart_now()
-        await self.frontends.update(snapshot)
+        await self._update_frontends(snapshot)
         # Redis was restarted, and has forgotten; a frontend or an operator may have set the ratio again before this.
         if await self.registry.configuration.read() is None:
             await self.registry.configuration.put_back(self._rolling.version)
@@ -261,6 +265,10 @@ class FleetProcesses:
             await self._rest(snapshot)
         await self.remove_shared_memory()
         self._note_processes()
+
+    async def _update_frontends(self, snapshot: Snapshot) -> None:
+        if self.frontends.is_first:
+            await self._all_frontends.update(snapshot)
 
     async def remove_shared_memory(self) -> None:
         """Of processes that have ended."""

@@ -55,21 +55,12 @@ class OfModel:
     def __init__(
         self, pool: FrontendPool, setup: Setup, registry: Registry, on_stage: Callable[[Supervised], None]
     ) -> None:
+        """Frontends serve it once it is told to `serve`. `on_stage` is called while it is the first."""
         self._pool, self.setup, self.registry, self.on_stage = pool, setup, registry, on_stage
 
     @property
     def is_first(self) -> bool:
         return self._pool.first is self
-
-    @property
-    def processes(self) -> list[Supervised]:
-        """All frontends' of the pool, which the first model answers for."""
-        return self._pool.processes if self.is_first else []
-
-    @property
-    def count(self) -> int:
-        """How many frontends the pool has, whichever model answers for them."""
-        return len(self._pool.processes)
 
     @property
     def renewed(self) -> bool:
@@ -78,14 +69,6 @@ class OfModel:
 
     def of_generation(self, generation: int) -> list[Supervised]:
         return self._pool.of_generation(generation, self.setup.model)
-
-    def take_over(self, names: Sequence[str]) -> None:
-        if self.is_first:
-            self._pool.take_over(names)
-
-    async def update(self, snapshot: Snapshot) -> None:
-        if self.is_first:
-            await self._pool.update(snapshot)
 
     async def close(self) -> None:
         if self.is_first:
@@ -121,10 +104,6 @@ class FrontendPool:
     @property
     def first(self) -> OfModel | None:
         return self.models[0] if self.models else None
-
-    def of_model(self, setup: Setup, registry: Registry, on_stage: Callable[[Supervised], None]) -> OfModel:
-        """A model that frontends serve once it is told to `serve`. `on_stage` is called while it is the first."""
-        return OfModel(self, setup, registry, on_stage)
 
     def all_of(self, setup: Setup) -> bool:
         """Whether all have this generation of this model, and serve."""
