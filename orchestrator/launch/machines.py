@@ -37,14 +37,13 @@ def ranks_of(unit: str, size: int) -> list[str]:
 
 
 class Setup(msgspec.Struct, frozen=True):
-    """What a process is started with: a resolved configuration, the file that holds it here, and its generation.
-    `model`: its name where the fleet has several, and `others`: what else a frontend is started with then."""
+    """What a process is started with."""
 
     generation: int
-    config: Config
-    config_file: Path
-    model: str = ""
-    others: tuple[Setup, ...] = ()
+    config: Config  # resolved
+    config_file: Path  # that holds it here
+    model: str = ""  # its name where the fleet has several
+    others: tuple[Setup, ...] = ()  # what else a frontend is started with then
 
     @property
     def worker_name(self) -> str:

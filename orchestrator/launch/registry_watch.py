@@ -28,14 +28,13 @@ _LOOKED_MOST_S = 2.0  # between two readings; nobody looked while Redis was away
 
 
 class Snapshot(Reading, frozen=True):
-    """A reading, and what was read after it. `read_at` is monotonic. `was_away`: Redis was, since the snapshot before.
-    `looked_s`: for how long since then a member that is not here can have been missed."""
+    """A reading, and what was read after it."""
 
     frontends: dict[str, Frontend] = {}
     rollout: Rollout | None = None
-    read_at: float = 0.0
-    was_away: bool = False
-    looked_s: float = 0.0
+    read_at: float = 0.0  # monotonic
+    was_away: bool = False  # Redis was, since the snapshot before
+    looked_s: float = 0.0  # for how long since then a member that is not here can have been missed
 
     def connected(self, frontends: int) -> bool:
         """Whether so many frontends serve at least, and each is connected to as many workers as are ready."""

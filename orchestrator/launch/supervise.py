@@ -56,15 +56,13 @@ class IllegalTransition(RuntimeError):
 
 
 class Exit(msgspec.Struct, frozen=True):
-    """How a process ended. `code` is negative for a signal. `reason` is what the process itself said about its end;
-    without that it is the last line of its output, which need not be about the end: `said` tells which. `final`: it
-    said that another start would end the same."""
+    """How a process ended."""
 
-    code: int
-    reason: str
+    code: int  # negative for a signal
+    reason: str  # what it said about its end, else the last line of its output, which need not be about that
     was_ready: bool
-    said: bool = False
-    final: bool = False
+    said: bool = False  # the reason is what it said about its end
+    final: bool = False  # it said that another start would end the same
 
 
 def backoff_s(crashes: int, config: LauncherConfig) -> float:

@@ -41,14 +41,13 @@ _UNKNOWN = -1  # in place of a time: which text was imported
 
 
 class Order(msgspec.Struct, frozen=True):
-    """Run a module as `python -m` does, with this environment. `parent`: whose child it shall be. `needs`: how many of
-    the server's modules are imported first."""
+    """Run a module as `python -m` does."""
 
     module: str
     arguments: list[str]
     env: dict[str, str]
-    parent: int
-    needs: int
+    parent: int  # whose child it shall be
+    needs: int  # how many of the server's modules are imported first
 
 
 class Reply(msgspec.Struct, frozen=True):

@@ -35,13 +35,12 @@ class WorkerOrders(msgspec.Struct, frozen=True):
 
 
 class Rendezvous(msgspec.Struct, frozen=True):
-    """Where the first rank of a data-parallel group waits for the others. `token`: of this attempt to start the group;
-    whoever does not have it from Redis is no rank of it. `release`: that the first rank runs, and all others must."""
+    """Where the first rank of a data-parallel group waits for the others."""
 
     host: str
     port: int
-    token: str
-    release: str
+    token: str  # of this attempt to start the group: whoever does not have it from Redis is no rank of it
+    release: str  # that the first rank runs, and all others must
 
 
 class Launcher(msgspec.Struct, frozen=True):

@@ -70,37 +70,28 @@ def in_role_of_unit(workers: dict[str, WorkerInfo]) -> dict[str, WorkerInfo]:
 
 
 class Holder(msgspec.Struct, frozen=True):
-    """A launcher that registers, or stays registered for `ttl_s` more, and claims an id for a worker of each role:
-    `named`, and a number."""
+    """A launcher that registers, or stays registered for `ttl_s` more."""
 
     id: str
     held: Launcher
     ttl_s: float
-    claims: Sequence[Role] = ()
-    named: str = "worker"
+    claims: Sequence[Role] = ()  # it claims an id for a worker of each
+    named: str = "worker"  # what such an id begins with
 
 
 class PlannedWorker(msgspec.Struct, frozen=True):
-    """What planning needs of one worker.
-
-    `role` is the one that it has, or was told to take. `ready` means that it serves this role now; a worker that
-    loads, restarts or has yet to take its role is not ready. `owned` means that this launcher runs its process,
-    `managed` that one of the fleet's launchers does. `fixed` means that its engine cannot take the other role,
-    `flipping` that it serves the other one, and takes this one at its next heartbeat. One that is not `placed` has no
-    process: it waits for a machine with room. `started_as` is the role whose engine arguments it has; None where its
-    process is not registered.
-    """
+    """What planning needs of one worker."""
 
     id: str
-    role: Role
-    ready: bool
+    role: Role  # that it has, or was told to take
+    ready: bool  # it serves this role now; one that loads, restarts or has yet to take its role does not
     leaving: bool = False
-    owned: bool = True
-    fixed: bool = False
-    managed: bool = True
-    flipping: bool = False
-    placed: bool = True
-    started_as: Role | None = None
+    owned: bool = True  # this launcher runs its process
+    fixed: bool = False  # its engine cannot take the other role
+    managed: bool = True  # one of the fleet's launchers runs its process
+    flipping: bool = False  # it serves the other role, and takes this one at its next heartbeat
+    placed: bool = True  # else it has no process: it waits for a machine with room
+    started_as: Role | None = None  # whose engine arguments it has; None where its process is not registered
 
 
 def planned_worker(info: WorkerInfo, orders: WorkerOrders | None, owned: bool, managed: bool = False) -> PlannedWorker:

@@ -32,14 +32,13 @@ _EXIT_CODE_UNKNOWN = 255  # asyncio's, for a process that somebody else has wait
 
 
 class Forkable(NamedTuple):
-    """`python`, with options, runs `module` as its -m does. `imports`: modules that take long to import, of which it
-    needs the first `needs`; the rest are for other programs that one process forks."""
+    """What `python -m` runs, where its imports take long."""
 
-    python: tuple[str, ...]
+    python: tuple[str, ...]  # with options
     module: str
     arguments: tuple[str, ...]
-    imports: tuple[str, ...]
-    needs: int
+    imports: tuple[str, ...]  # modules that take long to import
+    needs: int  # of these, the first; the rest are for other programs that one process forks
 
     @property
     def command(self) -> list[str]:

@@ -32,14 +32,13 @@ _LOOK_EVERY_S = 5.0  # for shared memory that the process uses
 
 
 class Order(msgspec.Struct, frozen=True):
-    """To a runner: run on your node this worker or, where it has no role, this frontend. The model of `config` is not
-    resolved: its path depends on the node. `ranks`: the workers of its unit; none for a worker that is alone."""
+    """To a runner: run this on your node."""
 
-    config: Config
+    config: Config  # with the model's name: its path depends on the node
     name: str
     generation: int
-    role: Role | None = None
-    ranks: tuple[str, ...] = ()
+    role: Role | None = None  # of a worker; None for a frontend
+    ranks: tuple[str, ...] = ()  # the workers of its unit; none for a worker that is alone
     index: int = 0  # of a frontend
 
 
@@ -58,13 +57,12 @@ class NotStarted(msgspec.Struct, tag="not_started", frozen=True):
 
 
 class Ended(msgspec.Struct, tag="ended", frozen=True):
-    """From a runner: how the process ended. `code` is negative for a signal, `reason` what the process said. `lost`:
-    see Process."""
+    """From a runner: how the process ended."""
 
-    code: int
-    reason: str | None = None
+    code: int  # negative for a signal
+    reason: str | None = None  # what the process said
     final: bool = False
-    lost: bool = False
+    lost: bool = False  # see Process
 
 
 Reply = Union[Started, NotStarted, Ended]
