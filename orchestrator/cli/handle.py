@@ -73,8 +73,7 @@ WorkerArgument = Annotated[str, typer.Argument(help="A worker's id, as `orchestr
 
 
 def console(width: int = 200, stderr: bool = False) -> Console:
-    """A console without markup: clients choose request ids, and an IPv6 address in brackets is no markup. `width` is
-    used where there is no terminal."""
+    """Without markup: clients choose request ids, and IPv6 addresses have brackets. `width`: without a terminal."""
     stream = sys.stderr if stderr else sys.stdout
     return Console(width=None if stream.isatty() else width, stderr=stderr, markup=False, emoji=False)
 

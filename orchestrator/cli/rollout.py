@@ -201,8 +201,7 @@ def _refuse_gap(units: Mapping[str, WorkerInfo], targets: Container[str], runs: 
 async def follow(
     fleet: OpenFleet, ordered: Rollout, show: Callable[[Event], None], leader: Replacer | None = None
 ) -> Rollout:
-    """Show the steps of this rollout or restart until it has ended, either way; carry it out where there is a `leader`.
-    Raises Refused."""
+    """Show the steps until it has ended, either way; carry it out where there is a `leader`. Raises Refused."""
     registry, document = fleet.registry, fleet.registry.rollout
     seen = dict.fromkeys(ordered.restart, ("", 0))
     said_back, missed = False, 0  # looks, one after the other

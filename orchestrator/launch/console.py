@@ -193,7 +193,6 @@ class Console:
         self._write_named("launcher", shown)
 
     def log(self, name: str, line: str) -> None:
-        """Write a line of one of the fleet's processes to the log file."""
         if line == ALIVE:
             return
         self._write_log(name, line)

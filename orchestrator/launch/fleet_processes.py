@@ -173,7 +173,6 @@ class FleetProcesses:
         await self._pool.close()
 
     def kill(self) -> None:
-        """Send SIGKILL to all processes, so that `end` returns soon."""
         for process in self._processes():
             process.request_stop()
             process.kill()
@@ -223,8 +222,7 @@ class FleetProcesses:
                 await self._machines.refresh()
 
     async def remove_dead_entries(self) -> None:
-        """Take workers and launchers that ran here and do not any more out of the registry: a different fleet could not
-        join them, and would leave their ratio as it is."""
+        """Of what ran here and does not any more: its ratio would stay, and a different fleet could not join it."""
         for launcher_id in await self.registry.launchers():
             if has_ended(launcher_id.removeprefix(BY_HAND)):
                 await self.registry.leave_launcher(launcher_id)

@@ -282,7 +282,6 @@ def _open_log(folder: RunFolder, form: LogFormat, console: Console) -> None:
 
 
 def _clean_up_after_killed(folder: RunFolder, left: list[StartedProcess], console: Console) -> None:
-    """End and remove what a launcher of this namespace left when it was killed."""
     ended = end_processes(left)
     removed = remove_shared_memory(folder.shared_memory)
     if ended or removed:

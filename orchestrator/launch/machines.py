@@ -66,8 +66,7 @@ class Machines(abc.ABC):
         """Read anew which machines there are. May take as long as they do not answer."""
 
     async def left_running(self) -> Mapping[str, bool]:
-        """By name, the frontends and the units of which an earlier launcher left anything, and whether a process is
-        among that. Raises ConfigError."""
+        """Frontends and units of which an earlier launcher left anything, and whether a process. Raises ConfigError."""
         return {}
 
     async def take_over(self, units: Mapping[str, Role | None]) -> Mapping[str, Role]:
@@ -96,8 +95,7 @@ class Machines(abc.ABC):
 
     @abc.abstractmethod
     def frontend_nodes(self) -> Sequence[str] | None:
-        """Addresses of the machines that should have frontends now, empty text for this machine; None until they are
-        known."""
+        """Addresses of machines that should have frontends, empty text for this one; None until they are known."""
 
     @abc.abstractmethod
     def frontend(self, name: str, index: int, node: str, setup: Setup, on_line: OnLine) -> ProcessGroup:

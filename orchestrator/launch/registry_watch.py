@@ -48,16 +48,11 @@ class RegistryWatch:
 
     def __init__(self, registry: Registry, on_read: Callable[[Snapshot], Awaitable[None]]) -> None:
         self.snapshot = Snapshot()
-        self._away = False
+        self.is_away = False  # Redis is, or has come back and `on_read` has not ended yet
         self._registry = registry
         self._on_read = on_read
         self._changed = asyncio.Event()
         self._turns = Turns(log, "what the registry asks for")
-
-    @property
-    def is_away(self) -> bool:
-        """Whether Redis is, or has come back and `on_read` has not ended yet."""
-        return self._away
 
     def read_soon(self) -> None:
         """Something else changed: read without waiting for the next regular reading."""
@@ -85,13 +80,13 @@ class RegistryWatch:
                 frontends=await self._registry.frontends(),
                 rollout=await self._registry.rollout.read(),
                 read_at=now,
-                was_away=self._away,
+                was_away=self.is_away,
                 looked_s=min(now - self.snapshot.read_at, _LOOKED_MOST_S),
             )
             await self._on_read(self.snapshot)
-            self._away = False
+            self.is_away = False
         except RedisAway:
-            self._away = True
+            self.is_away = True
 
     async def _listen(self) -> None:
         async for _ in self._registry.watch():

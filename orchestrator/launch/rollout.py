@@ -22,7 +22,7 @@ from orchestrator.launch.supervise import Stage, Supervised, describe
 from orchestrator.process.tasks import cancelled
 from orchestrator.store.configuration import Phase, Rollout, Version
 from orchestrator.store.fields import WorkerOrders
-from orchestrator.store.planned import Reading, loading_by_hand, of_launchers
+from orchestrator.store.planned import Reading, launched, loading_by_hand, of_launchers
 from orchestrator.store.registry import Registry
 
 log = logging.getLogger("pd.launcher")
@@ -56,9 +56,8 @@ class Replacer:
         """Whether all are replaced. If not, the one that leads restarts as many workers as may be, and gives up if
         nothing has changed for longer than any step takes. `loading` are not registered yet; `now` is monotonic. Raises
         RedisAway."""
-        units, launchers = reading.units, of_launchers(reading.launchers)
+        units, launchers, managed = reading.units, of_launchers(reading.launchers), launched(reading.launchers)
         old = [name for name, info in units.items() if rollout.replaces(info)]
-        managed = {name for launcher in launchers.values() for name in launcher.workers}
         drained = [name for name, orders in reading.orders.items() if orders.drain]
         by_hand = units.keys() - managed
         away = loading + self._by_hand.missing(by_hand, drained, loading_by_hand(reading.launchers))

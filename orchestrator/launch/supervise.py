@@ -174,8 +174,7 @@ class Supervised:
         self._stopping.set()
 
     def restart_now(self) -> None:
-        """It is started with something else now, or what it lacked is back: earlier crashes and the pause after them
-        have no meaning."""
+        """It is started with something else, or what it lacked is back: earlier crashes do not count any more."""
         self.crashes = 0
         self._restart_now.set()
 

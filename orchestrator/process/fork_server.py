@@ -88,8 +88,7 @@ def end_with(program: Callable[[], object]) -> NoReturn:
 
 
 def _serve(control: socket.socket, modules: Sequence[str]) -> Order | None:
-    """Returns None when the launcher has ended, and, in each new process, what that is to run. What is asked goes
-    before modules that it does not need."""
+    """None once the launcher has ended; in a new process, what that is to run. Orders go before unneeded modules."""
     imported, sources = 0, dict[str, int]()
     while True:
         if imported < len(modules) and not select.select([control], [], [], 0)[0]:

@@ -84,7 +84,6 @@ class Rollout(msgspec.Struct, frozen=True):
         return "restart" if self.restart else f"rollout to generation {self.new.generation}"
 
     def replaces(self, unit: WorkerInfo) -> bool:
-        """Whether this unit is still to be replaced."""
         if self.restart:
             return self.restart.get(unit.id) == unit.process
         return unit.generation != self.target.generation

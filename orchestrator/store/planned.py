@@ -118,6 +118,11 @@ def of_launchers(holders: Mapping[str, Launcher]) -> dict[str, Launcher]:
     return {holder: held for holder, held in holders.items() if not holder.startswith(BY_HAND)}
 
 
+def launched(holders: Mapping[str, Launcher]) -> set[str]:
+    """The workers that a launcher runs, and drains."""
+    return {name for held in of_launchers(holders).values() for name in held.workers}
+
+
 def loading_by_hand(holders: Mapping[str, Launcher]) -> dict[str, Role]:
     """Workers that no launcher runs and that are not registered yet."""
     by_hand = (held for holder, held in holders.items() if holder.startswith(BY_HAND))

@@ -18,6 +18,7 @@ from orchestrator.store.planned import (
     Seen,
     decided,
     is_last_decode,
+    launched,
     of_launchers,
     planned_worker,
 )
@@ -31,8 +32,7 @@ _HEARTBEATS = 2.0  # after so many every worker that lives has told Redis of its
 
 
 async def settle(registry: Registry, heartbeat_s: float) -> None:
-    """Wait until Redis has known the fleet for two heartbeats. Before, if it has lost its data, it may know only some
-    workers. Raises RedisAway."""
+    """Wait until Redis has known the fleet for two heartbeats: before it may know a part only. Raises RedisAway."""
     await asyncio.sleep(_HEARTBEATS * heartbeat_s - await registry.known_for_s())
 
 
@@ -52,7 +52,7 @@ class Steering:
             reading = await self._read()
             if not (reading.workers or reading.launchers):
                 raise Refused(NOBODY)
-            workers, launched = _planned(reading), _launched(reading)
+            workers, managed = _planned(reading), launched(reading.launchers)
             current = _desired(reading, workers)
             wanted = DesiredRatio(
                 current.prefill if prefill is None else prefill, current.decode if decode is None else decode, "scale"
@@ -66,8 +66,8 @@ class Steering:
                 raise Refused(f"prefill=0: {NEEDS_PREFILL}, or repeat `orchestrator scale` with --force")
             if not force and wanted.prefill + wanted.decode > current.prefill + current.decode:
                 rooms = [launcher.room for launcher in of_launchers(reading.launchers).values()]
-                refuse_too_many(wanted, rooms, by_hand=sum(worker.id not in launched for worker in workers))
-            leaving = dict.fromkeys(surplus(wanted, workers, launched), WorkerOrders(drain=True))
+                refuse_too_many(wanted, rooms, by_hand=sum(worker.id not in managed for worker in workers))
+            leaving = dict.fromkeys(surplus(wanted, workers, managed), WorkerOrders(drain=True))
             # Without orders, workers that change meanwhile (hundreds may be loading) are no reason to decide again.
             seen = reading.seen if leaving or reading.desired is None else Seen.ratio(reading.desired)
             done = await self._registry.steer(seen, leaving, wanted, by_operator=True)
@@ -84,8 +84,7 @@ class Steering:
         return await self._take_out(worker_id, WorkerOrders(drain=True), force)
 
     async def _take_out(self, worker_id: str, order: WorkerOrders, force: bool) -> bool:
-        """Take a worker out of its role, and the desired ratio with it, unless the worker `comes_on_top`. False where
-        the order changes nothing."""
+        """Take it out of its role, and the ratio with it unless it `comes_on_top`. False where that changes nothing."""
         command = "drain" if order.drain else "role"
 
         async def decide() -> bool | None:
@@ -96,7 +95,7 @@ class Steering:
                 return False
             await self._refuse_last_of_role(worker.id, workers, force, command)
             current, ratio = _desired(reading, workers), None
-            if not comes_on_top(worker, current, workers, _launched(reading)):
+            if not comes_on_top(worker, current, workers, launched(reading.launchers)):
                 counts = {Role.PREFILL: current.prefill, Role.DECODE: current.decode}
                 counts[worker.role] -= 1
                 if order.role is not None:
@@ -168,11 +167,6 @@ def _planned(reading: Reading) -> list[PlannedWorker]:
     return [planned_worker(info, reading.orders.get(name), owned=False) for name, info in reading.units.items()]
 
 
-def _launched(reading: Reading) -> set[str]:
-    """Workers that a launcher runs, and drains."""
-    return {worker_id for held in of_launchers(reading.launchers).values() for worker_id in held.workers}
-
-
 def _desired(reading: Reading, workers: Sequence[PlannedWorker]) -> DesiredRatio:
     """The ratio that was set; in a fleet without a launcher, the ratio that is there."""
     roles = [worker.role for worker in workers if not worker.leaving]
@@ -182,8 +176,7 @@ def _desired(reading: Reading, workers: Sequence[PlannedWorker]) -> DesiredRatio
 def comes_on_top(
     worker: PlannedWorker, wanted: DesiredRatio, workers: Sequence[PlannedWorker], launched: Collection[str]
 ) -> bool:
-    """Whether no launcher runs it, and its role has more workers than wanted: one of a launcher's would have to leave
-    if the desired ratio followed it."""
+    """Whether no launcher runs it, and its role has more than wanted: else one of a launcher's would have to leave."""
     return worker.id not in launched and _too_many(wanted, workers)[worker.role] > 0
 
 
@@ -196,8 +189,7 @@ def _too_many(wanted: DesiredRatio, workers: Sequence[PlannedWorker]) -> dict[Ro
 
 
 def refuse_too_many(wanted: DesiredRatio, rooms: Sequence[int | None], by_hand: int) -> None:
-    """Raises Refused for more workers than the launchers' machines hold, besides those that were started by hand.
-    `rooms`: of each launcher; None where that is not known."""
+    """Raises Refused for more than fit beside those by hand. `rooms`: of each launcher; None where not known."""
     total, known = wanted.prefill + wanted.decode, [room for room in rooms if room is not None]
     if rooms and len(known) == len(rooms) and total > sum(known) + by_hand:
         raise Refused(

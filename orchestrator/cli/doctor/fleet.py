@@ -105,8 +105,7 @@ async def kv_checks(handle: FleetHandle, source: str, target: str) -> AsyncItera
 
 
 async def port_checks(handle: FleetHandle, host: str) -> AsyncIterator[Check]:
-    """Whether each port of the fleet's processes on `host`, an address or a name, is reached, and where a group waits
-    there for ranks. Raises Refused."""
+    """Whether each port of the fleet's processes on this host, and of groups that wait there, is reached."""
     async with open_fleet(handle) as fleet:
         workers, frontends = await fleet.registry.workers(), await fleet.registry.frontends()
         loading = [name for holder in (await fleet.registry.launchers()).values() for name in holder.workers]

@@ -104,8 +104,7 @@ def reachable(urls: list[str], redis_url: str) -> list[str]:
 
 
 def with_frontend(handle: FleetHandle) -> FleetHandle:
-    """The fleet with the URL of a frontend: the one that an option names or that runs here, else one that is registered
-    and answers. Raises Refused where there is none."""
+    """The fleet with the URL of its frontend here or of an option's, else of a registered one. Raises Refused."""
     if handle.url is not None:
         return handle
 
@@ -127,8 +126,7 @@ def of_one_model(url: str, seen: dict[str, Any]) -> dict[str, Any]:
 
 
 async def fleet_status(handle: FleetHandle) -> dict[str, Any]:
-    """The content of a frontend's `/fleet`. Where none answers, the registry's, with null for loads, and it says so as
-    `no_frontend`. Raises Refused."""
+    """A frontend's `/fleet`; if none answers the registry's, with null for loads and `no_frontend`. Raises Refused."""
     if handle.url and (seen := await get(handle, handle.url, "/fleet")) is not None:
         return of_one_model(handle.url, seen)
     if handle.redis_url is None:
@@ -156,8 +154,7 @@ async def fleet_status(handle: FleetHandle) -> dict[str, Any]:
 
 
 async def fleet_stream(url: str, key: str | None) -> AsyncGenerator[tuple[str, dict[str, Any]], None]:
-    """The server-sent events of a frontend's `/fleet/stream` as (event, data), until it ends. `key` is the operator's.
-    Raises what is in `UNANSWERED`: no frontend is there, or something else answers."""
+    """The server-sent events of a frontend's `/fleet/stream` as (event, data). Raises what is in `UNANSWERED`."""
     connection = _connection(url, key, _QUIET_S)
     try:
         answer = await asyncio.to_thread(_answer, connection, url, "/fleet/stream", key)

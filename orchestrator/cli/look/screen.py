@@ -48,8 +48,6 @@ _SORTS: dict[str, Any] = {
 
 
 class Confirm(ModalScreen[bool]):
-    """One question; y or n."""
-
     BINDINGS: ClassVar[list[BindingType]] = [
         ("y", "answer(True)", "yes"),
         ("n", "answer(False)", "no"),
@@ -127,7 +125,6 @@ class Top(App[None]):
 
     @work(exclusive=True)
     async def listen(self) -> None:
-        """Shows the stream's samples, and asks again when it ends."""
         while True:
             why = "the frontend ended the stream"
             try:

@@ -132,7 +132,6 @@ def request_lines(path: Path) -> Iterator[RequestLine]:
 
 
 async def _recorded_requests(handle: FleetHandle, request_id: str | None, slowest: int) -> list[RequestLine]:
-    """What the fleet's frontends remember."""
     path = f"/requests?slowest={slowest}" if slowest else "/requests?latest=1"
     if request_id:
         path = f"/requests/{quote(request_id, safe='')}"  # its client named it

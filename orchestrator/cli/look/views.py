@@ -119,7 +119,6 @@ def restart_line(url: str) -> str:
 
 
 def queue_view(rows: list[dict[str, Any]], depth: dict[str, int]) -> RenderableType:
-    """The head of the prefill queue, next first."""
     names = ("request", "tokens", "uncached", "waiting", "attempt", "frontend")
     cells = (
         (it["id"], str(it["tokens"]), str(it["uncached"]), f"{it['age_s']:.2f} s", str(it["attempt"]), it["reply_to"])

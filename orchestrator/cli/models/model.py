@@ -169,8 +169,7 @@ async def _change(fleet: OpenFleet, whole: str, wanted: Callable[[ModelList], Mo
 
 
 async def _follow(fleet: OpenFleet, whole: str, name: str, patience_s: float, show: Show, added: bool) -> str | None:
-    """Show what becomes of the model until it serves, or is gone. Returns why it could not be added. Raises Refused
-    when nothing has changed for `patience_s`."""
+    """Show what becomes of it until it serves or is gone. Returns why it was not added. Raises Refused in the end."""
     registry, store, why = _registry(fleet, whole, name), _store(fleet, whole), ""
     last, changed_at = Seen(name, ""), time.monotonic()
     while True:

@@ -115,7 +115,6 @@ async def _reach(servers: Sequence[str]) -> None:
 
 
 async def _run(server: str, load: Load, users: int, rate: float | None, prompts: Prompts) -> Run:
-    """Raises ConfigError."""
     async with Target(server, api_key=os.environ.get(API_KEY, "")) as target:
         # Connects, and has the server compile and allocate what its first requests take.
         warm = [prompts.make(_WARM_UP_TOKENS, own=1_000_000 + n) for n in range(_WARM_UP_REQUESTS)]
@@ -127,7 +126,6 @@ async def _run(server: str, load: Load, users: int, rate: float | None, prompts:
 
 
 async def _run_with_progress(load: Load, server: str, run: Callable[[Callable[[Sent], None]], Awaitable[Run]]) -> Run:
-    """Run it, and show its progress on standard error."""
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, TextColumn("{task.fields[now]}", markup=False), console=console(stderr=True)) as progress:
         task = progress.add_task(server, total=len(load.arrivals), now="")

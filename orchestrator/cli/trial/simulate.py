@@ -9,7 +9,7 @@ import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
 import msgspec
 import typer
@@ -102,10 +102,7 @@ def simulate_command(
     _run(every, load, kills, rates, search, as_json, plot)
 
 
-class _Kill(NamedTuple):
-    worker: str
-    at: float  # seconds from the start
-    down_s: float
+_Kill = tuple[str, float, float]  # a worker, when, in seconds from the start, and for how many seconds
 
 
 def _simulation(settings: Settings, load: Load, kills: list[_Kill]) -> Simulation:
@@ -250,25 +247,28 @@ def _replicas(served: Config) -> tuple[int, int]:
 
 def parse_fleet(text: str) -> tuple[int, int]:
     """Prefill and decode workers of `8P8D`. Raises ConfigError."""
-    match = re.fullmatch(r"(\d+)[pP](\d+)[dD]", text)
-    if match is None:
-        raise ConfigError(f"--fleet: expected prefill and decode workers as in 8P8D, got {text!r}")
-    return int(match[1]), int(match[2])
+    prefill, decode = _parts("--fleet", r"(\d+)[pP](\d+)[dD]", "prefill and decode workers as in 8P8D", text)
+    return int(prefill), int(decode)
 
 
 def _racks(text: str | None) -> tuple[int, float]:
     """How many racks, and how many times as long KV takes between them. Raises ConfigError."""
-    match = re.fullmatch(r"([1-9]\d*):(\d+(?:\.\d+)?)", text or "1:1")
-    if match is None or float(match[2]) < 1:
-        raise ConfigError(f"--racks: expected a number of racks and a factor of at least 1 as in 2:8, got {text!r}")
-    return int(match[1]), float(match[2])
+    expected = "a number of racks and a factor of at least 1 as in 2:8"
+    count, factor = _parts("--racks", r"([1-9]\d*):([1-9]\d*(?:\.\d+)?)", expected, text or "1:1")
+    return int(count), float(factor)
 
 
 def _kill(text: str) -> _Kill:
-    match = re.fullmatch(r"(\w+)@(\d+(?:\.\d+)?):(\d+(?:\.\d+)?)", text)
-    if match is None:
-        raise ConfigError(f"--kill: expected a worker, a time and a duration as in d0@30:10, got {text!r}")
-    return _Kill(match[1], float(match[2]), float(match[3]))
+    expected = "a worker, a time and a duration as in d0@30:10"
+    worker, at, down_s = _parts("--kill", r"(\w+)@(\d+(?:\.\d+)?):(\d+(?:\.\d+)?)", expected, text)
+    return worker, float(at), float(down_s)
+
+
+def _parts(option: str, pattern: str, expected: str, text: str) -> tuple[str, ...]:
+    """The groups of the pattern. Raises ConfigError."""
+    if (match := re.fullmatch(pattern, text)) is None:
+        raise ConfigError(f"{option}: expected {expected}, got {text!r}")
+    return match.groups()
 
 
 def _rates(sweep: str | None, rate: float | None, load: Load) -> tuple[list[float], bool]:

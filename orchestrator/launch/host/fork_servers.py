@@ -90,8 +90,7 @@ class ForkServers:
                 self._servers[key] = _ForkServer(program, dict(key[2]))
 
     async def start(self, program: Forkable, env: Mapping[str, str], output: int) -> ForkedProcess | None:
-        """A process that writes to the descriptor `output`; None where it has to be executed. If this is cancelled, no
-        process is left."""
+        """A process that writes to this descriptor; None where it has to be executed. Cancelled, it leaves none."""
         key = (program.python, program.imports, _import_environment(env))
         order = Order(program.module, list(program.arguments), dict(env), os.getpid(), program.needs)
         for _ in range(2):  # once more after a change

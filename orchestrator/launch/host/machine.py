@@ -110,8 +110,7 @@ class MachineShares:
                 shares.give_back(owner)
 
     def check_room(self) -> None:
-        """Raises ConfigError unless all configured workers fit on this machine together; of models that may become
-        idle, one at a time."""
+        """Raises ConfigError unless all workers fit here together; of models that may become idle, one at a time."""
         for configs in self._at_once():
             self._check_room(configs)
 
@@ -152,8 +151,7 @@ class CoreShares:
         self._held: dict[str, list[int]] = {}
 
     def take(self, owner: str, ranks: int = 1) -> list[int]:
-        """The run of cores that the fewest workers share. It is empty if there are too few cores for all ranks: the
-        worker is not pinned, and has one thread for each rank."""
+        """The cores that the fewest workers share; none where there are too few for all ranks: one thread each."""
         if owner not in self._held:
             size = ranks * min(self._of_a_rank, len(self._cores) // ranks)
             starts = range(0, len(self._cores) - size + 1, self._of_a_rank) if size else ()

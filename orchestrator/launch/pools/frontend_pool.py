@@ -130,8 +130,7 @@ class FrontendPool:
         return [placed.process for placed in self._placed if placed.generations.get(model) == generation]
 
     async def update(self, snapshot: Snapshot) -> None:
-        """Note what is ready; start what is missing on the machines there are now, drain what is too many, end what is
-        on others. Raises RedisAway."""
+        """Note what is ready; start what is missing, drain what is too many, end what is astray. Raises RedisAway."""
         registered = {frontend.process: frontend for frontend in snapshot.frontends.values()}
         for placed in self._placed:
             frontend = registered.get(placed.process.last_identity)

@@ -34,8 +34,7 @@ _COME_BACK_S = 4.0  # after Redis was away; in this time all that live have told
 
 
 async def begin_list(redis: Redis, fleet: str, tree: Mapping[str, Any]) -> ModelList:
-    """The models of this launcher's file, written down as the fleet's; those that the fleet has, where other launchers
-    run it. Raises Refused, RedisAway."""
+    """This file's models, written down as the fleet's, or those that it has elsewhere. Raises Refused, RedisAway."""
     store = ModelStore(redis, fleet)
 
     async def decide() -> ModelList | None:

@@ -258,7 +258,6 @@ class WorkerPool:
         return started
 
     def _do(self, action: Action, snapshot: Snapshot) -> None:
-        """What is to be done here, once the workers have their orders."""
         match action:
             case Flip(worker_id, role, stands_in):
                 why = "no decode worker is left: " if stands_in else ""

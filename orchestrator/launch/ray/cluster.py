@@ -39,8 +39,7 @@ _RUNNER_ANSWERS_S = 30.0  # one on a node that is gone never does
 
 
 class RayCluster(Machines):
-    """A cluster may grow: workers wait for nodes. `config`: the operator's. Its model is not resolved, since each node
-    finds its own path."""
+    """A cluster may grow: workers wait for nodes. `config` has the model's name: each node finds its own path."""
 
     remote = True
 

@@ -58,8 +58,7 @@ class Places:
             self._settle(unit, None)
 
     async def has(self, unit: str, bundles: Bundles) -> bool:
-        """Whether these bundles, which are wanted from now on, are on nodes. Waits for a second, and for the cluster's
-        answer in bounded time."""
+        """Whether these, wanted from now on, are on nodes. Waits for a second, and for an answer in bounded time."""
         self._wanted[unit] = bundles
         return await self._settled(unit)
 
@@ -103,8 +102,7 @@ class Places:
         return group, group is not None and group.wait(_WAIT_S)
 
     def _settle(self, unit: str, wanted: Bundles | None) -> PlacementGroup | None:
-        """Make what the cluster has equal to what is wanted: the table above. Blocks. Raises RayError, RuntimeError,
-        ValueError."""
+        """Makes what the cluster has equal to what is wanted. Blocks. Raises RayError, RuntimeError, ValueError."""
         name = f"{self._prefix}{unit}"
         group = _found(name)
         if group is not None and group.bundle_specs != wanted:

@@ -142,8 +142,7 @@ class Runners:
         self._wanted: set[str] = set()
 
     async def named(self, name: str, options: dict[str, Any]) -> Any:
-        """A new runner, or the one that has this name already. Raises RayError, ValueError. Waits for as long as it is
-        not cancelled."""
+        """A new runner, or the one that has this name. Raises RayError, ValueError. Waits until it is cancelled."""
         if name not in self._asking:
             self._asking[name] = asyncio.create_task(self._ask(name, options), name=f"runner-{name}")
         asking = self._asking[name]

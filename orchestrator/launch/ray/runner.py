@@ -168,7 +168,6 @@ class Runner:
         await asyncio.to_thread(shared.remove_files_of, process.pid)
         said = process.exit_reason
         self._remove_file()
-        self._changed.set()
         return encode(Ended(ended.result(), said.text if said else None, bool(said and said.final), process.lost))
 
     def _remove_file(self) -> None:
@@ -184,6 +183,5 @@ class Runner:
 
 
 def _listen_at(asked: str, host: str) -> str:
-    """The address for a frontend to listen at. The node's own replaces a loopback address, which is the default and
-    cannot be reached from elsewhere."""
+    """The node's own address replaces a loopback one, which is the default and cannot be reached from elsewhere."""
     return host if asked in ("127.0.0.1", "localhost", "::1") else asked

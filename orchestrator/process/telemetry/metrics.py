@@ -182,8 +182,7 @@ class _Kept(MmapedDict):
 
 
 def _make_room(path: str, size: int) -> None:
-    """Let the file, which need not be there, have as many bytes at least. Raises OSError, and then leaves no empty
-    file, of which each scrape of this host would fail."""
+    """Let the file have as many bytes. Raises OSError, and leaves no empty file, of which each scrape would fail."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         is_new = os.fstat(descriptor).st_size == 0

@@ -24,8 +24,9 @@ from support_steering import set_desired
 from support_tls import make_certificate
 from support_wait import until
 
+from orchestrator.config.settings import ConfigError
 from orchestrator.config.values import masked
-from orchestrator.launch.host.redis_server import EmbeddedRedis, EmbeddedRedisError
+from orchestrator.launch.host.redis_server import EmbeddedRedis
 from orchestrator.process.parent import started_ticks
 from orchestrator.store.client import Redis, RedisAway, RedisUnfit, connect
 from orchestrator.store.keys import QUEUE
@@ -619,9 +620,7 @@ async def test_embedded_server_socket_is_private():
 async def test_a_socket_whose_path_is_too_long_is_refused(tmp_path):
     """Whoever is on this host could use a port."""
     embedded = EmbeddedRedis()
-    with pytest.raises(
-        EmbeddedRedisError, match=r"ü/redis.sock has \d+ bytes, .* at most 107; set XDG_RUNTIME_DIR to a"
-    ):
+    with pytest.raises(ConfigError, match=r"ü/redis.sock has \d+ bytes, .* at most 107; set XDG_RUNTIME_DIR to a"):
         await embedded.start(tmp_path, f"{tmp_path}/{'x' * 50}/{'ü' * 20}/redis.sock")
     assert not embedded.alive
 
@@ -629,7 +628,7 @@ async def test_a_socket_whose_path_is_too_long_is_refused(tmp_path):
 async def test_foreign_server_is_not_ours(tmp_path):
     other = RedisOnPort()
     url = await other.start(tmp_path)
-    with pytest.raises(EmbeddedRedisError):
+    with pytest.raises(ConfigError):
         await EmbeddedRedis().start(tmp_path, int(url.rpartition(":")[2]))
     await other.stop()
 
