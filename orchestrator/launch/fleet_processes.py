@@ -40,14 +40,6 @@ _MACHINES_EVERY_S = 1.0
 _POLL_S = 0.1
 _READY_REQUEST_TIMEOUT_S = 2.0
 _CONNECT_S = 10.0  # for frontends to connect to all workers; an unreachable worker does not delay the others
-_SHOWN = {
-    Stage.PLACING: "waiting for room",
-    Stage.STARTING: "loading",
-    Stage.READY: "ready",
-    Stage.PAUSING: "restarting",
-    Stage.LEAVING: "draining",
-    Stage.ENDED: "ended",
-}
 
 
 class StartFailed(ConfigError):
@@ -309,7 +301,7 @@ class FleetProcesses:
             pids = (local_pid(part.identity) for part in process.parts)
             self._ended += [pid for pid in pids if pid is not None]
         role = f"{slot.role.value}, " if (slot := self._pool.slots.get(process.name)) is not None else ""
-        shown = _SHOWN[process.stage]
+        shown = process.stage.value
         if process.stage is Stage.PAUSING and process.last_exit is not None and process.last_exit.final:
             shown = "cannot work as it is"
         self._console.stage(process.name, f"{role}{shown}", done=process.stage in (Stage.READY, Stage.ENDED))

@@ -33,11 +33,13 @@ _NOT_STARTED = 127  # the exit code that a shell gives to a program that cannot 
 
 
 class Stage(enum.Enum):
-    PLACING = "placing"  # it waits for a machine that has room
-    STARTING = "starting"
+    """As it is shown."""
+
+    PLACING = "waiting for room"  # of a machine
+    STARTING = "loading"
     READY = "ready"
     PAUSING = "restarting"  # it died; the pause before the next start
-    LEAVING = "leaving"  # its end is expected
+    LEAVING = "draining"  # its end is expected
     ENDED = "ended"  # and it is not started again
 
 
@@ -145,12 +147,8 @@ class Supervised:
         ends_s = self._config.stop_timeout_s if self.stage is Stage.LEAVING else 0.0
         self._missed_s = min(self._missed_s + looked_s, self._silent_s(there))
         if self._missed_s > _HUNG_TIMEOUTS * timeout_s + ends_s:
-            log.error(
-                "%s: runs (process %d) but was not in the registry, nor told that it lives, for %.0f s: killing it",
-                self.name,
-                self.pid,
-                self._missed_s,
-            )
+            what = "%s: runs (process %d) but was not in the registry, nor told that it lives, for %.0f s: killing it"
+            log.error(what, self.name, self.pid, self._missed_s)
             self.kill()
 
     def _silent_s(self, there: Collection[str] = ()) -> float:

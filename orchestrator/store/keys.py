@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from functools import partialmethod
 from importlib import resources
 
 # As of lua/registry/begin.lua, for what is written without a function: how long it outlives the last member, seconds.
@@ -24,30 +25,17 @@ class Keys:
         self.frontends_told = f"{self.prefix}frontends_told"  # a channel
         self.log_levels = f"{self.prefix}log_levels"
 
-    def job(self, request_id: str) -> str:
-        return f"{self.prefix}job:{request_id}"
+    def _named(self, kind: str, name: str) -> str:
+        return f"{self.prefix}{kind}:{name}"
 
-    def claims(self, worker_id: str) -> str:
-        return f"{self.prefix}claims:{worker_id}"
-
-    def worker(self, worker_id: str) -> str:
-        return f"{self.prefix}worker:{worker_id}"
-
-    def rendezvous(self, unit: str) -> str:
-        return f"{self.prefix}rendezvous:{unit}"
-
-    def frontend(self, frontend_id: str) -> str:
-        return f"{self.prefix}frontend:{frontend_id}"
-
-    def frontend_key(self, mesh_key: str) -> str:
-        return f"{self.prefix}frontend_key:{mesh_key}"
-
-    def orders(self, worker_id: str) -> str:
-        """A channel, like `wake` and `events`."""
-        return f"{self.prefix}orders:{worker_id}"
-
-    def wake(self, waiter_id: str) -> str:
-        return f"{self.prefix}wake:{waiter_id}"
+    job = partialmethod(_named, "job")  # by the request's id
+    claims = partialmethod(_named, "claims")  # by the worker's
+    worker = partialmethod(_named, "worker")
+    rendezvous = partialmethod(_named, "rendezvous")  # by the unit's
+    frontend = partialmethod(_named, "frontend")
+    frontend_key = partialmethod(_named, "frontend_key")  # by its public key
+    orders = partialmethod(_named, "orders")  # a channel, like `wake` and `events`
+    wake = partialmethod(_named, "wake")  # by the waiter's
 
 
 class Library:

@@ -125,20 +125,9 @@ class PrefillQueue:
         same request replaces the older one at its place; an older one changes nothing."""
         if len(job.body) > MAX_BODY_BYTES:
             raise JobTooLarge(f"{job.request_id}: a body of {len(job.body)} bytes, the largest has {MAX_BODY_BYTES}")
-        outcome = await self.call(
-            "enqueue",
-            job.request_id,
-            job.attempt,
-            job.tokens,
-            job.uncached_tokens,
-            job.delay_s,
-            self._max_jobs,
-            JOB_TTL_S,
-            job.reply_to,
-            job.body,
-            cached_text(job.cached),
-            job.ttft_s,
-        )
+        place = (job.tokens, job.uncached_tokens, job.delay_s, self._max_jobs, JOB_TTL_S)
+        kept = (job.reply_to, job.body, cached_text(job.cached), job.ttft_s)
+        outcome = await self.call("enqueue", job.request_id, job.attempt, *place, *kept)
         if outcome == b"full":
             raise QueueFull(f"{self._max_jobs} prefills wait already; add prefill workers")
 

@@ -156,12 +156,8 @@ async def _port(name: str, process: str, host: str, port: int) -> Check:
             _, writer = await asyncio.open_connection(host, port)
     except (OSError, TimeoutError) as error:
         why = str(error) or "no answer"
-        return Check(
-            name,
-            "fail",
-            f"{process}: {in_url(host)}:{port}: {why}",
-            "open it in the firewall; see workers.bind and workers.advertise",
-        )
+        fix = "open it in the firewall; see workers.bind and workers.advertise"
+        return Check(name, "fail", f"{process}: {in_url(host)}:{port}: {why}", fix)
     took_ms = (time.perf_counter() - began) * 1e3
     writer.close()
     with contextlib.suppress(OSError):

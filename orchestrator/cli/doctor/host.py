@@ -221,9 +221,8 @@ def _port(config: Config) -> Check:
     try:
         hold_port(host, port)[0].close()
     except ConfigError as error:
-        return Check(
-            "Port", "warn", str(error), "a fleet that runs here may have it; else set frontend.port to another one"
-        )
+        fix = "a fleet that runs here may have it; else set frontend.port to another one"
+        return Check("Port", "warn", str(error), fix)
     return Check("Port", "ok", f"{host}:{port} is free")
 
 

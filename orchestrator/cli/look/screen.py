@@ -272,9 +272,6 @@ def _row(worker: dict[str, Any]) -> list[Text]:
 
 
 def _slow_line(request: dict[str, Any]) -> str:
-    stages = ", ".join(
-        f"{stage['name']} {stage['end_ms'] - stage['begin_ms']:.0f}"
-        for stage in request["stages"]
-        if stage["end_ms"] - stage["begin_ms"] >= 1
-    )
+    took_ms = {stage["name"]: stage["end_ms"] - stage["begin_ms"] for stage in request["stages"]}
+    stages = ", ".join(f"{name} {ms:.0f}" for name, ms in took_ms.items() if ms >= 1)
     return f"{request['stages'][-1]['end_ms']:>7.0f} ms {request['id'][:8]}  {stages} ms"

@@ -63,9 +63,9 @@ def list_command(named: Named) -> Said:
     handle = find_whole_fleet(named)
 
     async def read(fleet: OpenFleet) -> tuple[int, list[Seen]]:
-        listed = await _list(_store(fleet, handle.namespace), handle.namespace)
+        listed = await _list(fleet)
         return listed.revision, [
-            await _look(_registry(fleet, handle.namespace, name), name, model) for name, model in listed.models.items()
+            await _look(_registry(fleet, name), name, model) for name, model in listed.models.items()
         ]
 
     revision, models = ask(handle, read)
@@ -94,7 +94,7 @@ def add_command(
         config = model_config(called, section, {}, {}, check_engine_args)
     handle = find_whole_fleet(named)
     show = _shower(as_json)
-    seen = ask(handle, lambda fleet: _add(fleet, handle.namespace, called, section, config, show))
+    seen = ask(handle, lambda fleet: _add(fleet, called, section, config, show))
     if seen.by_hand:
         urls = ", ".join(seen.by_hand)
         typer.echo(f"{called}: frontends that no launcher runs do not serve it; start them again: {urls}", err=True)
@@ -110,10 +110,10 @@ def remove_command(
     """Remove a model: its requests end, then its workers, and nothing of it is left."""
     handle = find_whole_fleet(named)
     patience_s = _patience_s(handle.workers)
-    ask(handle, lambda fleet: _remove(fleet, handle.namespace, name, patience_s, _shower(as_json)))
+    ask(handle, lambda fleet: _remove(fleet, name, patience_s, _shower(as_json)))
 
 
-async def _add(fleet: OpenFleet, whole: str, name: str, section: dict[str, Any], config: Config, show: Show) -> Seen:
+async def _add(fleet: OpenFleet, name: str, section: dict[str, Any], config: Config, show: Show) -> Seen:
     """Returns the model, with the frontends that do not serve it in `by_hand`. Raises Refused."""
 
     def wanted(listed: ModelList) -> ModelList:
@@ -126,20 +126,20 @@ async def _add(fleet: OpenFleet, whole: str, name: str, section: dict[str, Any],
                 )
         return listed.with_model(name, ListedModel(section, ModelState.ADDING))
 
-    await _change(fleet, whole, wanted)
-    why = await _follow(fleet, whole, name, _patience_s(config.workers), show, added=True)
+    await _change(fleet, wanted)
+    why = await _follow(fleet, name, _patience_s(config.workers), show, added=True)
     if why is not None:
         raise Refused(f"{name} was not added: {why}")
-    listed = await _list(_store(fleet, whole), whole)
+    listed = await _list(fleet)
     first = next(iter(listed.models))
-    of_first = await _registry(fleet, whole, first).frontends()
-    of_this = await _registry(fleet, whole, name).frontends()
+    of_first = await _registry(fleet, first).frontends()
+    of_this = await _registry(fleet, name).frontends()
     missing = [f.url for f in of_first.values() if f.by_hand and f.url and f.id not in of_this]
-    seen = await _look(_registry(fleet, whole, name), name, listed.models[name])
+    seen = await _look(_registry(fleet, name), name, listed.models[name])
     return msgspec.structs.replace(seen, by_hand=sorted(url.removesuffix(f"/models/{first}") for url in missing))
 
 
-async def _remove(fleet: OpenFleet, whole: str, name: str, patience_s: float, show: Show) -> None:
+async def _remove(fleet: OpenFleet, name: str, patience_s: float, show: Show) -> None:
     def wanted(listed: ModelList) -> ModelList:
         if name not in listed.models:
             raise Refused(f"{name}: the fleet has no such model; it has {', '.join(listed.models)}")
@@ -147,30 +147,28 @@ async def _remove(fleet: OpenFleet, whole: str, name: str, patience_s: float, sh
             raise Refused(f"{name}: is the only model of the fleet; end the fleet with `orchestrator down`")
         return listed.with_model(name, msgspec.structs.replace(listed.models[name], state=ModelState.REMOVING))
 
-    await _change(fleet, whole, wanted)
-    await _follow(fleet, whole, name, patience_s, show, added=False)
+    await _change(fleet, wanted)
+    await _follow(fleet, name, patience_s, show, added=False)
 
 
-async def _change(fleet: OpenFleet, whole: str, wanted: Callable[[ModelList], ModelList]) -> None:
-    store = _store(fleet, whole)
-
+async def _change(fleet: OpenFleet, wanted: Callable[[ModelList], ModelList]) -> None:
     async def decide() -> bool | None:
-        listed = await _list(store, whole)
+        listed = await _list(fleet)
         changed = wanted(listed)
         for other, its in listed.models.items():
             if its.state is not ModelState.SERVING and changed.models[other].state is not ModelState.REMOVING:
                 raise Refused(f"{other}: is {its.state.value}; wait until it is done (`orchestrator model list`)")
-        launchers = [of_launchers(await _registry(fleet, whole, name).launchers()) for name in listed.models]
+        launchers = [of_launchers(await _registry(fleet, name).launchers()) for name in listed.models]
         if not any(launchers):
             raise Refused("no launcher runs this fleet, which could start or end a model's workers")
-        return await store.change(listed, changed, by_operator=True) or None
+        return await _store(fleet).change(listed, changed, by_operator=True) or None
 
     await decided(decide)
 
 
-async def _follow(fleet: OpenFleet, whole: str, name: str, patience_s: float, show: Show, added: bool) -> str | None:
+async def _follow(fleet: OpenFleet, name: str, patience_s: float, show: Show, added: bool) -> str | None:
     """Show what becomes of it until it serves or is gone. Returns why it was not added. Raises Refused in the end."""
-    registry, store, why = _registry(fleet, whole, name), _store(fleet, whole), ""
+    registry, store, why = _registry(fleet, name), _store(fleet), ""
     last, changed_at = Seen(name, ""), time.monotonic()
     while True:
         listed = await retry_while_away(store.read)
@@ -209,22 +207,22 @@ async def _look(registry: Registry, name: str, model: ListedModel) -> Seen:
     )
 
 
-async def _list(store: ModelStore, whole: str) -> ModelList:
-    listed = await store.read()
+async def _list(fleet: OpenFleet) -> ModelList:
+    listed = await _store(fleet).read()
     if listed is None:
         raise Refused(
-            f"the fleet {whole!r} does not run, or has one model that its file does not name; start it with a file "
-            f"with `{SECTION}:` to add and remove models"
+            f"the fleet {fleet.namespace!r} does not run, or has one model that its file does not name; start it with "
+            f"a file with `{SECTION}:` to add and remove models"
         )
     return listed
 
 
-def _store(fleet: OpenFleet, whole: str) -> ModelStore:
-    return ModelStore(fleet.redis, whole)
+def _store(fleet: OpenFleet) -> ModelStore:
+    return ModelStore(fleet.redis, fleet.namespace)
 
 
-def _registry(fleet: OpenFleet, whole: str, name: str) -> Registry:
-    return Registry(fleet.redis, namespace_of(whole, name))
+def _registry(fleet: OpenFleet, name: str) -> Registry:
+    return Registry(fleet.redis, namespace_of(fleet.namespace, name))
 
 
 def _default_name(section: Mapping[str, Any]) -> str:

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 
 import msgspec
 import typer
-from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from orchestrator.cli.handle import ModelOption, console, positive_numbers
@@ -127,7 +127,6 @@ def _run(
     with progress_bar() as progress:
         for settings in every:
             name = settings.stack.name
-            task = progress.add_task(name, total=len(load.arrivals) * (1 if search else len(rates)))
 
             def run(at: float, done: Callable[[int], None] | None = None, settings: Settings = settings) -> Report:
                 sim = _simulation(settings, at_rate(load, at), kills).run(done)
@@ -137,18 +136,15 @@ def _run(
                 return report(sim)
 
             if search:
+                task = progress.add_task(name, total=len(load.arrivals))
                 found = good[name] = goodputs(run, rates[0], rates[1])
                 reports += {r.rate: r for at_share in found.values() for r in at_share.runs}.values()
                 rates_found = ", ".join(f"{at_share.rate:.4g}" for at_share in found.values())
                 progress.update(task, description=f"{name}: goodput {rates_found}/s", completed=len(load.arrivals))
                 continue
-            for number, at in enumerate(rates):
-                before = number * len(load.arrivals)
-
-                def done(finished: int, before: int = before, task: TaskID = task) -> None:
-                    progress.update(task, completed=before + finished)
-
-                reports.append(run(at, done))
+            for at in rates:
+                task = progress.add_task(f"{name} at {at:.4g}/s", total=len(load.arrivals))
+                reports.append(run(at, lambda finished: progress.update(task, completed=finished)))  # noqa: B023 - at once
     if as_json:
         found_rates = {name: {f"{share:.0%}": at.rate for share, at in found.items()} for name, found in good.items()}
         shown = {"goodput": found_rates, "runs": reports} if search else reports

@@ -40,12 +40,8 @@ def end_processes(left: Iterable[StartedProcess], patience_s: float = _PATIENCE_
             time.sleep(_POLL_S)
             alive = [process for process in alive if _runs(process)]
     for process in alive:
-        log.warning(
-            "%s (%s) has not ended within %g s of SIGKILL: it may still hold memory and devices",
-            process.name,
-            process.identity,
-            patience_s,
-        )
+        what = "%s (%s) has not ended within %g s of SIGKILL: it may still hold memory and devices"
+        log.warning(what, process.name, process.identity, patience_s)
     return names
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -81,7 +81,7 @@ class ModelBuilder:
             self._console,
             partial(self._folder.note_started, model=name),
             self._setup(name, config, 0),
-            self._preparing(name, machines),
+            partial(self._prepare, name, machines),
             self._frontends,
         )
 
@@ -120,12 +120,9 @@ class ModelBuilder:
     def _setup(self, name: str, config: Config, generation: int) -> Setup:
         return Setup(generation, config, self._folder.write_config(config, generation, name), name)
 
-    def _preparing(self, name: str, machines: Machines) -> Callable[[Config, int], Awaitable[Setup]]:
-        async def prepare(changed: Config, generation: int) -> Setup:
-            if changed.python is not None and not machines.remote and shutil.which(changed.python) is None:
-                raise ConfigError(f"python: {cannot_run(changed.python)}")  # before any worker is drained for it
-            found = await in_thread(partial(locate_model, name, changed, self._console))
-            resolved = resolve(changed, found, self._redis_url, self._port)
-            return self._setup(name, resolved, generation)
-
-        return prepare
+    async def _prepare(self, name: str, machines: Machines, changed: Config, generation: int) -> Setup:
+        """Raises ConfigError."""
+        if changed.python is not None and not machines.remote and shutil.which(changed.python) is None:
+            raise ConfigError(f"python: {cannot_run(changed.python)}")  # before any worker is drained for it
+        found = await in_thread(partial(locate_model, name, changed, self._console))
+        return self._setup(name, resolve(changed, found, self._redis_url, self._port), generation)

@@ -218,12 +218,10 @@ class WorkerPool:
     async def close(self) -> None:
         """End all workers, at once. Returns when their processes are gone."""
         self._closed = True
-        tasks = []
-        for slot in list(self.slots.values()):
+        slots = list(self.slots.values())
+        for slot in slots:
             slot.process.request_stop()
-            if slot.task is not None:
-                tasks.append(slot.task)
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*(slot.task for slot in slots if slot.task), return_exceptions=True)
         with contextlib.suppress(RedisAway):
             await self._registry.leave_launcher(self.launcher_id)
 

@@ -31,7 +31,7 @@ def test_a_launcher_that_ends_does_not_wait_for_a_model_that_is_looked_for(
 
     async def main() -> None:
         made = ModelBuilder({"": config}, RunFolder("a"), Mock(), Mock(), "redis://h:1", 1, ForkServers())
-        preparing = asyncio.ensure_future(made._preparing("", Mock(remote=True))(config, 1))
+        preparing = asyncio.ensure_future(made._prepare("", Mock(remote=True), config, 1))
         await until(looked.is_set)
         preparing.cancel()
 
