@@ -11,7 +11,7 @@ import msgspec
 import typer
 from rich.text import Text
 
-from orchestrator.cli.handle import OUT, JsonOption, NamespaceOption, SetOption, config_here, print_json, say
+from orchestrator.cli.handle import OUT, JsonOption, NamespaceOption, SetOption, config_here, option, print_json, say
 from orchestrator.cli.look.views import config_keys, how_often, keys_view, plain, plain_table
 from orchestrator.config.engine_args import check_engine_args
 from orchestrator.config.explain import shown
@@ -55,7 +55,7 @@ def show(
         Path | None, typer.Argument(help="A YAML file; default: the configuration of the fleet on this machine.")
     ] = None,
     set_: SetOption = None,
-    changed: Annotated[bool, typer.Option("--changed", help="Only values that differ from the default.")] = False,
+    changed: Annotated[bool, option("--changed", "Only values that differ from the default.")] = False,
     namespace: NamespaceOption = None,
     as_json: JsonOption = False,
 ) -> None:

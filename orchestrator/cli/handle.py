@@ -32,6 +32,11 @@ if TYPE_CHECKING:
     from orchestrator.store.queue import PrefillQueue
     from orchestrator.store.registry import Registry
 
+
+def option(name: str, help: str, **limits: Any) -> Any:
+    return typer.Option(name, help=help, **limits)
+
+
 NamespaceOption = Annotated[
     str | None,
     typer.Option(
@@ -42,33 +47,27 @@ NamespaceOption = Annotated[
     ),
 ]
 ModelOption = Annotated[
-    str | None, typer.Option("--model", help="Which model of the file, if it has several.", show_default=False)
+    str | None, option("--model", "Which model of the file, if it has several.", show_default=False)
 ]
 WholeFleetOption = Annotated[
-    str | None,
-    typer.Option("--namespace", help="The fleet's namespace; default: the fleet on this machine.", show_default=False),
+    str | None, option("--namespace", "The fleet's namespace; default: the fleet on this machine.", show_default=False)
 ]
 RedisOption = Annotated[
     str | None,
-    typer.Option(
+    option(
         "--redis",
+        "URL of the fleet's Redis; default: that of the fleet on this machine.",
         envvar=REDIS_URL,
-        help="URL of the fleet's Redis; default: that of the fleet on this machine.",
         show_default=False,
     ),
 ]
-UrlOption = Annotated[
-    str | None, typer.Option("--url", help="URL of a frontend to ask, instead of Redis.", show_default=False)
-]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
+UrlOption = Annotated[str | None, option("--url", "URL of a frontend to ask, instead of Redis.", show_default=False)]
+JsonOption = Annotated[bool, option("--json", "Print JSON instead of text.")]
 SetOption = Annotated[
-    list[str] | None,
-    typer.Option("--set", help="Override a configuration key: a.b=value. Repeatable.", show_default=False),
+    list[str] | None, option("--set", "Override a configuration key: a.b=value. Repeatable.", show_default=False)
 ]
-ForceOption = Annotated[bool, typer.Option("--force", help="Allow it although requests would be refused.")]
-MaxUnavailableOption = Annotated[
-    int, typer.Option("--max-unavailable", min=1, help="How many workers may be down at a time.")
-]
+ForceOption = Annotated[bool, option("--force", "Allow it although requests would be refused.")]
+MaxUnavailableOption = Annotated[int, option("--max-unavailable", "How many workers may be down at a time.", min=1)]
 WorkerArgument = Annotated[str, typer.Argument(help="A worker's id, as `orchestrator status` shows it.")]
 
 

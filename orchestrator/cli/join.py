@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 import msgspec
 import typer
 
-from orchestrator.cli.handle import FleetHandle, Named, Said, ask, fleet_command
+from orchestrator.cli.handle import FleetHandle, Named, Said, ask, fleet_command, option
 from orchestrator.config.settings import ConfigError, Refused, parse_config
 from orchestrator.process.parent import EXIT_AGAIN, report_exit
 from orchestrator.types import Role
@@ -60,9 +60,9 @@ def join(fleet: Named) -> Said:
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
 def worker(
     context: typer.Context,
-    token: Annotated[str, typer.Option("--join", envvar="PD_JOIN", help="What `orchestrator join` prints.")],
-    role: Annotated[Role, typer.Option("--role", metavar="prefill|decode", help="The worker's first role.")],
-    bind: Annotated[str, typer.Option("--bind", help="Address to listen at; auto: the one that leads to Redis.")] = "",
+    token: Annotated[str, option("--join", "What `orchestrator join` prints.", envvar="PD_JOIN")],
+    role: Annotated[Role, option("--role", "The worker's first role.", metavar="prefill|decode")],
+    bind: Annotated[str, option("--bind", "Address to listen at; auto: the one that leads to Redis.")] = "",
 ) -> None:
     """Run one worker for a fleet that runs on another host. It also takes the options of `decode-worker`."""
     where = Token.decode(token)

@@ -28,6 +28,7 @@ from orchestrator.cli.handle import (
     SetOption,
     ask,
     fleet_command,
+    option,
     print_json,
     retry_while_away,
 )
@@ -65,7 +66,7 @@ def rollout_command(
     config: Annotated[Path | None, typer.Argument(help="The new configuration, as for `orchestrator up`.")] = None,
     set_: SetOption = None,
     max_unavailable: MaxUnavailableOption = 1,
-    abort: Annotated[bool, typer.Option("--abort", help="Go back to the previous configuration.")] = False,
+    abort: Annotated[bool, option("--abort", "Go back to the previous configuration.")] = False,
     force: ForceOption = False,
     as_json: bool = False,
 ) -> None:
@@ -135,7 +136,7 @@ async def _abort(fleet: OpenFleet, show: Callable[[Event], None]) -> Rollout:
 @fleet_command(app.command("restart"))
 def restart_command(
     named: Named,
-    only: Annotated[Role | None, typer.Option("--role", metavar="prefill|decode", help="Only these workers.")] = None,
+    only: Annotated[Role | None, option("--role", "Only these workers.", metavar="prefill|decode")] = None,
     max_unavailable: MaxUnavailableOption = 1,
     force: ForceOption = False,
     as_json: bool = False,

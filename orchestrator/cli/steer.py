@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import msgspec
 import typer
 
-from orchestrator.cli.handle import Named, OpenFleet, Said, WorkerArgument, fleet_command, retry_while_away
+from orchestrator.cli.handle import Named, OpenFleet, Said, WorkerArgument, fleet_command, option, retry_while_away
 from orchestrator.cli.look.views import plain_table, queue_view
 from orchestrator.config.settings import Refused
 from orchestrator.store.operator.log_levels import ALL, LogLevels
@@ -16,7 +16,7 @@ from orchestrator.store.operator.shown import peek, show
 from orchestrator.store.steering import NOBODY, Steering
 from orchestrator.types import Role
 
-ForceOption = Annotated[bool, typer.Option("--force", help="Allow it for the last worker of a role.")]
+ForceOption = Annotated[bool, option("--force", "Allow it for the last worker of a role.")]
 _LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 app = typer.Typer()
 queue_app = typer.Typer(invoke_without_command=True)
@@ -27,9 +27,7 @@ app.add_typer(queue_app, name="queue")
 def scale(
     fleet: Named,
     targets: Annotated[list[str], typer.Argument(help="prefill=X, decode=Y, or both; or both as 2P6D.")],
-    force: Annotated[
-        bool, typer.Option("--force", help="Allow more than there is room for, or none that is needed.")
-    ] = False,
+    force: Annotated[bool, option("--force", "Allow more than there is room for, or none that is needed.")] = False,
 ) -> Said:
     counts = _counts(targets)
     wanted = fleet.ask(lambda there: _steer(there).scale(**counts, force=force))
@@ -78,7 +76,7 @@ def drain(fleet: Named, worker: WorkerArgument, force: ForceOption = False) -> S
 def queue(
     fleet: Named,
     context: typer.Context,
-    limit: Annotated[int, typer.Option("--limit", min=1, max=1000, help="How many jobs to show.")] = 20,
+    limit: Annotated[int, option("--limit", "How many jobs to show.", min=1, max=1000)] = 20,
 ) -> Said | None:
     if context.invoked_subcommand is not None:
         return None

@@ -16,7 +16,7 @@ import msgspec
 import typer
 
 from orchestrator.cli.config import checked_models
-from orchestrator.cli.handle import JsonOption, SetOption, print_json
+from orchestrator.cli.handle import JsonOption, SetOption, option, print_json
 from orchestrator.config.models import fleet_namespace
 from orchestrator.config.settings import ConfigError, Refused, overridden, read_tree
 from orchestrator.launch.announcement import READY_FD
@@ -36,10 +36,8 @@ def up(
         Path | None, typer.Argument(help="A YAML file, see `orchestrator config keys`; default: a demo on CPU.")
     ] = None,
     set_: SetOption = None,
-    detach: Annotated[
-        bool, typer.Option("--detach", help="Return once the fleet is ready, and leave it running.")
-    ] = False,
-    verbose: Annotated[bool, typer.Option("--verbose", help="Also show the output of all processes.")] = False,
+    detach: Annotated[bool, option("--detach", "Return once the fleet is ready, and leave it running.")] = False,
+    verbose: Annotated[bool, option("--verbose", "Also show the output of all processes.")] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Start a fleet on this machine and run it until Ctrl-C. With --detach and --json, print where it runs."""

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from orchestrator.cli.doctor.fleet import kv_checks, port_checks, redis_checks
 from orchestrator.cli.doctor.host import Check, host_checks
-from orchestrator.cli.handle import OUT, Named, SetOption, find_fleet, fleet_command, models_here, print_json
+from orchestrator.cli.handle import OUT, Named, SetOption, find_fleet, fleet_command, models_here, option, print_json
 from orchestrator.config.models import load_models
 from orchestrator.config.settings import Config, Refused
 
@@ -24,10 +24,8 @@ _COLOURS = {"ok": "green", "warn": "yellow", "fail": "red"}
 def doctor(
     fleet: Named,
     context: typer.Context,
-    host: Annotated[bool, typer.Option("--host", help="Check only this host, not the fleet's Redis.")] = False,
-    config: Annotated[
-        Path | None, typer.Option("--config", help="Also check the port, models and Redis of this file.")
-    ] = None,
+    host: Annotated[bool, option("--host", "Check only this host, not the fleet's Redis.")] = False,
+    config: Annotated[Path | None, option("--config", "Also check the port, models and Redis of this file.")] = None,
     set_: SetOption = None,
     as_json: bool = False,
 ) -> None:

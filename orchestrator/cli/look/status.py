@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Group
 
-from orchestrator.cli.handle import OUT, FleetHandle, Named, Said, find_fleet, fleet_command, models_here, say
+from orchestrator.cli.handle import OUT, FleetHandle, Named, Said, find_fleet, fleet_command, models_here, option, say
 from orchestrator.cli.look.frontend import UNANSWERED, fleet_status, fleet_stream, operator_key, with_frontend
 from orchestrator.cli.look.views import fleet_view
 from orchestrator.config.explain import missing
@@ -25,7 +25,7 @@ app = typer.Typer()
 @fleet_command(app.command(), by_url=True)
 def status(
     fleet: Named,
-    watch: Annotated[bool, typer.Option("--watch", help="Refresh every second until Ctrl-C.")] = False,
+    watch: Annotated[bool, option("--watch", "Refresh every second until Ctrl-C.")] = False,
     as_json: bool = False,
 ) -> Said | None:
     if not (watch or fleet.by_address) and len(models := models_here(fleet.namespace)) > 1:

@@ -17,7 +17,7 @@ import typer
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from orchestrator.cli.handle import OUT, FleetHandle, Named, fleet_command, namespace_here, print_json
+from orchestrator.cli.handle import OUT, FleetHandle, Named, fleet_command, namespace_here, option, print_json
 from orchestrator.cli.look.frontend import get, with_frontend
 from orchestrator.config.settings import Refused
 from orchestrator.launch.host.run_folder import RunFolder
@@ -43,8 +43,8 @@ def trace(
     request_id: Annotated[
         str | None, typer.Argument(metavar="ID", help="The request's id, or the beginning of it.")
     ] = None,
-    last: Annotated[bool, typer.Option("--last", help="The request that ended last.")] = False,
-    slowest: Annotated[int, typer.Option("--slowest", min=0, help="Show the N slowest requests.")] = 0,
+    last: Annotated[bool, option("--last", "The request that ended last.")] = False,
+    slowest: Annotated[int, option("--slowest", "Show the N slowest requests.", min=0)] = 0,
     as_json: bool = False,
 ) -> None:
     if sum((request_id is not None, last, slowest > 0)) != 1:

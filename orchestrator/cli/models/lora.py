@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import msgspec
 import typer
 
-from orchestrator.cli.handle import Named, Said, fleet_command
+from orchestrator.cli.handle import Named, Said, fleet_command, option
 from orchestrator.cli.look.frontend import UNANSWERED, fetch, operator_key, with_frontend
 from orchestrator.cli.look.views import plain_table
 from orchestrator.config.access import OPERATOR_KEY
@@ -39,7 +39,7 @@ def add_command(
     fleet: Named,
     name: NameArgument,
     path: Annotated[str, typer.Argument(help="Its folder, as every worker reads it, or its repository.")],
-    replace: Annotated[bool, typer.Option("--replace", help="Take the place of the adapter of this name.")] = False,
+    replace: Annotated[bool, option("--replace", "Take the place of the adapter of this name.")] = False,
 ) -> Said:
     """Load an adapter on all workers, then let all frontends serve it."""
     body = {"lora_name": name, "lora_path": path, "load_inplace": replace}

@@ -25,6 +25,7 @@ from orchestrator.cli.handle import (
     ask,
     find_whole_fleet,
     fleet_command,
+    option,
     print_json,
     retry_while_away,
 )
@@ -80,7 +81,7 @@ def add_command(
     named: Named,
     file: Annotated[Path, typer.Argument(help="The model's configuration: what would stand under models.NAME.")],
     name: Annotated[
-        str | None, typer.Option("--name", help="Its name; default: the last part of served_model_name, or of model.")
+        str | None, option("--name", "Its name; default: the last part of served_model_name, or of model.")
     ] = None,
     set_: SetOption = None,
     as_json: bool = False,

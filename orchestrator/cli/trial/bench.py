@@ -14,7 +14,7 @@ import msgspec
 import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from orchestrator.cli.handle import OUT, check_writable, console, positive_numbers
+from orchestrator.cli.handle import OUT, check_writable, console, option, positive_numbers
 from orchestrator.cli.look.views import plain_table
 from orchestrator.cli.trial.simulate import parse_load
 from orchestrator.config.settings import ConfigError
@@ -32,32 +32,22 @@ _WARM_UP_REQUESTS, _WARM_UP_TOKENS = 4, 64
 @app.command("bench")
 def bench_command(
     url: Annotated[str, typer.Argument(help="The server, as `orchestrator up` prints it.")],
-    load: Annotated[
-        str | None, typer.Option("--load", help="A trace, or bursty, heavy_tailed, code, chat or agents.")
-    ] = None,
-    prompt_tokens: Annotated[
-        int, typer.Option("--prompt-tokens", min=1, help="Tokens per prompt, without --load.")
-    ] = 512,
-    output_tokens: Annotated[
-        int, typer.Option("--output-tokens", min=1, help="Tokens per answer, without --load.")
-    ] = 128,
+    load: Annotated[str | None, option("--load", "A trace, or bursty, heavy_tailed, code, chat or agents.")] = None,
+    prompt_tokens: Annotated[int, option("--prompt-tokens", "Tokens per prompt, without --load.", min=1)] = 512,
+    output_tokens: Annotated[int, option("--output-tokens", "Tokens per answer, without --load.", min=1)] = 128,
     rates: Annotated[
-        str | None, typer.Option("--rate", help="Requests per second; 2,4,8 makes three runs. Default: --users.")
+        str | None, option("--rate", "Requests per second; 2,4,8 makes three runs. Default: --users.")
     ] = None,
-    users: Annotated[
-        int, typer.Option("--users", min=1, help="Clients; each sends its next request after an answer.")
-    ] = 8,
-    requests: Annotated[int, typer.Option("--requests", min=2, help="Requests per run.")] = 200,
-    scale: Annotated[float, typer.Option("--scale-tokens", help="Factor on the token counts of --load.")] = 1.0,
-    ttft_s: Annotated[float, typer.Option("--ttft", help="TTFT objective, seconds.")] = 2.0,
-    tpot_s: Annotated[float, typer.Option("--tpot", help="TPOT objective, seconds.")] = 0.1,
-    against: Annotated[str | None, typer.Option("--against", help="URL of a second server to compare with.")] = None,
-    turns: Annotated[int, typer.Option("--turns", min=1, help="Runs per server, with --against.")] = 3,
-    json_file: Annotated[Path | None, typer.Option("--json", help="File for all figures.")] = None,
-    html_file: Annotated[Path | None, typer.Option("--html", help="File for a page with curves.")] = None,
-    seed: Annotated[
-        int | None, typer.Option("--seed", min=0, help="Seed of the prompts; a server may cache them.")
-    ] = None,
+    users: Annotated[int, option("--users", "Clients; each sends its next request after an answer.", min=1)] = 8,
+    requests: Annotated[int, option("--requests", "Requests per run.", min=2)] = 200,
+    scale: Annotated[float, option("--scale-tokens", "Factor on the token counts of --load.")] = 1.0,
+    ttft_s: Annotated[float, option("--ttft", "TTFT objective, seconds.")] = 2.0,
+    tpot_s: Annotated[float, option("--tpot", "TPOT objective, seconds.")] = 0.1,
+    against: Annotated[str | None, option("--against", "URL of a second server to compare with.")] = None,
+    turns: Annotated[int, option("--turns", "Runs per server, with --against.", min=1)] = 3,
+    json_file: Annotated[Path | None, option("--json", "File for all figures.")] = None,
+    html_file: Annotated[Path | None, option("--html", "File for a page with curves.")] = None,
+    seed: Annotated[int | None, option("--seed", "Seed of the prompts; a server may cache them.", min=0)] = None,
 ) -> None:
     if scale <= 0 or ttft_s <= 0 or tpot_s <= 0:
         raise ConfigError("--scale-tokens, --ttft, --tpot: expected more than 0")

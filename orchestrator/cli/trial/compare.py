@@ -15,7 +15,7 @@ from typing import Annotated, Any
 import msgspec
 import typer
 
-from orchestrator.cli.handle import ModelOption, check_writable, find_fleet
+from orchestrator.cli.handle import ModelOption, check_writable, find_fleet, option
 from orchestrator.cli.look.frontend import get
 from orchestrator.cli.trial.bench import API_KEY
 from orchestrator.cli.trial.simulate import objectives, parse_configuration, parse_fleet, parse_load, parse_profile
@@ -30,29 +30,27 @@ from orchestrator.simulator.settings import Settings, stack
 from orchestrator.simulator.simulation import Simulation
 from orchestrator.simulator.trace import Load, at_rate, scaled
 
-UrlOption = Annotated[str, typer.Option("--url", help="The server, as `orchestrator up` prints it.")]
+UrlOption = Annotated[str, option("--url", "The server, as `orchestrator up` prints it.")]
 app = typer.Typer()
 
 
 @app.command("profile")
 def profile_command(
     url: UrlOption,
-    out: Annotated[Path, typer.Option("--out", help="The JSON file to write.")],
-    name: Annotated[str, typer.Option("--name", help="Name of the profile.")] = "measured",
-    lengths: Annotated[str, typer.Option("--lengths", help="Prompt lengths to measure.")] = "32,128,256,512,1024",
-    block_size: Annotated[int, typer.Option("--block-size", min=1, help="The engine's block size, tokens.")] = 16,
+    out: Annotated[Path, option("--out", "The JSON file to write.")],
+    name: Annotated[str, option("--name", "Name of the profile.")] = "measured",
+    lengths: Annotated[str, option("--lengths", "Prompt lengths to measure.")] = "32,128,256,512,1024",
+    block_size: Annotated[int, option("--block-size", "The engine's block size, tokens.", min=1)] = 16,
     batched_tokens: Annotated[
         int,
-        typer.Option(
+        option(
             "--batched-tokens",
+            "The engine's max_num_batched_tokens, as its log says it: 8192 on an H100 where it is not set.",
             min=1,
-            help="The engine's max_num_batched_tokens, as its log says it: 8192 on an H100 where it is not set.",
         ),
     ] = 2048,
-    kv_bytes: Annotated[
-        int, typer.Option("--kv-bytes-per-token", min=1, help="Bytes of KV per token, all layers.")
-    ] = 46_080,
-    link_gb_per_s: Annotated[float, typer.Option("--link-gb-per-s", min=0.001, help="KV transfer rate, GB/s.")] = 1.0,
+    kv_bytes: Annotated[int, option("--kv-bytes-per-token", "Bytes of KV per token, all layers.", min=1)] = 46_080,
+    link_gb_per_s: Annotated[float, option("--link-gb-per-s", "KV transfer rate, GB/s.", min=0.001)] = 1.0,
 ) -> None:
     """Measure a worker's timing on a running server, for the simulator. The server needs one worker, aggregated."""
     check_writable(out)
@@ -94,18 +92,18 @@ def profile_command(
 @app.command("compare")
 def compare_command(
     url: UrlOption,
-    trace: Annotated[str, typer.Option("--trace", help="A trace file, or the name of a synthetic load.")],
-    profile: Annotated[str, typer.Option("--profile", help="A shipped name or a JSON file.")],
-    rate: Annotated[float, typer.Option("--rate", help="Requests per second.")],
-    out: Annotated[Path, typer.Option("--out", help="The JSON file to write.")],
-    fleet: Annotated[str, typer.Option("--fleet", help="The server's workers, as 1P1D.")] = "1P1D",
+    trace: Annotated[str, option("--trace", "A trace file, or the name of a synthetic load.")],
+    profile: Annotated[str, option("--profile", "A shipped name or a JSON file.")],
+    rate: Annotated[float, option("--rate", "Requests per second.")],
+    out: Annotated[Path, option("--out", "The JSON file to write.")],
+    fleet: Annotated[str, option("--fleet", "The server's workers, as 1P1D.")] = "1P1D",
     config: Annotated[
-        Path | None, typer.Option("--config", help="The server's configuration file; default: the defaults.")
+        Path | None, option("--config", "The server's configuration file; default: the defaults.")
     ] = None,
-    sets: Annotated[list[str] | None, typer.Option("--set", help="Override a key, as on the server.")] = None,
+    sets: Annotated[list[str] | None, option("--set", "Override a key, as on the server.")] = None,
     model: ModelOption = None,
-    seconds: Annotated[float, typer.Option("--seconds", help="Seconds of the load to run.")] = 600.0,
-    scale: Annotated[float, typer.Option("--scale-tokens", help="Factor on the lengths of prompts and outputs.")] = 1.0,
+    seconds: Annotated[float, option("--seconds", "Seconds of the load to run.")] = 600.0,
+    scale: Annotated[float, option("--scale-tokens", "Factor on the lengths of prompts and outputs.")] = 1.0,
     seed: Annotated[int, typer.Option("--seed")] = 0,
 ) -> None:
     """Run part of a load on a real fleet and in the simulator, and compare. Shows P50, P90 and P99."""

@@ -11,7 +11,7 @@ import msgspec
 import typer
 from rich.table import Table
 
-from orchestrator.cli.handle import ModelOption, console, find_fleet, positive_numbers
+from orchestrator.cli.handle import ModelOption, console, find_fleet, option, positive_numbers
 from orchestrator.cli.look.frontend import UNANSWERED, fetch, of_one_model, operator_key
 from orchestrator.cli.trial.simulate import objectives, parse_configuration, parse_load, parse_profile, progress_bar
 from orchestrator.config.access import OPERATOR_KEY
@@ -31,31 +31,23 @@ app = typer.Typer()
 
 @app.command("plan")
 def plan_command(
-    workers: Annotated[int, typer.Option("--workers", help="Workers of both roles together.", min=1, max=512)],
+    workers: Annotated[int, option("--workers", "Workers of both roles together.", min=1, max=512)],
     trace: Annotated[
-        str | None, typer.Option("--trace", help=f"A Mooncake .jsonl or Azure .csv file, or one of {', '.join(LOADS)}.")
+        str | None, option("--trace", f"A Mooncake .jsonl or Azure .csv file, or one of {', '.join(LOADS)}.")
     ] = None,
-    profile: Annotated[
-        str | None, typer.Option("--profile", help="A worker's timing: a shipped name or a JSON file.")
-    ] = None,
-    live: Annotated[
-        str | None, typer.Option("--live", help="URL of a running fleet: its timing and latest requests.")
-    ] = None,
-    config: Annotated[
-        Path | None, typer.Option("--config", help="A configuration file; default: the defaults.")
-    ] = None,
+    profile: Annotated[str | None, option("--profile", "A worker's timing: a shipped name or a JSON file.")] = None,
+    live: Annotated[str | None, option("--live", "URL of a running fleet: its timing and latest requests.")] = None,
+    config: Annotated[Path | None, option("--config", "A configuration file; default: the defaults.")] = None,
     model: ModelOption = None,
-    ttft_s: Annotated[float | None, typer.Option("--ttft", help="TTFT objective, seconds.", min=0.001)] = None,
-    tpot_s: Annotated[float | None, typer.Option("--tpot", help="TPOT objective, seconds.", min=0.001)] = None,
+    ttft_s: Annotated[float | None, option("--ttft", "TTFT objective, seconds.", min=0.001)] = None,
+    tpot_s: Annotated[float | None, option("--tpot", "TPOT objective, seconds.", min=0.001)] = None,
     rate: Annotated[
-        str | None, typer.Option("--rate", help="Requests per second, or goodput for the highest. Default: the load's.")
+        str | None, option("--rate", "Requests per second, or goodput for the highest. Default: the load's.")
     ] = None,
-    requests: Annotated[
-        int | None, typer.Option("--requests", help="Cut or repeat the load to this many requests.")
-    ] = None,
-    plot: Annotated[Path, typer.Option("--plot", help="PNG file for the picture.")] = Path("plan.png"),
+    requests: Annotated[int | None, option("--requests", "Cut or repeat the load to this many requests.")] = None,
+    plot: Annotated[Path, option("--plot", "PNG file for the picture.")] = Path("plan.png"),
     seed: Annotated[int, typer.Option("--seed")] = 0,
-    as_json: Annotated[bool, typer.Option("--json", help="JSON instead of a table.")] = False,
+    as_json: Annotated[bool, option("--json", "JSON instead of a table.")] = False,
 ) -> None:
     """Simulate every prefill/decode split of N workers and say which serves a load. Adds other projects' policies."""
     if live is None and (trace is None or profile is None):

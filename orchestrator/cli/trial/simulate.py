@@ -9,14 +9,14 @@ import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import msgspec
 import typer
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from orchestrator.cli.handle import ModelOption, console, positive_numbers
+from orchestrator.cli.handle import ModelOption, console, option, positive_numbers
 from orchestrator.config.models import load_model
 from orchestrator.config.settings import Config, ConfigError, SLOConfig, overridden, parse_config
 from orchestrator.simulator import faults
@@ -32,46 +32,40 @@ DEFAULT_PROFILE = "h100-llama-8b"
 app = typer.Typer()
 
 
-def _option(name: str, help: str) -> Any:
-    return typer.Option(name, help=help)
-
-
 @app.command("simulate")
 def simulate_command(
     trace: Annotated[
-        str, _option("--trace", f"A Mooncake .jsonl or Azure .csv file, or a synthetic load: {', '.join(LOADS)}.")
+        str, option("--trace", f"A Mooncake .jsonl or Azure .csv file, or a synthetic load: {', '.join(LOADS)}.")
     ],
     fleet: Annotated[
-        str | None, _option("--fleet", "Workers at the start, as 8P8D; default: the configuration's, else 8P8D.")
+        str | None, option("--fleet", "Workers at the start, as 8P8D; default: the configuration's, else 8P8D.")
     ] = None,
-    config: Annotated[Path | None, _option("--config", "A configuration file for the router.")] = None,
-    sets: Annotated[list[str] | None, _option("--set", "Override a key: slo.admission=off. Repeatable.")] = None,
+    config: Annotated[Path | None, option("--config", "A configuration file for the router.")] = None,
+    sets: Annotated[list[str] | None, option("--set", "Override a key: slo.admission=off. Repeatable.")] = None,
     model: ModelOption = None,
     policy: Annotated[
         list[str] | None,
-        _option("--policy", "ours, ours:fixed, a decode choice, or field:NAME (another project's). Repeatable."),
+        option("--policy", "ours, ours:fixed, a decode choice, or field:NAME (another project's). Repeatable."),
     ] = None,
-    profile: Annotated[
-        str, _option("--profile", "A worker's timing: a shipped name or a JSON file.")
-    ] = DEFAULT_PROFILE,
-    rate: Annotated[float | None, _option("--rate", "Requests per second; default: the trace's own.")] = None,
+    profile: Annotated[str, option("--profile", "A worker's timing: a shipped name or a JSON file.")] = DEFAULT_PROFILE,
+    rate: Annotated[float | None, option("--rate", "Requests per second; default: the trace's own.")] = None,
     sweep: Annotated[
-        str | None, _option("--sweep", "rate=10,20,40 simulates each; rate=goodput searches the goodput.")
+        str | None, option("--sweep", "rate=10,20,40 simulates each; rate=goodput searches the goodput.")
     ] = None,
-    requests: Annotated[int | None, _option("--requests", "Cut or repeat the load to this many requests.")] = None,
+    requests: Annotated[int | None, option("--requests", "Cut or repeat the load to this many requests.")] = None,
     ttft_s: Annotated[
-        float | None, _option("--ttft", "TTFT objective, seconds; default: the file's, else the profile's.")
+        float | None, option("--ttft", "TTFT objective, seconds; default: the file's, else the profile's.")
     ] = None,
-    tpot_s: Annotated[float | None, _option("--tpot", "TPOT objective, seconds; same default.")] = None,
+    tpot_s: Annotated[float | None, option("--tpot", "TPOT objective, seconds; same default.")] = None,
     kill: Annotated[
-        list[str] | None, _option("--kill", "d0@30:10 kills worker d0 after 30 s, for 10 s. Repeatable.")
+        list[str] | None, option("--kill", "d0@30:10 kills worker d0 after 30 s, for 10 s. Repeatable.")
     ] = None,
     racks: Annotated[
-        str | None, _option("--racks", "2:8 puts the workers into 2 racks, between which KV takes 8 times as long.")
+        str | None, option("--racks", "2:8 puts the workers into 2 racks, between which KV takes 8 times as long.")
     ] = None,
-    seed: Annotated[int, _option("--seed", "Seed of all random draws.")] = 0,
-    as_json: Annotated[bool, _option("--json", "JSON instead of a table.")] = False,
-    plot: Annotated[Path | None, _option("--plot", "A PNG: attainment by rate, or block usage by time.")] = None,
+    seed: Annotated[int, option("--seed", "Seed of all random draws.")] = 0,
+    as_json: Annotated[bool, option("--json", "JSON instead of a table.")] = False,
+    plot: Annotated[Path | None, option("--plot", "A PNG: attainment by rate, or block usage by time.")] = None,
 ) -> None:
     load = parse_load(trace, requests, seed)
     worker = parse_profile(profile)
