@@ -18,7 +18,6 @@ from support_redis import worker
 from support_wait import DEADLINE_S
 
 from orchestrator.config.settings import Config, Refused, parse_config
-from orchestrator.launch.decisions.fleet_size import Resize
 from orchestrator.launch.fleet_processes import FleetProcesses
 from orchestrator.launch.machines import Setup
 from orchestrator.launch.pools.worker_pool import Slot, WorkerPool
@@ -108,7 +107,9 @@ class Launcher(WorkerPool):
         if (was := self.held) is None:
             return
         fleet: Any = SimpleNamespace(registry=self._registry, desired=was)
-        await FleetProcesses._resize(fleet, Resize(was.prefill, max(1, was.decode + more), "by chance"))
+        await FleetProcesses._resize(
+            fleet, DesiredRatio(was.prefill, max(1, was.decode + more), "objectives", why="by chance")
+        )
 
 
 class World:

@@ -17,7 +17,7 @@ import msgspec
 from orchestrator.config.server_args import needs_client_certificate, uses_tls
 from orchestrator.config.settings import Config, ConfigError
 from orchestrator.launch.console import Console
-from orchestrator.launch.decisions.fleet_size import FleetSize, Idleness, Resize
+from orchestrator.launch.decisions.fleet_size import FleetSize, Idleness
 from orchestrator.launch.host.leftovers import SharedMemory
 from orchestrator.launch.host.run_folder import StartedProcess
 from orchestrator.launch.machines import Machines, Setup, frontend_named
@@ -267,12 +267,12 @@ class FleetProcesses:
             if removed:
                 log.info("removed shared memory that a dead process left: %s", ", ".join(removed))
 
-    async def _resize(self, resize: Resize) -> None:
+    async def _resize(self, wanted: DesiredRatio) -> None:
         """Change the size, unless somebody else has set one meanwhile. Raises RedisAway."""
-        was, wanted = self.desired, DesiredRatio(resize.prefill, resize.decode, "objectives", why=resize.why)
+        was = self.desired
         if await self.registry.steer(Seen.ratio(was), desired=wanted) is not None:
             sizes = f"{was.prefill}P{was.decode}D -> {wanted.prefill}P{wanted.decode}D"
-            log.info("scale: %s: %s", sizes, resize.why)
+            log.info("scale: %s: %s", sizes, wanted.why)
 
     async def _rest(self, snapshot: Snapshot) -> None:
         """End the workers of a model that nobody asks for. Raises RedisAway."""

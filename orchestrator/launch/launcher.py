@@ -173,21 +173,16 @@ async def _follow_models(
 
 
 def _with_operator_key(models: Mapping[str, Config], folder: RunFolder) -> Mapping[str, Config]:
-    """One key for all, where there is to be one."""
-    config = _with_previous_operator_key(next(iter(models.values())), folder)
+    """One key for all, where there is to be one. On a cluster the frontends of a launcher that was killed serve on,
+    with the key that it made."""
+    config = next(iter(models.values()))
     security = config.security
+    before = folder.config() if config.launcher.kind != "local" and not folder.is_held else None
+    if before is not None and security.operator_key is None:
+        security = msgspec.structs.replace(security, operator_key=before.security.operator_key)
     if len(models) > 1:
         security = secured(security, config.frontend.host)
     return {name: msgspec.structs.replace(each, security=security) for name, each in models.items()}
-
-
-def _with_previous_operator_key(config: Config, folder: RunFolder) -> Config:
-    """On a cluster the frontends of a launcher that was killed serve on, with the operator's key that it made."""
-    before = folder.config() if config.launcher.kind != "local" and not folder.is_held else None
-    if before is None or config.security.operator_key is not None:
-        return config
-    replace = msgspec.structs.replace
-    return replace(config, security=replace(config.security, operator_key=before.security.operator_key))
 
 
 @contextlib.contextmanager

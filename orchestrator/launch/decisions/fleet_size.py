@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
 
 import msgspec
 
@@ -26,25 +25,13 @@ _TELL_ANEW_S = 2.0  # after Redis was away; frontends tell it what they counted 
 _STEP_SHARE = 8  # at most an eighth of the fleet comes at once, and at least one worker
 
 
-class SizeSample(msgspec.Struct, frozen=True):
-    """What ended in one period, at one size and with as many workers ready throughout."""
-
-    at: float  # monotonic seconds, end of the period
-    ended: int  # requests that were answered, failed or refused
-    late_first: int  # of them, those whose first token missed slo.ttft_s
-    late_tokens: int  # and those whose other tokens missed slo.tpot_s
-    late: int  # those that missed one of the two, or both
-
-
-class Resize(NamedTuple):
-    prefill: int
-    decode: int
-    why: str  # with its numbers
+# When a period ended, monotonic, and what was counted in it, at one size and with as many workers ready throughout.
+Sample = tuple[float, Offered]
 
 
 def resized(
-    samples: Sequence[SizeSample], desired: DesiredRatio, scale: ScaleConfig, late_at: Mapping[int, float], now: float
-) -> Resize | None:
+    samples: Sequence[Sample], desired: DesiredRatio, scale: ScaleConfig, late_at: Mapping[int, float], now: float
+) -> DesiredRatio | None:
     """Another size, or None. `samples` are of the present size; `late_at`: when another size last had too many late.
 
     It grows by what the last `scale.grow_after_s` show, on the side whose objective is missed more often; it shrinks
@@ -52,14 +39,15 @@ def resized(
     been found too small at that size (hysteresis: a fleet at its limit must not go up and down).
     """
     total = desired.prefill + desired.decode
-    recent = [sample for sample in samples if sample.at > now - scale.grow_after_s]
+    recent = [sample for sample in samples if sample[0] > now - scale.grow_after_s]
     if _covered(samples, scale.grow_after_s, now) and _ended(recent) >= _LEAST_REQUESTS:
         if _attained(recent) < scale.attainment and scale.max_workers is not None and total < scale.max_workers:
             step = min(max(1, total // _STEP_SHARE), scale.max_workers - total)
-            first, others = sum(s.late_first for s in recent), sum(s.late_tokens for s in recent)
+            first = sum(counted.late_first for _, counted in recent)
+            others = sum(counted.late_tokens for _, counted in recent)
             prefill = desired.prefill + (step if desired.prefill and first >= others else 0)
             why = f"{first} first tokens and {others} answers were late, of {_ended(recent)} requests"
-            return Resize(prefill, total + step - prefill, f"{why} in {scale.grow_after_s:g} s")
+            return _resize(prefill, total + step - prefill, f"{why} in {scale.grow_after_s:g} s")
     far_above = (1 + scale.attainment) / 2
     of_prefill = desired.prefill > 1 and (desired.prefill >= desired.decode or desired.decode == 1)
     able = of_prefill or desired.decode > 1
@@ -67,25 +55,29 @@ def resized(
     remembered = late_at.get(total - 1, -float("inf")) > now - _REMEMBERED_WINDOWS * scale.shrink_after_s
     if not may_shrink or remembered or not _covered(samples, scale.shrink_after_s, now):
         return None
-    long = [sample for sample in samples if sample.at > now - scale.shrink_after_s]
+    long = [sample for sample in samples if sample[0] > now - scale.shrink_after_s]
     if _attained(long) < far_above or (_ended(recent) and _attained(recent) < far_above):
         return None
     prefill = desired.prefill - of_prefill
     why = f"{_attained(long):.1%} of {_ended(long)} requests were on time in {scale.shrink_after_s:g} s"
-    return Resize(prefill, total - 1 - prefill, why)
+    return _resize(prefill, total - 1 - prefill, why)
 
 
-def _covered(samples: Sequence[SizeSample], window_s: float, now: float) -> bool:
-    return bool(samples) and samples[0].at <= now - window_s
+def _resize(prefill: int, decode: int, why: str) -> DesiredRatio:
+    return DesiredRatio(prefill, decode, "objectives", why=why)
 
 
-def _ended(samples: Sequence[SizeSample]) -> int:
-    return sum(sample.ended for sample in samples)
+def _covered(samples: Sequence[Sample], window_s: float, now: float) -> bool:
+    return bool(samples) and samples[0][0] <= now - window_s
 
 
-def _attained(samples: Sequence[SizeSample]) -> float:
+def _ended(samples: Sequence[Sample]) -> int:
+    return sum(counted.ended for _, counted in samples)
+
+
+def _attained(samples: Sequence[Sample]) -> float:
     """The share that was on time; 1 while nothing ended."""
-    return 1 - sum(sample.late for sample in samples) / _ended(samples) if _ended(samples) else 1.0
+    return 1 - sum(counted.late for _, counted in samples) / _ended(samples) if _ended(samples) else 1.0
 
 
 class FleetSize:
@@ -93,7 +85,7 @@ class FleetSize:
 
     def __init__(self, scale: ScaleConfig) -> None:
         self.scale = scale
-        self._samples: deque[SizeSample] = deque()
+        self._samples: deque[Sample] = deque()
         self._counted: dict[str, Offered] = {}
         self._size: tuple[int, int, float, int] | None = None
         self._late_at: dict[int, float] = {}
@@ -103,7 +95,7 @@ class FleetSize:
     def is_on(self) -> bool:
         return self.scale.min_workers is not None or self.scale.max_workers is not None
 
-    def observe(self, snapshot: Snapshot) -> Resize | None:
+    def observe(self, snapshot: Snapshot) -> DesiredRatio | None:
         """`snapshot.read_at` is now. While workers are missing, which may be for ever, it does not grow."""
         now, desired = snapshot.read_at, snapshot.desired
         counts = {name: frontend.offered for name, frontend in snapshot.frontends.items()}
@@ -121,8 +113,8 @@ class FleetSize:
         if size != self._size:
             self._samples.clear()
             self._size = size
-        self._samples.append(SizeSample(now, period.ended, period.late_first, period.late_tokens, period.late))
-        while self._samples[0].at < now - 2 * self.scale.shrink_after_s:
+        self._samples.append((now, period))
+        while self._samples[0][0] < now - 2 * self.scale.shrink_after_s:
             self._samples.popleft()
         missing = ready < desired.prefill + desired.decode
         scale = msgspec.structs.replace(self.scale, max_workers=None) if missing else self.scale

@@ -7,7 +7,7 @@ import pytest
 from support_redis import worker
 
 from orchestrator.config.settings import ScaleConfig
-from orchestrator.launch.decisions.fleet_size import FleetSize, SizeSample, resized
+from orchestrator.launch.decisions.fleet_size import FleetSize, Sample, resized
 from orchestrator.launch.registry_watch import Snapshot
 from orchestrator.store.registry import Frontend
 from orchestrator.types import DesiredRatio, Offered, Role
@@ -16,13 +16,14 @@ SCALE = ScaleConfig(min_workers=2, max_workers=6, attainment=0.9, grow_after_s=1
 NOW = 1000.0
 
 
-def samples(seconds: int, ended: int, late_first: int = 0, late_tokens: int = 0, both: int = 0) -> list[SizeSample]:
+def samples(seconds: int, ended: int, late_first: int = 0, late_tokens: int = 0, both: int = 0) -> list[Sample]:
     """One a second until now. `both`: of those that were late, by how many each objective was missed."""
     late = late_first + late_tokens - both
-    return [SizeSample(NOW - n, ended, late_first, late_tokens, late) for n in range(seconds, -1, -1)]
+    counted = Offered(ended=ended, late_first=late_first, late_tokens=late_tokens, late=late)
+    return [(NOW - n, counted) for n in range(seconds, -1, -1)]
 
 
-def size(prefill: int, decode: int, seen: list[SizeSample], scale: ScaleConfig = SCALE, late_at=None):
+def size(prefill: int, decode: int, seen: list[Sample], scale: ScaleConfig = SCALE, late_at=None):
     resize = resized(seen, DesiredRatio(prefill, decode), scale, late_at or {}, NOW)
     return resize and (resize.prefill, resize.decode)
 
@@ -57,7 +58,7 @@ def test_it_shrinks_by_one_after_a_long_time_far_above_the_objective():
     assert size(1, 3, samples(100, 0)) == (1, 2), "idle"
     assert size(3, 1, samples(100, 0)) == (2, 1), "the last decode worker stays"
     assert size(1, 2, samples(100, 10, late_first=1)) is None, "at the objective, not far above it"
-    lately = [s if n < 97 else SizeSample(s.at, 10, 2, 0, 2) for n, s in enumerate(samples(100, 10))]
+    lately = [*samples(100, 10)[:97], *samples(3, 10, late_first=2)]
     assert size(2, 2, lately) is None
     assert size(1, 1, samples(100, 10), ScaleConfig(min_workers=1, grow_after_s=10)) is None
 

@@ -26,7 +26,7 @@ from orchestrator.launch.host.machine import (
     hold_port,
 )
 from orchestrator.launch.host.run_folder import RunFolder
-from orchestrator.launch.launcher import _with_previous_operator_key
+from orchestrator.launch.launcher import _with_operator_key
 from orchestrator.launch.machines import Setup
 from orchestrator.types import Role
 
@@ -218,11 +218,11 @@ def test_surviving_frontends_keep_operator_key(tmp_path, monkeypatch):
     killed.claim()
     before = resolve(ray, "m", "redis://h:1", 8000)
     killed.write_config(before)
-    assert _with_previous_operator_key(ray, next_one) == ray, "it runs: the next one is refused"
+    assert _with_operator_key({"": ray}, next_one) == {"": ray}, "it runs: the next one is refused"
     assert killed._lock is not None
     killed._lock.close()  # as the kernel does
-    assert _with_previous_operator_key(ray, next_one).security.operator_key == before.security.operator_key
-    assert _with_previous_operator_key(config_of(), next_one) == config_of(), "here they die with it"
+    assert _with_operator_key({"": ray}, next_one)[""].security.operator_key == before.security.operator_key
+    assert _with_operator_key({"": config_of()}, next_one) == {"": config_of()}, "here they die with it"
 
 
 def test_configured_python_runs_its_own_code(tmp_path):
