@@ -30,8 +30,7 @@ except ImportError:  # vLLM 0.32
 from orchestrator.process.parent import PARENT, die_with_parent
 from workers.engine import PrefixChanges
 from workers.vllm_engine.codec.continued import continue_answers
-from workers.vllm_engine.codec.prefix import PrefixCollector, block_hashes
-from workers.vllm_engine.codec.withheld import give_back_withheld
+from workers.vllm_engine.codec.messages import PREFIX_STATS, TOKENS_LEFT_STATS, PrefixCollector, block_hashes
 from workers.vllm_engine.loop import computed_tokens, name_socket, spare_sockets, steps_of, waker_of
 from workers.vllm_engine.patches import (
     cache_only_what_is_computed,
@@ -45,9 +44,6 @@ from workers.vllm_engine.ranks import tell_why
 
 _CORES = "PD_ENGINE_CORES"  # "0,1|2,3": cores that each rank computes on
 SOCKETS = "VLLM_RPC_BASE_PATH"  # vLLM's own name: the folder for its local sockets
-# Keys for further fields of `EngineStep` in the connector's statistics, the only dictionary in an engine's statistics.
-PREFIX_STATS = "pd_prefix"
-TOKENS_LEFT_STATS = "pd_tokens_left"
 _patched = False  # whether this process has the fixes of `patches`
 _vllm_target = EngineCoreProc.run_engine_core
 _vllm_coordinator = DPCoordinatorProc.run_coordinator
@@ -123,7 +119,6 @@ def register() -> None:
             tell_preemptions_first()
         cache_only_what_is_computed()
         free_what_did_not_come()
-        give_back_withheld()
         continue_answers()
         patch_cpu_engines()
     EngineCore.pd_load = _pd_load

@@ -192,7 +192,7 @@ def test_who_decodes_an_image_gets_no_pixels(grid_positions: bool) -> None:
     from vllm.v1.serial_utils import MsgpackDecoder
 
     from orchestrator.frontend.vllm_codec import MediaRules, VllmCodec
-    from workers.vllm_engine.codec.withheld import is_withheld
+    from workers.vllm_engine.codec.continued import is_withheld
 
     codec, decoder = VllmCodec(media=MediaRules(True, grid_positions)), MsgpackDecoder(EngineCoreRequest)
     parsed = codec.read(with_image(), 16)
