@@ -268,7 +268,7 @@ class World:
 
     def _write(self, decode: Engine, prefill: Engine, stream: Stream, order: Any) -> None:
         from connectors.push.actions import Post
-        from connectors.push.blocks.pairs import pairs_of
+        from connectors.push.blocks.chunks import pairs_of
 
         count = self.random.randrange(1, len(stream.pending) + 1)
         for chunk in stream.pending[:count]:
