@@ -151,7 +151,6 @@ class Agent:
             prefills=self._prefills,
             load=self._load,
             prefix=self._prefix,
-            refusal=self.life.refusal,
             source=self._peers.sources.add,
             link=self._link,
         )

@@ -55,15 +55,16 @@ class Serving:
         prefills: Prefills,
         load: LoadReporter,
         prefix: PrefixReporter,
-        refusal: Callable[[], str | None],
         source: Callable[[str], None],
         link: GroupLink,
     ) -> None:
-        """`refusal`: why no submission is taken now, or None. `source(engine_id)`: called when that engine will push KV
-        to this one."""
+        """`source(engine_id)`: called when that engine will push KV to this one."""
         self._engine_id, self._block_size = info.kv.engine_id, info.identity.block_size
         self._engine, self._frontends, self._attempts, self._prefills = engine, frontends, attempts, prefills
-        self._load, self._prefix, self._refusal, self._source = load, prefix, refusal, source
+        self._load, self._prefix, self._source = load, prefix, source
+        self.leaves = (
+            False  # it drains: no submission is taken. Else any is, also before a frontend has heard of a role
+        )
         self._idle_checked_at = 0.0  # when frontends without requests here were last checked
         self._calls: set[asyncio.Task[None]] = set()
         self._pause = EnginePause(engine, link, load.paused, prefix.cleared)
@@ -103,8 +104,7 @@ class Serving:
             log.warning("no prefix is lent for %s: %s", message.key, error)
 
     async def _submit(self, frontend_id: str, message: Submit, payload: list[bytes]) -> None:
-        why = self._refusal()
-        taken = Refusal(why, leaving=True) if why is not None else await self._take(frontend_id, message)
+        taken = Refusal("draining", leaving=True) if self.leaves else await self._take(frontend_id, message)
         self._load.submitted(frontend_id, message.sequence)
         if isinstance(taken, Attempt):
             self._start(self._give(taken, message, payload))

@@ -63,11 +63,6 @@ class Lifecycle:
         """Whether it claims prefill jobs."""
         return self.state is LifecycleState.READY and self.role is Role.PREFILL
 
-    def refusal(self) -> str | None:
-        """Why it takes no submission; None if it takes them, as a prefill worker does of a frontend that has not yet
-        heard of its role."""
-        return None if self.state is LifecycleState.READY else "draining"
-
     def can_enter(self, state: LifecycleState) -> bool:
         return state in LEGAL[self.state]
 
@@ -98,6 +93,10 @@ class Drain:
     def requests(self) -> int:
         """How many requests have not ended."""
         return len(self._attempts)
+
+    def begin(self) -> None:
+        """From now on no submission is taken."""
+        self._serving.leaves = True
 
     async def end_attempts(self, deadline: float) -> None:
         """Wait for all attempts to end. At the deadline give the rest back, for other workers. Raises EngineDead."""
@@ -178,6 +177,7 @@ class Moves:
         """Drain and end. Does nothing if it is leaving already."""
         if self._life.can_enter(LifecycleState.LEAVING):
             self._life.enter(LifecycleState.LEAVING)
+            self._drain.begin()
             self._start(self._drain_and_end(time.monotonic() + timeout_s), "leave")
 
     async def _drain_and_end(self, deadline: float) -> None:
