@@ -130,7 +130,7 @@ class Agent:
             frontends=self._frontends,
             attempts=self._attempts,
             load=self._load,
-            source=self._peers.sources.add,
+            active=self._may_claim,
             fetch=self._fetches(info),
         )
         self._claims = ClaimLoop(
@@ -151,7 +151,6 @@ class Agent:
             prefills=self._prefills,
             load=self._load,
             prefix=self._prefix,
-            source=self._peers.sources.add,
             link=self._link,
         )
         drain = Drain(

@@ -116,7 +116,7 @@ class ClaimLoop:
                 claims, self._left = await self._claim(budget, jobs)
                 for claim in claims:
                     self._latest.came(claim.job.ttft_s)
-                    self._prefills.begin(claim, wanted=self._active)
+                    self._prefills.begin(claim)
             except RedisAway as error:
                 log.debug("claims pause: %s", error)
                 await asyncio.sleep(AWAY_PAUSE_S)

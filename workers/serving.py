@@ -10,7 +10,7 @@ import asyncio
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Callable, Coroutine
+from collections.abc import Coroutine
 from typing import Any
 
 from orchestrator.policy.decode_choice import blocks_for
@@ -55,16 +55,12 @@ class Serving:
         prefills: Prefills,
         load: LoadReporter,
         prefix: PrefixReporter,
-        source: Callable[[str], None],
         link: GroupLink,
     ) -> None:
-        """`source(engine_id)`: called when that engine will push KV to this one."""
         self._engine_id, self._block_size = info.kv.engine_id, info.identity.block_size
         self._engine, self._frontends, self._attempts, self._prefills = engine, frontends, attempts, prefills
-        self._load, self._prefix, self._source = load, prefix, source
-        self.leaves = (
-            False  # it drains: no submission is taken. Else any is, also before a frontend has heard of a role
-        )
+        self._load, self._prefix = load, prefix
+        self.leaves = False  # then no submission is taken; else any is, also of a frontend that has not heard of a role
         self._idle_checked_at = 0.0  # when frontends without requests here were last checked
         self._calls: set[asyncio.Task[None]] = set()
         self._pause = EnginePause(engine, link, load.paused, prefix.cleared)
@@ -150,7 +146,7 @@ class Serving:
         self._attempts.add(attempt)
         self._load.added()
         if source is not None:
-            self._source(source.endpoint.engine_id)
+            self._attempts.sources.add(source.endpoint.engine_id)
         return attempt
 
     async def _give(self, attempt: Attempt, message: Submit, payload: list[bytes]) -> None:
