@@ -150,7 +150,7 @@ def _pd_describe(engine: Any) -> dict[str, Any]:
         "blocks_total": blocks - _shards(engine),
         "kv_bytes_per_token": memory * len(config.kv_cache_groups) * ranks // max(1, tokens),
         "rank_pids": [rank.proc.pid for rank in getattr(engine.model_executor, "workers", []) if hasattr(rank, "proc")],
-        "lends": bool(getattr(engine.scheduler.get_kv_connector(), "lends", False)),
+        "lends": bool(getattr(_push_scheduler(engine), "lends", False)),
         "attention_backend": engine.model_executor.collective_rpc(_attention_backend)[0],
     }
 
@@ -160,9 +160,13 @@ def _attention_backend(worker: Any) -> str:
     return str(get_kv_transfer_group().connector_worker.backend_name) if has_kv_transfer_group() else ""
 
 
+def _push_scheduler(engine: Any) -> Any:
+    """The scheduler half of the connector. Only that of ours has verbs for `_tell_connector`."""
+    return getattr(engine.scheduler.get_kv_connector(), "connector_scheduler", None)
+
+
 def _tell_connector(engine: Any, verb: str, *args: Any) -> None:
-    """Only ours has these verbs."""
-    if (told := getattr(engine.scheduler.get_kv_connector(), verb, None)) is not None:
+    if (told := getattr(_push_scheduler(engine), verb, None)) is not None:
         told(*args)
 
 

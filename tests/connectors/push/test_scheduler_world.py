@@ -97,7 +97,7 @@ class Engine:
         if live := [key for key, request in self.scheduler.requests.items() if not request.is_finished()]:
             key = self.world.random.choice(live)
             self.scheduler.finish_requests(key, RequestStatus.FINISHED_ABORTED)
-            self.connector.drop([key])
+            self.connector.connector_scheduler.drop([key])
 
     @property
     def busy(self) -> bool:

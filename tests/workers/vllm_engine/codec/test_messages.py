@@ -149,7 +149,10 @@ def test_a_prefix_is_found_by_whole_blocks_also_where_caches_match_parts_of_them
         request_block_hasher=hasher,
         vllm_config=SimpleNamespace(cache_config=SimpleNamespace(block_size=16)),
         scheduler=SimpleNamespace(
-            hash_block_size=8, get_kv_connector=lambda: SimpleNamespace(lend=lambda *said: lent.append(said))
+            hash_block_size=8,
+            get_kv_connector=lambda: SimpleNamespace(
+                connector_scheduler=SimpleNamespace(lend=lambda *said: lent.append(said))
+            ),
         ),
     )
     _pd_lend(engine, frames(list(range(3, 63)), 4), "k", 32)
