@@ -10,7 +10,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Coroutine
-from typing import Any
+from typing import Any, NamedTuple
 
 from orchestrator.policy.predict.predictor import PRIOR_S_PER_TOKEN
 from orchestrator.policy.predict.sources import LatePairs, could_gain, wait_limit_s
@@ -38,6 +38,17 @@ GREETING_TIMEOUT_S = 1.0  # how long to wait for the `Hello` of a frontend
 ANSWER_TIMEOUT_S = 0.25  # of a frontend that was asked which worker has a prefix
 _HERE, LATE_FETCHES = "", 5  # this worker, in pairs with engines that lend; so many late ones in a row are no chance
 _ENDED_WELL = (FinishReason.STOP, FinishReason.LENGTH)
+
+
+class Parts(NamedTuple):
+    """What all that a worker does shares."""
+
+    info: WorkerInfo
+    engine: Engine
+    queue: PrefillQueue
+    frontends: Frontends
+    attempts: Attempts
+    load: LoadReporter
 
 
 class Fetches:
@@ -122,22 +133,11 @@ class Fetches:
 class Prefills:
     """Owns the prefill attempts. However one ends, its frontend is told, and its job is acknowledged or released."""
 
-    def __init__(
-        self,
-        info: WorkerInfo,
-        engine: Engine,
-        queue: PrefillQueue,
-        frontends: Frontends,
-        attempts: Attempts,
-        load: LoadReporter,
-        active: Callable[[], bool],
-        fetch: bool,
-    ) -> None:
+    def __init__(self, parts: Parts, active: Callable[[], bool], fetch: bool) -> None:
         """`active`: whether this worker may claim now. `fetch`: whether prefixes are fetched."""
-        self._worker_id, self._domain, self._endpoint = info.id, info.domain, info.kv
-        self._engine, self._queue, self._frontends = engine, queue, frontends
-        self._attempts, self._load, self._active = attempts, load, active
-        self.fetches, self._fetch = Fetches(engine, load, attempts), fetch
+        info, self._engine, self._queue, self._frontends, self._attempts, self._load = parts
+        self._worker_id, self._domain, self._endpoint, self._active = info.id, info.domain, info.kv, active
+        self.fetches, self._fetch = Fetches(parts.engine, parts.load, parts.attempts), fetch
         self._unacked: dict[str, int] = {}  # request id -> attempt that ended while Redis was away
         self._tasks: set[asyncio.Task[None]] = set()
 

@@ -17,10 +17,9 @@ from orchestrator.config.settings import Config
 from orchestrator.process.tasks import cancelled
 from orchestrator.store.fields import Heartbeat
 from orchestrator.types import Role, WorkerInfo, WorkerState
-from workers.attempts import Attempts
 from workers.claims import ClaimLoop
-from workers.engine import Engine, EngineDead
-from workers.prefills import Prefills
+from workers.engine import EngineDead
+from workers.prefills import Parts, Prefills
 from workers.serving import Serving
 
 log = logging.getLogger("pd.worker")
@@ -76,17 +75,8 @@ class Lifecycle:
 class Drain:
     """Waits for a worker's requests to end, and at a deadline (monotonic seconds) gives the rest back."""
 
-    def __init__(
-        self,
-        *,
-        engine: Engine,
-        blocks_total: int,
-        attempts: Attempts,
-        claims: ClaimLoop,
-        prefills: Prefills,
-        serving: Serving,
-    ) -> None:
-        self._engine, self._blocks_total, self._attempts = engine, blocks_total, attempts
+    def __init__(self, parts: Parts, claims: ClaimLoop, prefills: Prefills, serving: Serving) -> None:
+        self._engine, self._blocks_total, self._attempts = parts.engine, parts.info.blocks_total, parts.attempts
         self._claims, self._prefills, self._serving = claims, prefills, serving
 
     @property
