@@ -32,7 +32,7 @@ from vllm.tokenizers import get_tokenizer
 from vllm.v1.engine import EngineCoreRequest
 
 from orchestrator.config.model import resolve_model
-from orchestrator.frontend.codec.vllm_codec import VllmCodec
+from orchestrator.frontend.vllm_codec import VllmCodec
 from orchestrator.frontend.wiring import FleetConnection
 from orchestrator.launch.host.redis_server import EmbeddedRedis
 from orchestrator.process.telemetry.metrics import Metrics

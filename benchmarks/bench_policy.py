@@ -26,9 +26,9 @@ from benchmarks.bench_queue import run as queue_benchmark
 from benchmarks.policy_adp import AdpSettings, simulate_adp
 from benchmarks.policy_goodput import CASES, load_of, measure_all, measure_changing, simulate
 from orchestrator.config.settings import ConfigError, parse_config
-from orchestrator.fleet.prefixes import PrefixView
 from orchestrator.fleet.queue_view import QueueView
 from orchestrator.fleet.view import Fleet
+from orchestrator.fleet.worker_view import PrefixView
 from orchestrator.policy.choices.named import decode_choice
 from orchestrator.policy.decode_choice import RequestInfo
 from orchestrator.policy.prefix_keys import prefix_keys

@@ -10,8 +10,8 @@ from support_info import worker_info
 from support_wait import DEADLINE_S
 
 from orchestrator.config.settings import parse_config
-from orchestrator.fleet.prefixes import PrefixView
 from orchestrator.fleet.view import Fleet
+from orchestrator.fleet.worker_view import PrefixView
 from orchestrator.frontend.edge import Objectives
 from orchestrator.policy.choices.named import decode_choice
 from orchestrator.policy.decode_choice import RequestInfo

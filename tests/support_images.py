@@ -83,7 +83,7 @@ class Requests:
         from vllm.renderers import renderer_from_config
         from vllm.v1.engine.input_processor import InputProcessor
 
-        from orchestrator.frontend.codec.vllm_codec import VllmCodec
+        from orchestrator.frontend.vllm_codec import VllmCodec
 
         arguments = AsyncEngineArgs(model=str(model), dtype="float32", max_model_len=2048, mm_processor_cache_gb=0)
         self.config = arguments.create_engine_config()

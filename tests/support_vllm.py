@@ -284,14 +284,14 @@ def engine_pid(driver: Driver) -> int:
 def counted_steps(patch: Any) -> Any:
     """A number, of the steps of the engines that are forked from this process from now on. Nothing but an event wakes
     them for a minute."""
-    from workers.vllm_engine import loop, plugin
+    from workers.vllm_engine import loop
 
-    steps, process_step = multiprocessing.get_context("fork").Value("q", 0), plugin._process_engine_step
+    steps, process_step = multiprocessing.get_context("fork").Value("q", 0), loop.process_engine_step
 
     def counted(engine: Any) -> bool:
         steps.value += 1
         return process_step(engine)
 
     patch.setattr(loop, "_WOKEN_S", 60.0)
-    patch.setattr(plugin, "_process_engine_step", counted)
+    patch.setattr(loop, "process_engine_step", counted)
     return steps

@@ -22,7 +22,9 @@ IDLE_S = 8.0
 NOTED_S = 2.0
 STARTING, IDLE, AFTER, FIRST_TRY = range(4)  # phases of the trace; each try of a request has one of its own
 # One call that lasts as long as the process: its loop receives every message.
-LOOPS = {"orchestrator/frontend/wiring.py", "orchestrator/router/overdue.py"}
+LOOPS = {"orchestrator/frontend/wiring.py"}
+# A look at deadlines meets only a request that takes longer than `CHECK_S` of `router/router.py`, as on a busy machine.
+DEADLINES = {"orchestrator/router/overdue.py", "orchestrator/fleet/pause.py"}
 
 
 def walk() -> str:
@@ -65,7 +67,7 @@ def differences(text: str, calls: set[Call], warm: int, last: int) -> list[str]:
     )
     own = (asked & first) - starting - idle
     named = named_files(text)
-    left_out = [f"left out: {file} ({function})" for file, function in own if file not in named]
+    left_out = [f"left out: {file} ({function})" for file, function in own if file not in named | DEADLINES]
     never = named - {file for file, _ in asked} - LOOPS
     return sorted(left_out) + [f"no request passes it: {file}" for file in sorted(never)]
 
@@ -77,6 +79,8 @@ def test_missing_and_unused_files_are_reported():
     calls |= {Call(phase, queue, "depth:9") for phase in (STARTING, IDLE, *tries)}
     assert differences("1. `router/router.py`", calls, *tries) == []
     assert differences("1. `store/queue.py`", calls, *tries) == [f"left out: {router} (submit:1)"]
+    calls |= {Call(phase, "orchestrator/fleet/pause.py", "waited_s:1") for phase in tries}
+    assert differences("1. `router/router.py`", calls, *tries) == [], "it took long"
     text = "1. `router/router.py`, `router/gone.py`"
     assert differences(text, calls, *tries) == ["no request passes it: orchestrator/router/gone.py"]
 

@@ -34,7 +34,7 @@ from workers.claims import ClaimLoop
 from workers.engine import Engine, EngineDead, EngineInfo
 from workers.load.reports import LoadReporter, PrefixReporter
 from workers.peers import FRONTEND_GONE_S, FRONTENDS_CHECK_S, Frontends, IdInUse, Meetings, Peers, refuse_duplicate_id
-from workers.prefills import Prefills
+from workers.prefills import Parts, Prefills
 from workers.serving import Serving
 from workers.unit.lifecycle import Drain, Lifecycle, LifecycleState, Moves
 from workers.unit.link import GroupLink
@@ -123,46 +123,11 @@ class Agent:
         )
         self._load.longest_step_s = info.speed.prefill_s_per_token * info.max_num_batched_tokens
         self._prefix = PrefixReporter(info.id, self._transport.publish, self._frontends.send, self._load)
-        self._prefills = Prefills(
-            info=info,
-            engine=self._engine,
-            queue=self._queue,
-            frontends=self._frontends,
-            attempts=self._attempts,
-            load=self._load,
-            source=self._peers.sources.add,
-            fetch=self._fetches(info),
-        )
-        self._claims = ClaimLoop(
-            info=info,
-            config=self._config,
-            queue=self._queue,
-            attempts=self._attempts,
-            load=self._load,
-            prefills=self._prefills,
-            frontends=self._frontends,
-            active=self._may_claim,
-        )
-        self._serving = Serving(
-            info=info,
-            engine=self._engine,
-            frontends=self._frontends,
-            attempts=self._attempts,
-            prefills=self._prefills,
-            load=self._load,
-            prefix=self._prefix,
-            refusal=self.life.refusal,
-            source=self._peers.sources.add,
-            link=self._link,
-        )
-        drain = Drain(
-            engine=self._engine,
-            blocks_total=info.blocks_total,
-            attempts=self._attempts,
-            claims=self._claims,
-            prefills=self._prefills,
-            serving=self._serving,
-        )
+        parts = Parts(info, self._engine, self._queue, self._frontends, self._attempts, self._load)
+        self._prefills = Prefills(parts, self._may_claim, self._fetches(info))
+        self._claims = ClaimLoop(parts, self._prefills, self._config, self._may_claim)
+        self._serving = Serving(parts, self._prefills, self._prefix, self._link)
+        drain = Drain(parts, self._claims, self._prefills, self._serving)
         self._moves = Moves(
             life=self.life,
             drain=drain,

@@ -48,6 +48,7 @@ class Attempts:
         self._prefills: dict[str, Attempt] = {}
         self._pushing: OrderedDict[str, Attempt] = OrderedDict()
         self.lends = False  # the engine may be sending a prefix from its cache
+        self.sources: set[str] = set()  # engines that may push KV to this one
         self._tokens_left: Counter[Phase] = Counter()  # sums over the attempts
         self.unsettled_blocks = self.unsettled_count = 0  # of decodes that the engine's figures do not include yet
         self.room = asyncio.Event()  # set when attempts or tokens get fewer; cleared by the waiting task
@@ -164,9 +165,10 @@ class Attempts:
         """Whether the engine may be pushing KV, to engines that only it knows."""
         return bool(self._prefills or self._pushing or self.lends)
 
-    def pushed(self) -> None:
-        """Forget all ended prefills: the engine holds no KV any more."""
+    def exchanges_none(self) -> None:
+        """Forget all ended prefills, and who pushes KV here: the engine holds no KV any more."""
         self._pushing.clear()
+        self.sources.clear()
         self.lends = False
 
     def note_pushing(self, attempt: Attempt) -> None:

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 
 from orchestrator.config.settings import Config
+from orchestrator.policy.admission import LatestObjective
 from orchestrator.policy.claims import (
     AFFINITY_WINDOW,
     BROUGHT_BY,
@@ -25,15 +26,11 @@ from orchestrator.policy.claims import (
     most_claimed,
     takes_any_size,
 )
-from orchestrator.policy.objectives import LatestObjective
 from orchestrator.process.ticks import left_s, until_told
 from orchestrator.store.client import RedisAway
-from orchestrator.store.queue import Claim, PrefillQueue
-from orchestrator.types import Claimer, WorkerInfo
-from workers.attempts import Attempts
-from workers.load.reports import LoadReporter
-from workers.peers import Frontends
-from workers.prefills import Prefills
+from orchestrator.store.queue import Claim
+from orchestrator.types import Claimer
+from workers.prefills import Parts, Prefills
 
 log = logging.getLogger("pd.claims")
 
@@ -46,22 +43,11 @@ AWAY_PAUSE_S = 0.25
 class ClaimLoop:
     """Claims jobs for this worker, renews its leases, and takes part in the sweep of expired leases."""
 
-    def __init__(
-        self,
-        info: WorkerInfo,
-        config: Config,
-        queue: PrefillQueue,
-        attempts: Attempts,
-        load: LoadReporter,
-        prefills: Prefills,
-        frontends: Frontends,
-        active: Callable[[], bool],
-    ) -> None:
+    def __init__(self, parts: Parts, prefills: Prefills, config: Config, active: Callable[[], bool]) -> None:
         """`active`: whether this worker may claim now."""
-        self._info, self._lease_s, self._slo = info, config.workers.lease_s, config.slo
+        self._info, _, self._queue, self._frontends, self._attempts, self._load = parts
+        self._prefills, self._active, self._lease_s, self._slo = prefills, active, config.workers.lease_s, config.slo
         self._latest = LatestObjective(config.slo.ttft_s, BROUGHT_BY)
-        self._queue, self._attempts, self._load, self._prefills = queue, attempts, load, prefills
-        self._frontends, self._active = frontends, active
         self._room = asyncio.Event()  # set when there may be more room
         self._claiming = False
         self._left = False  # the last claim saw jobs and left them in the queue
@@ -116,7 +102,7 @@ class ClaimLoop:
                 claims, self._left = await self._claim(budget, jobs)
                 for claim in claims:
                     self._latest.came(claim.job.ttft_s)
-                    self._prefills.begin(claim, wanted=self._active)
+                    self._prefills.begin(claim)
             except RedisAway as error:
                 log.debug("claims pause: %s", error)
                 await asyncio.sleep(AWAY_PAUSE_S)

@@ -12,7 +12,7 @@ import signal
 import socket
 import sys
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import uvloop
@@ -31,7 +31,6 @@ from orchestrator.store.planned import BY_HAND
 from orchestrator.store.registry import IncompatibleWorker, Registry
 from orchestrator.types import Role
 from orchestrator.wire.addresses import Listening, hold_port
-from orchestrator.wire.probes import probes
 from workers.agent import Agent
 from workers.arguments import WorkerSettings, listening_at, parse
 from workers.engine import Engine, EngineStartFailed
@@ -146,7 +145,7 @@ async def _run(parsed: WorkerSettings) -> int:
             loop.add_signal_handler(number, agent.request_stop, leave_s)
         if not parsed.id_claimed:
             holding = asyncio.create_task(_hold_id(agent, parsed), name="hold-id")
-        async with probes(
+        async with _probes(
             listening.bind, parsed.health_port, lambda: agent.joined and agent.life.state is LifecycleState.READY
         ):
             return await agent.run()
@@ -158,6 +157,38 @@ async def _run(parsed: WorkerSettings) -> int:
             await link.close()
         await redis.aclose()
         held.close()
+
+
+@contextlib.asynccontextmanager
+async def _probes(host: str, port: int | None, ready: Callable[[], bool]) -> AsyncIterator[None]:
+    """A port that tells whoever watches this process, such as Kubernetes, whether it lives and is ready, over HTTP.
+    Answers while the context lasts; does nothing without a port. Raises OSError where it cannot be listened on.
+
+    `/live` is 200 as long as the event loop turns, since that is what answers; `/ready` is 200 or 503.
+    """
+    if port is None:
+        yield
+        return
+    from aiohttp import web  # whose import costs more than most processes' use of it
+
+    async def live(_: web.Request) -> web.Response:
+        return web.Response(text="live\n")
+
+    async def is_ready(_: web.Request) -> web.Response:
+        return web.Response(text="ready\n") if ready() else web.Response(text="not ready\n", status=503)
+
+    app = web.Application()
+    app.add_routes([web.get("/live", live), web.get("/ready", is_ready)])
+    runner = web.AppRunner(app, access_log=None, shutdown_timeout=0)
+    await runner.setup()
+    try:
+        try:
+            await web.TCPSite(runner, host, port).start()
+        except OSError as error:
+            raise OSError(f"--health-port {port}: cannot be listened on ({error.strerror}); choose another") from None
+        yield
+    finally:
+        await runner.cleanup()
 
 
 async def _claim_id(registry: Registry, parsed: WorkerSettings) -> None:

@@ -168,7 +168,6 @@ class Peers:
         self._worker_id, self._registry, self._attempts = worker_id, registry, attempts
         self._timeout_s, self._claims, self._on_dead = timeout_s, claims, on_dead
         self._probes: dict[str, asyncio.Task[None]] = {}
-        self.sources: set[str] = set()  # engines that may push KV to this one
 
     @property
     def suspects(self) -> set[str]:
@@ -178,16 +177,15 @@ class Peers:
     @property
     def concerned(self) -> bool:
         """Some departures may matter here."""
-        return bool(self.sources) or self._attempts.pushes or self._claims()
+        return bool(self._attempts.sources) or self._attempts.pushes or self._claims()
 
     def note(self, departed: Iterable[Departed], idle: bool) -> None:
         """Take note of workers that left or were lost. `idle`: this engine holds no KV, so it exchanges none."""
         if idle:
-            self.sources.clear()
-            self._attempts.pushed()
+            self._attempts.exchanges_none()
         for worker in departed:
             # Only the engine knows to which engines it pushes.
-            exchanges = worker.engine_id in self.sources or self._attempts.pushes
+            exchanges = worker.engine_id in self._attempts.sources or self._attempts.pushes
             if worker.worker_id != self._worker_id and (exchanges or (worker.claims and self._claims())):
                 self.suspect(worker)
 
@@ -217,7 +215,7 @@ class Peers:
             # If it took longer, this process did not run, which proves nothing.
             unreachable_s += min(time.monotonic() - began, 2 * PROBE_TIMEOUT_S + PROBE_INTERVAL_S)
         log.warning("worker %s is dead: ending KV transfers with its engine %s", departed.worker_id, departed.engine_id)
-        self.sources.discard(departed.engine_id)
+        self._attempts.sources.discard(departed.engine_id)
         await self._on_dead(departed)
         del self._probes[departed.engine_id]
 

@@ -10,11 +10,10 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Coroutine
-from typing import Any
+from typing import Any, NamedTuple
 
-from orchestrator.policy.predict.fetch import could_gain, wait_limit_s
-from orchestrator.policy.predict.late_pairs import LatePairs
 from orchestrator.policy.predict.predictor import PRIOR_S_PER_TOKEN
+from orchestrator.policy.predict.sources import LatePairs, could_gain, wait_limit_s
 from orchestrator.process.tasks import cancelled
 from orchestrator.store.client import RedisAway
 from orchestrator.store.queue import Claim, PrefillQueue
@@ -41,6 +40,17 @@ _HERE, LATE_FETCHES = "", 5  # this worker, in pairs with engines that lend; so 
 _ENDED_WELL = (FinishReason.STOP, FinishReason.LENGTH)
 
 
+class Parts(NamedTuple):
+    """What all that a worker does shares."""
+
+    info: WorkerInfo
+    engine: Engine
+    queue: PrefillQueue
+    frontends: Frontends
+    attempts: Attempts
+    load: LoadReporter
+
+
 class Fetches:
     """Prefixes fetched from other workers' caches, before the prompts that begin with them are computed here.
 
@@ -49,9 +59,8 @@ class Fetches:
     Nobody waits for an engine from which nothing has come in time again and again, as through a firewall.
     """
 
-    def __init__(self, engine: Engine, load: LoadReporter, source: Callable[[str], None]) -> None:
-        """`source(engine_id)`: called when that engine will push KV to this one."""
-        self._engine, self._load, self._source, self.late = engine, load, source, LatePairs(LATE_FETCHES)
+    def __init__(self, engine: Engine, load: LoadReporter, attempts: Attempts) -> None:
+        self._engine, self._load, self._attempts, self.late = engine, load, attempts, LatePairs(LATE_FETCHES)
         self._asked: dict[str, asyncio.Future[Prefix | None]] = {}  # engine key of a prefill -> a frontend's answer
         self._coming: dict[str, asyncio.Future[EngineOutput]] = {}  # key of a fetch -> its only output
         # `late` has this worker first in each pair, so that it names the holders that rest: frontends then ask none of
@@ -93,7 +102,7 @@ class Fetches:
         self.late.tried(_HERE, holder, now)
         request = EngineRequest(key, Phase.DECODE, frames, prefix.source, prefix_tokens=tokens)
         coming = self._coming[key] = asyncio.get_running_loop().create_future()
-        self._source(holder)
+        self._attempts.sources.add(holder)
         received, outcome = 0, "late"
         try:
             if await submit(self._engine, request) is not None:
@@ -124,22 +133,11 @@ class Fetches:
 class Prefills:
     """Owns the prefill attempts. However one ends, its frontend is told, and its job is acknowledged or released."""
 
-    def __init__(
-        self,
-        info: WorkerInfo,
-        engine: Engine,
-        queue: PrefillQueue,
-        frontends: Frontends,
-        attempts: Attempts,
-        load: LoadReporter,
-        source: Callable[[str], None],
-        fetch: bool,
-    ) -> None:
-        """`source`: as for `Fetches`. `fetch`: whether prefixes are fetched."""
-        self._worker_id, self._domain, self._endpoint = info.id, info.domain, info.kv
-        self._engine, self._queue, self._frontends = engine, queue, frontends
-        self._attempts, self._load = attempts, load
-        self.fetches, self._fetch = Fetches(engine, load, source), fetch
+    def __init__(self, parts: Parts, active: Callable[[], bool], fetch: bool) -> None:
+        """`active`: whether this worker may claim now. `fetch`: whether prefixes are fetched."""
+        info, self._engine, self._queue, self._frontends, self._attempts, self._load = parts
+        self._worker_id, self._domain, self._endpoint, self._active = info.id, info.domain, info.kv, active
+        self.fetches, self._fetch = Fetches(parts.engine, parts.load, parts.attempts), fetch
         self._unacked: dict[str, int] = {}  # request id -> attempt that ended while Redis was away
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -150,8 +148,9 @@ class Prefills:
 
     # ---- begin -------------------------------------------------------------------------------------------------
 
-    def begin(self, claim: Claim, wanted: Callable[[], bool]) -> None:
-        """Prefill a claimed job, or give it back if it is not `wanted` any more, now or when its frontend is there."""
+    def begin(self, claim: Claim) -> None:
+        """Prefill a claimed job, or give it back if this worker may not claim any more, now or when its frontend is
+        there."""
         job = claim.job
         older = self._attempts.find(Phase.PREFILL, job.request_id)
         # Its end was not told, or Redis was restored from a time before the attempt that is here now.
@@ -176,14 +175,14 @@ class Prefills:
         if self._attempts.was_prefilled(attempt.request_id, attempt.key):
             self._start(self._ack(job.request_id, job.attempt))
             return
-        if not wanted() or self._attempts.get(attempt.key) is not None:
+        if not self._active() or self._attempts.get(attempt.key) is not None:
             self._start(self._release(job))
             return
         self._attempts.add(attempt)
         self._load.added()
-        self._start(self._prefill(attempt, claim, older, wanted))
+        self._start(self._prefill(attempt, claim, older))
 
-    async def _prefill(self, attempt: Attempt, claim: Claim, older: Attempt | None, wanted: Callable[[], bool]) -> None:
+    async def _prefill(self, attempt: Attempt, claim: Claim, older: Attempt | None) -> None:
         job = claim.job
         if older is not None:  # an earlier attempt, which no frontend waits for
             self._attempts.remove(older)
@@ -199,7 +198,7 @@ class Prefills:
             return  # aborted meanwhile
         if not self._tell_claimed(attempt, claim.queued_s, cached_tokens):
             self._attempts.remove(attempt)
-            await self._begin_later(claim, wanted)
+            await self._begin_later(claim)
             return
         attempt.since = time.monotonic()
         if asks:
@@ -215,11 +214,11 @@ class Prefills:
         elif not self._attempts.holds(attempt):
             await self._engine.abort([attempt.key])
 
-    async def _begin_later(self, claim: Claim, wanted: Callable[[], bool]) -> None:
+    async def _begin_later(self, claim: Claim) -> None:
         """When its frontend is there. Meanwhile it is no attempt: it takes nothing of what this worker may claim."""
         job = claim.job
         if await self._frontends.wait_for_hello(job.reply_to, GREETING_TIMEOUT_S):
-            self.begin(claim, wanted)
+            self.begin(claim)
             return
         log.warning("released %s#%d: frontend %s is not connected", job.request_id, job.attempt, job.reply_to)
         await self._release(job)

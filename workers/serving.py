@@ -10,12 +10,12 @@ import asyncio
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Callable, Coroutine
+from collections.abc import Coroutine
 from typing import Any
 
 from orchestrator.policy.decode_choice import blocks_for
 from orchestrator.process.tasks import cancelled
-from orchestrator.types import PauseState, WorkerInfo
+from orchestrator.types import PauseState
 from orchestrator.wire.control import METHODS
 from orchestrator.wire.messages import (
     Abort,
@@ -32,11 +32,11 @@ from orchestrator.wire.messages import (
     engine_key,
 )
 from orchestrator.wire.sockets import MAX_MESSAGE_BYTES, Sent
-from workers.attempts import Attempt, Attempts
-from workers.engine import Engine, EngineDead, EngineOutput, EngineRequest, EngineStep, Phase, Refusal, submit
-from workers.load.reports import LoadReporter, PrefixReporter
-from workers.peers import IDLE_FRONTENDS_CHECK_S, Frontends
-from workers.prefills import Prefills
+from workers.attempts import Attempt
+from workers.engine import EngineDead, EngineOutput, EngineRequest, EngineStep, Phase, Refusal, submit
+from workers.load.reports import PrefixReporter
+from workers.peers import IDLE_FRONTENDS_CHECK_S
+from workers.prefills import Parts, Prefills
 from workers.unit.link import GroupLink
 from workers.unit.pause import CALL_TIMEOUT_S, EnginePause
 
@@ -46,27 +46,14 @@ log = logging.getLogger("pd.worker")
 class Serving:
     """`handle` takes messages of frontends, `deliver` takes steps of the engine."""
 
-    def __init__(
-        self,
-        info: WorkerInfo,
-        engine: Engine,
-        frontends: Frontends,
-        attempts: Attempts,
-        prefills: Prefills,
-        load: LoadReporter,
-        prefix: PrefixReporter,
-        refusal: Callable[[], str | None],
-        source: Callable[[str], None],
-        link: GroupLink,
-    ) -> None:
-        """`refusal`: why no submission is taken now, or None. `source(engine_id)`: called when that engine will push KV
-        to this one."""
+    def __init__(self, parts: Parts, prefills: Prefills, prefix: PrefixReporter, link: GroupLink) -> None:
+        info, self._engine, _, self._frontends, self._attempts, self._load = parts
         self._engine_id, self._block_size = info.kv.engine_id, info.identity.block_size
-        self._engine, self._frontends, self._attempts, self._prefills = engine, frontends, attempts, prefills
-        self._load, self._prefix, self._refusal, self._source = load, prefix, refusal, source
+        self._prefills, self._prefix = prefills, prefix
+        self.leaves = False  # then no submission is taken; else any is, also of a frontend that has not heard of a role
         self._idle_checked_at = 0.0  # when frontends without requests here were last checked
         self._calls: set[asyncio.Task[None]] = set()
-        self._pause = EnginePause(engine, link, load.paused, prefix.cleared)
+        self._pause = EnginePause(parts.engine, link, parts.load.paused, prefix.cleared)
         self._start(self._pause.run())
 
     # ---- from frontends ----------------------------------------------------------------------------------------
@@ -103,8 +90,7 @@ class Serving:
             log.warning("no prefix is lent for %s: %s", message.key, error)
 
     async def _submit(self, frontend_id: str, message: Submit, payload: list[bytes]) -> None:
-        why = self._refusal()
-        taken = Refusal(why, leaving=True) if why is not None else await self._take(frontend_id, message)
+        taken = Refusal("draining", leaving=True) if self.leaves else await self._take(frontend_id, message)
         self._load.submitted(frontend_id, message.sequence)
         if isinstance(taken, Attempt):
             self._start(self._give(taken, message, payload))
@@ -150,7 +136,7 @@ class Serving:
         self._attempts.add(attempt)
         self._load.added()
         if source is not None:
-            self._source(source.endpoint.engine_id)
+            self._attempts.sources.add(source.endpoint.engine_id)
         return attempt
 
     async def _give(self, attempt: Attempt, message: Submit, payload: list[bytes]) -> None:

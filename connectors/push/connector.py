@@ -9,10 +9,9 @@ With `kv.host_tier_bytes` each half has a part for the host tier, which hears of
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-import msgspec
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorMetadata,
     KVConnectorRole,
@@ -30,7 +29,6 @@ from connectors.host.tier import HostTier, is_pushed
 from connectors.push.blocks.positions import keep_for_the_last_token
 from connectors.push.metadata import PushMetadata, PushOptions, PushStats, RankReport
 from connectors.push.scheduler import PushScheduler
-from connectors.push.wire import Endpoint
 from connectors.push.worker import PushWorker
 from connectors.unsupported import unsupported
 
@@ -41,7 +39,6 @@ if TYPE_CHECKING:
     from vllm.forward_context import ForwardContext
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
-    from vllm.v1.core.kv_cache_utils import BlockHash
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.outputs import KVConnectorOutput
@@ -122,16 +119,6 @@ class PushConnector(NixlPushConnector):
                 f"{block_size}, got {interleave}"
             )
 
-    def fail_engine(self, engine_id: str) -> None:
-        """Scheduler side: `engine_id` is known to be dead."""
-        assert self.connector_scheduler is not None
-        self.connector_scheduler.fail_engine(engine_id)
-
-    def meet(self, peer: dict[str, Any]) -> None:
-        """Scheduler side: connect with the engine of this `Endpoint`, given by its fields."""
-        assert self.connector_scheduler is not None
-        self.connector_scheduler.meet(msgspec.convert(peer, Endpoint))
-
     def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
         super().bind_kv_cache_manager(kv_cache_manager)
         keep_for_the_last_token(kv_cache_manager)
@@ -141,24 +128,6 @@ class PushConnector(NixlPushConnector):
         self.connector_scheduler.lending.pool = gpu_block_pool
         if self.host_tier is not None:
             self.host_tier.bind_gpu_block_pool(gpu_block_pool)
-
-    @property
-    def lends(self) -> bool:
-        """Scheduler side: whether prefixes can be lent and fetched: KV that only goes whole cannot, nor can states,
-        nor what ranks share."""
-        assert self.connector_scheduler is not None
-        return self.connector_scheduler.lends
-
-    def lend(self, key: str, hashes: Sequence[BlockHash], tokens: int) -> None:
-        """Scheduler side: send these blocks of the prefix cache, the first `tokens` of a prompt, to whoever asks for
-        `key`."""
-        assert self.connector_scheduler is not None
-        self.connector_scheduler.lend(key, hashes, tokens)
-
-    def drop(self, keys: Iterable[str]) -> None:
-        """Scheduler side: nobody wants the KV of these prefills any more."""
-        assert self.connector_scheduler is not None
-        self.connector_scheduler.drop(keys)
 
     # ---- the scheduler, where there is a host tier -------------------------------------------------------------
 

@@ -11,14 +11,14 @@ from __future__ import annotations
 from typing import Any, Union
 
 from connectors.push.actions import Chunk, Connect, Ended, Post, Release, Renew, Tell
-from connectors.push.blocks.room import Room
+from connectors.push.blocks.room import YIELD_S, in_the_way
 from connectors.push.records import EndedStream, EndedStreams, Links, PushStream
 from connectors.push.states import STREAM, STREAM_ENDS, Stream, StreamEvent
 from connectors.push.wire import Computing, Gone, Hello, Landed, Message, Register, Unregister
 
 _RENEW_AGAIN_S = 1.0  # while no answer comes
 _RUN_OUT = "decode has given up by now"
-_LENT_S = 5.0  # for a prefix that is lent: who asked for it has given up by then (`policy/predict/fetch.py`)
+_LENT_S = 5.0  # for a prefix that is lent: who asked for it has given up by then (`policy/predict/sources.py`)
 _HURRY_S = 5.0  # a WRITE that lasts longer after its stream was given up may never end
 
 Action = Union[Connect, Renew, Post, Tell, Release, Ended]
@@ -32,7 +32,8 @@ class Outbound:
         told with the number of each connection."""
         self.regions = 0  # of NIXL, in which a block has its layers
         self._timeout_s = timeout_s
-        self._stepped_at, self.room = 0.0, Room()
+        self._stepped_at = self._yield_at = 0.0
+        self._unbegun: set[str] = set()  # prefills that the engine has, and has not scheduled yet
         self._streams: dict[str, PushStream] = {}
         self._links = Links(hello)
         self._ended = EndedStreams()
@@ -62,6 +63,11 @@ class Outbound:
 
     # ---- from the scheduler ------------------------------------------------------------------------------------
 
+    def arrived(self, key: str, now: float) -> list[Action]:
+        """The engine has a prefill, which it has not scheduled yet."""
+        self._unbegun.add(key)
+        return []
+
     def start(self, key: str, total_blocks: int, prompt_tokens: int, now: float, lent: bool = False) -> list[Action]:
         """The prefill was scheduled for the first time. `lent`: there is none, it is a prefix from the cache."""
         stream = self._streams.get(key)
@@ -69,7 +75,7 @@ class Outbound:
             ended = self._ended.pop(key, None)
             state = ended.state if ended else Stream.COMPUTING  # withdrawn before it began
             stream = self._streams[key] = PushStream(key, state, why=ended.why if ended else "")
-        self.room.begun(key)
+        self._unbegun.discard(key)
         stream.total_blocks, stream.prompt_tokens, stream.computing = total_blocks, prompt_tokens, True
         stream.lent, stream.lease_s = lent, min(self._timeout_s, _LENT_S) if lent else self._timeout_s
         actions = self._apply(stream, StreamEvent.START, now, "")
@@ -120,7 +126,7 @@ class Outbound:
 
     def abort(self, key: str, held: bool, why: str, now: float) -> list[Action]:
         """The prefill failed or was aborted. `held`: the scheduler keeps its blocks until `Release`."""
-        self.room.begun(key)
+        self._unbegun.discard(key)
         if (stream := self._streams.get(key)) is None:
             self._ended.add(key, EndedStream(Stream.DROPPED, why))
             return [Release(key)] if held else []
@@ -135,7 +141,7 @@ class Outbound:
         """`since`: when it may have come, which its validity counts from; by default now."""
         key, since = order.stream, now if since is None else since
         stream = self._streams.get(key)
-        if (ended := self._end_and_describe(key)) is not None:
+        if (ended := self._ended_as(key)) is not None:
             return self._answer_late(order, peer, ended)
         if stream is None:
             deadline = now + min(self._timeout_s, order.valid_s)
@@ -151,8 +157,7 @@ class Outbound:
             return self._refuse(order, peer, stream.why or "the prefill has ended")
         stream.order = order
         stream.validate(order, since)
-        actions = self._check_link(stream, order, peer)
-        actions += self._apply(stream, StreamEvent.REGISTER, now, "")
+        actions = self._check_link(stream, order, peer) + self._apply(stream, StreamEvent.REGISTER, now, "")
         return actions + self._check(stream, now) + self._pump(stream, now)
 
     def unregister(self, order: Unregister, peer: str, now: float) -> list[Action]:
@@ -163,7 +168,7 @@ class Outbound:
         if stream is None and key not in self._ended:
             # Remembered for a registration that arrives after this message, and for a prefill that has not begun.
             self._ended.add(key, EndedStream(Stream.DROPPED, "withdrawn by decode"))
-        if (ended := self._end_and_describe(key)) is not None:
+        if (ended := self._ended_as(key)) is not None:
             return self._answer_late(answer, peer, ended)
         assert stream is not None
         if stream.order is not None and stream.order.receiver != answer.receiver:
@@ -206,11 +211,8 @@ class Outbound:
         return self._apply(stream, StreamEvent.GIVE_UP, now, why) if stream is not None else []
 
     def declared_dead(self, engine: str, now: float) -> list[Action]:
-        """The fleet says that this decode engine is dead.
-
-        `Gone` still waits until the WRITEs in flight have ended, in case the engine lives after all: it may be cut off
-        from here only, and they land once it is not. Meanwhile they hold no blocks.
-        """
+        """The fleet says so. `Gone` still waits until the WRITEs in flight have ended, in case the engine lives after
+        all: it may be cut off from here only, and they land once it is not. Meanwhile they hold no blocks."""
         return self._give_up_all(engine, f"decode engine {engine} is dead", now)
 
     def tick(self, now: float) -> list[Action]:
@@ -227,7 +229,9 @@ class Outbound:
                 actions += self._apply(stream, StreamEvent.GIVE_UP, now, _RUN_OUT)
             if stream.computing and stream.state is Stream.STREAMING and now >= stream.renew_at:
                 actions += self._renew(stream, now)
-        if (kept := self.room.in_the_way(self._streams.values(), self._stepped_at, now)) is not None:
+        kept = in_the_way(self._streams.values(), self._unbegun, self._stepped_at, now)
+        if kept is not None and now >= self._yield_at:
+            self._yield_at = now + YIELD_S
             actions += self._apply(kept, StreamEvent.GIVE_UP, now, "a prompt that decode waits for needs its room")
             actions.append(kept.account(False, now))  # so that the other ranks give it up too
         return actions
@@ -267,12 +271,8 @@ class Outbound:
         return [*self._connect(order), Tell(order.decode.engine_id, Gone(order.request, why, failed_epoch), peer)]
 
     def _check(self, stream: PushStream, now: float) -> list[Action]:
-        """Give up if the two ends have prompts of different lengths: their blocks would not match."""
-        order = stream.order
-        if order is None or not stream.prompt_tokens or order.prompt_tokens in (0, stream.prompt_tokens):
-            return []
-        why = f"decode has {order.prompt_tokens} prompt tokens, prefill {stream.prompt_tokens}"
-        return self._apply(stream, StreamEvent.GIVE_UP, now, why)
+        """Give up if the blocks of the two ends would not match."""
+        return self._apply(stream, StreamEvent.GIVE_UP, now, why) if (why := stream.misfit) else []
 
     def _pump(self, stream: PushStream, now: float) -> list[Action]:
         """Post the chunks that may be posted, and end the stream when everything is done."""
@@ -336,8 +336,8 @@ class Outbound:
         self._ended.add(stream.key, stream.ended())
         return [Release(stream.key)] if stream.held else []
 
-    def _end_and_describe(self, key: str) -> EndedStream | None:
-        """End the stream, also if its prefill still runs."""
+    def _ended_as(self, key: str) -> EndedStream | None:
+        """How a stream has ended, also if its prefill still runs."""
         if (stream := self._streams.get(key)) is None:
             return self._ended.get(key)
         return stream.ended() if stream.state in STREAM_ENDS else None

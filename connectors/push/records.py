@@ -120,6 +120,13 @@ class PushStream:
                 self.covered_regions |= dict.fromkeys(chunk.regions, end)
 
     @property
+    def misfit(self) -> str:
+        """Why the blocks of the two ends do not match: their prompts have different lengths. Empty if they do."""
+        if self.order is None or not self.prompt_tokens or self.order.prompt_tokens in (0, self.prompt_tokens):
+            return ""
+        return f"decode has {self.order.prompt_tokens} prompt tokens, prefill {self.prompt_tokens}"
+
+    @property
     def may_never_end(self) -> bool:
         """It was given up so long ago that its WRITEs in flight may last until the kernel gives up their connection."""
         return self.state is Stream.DRAINING and self.deadline is None

@@ -81,7 +81,8 @@ class PushScheduler(NixlPushConnectorScheduler):
         self._positions = Positions(kv_cache_config, self.block_size, shards)
         final = vllm_config.num_prefill_lookahead_tokens <= 1 and self._prefill_backoff() == int(self._has_mamba)
         self.by_position = self._positions.known and final and stages == 1
-        # A state is that of its whole prompt only.
+        # Whether prefixes can be lent and fetched: KV that only goes whole cannot, nor can states, which are those of
+        # their whole prompts only, nor what ranks share.
         self.lends = self.by_position and not self._has_mamba and shards == 1
         if not self.by_position and self.options.transfer != "whole":
             logger.info("This model or topology cannot stream its KV: each prompt is pushed whole (transfer: whole)")
@@ -265,7 +266,7 @@ class PushScheduler(NixlPushConnectorScheduler):
         self._next.finished += [Finished(key, ok=False, held=False) for key in keys]
 
     def drop(self, keys: Iterable[str]) -> None:
-        """Release the KV of these ended prefills. vLLM itself aborts those that still run."""
+        """Nobody wants the KV of these prefills any more: release it. vLLM itself aborts those that still run."""
         unwanted = self._held.intersection(keys)
         self._refuse(self.lending.forget(keys))
         self._held -= unwanted
@@ -309,8 +310,10 @@ class PushScheduler(NixlPushConnectorScheduler):
             self._dead = {name: until for name, until in self._dead.items() if now < until} | {engine_id: now + _DEAD_S}
             self._next.dead_engines.append(engine_id)
 
-    def meet(self, peer: Endpoint) -> None:
-        """The next step, which this call causes, tells the worker half."""
+    def meet(self, given: dict[str, Any]) -> None:
+        """Connect with the engine of this `Endpoint`, given by its fields. The next step, which this call causes, tells
+        the worker half."""
+        peer = msgspec.convert(given, Endpoint)
         if peer.engine_id != self.engine_id and not self._is_dead(peer.engine_id):
             self._next.met.append(Met(peer, self._endpoint))
 

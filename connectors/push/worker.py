@@ -19,10 +19,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransfe
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
 
-from connectors.layers import StepLayers
 from connectors.push import actions as do
 from connectors.push import writer
-from connectors.push.blocks.pairs import LayoutError, is_whole
+from connectors.push.blocks.chunks import LayoutError, StepLayers, is_whole
 from connectors.push.connections import Connections
 from connectors.push.metadata import Computed, PushMetadata, PushStats, RankReports
 from connectors.wake import WakeEvent
@@ -65,7 +64,7 @@ class PushWorker(Connections):
         for met in metadata.met:
             self._submit(functools.partial(self._meet, met.peer, met.here))
         for key in metadata.arrived:
-            self._submit(functools.partial(self._outbound.room.arrived, key))
+            self._submit(functools.partial(self._outbound.arrived, key))
         self._begin(metadata)
         self._ship_earlier(metadata)
         for reserved in metadata.reserved:

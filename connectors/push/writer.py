@@ -15,7 +15,7 @@ from vllm.logger import init_logger
 from vllm.v1.kv_cache_interface import MambaSpec
 
 from connectors.push.actions import NO_BLOCK, Chunk, Post
-from connectors.push.blocks.pairs import WHOLE, LayoutError, Shard, is_whole, pair_blocks, upwards
+from connectors.push.blocks.chunks import WHOLE, LayoutError, Shard, is_whole, pair_blocks, upwards
 
 if TYPE_CHECKING:
     from vllm.distributed.kv_transfer.kv_connector.v1.nixl.push_worker import NixlPushConnectorWorker

@@ -14,8 +14,8 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 
-from orchestrator.fleet.prefixes import PrefixView
 from orchestrator.fleet.view import Fleet
+from orchestrator.fleet.worker_view import PrefixView
 from orchestrator.process.tasks import Turns
 from orchestrator.process.ticks import left_s, ticks, until_told
 from orchestrator.store.client import RedisAway

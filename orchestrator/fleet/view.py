@@ -13,9 +13,8 @@ from typing import NamedTuple, TypeVar
 from msgspec.structs import replace
 
 from orchestrator.config.values import Link, labels_of, link_of
-from orchestrator.fleet.adapter_places import FleetAdapters
 from orchestrator.fleet.pause import Pause, Rest
-from orchestrator.fleet.worker_view import WorkerView
+from orchestrator.fleet.worker_view import FleetAdapters, WorkerView
 from orchestrator.policy.decode_choice import Candidate
 from orchestrator.policy.prefix_index import Hits
 from orchestrator.policy.shortlist import SHORTLIST_FROM, Shortlist

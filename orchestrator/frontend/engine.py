@@ -32,9 +32,8 @@ from vllm.v1.metrics.stats import SchedulerStats
 
 from orchestrator.fleet.adapters import AdapterView
 from orchestrator.frontend import edge
-from orchestrator.frontend.codec import detokenizer
-from orchestrator.frontend.codec.vllm_codec import aborted, join
 from orchestrator.frontend.plain import streaming
+from orchestrator.frontend.vllm_codec import aborted, join
 from orchestrator.frontend.wiring import FleetConnection
 from orchestrator.policy.placement import RETRY_AFTER_S, Reject
 from orchestrator.process.ticks import left_s
@@ -253,7 +252,7 @@ class FleetLLM(AsyncLLM):
         stat_logger: Any = PrometheusStatLogger,
     ) -> None:
         self.adapters = adapters
-        detokenizer.install()
+        streaming.install_detokenizer()
         async_llm.ParentRequest = Choices  # vLLM has no setting for this either
         with _engine_core(core):
             super().__init__(

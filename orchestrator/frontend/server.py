@@ -42,7 +42,6 @@ from orchestrator.config.models import shared_part
 from orchestrator.config.server_args import uses_tls, uvicorn_options
 from orchestrator.config.settings import Config, ConfigError, read_tree
 from orchestrator.frontend.access import Access
-from orchestrator.frontend.codec.vllm_codec import VllmCodec
 from orchestrator.frontend.edge import EdgeMiddleware
 from orchestrator.frontend.models.app import build_model_app, build_vllm_config
 from orchestrator.frontend.models.door import ModelDoor, ModelPaths
@@ -56,6 +55,7 @@ from orchestrator.frontend.models.metrics import (
 from orchestrator.frontend.models.served import Served, as_listed, rolled_out_config, served_models
 from orchestrator.frontend.pages import FleetCollector
 from orchestrator.frontend.untrusted.connections import BoundedHttp, FrontendServer, listen
+from orchestrator.frontend.vllm_codec import VllmCodec
 from orchestrator.frontend.wiring import FleetConnection, FleetConnections, unless_ended
 from orchestrator.process.command_line import CommandLine, port_number
 from orchestrator.process.parent import EXIT_AGAIN, die_with_parent, report_exit

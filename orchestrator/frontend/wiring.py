@@ -20,10 +20,10 @@ from orchestrator.fleet.adapters import AdapterView
 from orchestrator.fleet.control_calls import ControlCalls
 from orchestrator.fleet.membership import Membership
 from orchestrator.fleet.pause import Rest
-from orchestrator.fleet.prefixes import PrefixView
 from orchestrator.fleet.queue_view import QueueView
 from orchestrator.fleet.ratio_controller import RatioController
 from orchestrator.fleet.view import Fleet
+from orchestrator.fleet.worker_view import PrefixView
 from orchestrator.frontend.dashboard.history import History
 from orchestrator.frontend.dashboard.siblings import Siblings
 from orchestrator.frontend.pause import PauseCalls

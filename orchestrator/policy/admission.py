@@ -1,6 +1,7 @@
-"""Whether a placed request may start now, by its predicted TTFT, the TTFT objective and its priority.
+"""What objectives decide: whether a placed request may start now, by its predicted TTFT, the TTFT objective and its
+priority; and which objective counts where many requests share one (`LatestObjective`).
 
-Runs after `placement`, on its decision. As configured, a request that would be late is rejected with 429 and a
+`admit` runs after `placement`, on its decision. As configured, a request that would be late is rejected with 429 and a
 predicted `Retry-After`, or deferred behind the requests that can still be in time.
 
 `Shares` says how far a tenant that asks for more than its share goes behind the others. Each tenant has a clock that
@@ -11,21 +12,23 @@ work done while nobody else asked is soon forgotten.
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections import OrderedDict, deque
+from collections.abc import Callable, Mapping, Sequence
 from typing import Union
 
 import msgspec
 
 from orchestrator.config.settings import SLOConfig
 from orchestrator.policy.decode_choice import Candidate, RequestInfo
-from orchestrator.policy.placement import Decision, Local, PrefillView, Reject, Remote
+from orchestrator.policy.placement import ITL_MARGIN, Decision, Local, PrefillView, Reject, Remote
 from orchestrator.policy.predict.predictor import Predictor
 
 MIN_RETRY_S, MAX_RETRY_S = 1.0, 60.0
 OTHERS = "*"  # the share of tenants that have none of their own
 _ACTIVE_S = 30.0  # a tenant that has asked for nothing for as long lends its share
 _REMEMBERED = 10_000  # tenants
+LATEST = 64  # requests
+TPOT_BROUGHT_BY = 1 / 2  # of them, for a tighter TPOT objective than the fleet's: it costs the others room
 
 
 class Admitted(msgspec.Struct, frozen=True):
@@ -137,3 +140,36 @@ class Shares:
 
     def _weight(self, tenant: str) -> float:
         return self._weights.get(tenant) or self._weights.get(OTHERS, 1.0)
+
+
+class LatestObjective:
+    """The objective of many at once: for what is claimed before those that come next, for who decodes beside whom, and
+    for the split. A request's own one decides its own place, admission and deadline (`policies`).
+
+    A tighter objective than the fleet's counts where that share of the latest requests has one as tight: clients
+    name theirs, and a few of them do not slow down all others. A looser one does not count: the next may bring none.
+    """
+
+    def __init__(self, of_fleet_s: float, share: float, least_s: Callable[[], float] = lambda: 0.0) -> None:
+        """Who brings a tighter one than `least_s` says, which nobody can meet, brings none."""
+        self.seconds = self._of_fleet_s = of_fleet_s
+        self.of_all_s = of_fleet_s  # what all of the latest have, or a tighter one: it costs nobody else
+        self._least_s = least_s
+        self._latest = deque([of_fleet_s] * LATEST, LATEST)
+        self._tight = round(share * LATEST) - 1  # its place among the latest in order
+        self._left = 0  # so many more requests until all of the latest have the fleet's
+
+    def came(self, own_s: float | None) -> None:
+        """The next request has come. None (or 0): it has no objective of its own."""
+        own_s = own_s if own_s and own_s >= self._least_s() else None
+        if not own_s and not self._left:
+            return
+        self._left = LATEST if own_s else self._left - 1
+        self._latest.append(own_s or self._of_fleet_s)
+        ordered = sorted(self._latest)
+        self.seconds, self.of_all_s = [min(self._of_fleet_s, ordered[place]) for place in (self._tight, -1)]
+
+
+def latest_tpot(slo: SLOConfig, predictor: Predictor) -> LatestObjective:
+    """For those who decode beside each other, and for the split. A sequence that decodes alone must meet it."""
+    return LatestObjective(slo.tpot_s, TPOT_BROUGHT_BY, lambda: sum(predictor.tpot_line) / ITL_MARGIN)

@@ -13,9 +13,16 @@ import msgspec
 
 from orchestrator.config.settings import Config, SLOConfig
 from orchestrator.config.values import Link
-from orchestrator.policy.admission import MAX_RETRY_S, MIN_RETRY_S, Shares, admit, predicted_ttft_s
+from orchestrator.policy.admission import (
+    MAX_RETRY_S,
+    MIN_RETRY_S,
+    LatestObjective,
+    Shares,
+    admit,
+    latest_tpot,
+    predicted_ttft_s,
+)
 from orchestrator.policy.decode_choice import Candidate, DecodeChoice, RequestInfo, blocks_for
-from orchestrator.policy.objectives import LatestObjective, latest_tpot
 from orchestrator.policy.placement import ROOM_SHARE, Local, PrefillView, Reject, Remote, place, uncached_tokens
 from orchestrator.policy.predict.adapters import LOADS_AT_PREFILL, AdapterDemand, AdapterPlaces, priced
 from orchestrator.policy.predict.pairing import pair

@@ -20,7 +20,7 @@ from orchestrator.fleet.worker_view import WorkerView
 from orchestrator.policy.decode_choice import Candidate, DecodeChoice, RequestInfo
 from orchestrator.policy.placement import RETRY_AFTER_S, Local, PrefillView, Reject, reject_all
 from orchestrator.policy.policies import Policies, Waiting
-from orchestrator.policy.predict.fetch import (
+from orchestrator.policy.predict.sources import (
     MAX_HOLDERS,
     PRIOR_BYTES_PER_S,
     Holder,

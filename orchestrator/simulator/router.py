@@ -10,10 +10,10 @@ from typing import Protocol
 import msgspec
 
 from orchestrator.config.settings import SLOConfig
+from orchestrator.policy.admission import latest_tpot
 from orchestrator.policy.choices.named import BYPASSES, decode_choice
 from orchestrator.policy.claims import AFFINITY_WINDOW, choose_claims, fair_share_tokens
 from orchestrator.policy.decode_choice import Candidate
-from orchestrator.policy.objectives import latest_tpot
 from orchestrator.policy.own_prompts import ReuseCounter
 from orchestrator.policy.placement import Local, PrefillView, Reject, claim_timeout_s
 from orchestrator.policy.policies import Policies, Waiting, haste

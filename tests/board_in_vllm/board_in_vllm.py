@@ -15,7 +15,7 @@ _HERE = "PD_RANK_BOARD"
 def install() -> None:
     from vllm.v1.engine.core import DPEngineCoreProc
 
-    from workers.vllm_engine.loop import steps_of
+    from workers.vllm_engine.steps import steps_of
 
     take_step = DPEngineCoreProc._process_engine_step
     if hasattr(take_step, "__wrapped__"):

@@ -55,7 +55,7 @@ class Watched:
             lambda: self.claims,
             self._died,
         )
-        self.peers.sources.update(sources)
+        self.attempts.sources.update(sources)
 
     async def _died(self, engine: Departed) -> None:
         self.dead.append(engine.engine_id)
@@ -86,7 +86,7 @@ async def test_departed_but_listening_is_alive_until_both_ports_are_gone(alive: 
     engine.socket.close()
     await until(lambda: watched.dead == ["engine-a"])
     await until(lambda: not watched.peers.suspects)
-    assert not watched.peers.sources
+    assert not watched.attempts.sources
     await watched.peers.close()
 
 
@@ -104,7 +104,7 @@ async def test_returned_worker_is_not_probed(alive: tuple[Listener, Listener]) -
     assert watched.peers.suspects == {"engine-a"}
     watched.registry.there["a"] = departed("a", agent.port, engine.port)
     await until(lambda: not watched.peers.suspects)
-    assert watched.dead == [] and watched.peers.sources == {"engine-a"}
+    assert watched.dead == [] and watched.attempts.sources == {"engine-a"}
     await watched.peers.close()
 
 
@@ -141,7 +141,7 @@ async def test_only_departures_that_matter_here_are_probed() -> None:
     assert watched.peers.concerned
     watched.peers.note([ended], idle=False)
     assert watched.peers.suspects == {"engine-a", "engine-b"}
-    watched.peers.sources.add("engine-c")
+    watched.attempts.sources.add("engine-c")
     watched.peers.note([departed("c", 1, 1)], idle=True)
     assert watched.peers.suspects == {"engine-a", "engine-b"} and not watched.peers.concerned
     await watched.peers.close()

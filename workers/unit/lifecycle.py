@@ -17,10 +17,9 @@ from orchestrator.config.settings import Config
 from orchestrator.process.tasks import cancelled
 from orchestrator.store.fields import Heartbeat
 from orchestrator.types import Role, WorkerInfo, WorkerState
-from workers.attempts import Attempts
 from workers.claims import ClaimLoop
-from workers.engine import Engine, EngineDead
-from workers.prefills import Prefills
+from workers.engine import EngineDead
+from workers.prefills import Parts, Prefills
 from workers.serving import Serving
 
 log = logging.getLogger("pd.worker")
@@ -63,11 +62,6 @@ class Lifecycle:
         """Whether it claims prefill jobs."""
         return self.state is LifecycleState.READY and self.role is Role.PREFILL
 
-    def refusal(self) -> str | None:
-        """Why it takes no submission; None if it takes them, as a prefill worker does of a frontend that has not yet
-        heard of its role."""
-        return None if self.state is LifecycleState.READY else "draining"
-
     def can_enter(self, state: LifecycleState) -> bool:
         return state in LEGAL[self.state]
 
@@ -81,23 +75,18 @@ class Lifecycle:
 class Drain:
     """Waits for a worker's requests to end, and at a deadline (monotonic seconds) gives the rest back."""
 
-    def __init__(
-        self,
-        *,
-        engine: Engine,
-        blocks_total: int,
-        attempts: Attempts,
-        claims: ClaimLoop,
-        prefills: Prefills,
-        serving: Serving,
-    ) -> None:
-        self._engine, self._blocks_total, self._attempts = engine, blocks_total, attempts
+    def __init__(self, parts: Parts, claims: ClaimLoop, prefills: Prefills, serving: Serving) -> None:
+        self._engine, self._blocks_total, self._attempts = parts.engine, parts.info.blocks_total, parts.attempts
         self._claims, self._prefills, self._serving = claims, prefills, serving
 
     @property
     def requests(self) -> int:
         """How many requests have not ended."""
         return len(self._attempts)
+
+    def begin(self) -> None:
+        """From now on no submission is taken."""
+        self._serving.leaves = True
 
     async def end_attempts(self, deadline: float) -> None:
         """Wait for all attempts to end. At the deadline give the rest back, for other workers. Raises EngineDead."""
@@ -178,6 +167,7 @@ class Moves:
         """Drain and end. Does nothing if it is leaving already."""
         if self._life.can_enter(LifecycleState.LEAVING):
             self._life.enter(LifecycleState.LEAVING)
+            self._drain.begin()
             self._start(self._drain_and_end(time.monotonic() + timeout_s), "leave")
 
     async def _drain_and_end(self, deadline: float) -> None:

@@ -11,11 +11,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hmac
+import importlib.metadata
 import logging
 import secrets
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 
 from orchestrator.config.settings import Config, ConfigError
 from orchestrator.process.tasks import cancelled, first_of
@@ -25,9 +26,9 @@ from orchestrator.store.fields import Rendezvous
 from orchestrator.store.registry import Registry
 from orchestrator.types import PauseState
 from orchestrator.wire.addresses import Listening, hold_port, in_url
+from orchestrator.wire.messages import PROTOCOL_VERSION
 from workers.engine import Engine, EngineDead, EngineInfo, EngineStartFailed, Group, started
 from workers.load.board import announce, withdraw
-from workers.unit.hosts import other_release, refusal, release_here, side_by_side
 from workers.unit.messages import Beat, Come, Died, Message, Met, Paused, Peer, Refused, decode
 
 log = logging.getLogger("pd.worker")
@@ -302,3 +303,43 @@ class GroupLink:
         if self._held is not None:
             self._held.close()
             withdraw()
+
+
+def release_here() -> str:
+    """The same for all ranks of a group: they read what others of it write."""
+    try:
+        engine = importlib.metadata.version("vllm")
+    except importlib.metadata.PackageNotFoundError:
+        engine = "none"
+    return f"protocol {PROTOCOL_VERSION} with vLLM {engine}"
+
+
+def other_release(first: str, runs: str, here: str, release: str) -> str | None:
+    """Why `here` cannot be in a group whose first rank `runs` this release; None if both have one."""
+    if runs == release:
+        return None
+    return (
+        f"{first} runs {runs}, {here} {release}: start all ranks of a group with one release; after an upgrade of one "
+        "host, upgrade the others and start their ranks again"
+    )
+
+
+def side_by_side(hosts: Mapping[str, str]) -> list[str]:
+    """In this order ranks become engines: those of one host follow each other, since DeepEP takes eight engines in a
+    row for those of a host. `hosts`: of all ranks in the order of their ids; the first stays so."""
+    in_order = list(hosts.values())
+    return sorted(hosts, key=lambda name: in_order.index(hosts[name]))
+
+
+def refusal(config: Config, hosts: Collection[str]) -> str | None:
+    """Why ranks at these addresses cannot be one group; None if they can."""
+    hosts = sorted(set(hosts))
+    if len(hosts) > 1 and any(":" in host for host in hosts):
+        return f"workers.advertise: vLLM's ranks meet over IPv4 only, and these are at {', '.join(hosts)}"
+    if len(hosts) > 1 and not config.security.trust_network:
+        return (
+            f"security.trust_network: the ranks of this group are on several hosts ({', '.join(hosts)}), and whoever "
+            "reaches vLLM's ports between them can run programs there; set it to true where nobody else is on that "
+            "network"
+        )
+    return None

@@ -38,9 +38,9 @@ from orchestrator.config.settings import KVConfig
 from orchestrator.process.control_group import cpu_limit, find_memory
 from workers.engine import Group
 from workers.vllm_engine.interfaces import group_settings, interfaces_here
-from workers.vllm_engine.loop import TPOT
 from workers.vllm_engine.plugin import SOCKETS, engine_env, engine_process
 from workers.vllm_engine.ranks import WHY, told
+from workers.vllm_engine.steps import TPOT
 
 _CPU_KV_CACHE_BYTES = 1 << 30
 # vLLM reads much of its start-up configuration from the environment, which all threads share.

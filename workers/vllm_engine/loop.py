@@ -1,11 +1,8 @@
-"""What is added to the loop of an engine: what it waits for with nothing to compute, and how long its steps may be.
+"""The loop of an engine: its statistics, what it waits for with nothing to compute, and what waits for its copies.
 
 It waits until it is woken, instead of asking a thousand times a second. An input wakes it, and KV that has come or
 gone: a rank in this process sets an event, one in another process sends a datagram (`connectors/wake.py`) to a socket
 in the folder of the engine's sockets, its user's alone.
-
-How many prompt tokens a step computes beside what decodes is said by `StepTimes` for an engine that steps alone, and by
-`Board` for one in a group whose ranks step together. vLLM's own code makes the ranks meet.
 """
 
 from __future__ import annotations
@@ -13,16 +10,25 @@ from __future__ import annotations
 import os
 import socket
 import threading
+import time
 import uuid
-from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Any
 
 from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
+from vllm.v1.engine import EngineCoreOutputs
+from vllm.v1.engine.core import EngineCore
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 from vllm.v1.request import RequestStatus
 
-from orchestrator.policy.choices.steps import StepTimes, share_of
-from workers.load.board import Board
+try:
+    from vllm.utils.watch_dog import get_watch_dog
+except ImportError:  # vLLM 0.32
+    get_watch_dog = None
+
+from workers.engine import PrefixChanges
+from workers.vllm_engine.codec.messages import PREFIX_STATS, TOKENS_LEFT_STATS, PrefixCollector
+from workers.vllm_engine.steps import STARTS, computed_tokens, steps_of
 
 # The longest wait, in case something does not wake the engine. Each step that finds nothing costs a rank in another
 # process, and the engine, a millisecond of CPU time.
@@ -30,9 +36,98 @@ _WOKEN_S = 0.25
 # Where nobody wakes it: the first wait, the longest, and the steps between them.
 _FIRST_POLL_S, _POLL_S, _POLL_STEPS = 0.001, 0.02, 150
 _SOCKET = "PD_WAKE_SOCKET"  # read by connectors/wake.py in the processes of ranks
-TPOT = "PD_TPOT_S"  # the objective of those that decode beside prompts for other engines; 0: none
-_STARTS = (RequestStatus.WAITING, RequestStatus.PREEMPTED)
-_LEAST = 2  # tokens of a prompt in a step: one looks like the first token after KV has come
+_vllm_reset = EngineCore.reset_prefix_cache
+
+
+def process_engine_step(engine: Any) -> bool:
+    """vLLM's method with our statistics and two changes: a step that only polls for KV sends no message unless the load
+    has changed, and an engine with nothing to compute sleeps until it is woken.
+
+    vLLM's loop runs about a thousand times a second while requests wait for remote KV. A message for each turn would
+    cost the agent more than its work, and the turns slow the worker on the next core by a tenth.
+
+    In a group a step that waits holds up all ranks, which meet after each one, also after those that compute nothing.
+    """
+    if get_watch_dog is not None:
+        get_watch_dog().feed()
+    waker = waker_of(engine)
+    waker.step()
+    steps = steps_of(engine)
+    prefix = _prefix_changes(engine)
+    began = time.monotonic()
+    outputs, executed = engine.step_fn()
+    elapsed_ms = (time.monotonic() - began) * 1000.0
+    details = None
+    for client, output in outputs.items() if outputs else ():
+        if (stats := output.scheduler_stats) is not None:
+            if (details := stats.iteration_details or details) is not None:
+                # vLLM's own figure excludes the time of an executor in this process.
+                details.elapsed_ms = elapsed_ms
+            if prefix:
+                stats.kv_connector_stats = {**(stats.kv_connector_stats or {}), PREFIX_STATS: prefix.take()}
+            if executed and (tokens_left := _tokens_left(engine, stats)):
+                stats.kv_connector_stats = {**(stats.kv_connector_stats or {}), TOKENS_LEFT_STATS: tokens_left}
+        if executed or _is_worth_sending(engine, output):
+            engine.output_queue.put_nowait((client, output))
+    engine.post_step(executed)
+    _finish_resets(engine)
+    if steps is not None:
+        steps.ended(executed, elapsed_ms, details)
+    if executed:
+        waker.worked()
+    elif engine.scheduler.has_requests() and not _is_awaited(engine):
+        waker.wait(engine)
+    return bool(executed)
+
+
+def _is_awaited(engine: Any) -> bool:
+    """Whether other engines of its group wait for its next step: all take steps while one has a request."""
+    grouped = hasattr(engine, "dp_group")
+    return grouped and (engine.engines_running or engine.scheduler.has_unfinished_requests())
+
+
+def _tokens_left(engine: Any, stats: Any) -> dict[str, int]:
+    """Tokens not scheduled yet, by key, of running requests whose prompts, or answers so far, are being computed; empty
+    if none has changed."""
+    details, scheduler = stats.iteration_details, engine.scheduler
+    if details is not None and not computed_tokens(details, scheduler.num_spec_tokens):
+        return {}  # a step of decodes only
+    return {
+        request.request_id: max(0, request.num_tokens - request.num_computed_tokens)
+        for request in scheduler.running
+        if request.is_prefill_chunk or not request.num_output_tokens
+    }
+
+
+def _prefix_changes(engine: Any) -> PrefixChanges | None:
+    """Changes of the prefix cache that were not reported yet; None if the engine has no KV cache events."""
+    if not hasattr(engine, "_pd_prefix"):
+        engine._pd_prefix = None
+        scheduler = engine.scheduler
+        if getattr(scheduler, "enable_kv_cache_events", False):
+            block_size = engine.vllm_config.cache_config.block_size
+            engine._pd_prefix = scheduler.kv_event_publisher = PrefixCollector(block_size, scheduler.kv_event_publisher)
+    collector: PrefixCollector | None = engine._pd_prefix
+    return collector.changes if collector is not None else None
+
+
+def _is_worth_sending(engine: Any, output: EngineCoreOutputs) -> bool:
+    stats = output.scheduler_stats
+    if output.outputs or output.finished_requests or stats is None or stats.kv_connector_stats:
+        return True
+    seen = (
+        stats.num_running_reqs,
+        stats.num_waiting_reqs,
+        stats.num_skipped_waiting_reqs,
+        stats.kv_cache_usage,
+    )
+    if getattr(engine, "_pd_last_sent", None) == seen:
+        return False
+    engine._pd_last_sent = seen
+    return True
+
+
+# ---- what it waits for ---------------------------------------------------------------------------------------------
 
 
 def name_socket(folder: str, executor: type, config: Any) -> None:
@@ -125,7 +220,7 @@ def _has_news(scheduler: Any) -> bool:
     connector = scheduler.get_kv_connector()
     if connector is not None and connector.has_pending_push_work():
         return True
-    return any(request.status in _STARTS for request in scheduler.requests.values())
+    return any(request.status in STARTS for request in scheduler.requests.values())
 
 
 def _compiles_grammar(scheduler: Any) -> bool:
@@ -134,136 +229,37 @@ def _compiles_grammar(scheduler: Any) -> bool:
     return any(request.status is waiting for request in scheduler.requests.values())
 
 
-# ---- steps -------------------------------------------------------------------------------------------------------
+# ---- resets --------------------------------------------------------------------------------------------------------
 
 
-def steps_of(engine: Any) -> Steps | PacedSteps | None:
-    """None for an engine whose group has no board, or that steps alone and has no objective."""
-    if not hasattr(engine, "_pd_steps"):
-        if not hasattr(engine, "dp_group"):
-            tpot_s = float(os.environ.get(TPOT, 0))
-            engine._pd_steps = PacedSteps(engine.scheduler, tpot_s) if tpot_s else None
-        else:
-            board = Board.here(engine.batch_queue_size)
-            engine._pd_steps = Steps(engine, board) if board is not None else None
-    steps: Steps | PacedSteps | None = engine._pd_steps
-    return steps
+def reset_prefix_cache(
+    engine: Any, reset_running_requests: bool = False, reset_connector: bool = False
+) -> bool | Future[bool]:
+    """vLLM's, and always of the host tier too, from which the engine would load what it is to forget. Blocks that are
+    being copied there cannot be dropped: where nothing else is done, this waits for them."""
+    if (tier := _host_tier(engine)) is None:
+        return _vllm_reset(engine, reset_running_requests, reset_connector)
+    if not tier.has_pending_stores() or engine.scheduler.has_unfinished_requests():
+        return _reset_both(engine, reset_running_requests)
+    done: Future[bool] = Future()
+    engine._pd_resets = [*getattr(engine, "_pd_resets", ()), done]
+    return done
 
 
-class Steps:
-    """Takes part in the steps of an engine in a group from the first one on, and tells the others of it."""
-
-    def __init__(self, engine: Any, board: Board) -> None:
-        self._engine, self._board, self._tokens = engine, board, 0
-        scheduler = engine.scheduler
-        self._schedule, self._execute_dummy = scheduler.schedule, engine.execute_dummy_batch
-        scheduler.schedule, engine.execute_dummy_batch = self._level_and_schedule, self._dummy
-
-    def ended(self, executed: bool, elapsed_ms: float, details: Any = None) -> None:
-        """A turn, in which a step was begun if `executed`."""
-        if not executed:
-            return
-        self._board.note(self._tokens, elapsed_ms / 1e3, self._engine.current_wave + 1)
-
-    def _dummy(self) -> None:
-        if not self._engine.scheduler.has_unfinished_requests():  # else its schedule has told of them
-            self._board.plan(0, 0, False)
-        self._execute_dummy()
-        self._board.note(0, 0.0, self._engine.current_wave + 1)
-
-    def _work(self) -> tuple[int, int, int]:
-        """Tokens that it decodes in a step, those of prompts that are to be computed, and those that it will decode
-        once KV has come."""
-        scheduler = self._engine.scheduler
-        decodes = backlog = 0
-        # Their KV has come, or is about to: a step for each, beside the drafts that go with it.
-        awaiting = (1 + scheduler.num_spec_tokens) * len(scheduler.kv_holding_waiting)
-        for request in scheduler.running:
-            left = request.num_tokens - request.num_computed_tokens
-            if left > 1:
-                backlog += left
-            elif left == 1 or not _goes_elsewhere(request):  # else its last chunk is in the step
-                decodes += 1 + scheduler.num_spec_tokens
-        for request in scheduler.waiting:
-            if request.status in _STARTS and not (request.kv_transfer_params or {}).get("do_remote_prefill"):
-                backlog += max(0, request.num_tokens - request.num_computed_tokens)
-            else:
-                awaiting += 1
-        return decodes, backlog, awaiting
-
-    def _level_and_schedule(self, *args: Any, **kwargs: Any) -> Any:
-        scheduler = self._engine.scheduler
-        decodes, backlog, awaiting = self._work()
-        chunk = self._board.budget(decodes, backlog, scheduler.max_num_scheduled_tokens)
-        output = schedule_at_most(scheduler, chunk, decodes + awaiting, lambda: self._schedule(*args, **kwargs))
-        self._tokens = output.total_num_scheduled_tokens
-        decodes, backlog, _ = self._work()  # what is in the step counts as computed by now
-        self._board.plan(decodes, backlog, len(scheduler.running) >= scheduler.max_num_active_reqs)
-        return output
+def _reset_both(engine: Any, reset_running_requests: bool = False) -> bool:
+    """The device's cache first: where it keeps its blocks the tier keeps its own, and the copies that it has begun."""
+    return bool(_vllm_reset(engine, reset_running_requests, False)) and bool(engine.scheduler.reset_connector_cache())
 
 
-class PacedSteps:
-    """Takes part in the steps of an engine that steps alone, from the first one on: prompts for other engines beside
-    sequences that decode. `tpot_s`: the objective of these."""
-
-    def __init__(self, scheduler: Any, tpot_s: float) -> None:
-        self._scheduler, self._times, self._schedule = scheduler, StepTimes(tpot_s), scheduler.schedule
-        scheduler.schedule = self._pace_and_schedule
-
-    def ended(self, executed: bool, elapsed_ms: float, details: Any) -> None:
-        """A turn, with vLLM's details of the step that ended in it, or None. Of steps that are begun ahead the last one
-        ends in a turn that begins none."""
-        if details is not None:
-            # The first token after KV has come counts as one of a prompt there.
-            prompt_tokens = computed_tokens(details, self._scheduler.num_spec_tokens) - details.num_ctx_requests
-            self._times.ended(prompt_tokens, details.num_generation_requests, elapsed_ms / 1e3)
-
-    def _pace_and_schedule(self, *args: Any, **kwargs: Any) -> Any:
-        scheduler, decodes, prefills = self._scheduler, 0, False
-        for request in scheduler.running:
-            if _goes_elsewhere(request):  # also where its last tokens are computed now: it decodes nothing here
-                prefills = True
-            elif request.num_tokens - request.num_computed_tokens <= 1:
-                decodes += 1
-        if decodes and not prefills and scheduler.waiting:  # of these the first is the next to run
-            prefills = _goes_elsewhere(scheduler.waiting.peek_request())
-        chunk = self._times.prompt_tokens() if decodes and prefills else None
-        # Each decodes at most so many, those whose KV has come included.
-        beside = (1 + scheduler.num_spec_tokens) * (decodes + len(scheduler.kv_holding_waiting))
-        return schedule_at_most(scheduler, chunk, beside, lambda: self._schedule(*args, **kwargs))
+def _finish_resets(engine: Any) -> None:
+    """Those that waited for copies: none runs any more, or there is work whose copies nobody should wait for."""
+    if not (resets := getattr(engine, "_pd_resets", ())):
+        return
+    if not _host_tier(engine).has_pending_stores() or engine.scheduler.has_unfinished_requests():
+        engine._pd_resets = ()
+        for done in resets:
+            done.set_result(_reset_both(engine))
 
 
-def computed_tokens(details: Any, num_spec_tokens: int) -> int:
-    """Tokens of prompts in a step, and of answers that are computed again, which vLLM counts among those that decode:
-    each of these has one, and its drafts."""
-    again = details.num_generation_tokens - (1 + num_spec_tokens) * details.num_generation_requests
-    return int(details.num_ctx_tokens + max(0, again))
-
-
-def _goes_elsewhere(request: Any) -> bool:
-    return bool((request.kv_transfer_params or {}).get("do_remote_decode"))
-
-
-def schedule_at_most(scheduler: Any, chunk: int | None, beside: int, schedule: Callable[[], Any]) -> Any:
-    """What `schedule` returns while a step computes so many prompt tokens at most, and `beside` others; None: as many
-    as fit. Requests whose KV comes from elsewhere then start beside long prompts, which share the chunk: what the first
-    one leaves, the next would take from all behind it. Where the model or the user wants prompts or images to be
-    computed whole, they are."""
-    config, most = scheduler.scheduler_config, scheduler.max_num_scheduled_tokens
-    long, raised = config.long_prefill_token_threshold, scheduler.adaptive_long_prefill_threshold
-    if chunk is not None and config.enable_chunked_prefill and not config.disable_chunked_mm_input:
-        # vLLM ends where a request that decodes first after its KV has come is cut, its drafts included. A prompt does
-        # not go on with less than the tokens of it that drafts look ahead, nor with one, by which nothing is learned.
-        least = max(_LEAST, 1 + scheduler.num_spec_tokens, scheduler.num_prefill_lookahead)
-        lefts = [request.num_tokens - request.num_computed_tokens for request in scheduler.running]
-        prompts = [left for left in lefts if left > 1]
-        share = max(least, min(share_of(chunk, prompts), long or chunk))
-        config.long_prefill_token_threshold = share
-        scheduler.adaptive_long_prefill_threshold = False  # vLLM would raise it where few requests run
-        all_of_prompts = max(least, chunk, sum(min(share, left) for left in prompts))
-        scheduler.max_num_scheduled_tokens = min(most, all_of_prompts + beside)
-    try:
-        return schedule()
-    finally:
-        scheduler.max_num_scheduled_tokens, scheduler.adaptive_long_prefill_threshold = most, raised
-        config.long_prefill_token_threshold = long
+def _host_tier(engine: Any) -> Any:
+    return getattr(engine.scheduler.get_kv_connector(), "host_tier", None)

@@ -1,4 +1,4 @@
-"""Our code inside vLLM's engine process: engine utilities, its loop, and its end with the process that started it.
+"""Our code inside vLLM's engine process: engine utilities, and its end with the process that started it.
 
 `run_engine_core` replaces the target of vLLM's engine process, for fork and for spawn, `run_rank` that of its ranks on
 CPU. `register` is the entry point that vLLM loads as a general plugin, for engines started by other means.
@@ -7,32 +7,22 @@ CPU. `register` is the entry point that vLLM loads as a general plugin, for engi
 from __future__ import annotations
 
 import os
-import time
 import uuid
 from collections.abc import Iterator
-from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Any
 
 from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 from vllm.platforms import current_platform
-from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.engine.coordinator import DPCoordinatorProc
 from vllm.v1.engine.core import EngineCore, EngineCoreProc
 from vllm.v1.executor import multiproc_executor, uniproc_executor
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
-try:
-    from vllm.utils.watch_dog import get_watch_dog
-except ImportError:  # vLLM 0.32
-    get_watch_dog = None
-
 from orchestrator.process.parent import PARENT, die_with_parent
-from workers.engine import PrefixChanges
+from workers.vllm_engine import loop
 from workers.vllm_engine.codec.continued import continue_answers
-from workers.vllm_engine.codec.prefix import PrefixCollector, block_hashes
-from workers.vllm_engine.codec.withheld import give_back_withheld
-from workers.vllm_engine.loop import computed_tokens, name_socket, spare_sockets, steps_of, waker_of
+from workers.vllm_engine.codec.messages import block_hashes
 from workers.vllm_engine.patches import (
     cache_only_what_is_computed,
     free_what_did_not_come,
@@ -45,15 +35,11 @@ from workers.vllm_engine.ranks import tell_why
 
 _CORES = "PD_ENGINE_CORES"  # "0,1|2,3": cores that each rank computes on
 SOCKETS = "VLLM_RPC_BASE_PATH"  # vLLM's own name: the folder for its local sockets
-# Keys for further fields of `EngineStep` in the connector's statistics, the only dictionary in an engine's statistics.
-PREFIX_STATS = "pd_prefix"
-TOKENS_LEFT_STATS = "pd_tokens_left"
 _patched = False  # whether this process has the fixes of `patches`
 _vllm_target = EngineCoreProc.run_engine_core
 _vllm_coordinator = DPCoordinatorProc.run_coordinator
 _vllm_rank = multiproc_executor.WorkerProc.worker_main
 _vllm_abort = EngineCore.abort_requests
-_vllm_reset = EngineCore.reset_prefix_cache
 
 
 @contextmanager
@@ -87,9 +73,9 @@ def run_engine_core(*args: Any, **kwargs: Any) -> None:
     patch_as_configured(kwargs["vllm_config"])
     if folder := os.environ.get(SOCKETS):
         _set_rendezvous_folder(folder)
-        name_socket(folder, kwargs["executor_class"], kwargs["vllm_config"])
-    EngineCoreProc._process_engine_step = _process_engine_step
-    tell_why(EngineCoreProc, then=spare_sockets)
+        loop.name_socket(folder, kwargs["executor_class"], kwargs["vllm_config"])
+    EngineCoreProc._process_engine_step = loop.process_engine_step
+    tell_why(EngineCoreProc, then=loop.spare_sockets)
     _vllm_target(*args, **kwargs)
 
 
@@ -123,7 +109,6 @@ def register() -> None:
             tell_preemptions_first()
         cache_only_what_is_computed()
         free_what_did_not_come()
-        give_back_withheld()
         continue_answers()
         patch_cpu_engines()
     EngineCore.pd_load = _pd_load
@@ -132,7 +117,7 @@ def register() -> None:
     EngineCore.pd_meet = _pd_meet
     EngineCore.pd_lend = _pd_lend
     EngineCore.abort_requests = _abort_requests
-    EngineCore.reset_prefix_cache = _reset_prefix_cache
+    EngineCore.reset_prefix_cache = loop.reset_prefix_cache
 
 
 # ---- utilities ---------------------------------------------------------------------------------------------------
@@ -165,7 +150,7 @@ def _pd_describe(engine: Any) -> dict[str, Any]:
         "blocks_total": blocks - _shards(engine),
         "kv_bytes_per_token": memory * len(config.kv_cache_groups) * ranks // max(1, tokens),
         "rank_pids": [rank.proc.pid for rank in getattr(engine.model_executor, "workers", []) if hasattr(rank, "proc")],
-        "lends": bool(getattr(engine.scheduler.get_kv_connector(), "lends", False)),
+        "lends": bool(getattr(_push_scheduler(engine), "lends", False)),
         "attention_backend": engine.model_executor.collective_rpc(_attention_backend)[0],
     }
 
@@ -175,9 +160,13 @@ def _attention_backend(worker: Any) -> str:
     return str(get_kv_transfer_group().connector_worker.backend_name) if has_kv_transfer_group() else ""
 
 
+def _push_scheduler(engine: Any) -> Any:
+    """The scheduler half of the connector. Only that of ours has verbs for `_tell_connector`."""
+    return getattr(engine.scheduler.get_kv_connector(), "connector_scheduler", None)
+
+
 def _tell_connector(engine: Any, verb: str, *args: Any) -> None:
-    """Only ours has these verbs."""
-    if (told := getattr(engine.scheduler.get_kv_connector(), verb, None)) is not None:
+    if (told := getattr(_push_scheduler(engine), verb, None)) is not None:
         told(*args)
 
 
@@ -203,137 +192,13 @@ def _abort_requests(engine: Any, keys: list[str]) -> None:
     _tell_connector(engine, "drop", keys)
 
 
-def _reset_prefix_cache(
-    engine: Any, reset_running_requests: bool = False, reset_connector: bool = False
-) -> bool | Future[bool]:
-    """vLLM's, and always of the host tier too, from which the engine would load what it is to forget. Blocks that are
-    being copied there cannot be dropped: where nothing else is done, this waits for them."""
-    if (tier := _host_tier(engine)) is None:
-        return _vllm_reset(engine, reset_running_requests, reset_connector)
-    if not tier.has_pending_stores() or engine.scheduler.has_unfinished_requests():
-        return _reset_both(engine, reset_running_requests)
-    done: Future[bool] = Future()
-    engine._pd_resets = [*getattr(engine, "_pd_resets", ()), done]
-    return done
-
-
-def _reset_both(engine: Any, reset_running_requests: bool = False) -> bool:
-    """The device's cache first: where it keeps its blocks the tier keeps its own, and the copies that it has begun."""
-    return bool(_vllm_reset(engine, reset_running_requests, False)) and bool(engine.scheduler.reset_connector_cache())
-
-
-def _finish_resets(engine: Any) -> None:
-    """Those that waited for copies: none runs any more, or there is work whose copies nobody should wait for."""
-    if not (resets := getattr(engine, "_pd_resets", ())):
-        return
-    if not _host_tier(engine).has_pending_stores() or engine.scheduler.has_unfinished_requests():
-        engine._pd_resets = ()
-        for done in resets:
-            done.set_result(_reset_both(engine))
-
-
-def _host_tier(engine: Any) -> Any:
-    return getattr(engine.scheduler.get_kv_connector(), "host_tier", None)
-
-
-# ---- the engine's loop -------------------------------------------------------------------------------------------
-
-
-def _process_engine_step(engine: Any) -> bool:
-    """vLLM's method with our statistics and two changes: a step that only polls for KV sends no message unless the load
-    has changed, and an engine with nothing to compute sleeps until it is woken.
-
-    vLLM's loop runs about a thousand times a second while requests wait for remote KV. A message for each turn would
-    cost the agent more than its work, and the turns slow the worker on the next core by a tenth.
-
-    In a group a step that waits holds up all ranks, which meet after each one, also after those that compute nothing.
-    """
-    if get_watch_dog is not None:
-        get_watch_dog().feed()
-    waker = waker_of(engine)
-    waker.step()
-    steps = steps_of(engine)
-    prefix = _prefix_changes(engine)
-    began = time.monotonic()
-    outputs, executed = engine.step_fn()
-    elapsed_ms = (time.monotonic() - began) * 1000.0
-    details = None
-    for client, output in outputs.items() if outputs else ():
-        if (stats := output.scheduler_stats) is not None:
-            if (details := stats.iteration_details or details) is not None:
-                # vLLM's own figure excludes the time of an executor in this process.
-                details.elapsed_ms = elapsed_ms
-            if prefix:
-                stats.kv_connector_stats = {**(stats.kv_connector_stats or {}), PREFIX_STATS: prefix.take()}
-            if executed and (tokens_left := _tokens_left(engine, stats)):
-                stats.kv_connector_stats = {**(stats.kv_connector_stats or {}), TOKENS_LEFT_STATS: tokens_left}
-        if executed or _is_worth_sending(engine, output):
-            engine.output_queue.put_nowait((client, output))
-    engine.post_step(executed)
-    _finish_resets(engine)
-    if steps is not None:
-        steps.ended(executed, elapsed_ms, details)
-    if executed:
-        waker.worked()
-    elif engine.scheduler.has_requests() and not _is_awaited(engine):
-        waker.wait(engine)
-    return bool(executed)
-
-
-def _is_awaited(engine: Any) -> bool:
-    """Whether other engines of its group wait for its next step: all take steps while one has a request."""
-    grouped = hasattr(engine, "dp_group")
-    return grouped and (engine.engines_running or engine.scheduler.has_unfinished_requests())
-
-
-def _tokens_left(engine: Any, stats: Any) -> dict[str, int]:
-    """Tokens not scheduled yet, by key, of running requests whose prompts, or answers so far, are being computed; empty
-    if none has changed."""
-    details, scheduler = stats.iteration_details, engine.scheduler
-    if details is not None and not computed_tokens(details, scheduler.num_spec_tokens):
-        return {}  # a step of decodes only
-    return {
-        request.request_id: max(0, request.num_tokens - request.num_computed_tokens)
-        for request in scheduler.running
-        if request.is_prefill_chunk or not request.num_output_tokens
-    }
-
-
-def _prefix_changes(engine: Any) -> PrefixChanges | None:
-    """Changes of the prefix cache that were not reported yet; None if the engine has no KV cache events."""
-    if not hasattr(engine, "_pd_prefix"):
-        engine._pd_prefix = None
-        scheduler = engine.scheduler
-        if getattr(scheduler, "enable_kv_cache_events", False):
-            block_size = engine.vllm_config.cache_config.block_size
-            engine._pd_prefix = scheduler.kv_event_publisher = PrefixCollector(block_size, scheduler.kv_event_publisher)
-    collector: PrefixCollector | None = engine._pd_prefix
-    return collector.changes if collector is not None else None
-
-
-def _is_worth_sending(engine: Any, output: EngineCoreOutputs) -> bool:
-    stats = output.scheduler_stats
-    if output.outputs or output.finished_requests or stats is None or stats.kv_connector_stats:
-        return True
-    seen = (
-        stats.num_running_reqs,
-        stats.num_waiting_reqs,
-        stats.num_skipped_waiting_reqs,
-        stats.kv_cache_usage,
-    )
-    if getattr(engine, "_pd_last_sent", None) == seen:
-        return False
-    engine._pd_last_sent = seen
-    return True
+# ---- the process ---------------------------------------------------------------------------------------------------
 
 
 def _set_rendezvous_folder(folder: str) -> None:
     """Put the file through which an engine's ranks find each other beside the sockets, since vLLM leaves it behind."""
     for executor in (multiproc_executor, uniproc_executor):
         executor.get_file_store_init_method = lambda: f"file://{folder}/vllm_dist_{uuid.uuid4().hex}"
-
-
-# ---- the process -------------------------------------------------------------------------------------------------
 
 
 def _shares() -> list[list[int]]:

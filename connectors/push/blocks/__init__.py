@@ -1,1 +1,1 @@
-"""Where a prompt's blocks are, which goes into which of decode's, and whose make room."""
+"""Where a prompt's blocks are, what of them goes into which of decode's and when, and whose make room."""

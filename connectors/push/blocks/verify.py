@@ -21,7 +21,7 @@ from vllm.logger import init_logger
 from connectors.push import actions as do
 from connectors.push import wire
 from connectors.push.actions import NO_BLOCK, Post
-from connectors.push.blocks.pairs import Shard, pairs_of
+from connectors.push.blocks.chunks import Shard, pairs_of
 from connectors.push.inbound import Inbound
 from connectors.push.metadata import PushStats
 from connectors.push.writer import is_state, kernel_blocks, shards

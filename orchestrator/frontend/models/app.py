@@ -33,7 +33,6 @@ from orchestrator.config.model import resolve_model
 from orchestrator.config.settings import Config, ConfigError
 from orchestrator.config.simulated import HONOURED, simulated
 from orchestrator.frontend import tracing
-from orchestrator.frontend.codec.detokenizer import use_backend
 from orchestrator.frontend.dashboard.routes import operator_routes, page_routes, stream_routes
 from orchestrator.frontend.edge import refuse_what_trips
 from orchestrator.frontend.engine import FleetCore, FleetLLM
@@ -90,7 +89,7 @@ def server_arguments(config: Config, parser: argparse.ArgumentParser) -> list[st
 def build_vllm_config(config: Config) -> tuple[argparse.Namespace, VllmConfig]:
     """The arguments of vLLM's server, and vLLM's configuration. Raises ConfigError for arguments that vLLM refuses."""
     os.environ["VLLM_MAX_N_SEQUENCES"] = str(config.limits.max_n)  # vLLM checks each request by it
-    use_backend(config.frontend.tokenizer_backend)
+    streaming.use_backend(config.frontend.tokenizer_backend)
     fetch_public_only(config.frontend.host)
     if config.engine == "sim":
         os.environ["VLLM_ALLOW_LONG_MAX_MODEL_LEN"] = "1"  # nothing is computed, so any length is allowed

@@ -1,31 +1,44 @@
-"""The middle of a plain stream goes from vLLM's detokenizer directly to the connection.
+"""The tokens of an answer become text, and the text reaches the client, with less work than in vLLM.
 
-vLLM's server makes the first and the last events of a response, and every error. Once it has sent an event with a delta
-and waits for the next output, the following events are made like that one (`EventTemplate`), and sent without a queue,
-pydantic or middleware. An output that is more than a delta goes to vLLM's server. So does every output of a request
-that asks for more than text, or of a server whose events have more than text.
+Its detokenizer starts with the last tokens of the prompt instead of all of them: to find the text that the first token
+adds, the tokenizer would decode the prompt twice, a fifth of what a prompt of 1,024 tokens costs a frontend. How one
+is decoded depends on a few tokens before it only: on the bytes of a character that spans several tokens, on a space
+between words, and on whether it is the first.
 
-As in vLLM, deltas that arrive before the next turn of the event loop are joined into one event.
+The middle of a plain stream goes from there directly to the connection. vLLM's server makes the first and the last
+events of a response, and every error. Once it has sent an event with a delta and waits for the next output, the
+following events are made like that one (`EventTemplate`), and sent without a queue, pydantic or middleware. An output
+that is more than a delta goes to vLLM's server. So does every output of a request that asks for more than text, or of a
+server whose events have more than text. As in vLLM, deltas that arrive before the next turn of the loop are joined.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import os
 from argparse import Namespace
 from collections.abc import Callable
+from importlib.util import find_spec
 from typing import Any
 
 import msgspec
+import tokenizers
 from fastapi import FastAPI
 from pydantic import BaseModel
+from transformers import TokenizersBackend
 from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine import EngineCoreRequest, detokenizer
+from vllm.v1.engine.detokenizer import FastIncrementalDetokenizer
 from vllm.v1.engine.output_processor import OutputProcessor, RequestState
 
+from orchestrator.config.settings import ConfigError
 from orchestrator.frontend import edge
 
 log = logging.getLogger("pd.frontend")
 
+_LENGTHS = (8, 16, 32)  # tokens; at least 8, since a character has up to four bytes, and each may be a token
+_BROKEN = "\N{REPLACEMENT CHARACTER}"
 # Request fields that change which tokens are generated, and nothing in the events but their text and usage.
 _PLAIN_FIELDS = frozenset(
     "model prompt messages n stream stream_options max_tokens max_completion_tokens min_tokens temperature top_p top_k "
@@ -36,6 +49,55 @@ _PLAIN_FIELDS = frozenset(
 )
 # Modules whose middleware does not read the bodies of responses.
 _PLAIN_MIDDLEWARE = ("vllm.", "starlette.middleware.cors", "prometheus_fastapi_instrumentator.", "model_hosting_")
+
+
+def end_of_prompt(tokenizer: tokenizers.Tokenizer, prompt: list[int], skip_special_tokens: bool) -> list[int]:
+    """The last tokens of a prompt such that tokens after them are decoded as after the whole prompt.
+
+    The whole prompt if the last 8, 16 and 32 tokens each begin within a character, are byte tokens only, or have no
+    text. (After tokens without text the next token would be decoded as the first one.)
+    """
+    for length in _LENGTHS:
+        if length >= len(prompt):
+            break
+        end = prompt[-length:]
+        text = tokenizer.decode(end, skip_special_tokens=skip_special_tokens)
+        if text and _BROKEN not in text and not all(_is_byte(tokenizer, token) for token in end):
+            return end
+    return prompt
+
+
+def _is_byte(tokenizer: tokenizers.Tokenizer, token: int) -> bool:
+    """Whether it is a byte token. A run of them is decoded as a whole, and one invalid byte makes all unreadable."""
+    return (tokenizer.id_to_token(token) or "").startswith("<0x")
+
+
+class FleetDetokenizer(FastIncrementalDetokenizer):
+    def __init__(self, tokenizer: TokenizersBackend, request: EngineCoreRequest) -> None:
+        super().__init__(tokenizer, request)
+        prompt = request.prompt_token_ids or []
+        end = end_of_prompt(self.tokenizer, prompt, self.skip_special_tokens)
+        if len(end) < len(prompt):
+            self.stream = tokenizers.decoders.DecodeStream(ids=end, skip_special_tokens=self.skip_special_tokens)
+
+
+def use_backend(name: str) -> None:
+    """Set the library of the tokenizers that vLLM makes from now on (`frontend.tokenizer_backend`).
+
+    Raises ConfigError if it is not installed."""
+    if name != "fastokens":
+        return
+    if find_spec(name) is None:
+        raise ConfigError("frontend.tokenizer_backend: fastokens is not installed here; `pip install fastokens`")
+    os.environ["VLLM_USE_FASTOKENS"] = "1"
+
+
+def install_detokenizer() -> None:
+    """Make vLLM use `FleetDetokenizer`. It has no setting for this, so its own class is replaced."""
+    detokenizer.FastIncrementalDetokenizer = FleetDetokenizer
+
+
+# ---- the middle of a plain stream -----------------------------------------------------------------------------------
 
 
 class _Usage(msgspec.Struct, forbid_unknown_fields=True):

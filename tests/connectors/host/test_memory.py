@@ -122,7 +122,7 @@ async def test_without_an_idle_thread_or_a_file_in_memory_stores_are_made_all_th
 
 
 def test_a_copy_that_ends_early_is_an_error() -> None:
-    from connectors.host.idle import IdleFile
+    from connectors.host.memory import IdleFile
 
     file, pages = IdleFile(8192, lambda: None), mmap.mmap(-1, 8192, prot=mmap.PROT_READ | mmap.PROT_WRITE)
     address = ctypes.addressof(ctypes.c_char.from_buffer(pages))

@@ -140,7 +140,7 @@ def test_leased_kv_gives_way_to_a_prompt_for_which_decode_keeps_blocks() -> None
     assert tick(5.0) == [], "nobody waits for room"
     end.register(msgspec.structs.replace(ORDER, stream="waits"), "D", 5.0)
     assert tick(6.5) == [], "the engine does not have it yet: its prefix is fetched, say"
-    end.room.arrived("waits", 6.6)
+    end.arrived("waits", 6.6)
     assert end.tick(8.0) == [], "the engine takes no steps"
     end.start("running", 4, 100, 8.0)
     assert tick(8.1) == [], "a prompt is computed, whose end leaves room"

@@ -97,7 +97,7 @@ class Engine:
         if live := [key for key, request in self.scheduler.requests.items() if not request.is_finished()]:
             key = self.world.random.choice(live)
             self.scheduler.finish_requests(key, RequestStatus.FINISHED_ABORTED)
-            self.connector.drop([key])
+            self.connector.connector_scheduler.drop([key])
 
     @property
     def busy(self) -> bool:
@@ -268,7 +268,7 @@ class World:
 
     def _write(self, decode: Engine, prefill: Engine, stream: Stream, order: Any) -> None:
         from connectors.push.actions import Post
-        from connectors.push.blocks.pairs import pairs_of
+        from connectors.push.blocks.chunks import pairs_of
 
         count = self.random.randrange(1, len(stream.pending) + 1)
         for chunk in stream.pending[:count]:

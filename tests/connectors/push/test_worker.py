@@ -14,8 +14,8 @@ import pytest
 import zmq
 from support_wait import DEADLINE_S
 
-from connectors.layers import StepLayers
 from connectors.push import wire
+from connectors.push.blocks.chunks import StepLayers
 from connectors.push.metadata import (
     Computed,
     Finished,

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from connectors.layers import StepLayers
 from connectors.push import wire
+from connectors.push.blocks.chunks import StepLayers
 from connectors.push.metadata import Computed, Finished, PushMetadata
 from connectors.wake import MessageEvent
 

@@ -4,8 +4,8 @@ import msgspec
 from support_info import connects, fleet_of
 from support_info import worker_info as worker
 
-from orchestrator.fleet.adapter_places import EXPECTED_S
 from orchestrator.fleet.view import Fleet
+from orchestrator.fleet.worker_view import EXPECTED_S
 from orchestrator.policy.choices.named import decode_choice
 from orchestrator.policy.predict.adapters import PRIOR_LOAD_S, AdapterDemand
 from orchestrator.types import Role, WorkerInfo, WorkerLoad

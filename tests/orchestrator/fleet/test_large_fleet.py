@@ -14,8 +14,8 @@ import pytest
 import zmq
 
 from orchestrator.fleet.membership import Membership
-from orchestrator.fleet.prefixes import PrefixView
 from orchestrator.fleet.view import Fleet
+from orchestrator.fleet.worker_view import PrefixView
 from orchestrator.types import EngineIdentity, KVEndpoint, Role, WorkerInfo, WorkerLoad, WorkerState
 from orchestrator.wire.messages import Abort, Rejected, Welcome, decode_to_worker, encode
 from orchestrator.wire.sockets import Assembler, frames_of

@@ -11,8 +11,8 @@ from support_doors import Doors
 from support_wait import until
 
 from orchestrator.fleet.membership import RECONNECT_S, Membership
-from orchestrator.fleet.prefixes import PrefixView
 from orchestrator.fleet.view import Fleet
+from orchestrator.fleet.worker_view import PrefixView
 from orchestrator.store.client import RedisAway
 from orchestrator.types import Role, WorkerLoad
 from orchestrator.wire.addresses import Listening

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from orchestrator.fleet.prefixes import MAX_HELD, MOST_ASKED, RESYNC_RETRY_S, PrefixView
+from orchestrator.fleet.worker_view import MAX_HELD, MOST_ASKED, RESYNC_RETRY_S, PrefixView
 from orchestrator.types import PrefixEvents, WorkerLoad
 from orchestrator.wire.messages import PrefixResync, PrefixSnapshot
 from orchestrator.wire.sockets import Sent

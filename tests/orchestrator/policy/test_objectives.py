@@ -3,7 +3,7 @@
 import pytest
 
 from orchestrator.config.settings import SLOConfig
-from orchestrator.policy.objectives import LATEST, LatestObjective, latest_tpot
+from orchestrator.policy.admission import LATEST, LatestObjective, latest_tpot
 from orchestrator.policy.predict.predictor import Predictor
 from orchestrator.types import EngineSpeed
 

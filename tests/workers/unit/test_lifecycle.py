@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from types import SimpleNamespace
 from typing import cast
 
 import msgspec
@@ -22,11 +23,11 @@ def test_gone_is_final_and_every_state_has_its_moves() -> None:
     life = Lifecycle(Role.PREFILL)
     assert not life.claims
     life.enter(LifecycleState.READY)
-    assert (life.refusal(), life.claims, life.registered) == (None, True, WorkerState.READY)
+    assert (life.claims, life.registered) == (True, WorkerState.READY)
     life.role = Role.DECODE
-    assert (life.refusal(), life.claims, life.registered) == (None, False, WorkerState.READY)
+    assert (life.claims, life.registered) == (False, WorkerState.READY)
     life.enter(LifecycleState.LEAVING)
-    assert (life.refusal(), life.claims, life.registered) == ("draining", False, WorkerState.DRAINING)
+    assert (life.claims, life.registered) == (False, WorkerState.DRAINING)
     with pytest.raises(IllegalMove, match="leaving cannot become starting"):
         life.enter(LifecycleState.STARTING)
 
@@ -90,6 +91,7 @@ class Rank:
         drain = Drain.__new__(Drain)
         drain.end_attempts = drain.end_pushes = self._nothing_is_left  # type: ignore[assignment, method-assign]
         drain._attempts = []  # type: ignore[assignment]
+        drain._serving = self.serving = SimpleNamespace(leaves=False)  # type: ignore[assignment]
         self.moves = Moves(
             self.life,
             drain,
@@ -120,6 +122,14 @@ async def test_first_rank_takes_role_at_once_and_clears_the_order_once_its_entry
     assert (rank.life.state, rank.life.role, rank.cleared) == (LifecycleState.READY, Role.PREFILL, [])
     await rank.told(order, role=Role.PREFILL)
     assert (rank.life.role, rank.cleared) == (Role.PREFILL, [7])
+    assert not rank.serving.leaves, "it takes submissions of frontends that have not yet heard of its role"
+
+
+async def test_no_submission_is_taken_from_the_moment_a_worker_is_told_to_leave() -> None:
+    rank = Rank("d")
+    rank.moves.leave(1.0)
+    assert rank.serving.leaves
+    await rank.moves.close()
 
 
 async def test_other_ranks_follow_the_first_and_no_order() -> None:

@@ -23,8 +23,7 @@ from orchestrator.store.registry import Registry
 from orchestrator.wire.addresses import Listening
 from workers.engine import EngineDead, EngineStartFailed, Group
 from workers.unit import link as module
-from workers.unit.hosts import release_here
-from workers.unit.link import GroupLink
+from workers.unit.link import GroupLink, release_here
 from workers.unit.messages import Peer
 
 RANKS, OTHER = ("d", "d.1", "d.2"), "protocol 9 with vLLM 0.1"

@@ -76,7 +76,7 @@ def boards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Boa
 
 
 def test_a_long_prompt_is_cut_and_what_waits_for_kv_keeps_its_place(boards: list[Board]) -> None:
-    from workers.vllm_engine.loop import steps_of
+    from workers.vllm_engine.steps import steps_of
 
     engine = FakeEngine()
     for backlogs in ((0, 0), (850, 60)):
@@ -118,7 +118,7 @@ def test_a_plan_is_for_the_step_that_begins_when_its_own_has_ended_at_the_latest
     boards: list[Board], queued: int
 ) -> None:
     """An engine that schedules asynchronously begins a step before the one before it has ended."""
-    from workers.vllm_engine.loop import steps_of
+    from workers.vllm_engine.steps import steps_of
 
     engine = FakeEngine()
     engine.batch_queue_size = queued
@@ -140,7 +140,7 @@ def test_where_no_place_is_free_a_prompt_may_take_as_long_as_it_likes(
     boards: list[Board], places: int, least: int
 ) -> None:
     """`max_num_active_seqs` may be less than `max_num_seqs`."""
-    from workers.vllm_engine.loop import steps_of
+    from workers.vllm_engine.steps import steps_of
 
     engine = FakeEngine()
     steps = steps_of(engine)
@@ -155,7 +155,7 @@ def test_where_no_place_is_free_a_prompt_may_take_as_long_as_it_likes(
 
 def test_a_prompt_for_another_engine_whose_last_chunk_is_in_the_step_decodes_nothing(boards: list[Board]) -> None:
     """Else the ranks of a prefill group would compute long prompts whole beside short ones."""
-    from workers.vllm_engine.loop import steps_of
+    from workers.vllm_engine.steps import steps_of
 
     engine = FakeEngine()
     steps = steps_of(engine)
@@ -168,7 +168,7 @@ def test_a_prompt_for_another_engine_whose_last_chunk_is_in_the_step_decodes_not
 
 
 def test_without_prompts_the_limits_are_vllms(boards: list[Board]) -> None:
-    from workers.vllm_engine.loop import steps_of
+    from workers.vllm_engine.steps import steps_of
 
     engine = FakeEngine()
     assert steps_of(engine) is not None
@@ -178,7 +178,7 @@ def test_without_prompts_the_limits_are_vllms(boards: list[Board]) -> None:
 
 
 def test_steps_and_dummy_batches_are_counted(boards: list[Board]) -> None:
-    from workers.vllm_engine.loop import steps_of
+    from workers.vllm_engine.steps import steps_of
 
     engine = FakeEngine()
     steps = steps_of(engine)
@@ -225,7 +225,7 @@ def details(prompts: int, prompt_tokens: int, decode: int, again: int = 0) -> An
 @pytest.fixture
 def alone(monkeypatch: pytest.MonkeyPatch) -> FakeEngine:
     """An engine that steps alone and has learned what its steps take: 10 ms, and 0.1 ms for each prompt token."""
-    from workers.vllm_engine.loop import TPOT, steps_of
+    from workers.vllm_engine.steps import TPOT, steps_of
 
     monkeypatch.setenv(TPOT, "0.1")
     engine = FakeEngine()
@@ -268,7 +268,7 @@ def test_a_prompt_whose_last_step_is_under_way_is_none_that_decodes(alone: FakeE
 
 
 def test_an_answer_that_is_computed_again_is_no_token_that_takes_long(alone: FakeEngine) -> None:
-    from workers.vllm_engine.loop import steps_of
+    from workers.vllm_engine.steps import steps_of
 
     steps, scheduler = steps_of(alone), alone.scheduler
     assert steps is not None
@@ -281,7 +281,7 @@ def test_an_answer_that_is_computed_again_is_no_token_that_takes_long(alone: Fak
 
 def test_a_first_prompt_that_waited_for_a_compiler_is_forgotten_by_an_engine_too(alone: FakeEngine) -> None:
     """vLLM tells tokens of prompts and requests that have them, of which one may have the first token after its KV."""
-    from workers.vllm_engine.loop import steps_of
+    from workers.vllm_engine.steps import steps_of
 
     steps, scheduler, decodes = steps_of(alone), alone.scheduler, request(101, 100, "RUNNING")
     assert steps is not None
@@ -320,7 +320,7 @@ class Waiting(list[Any]):
 
 
 def test_without_an_objective_an_engine_that_steps_alone_is_left_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    from workers.vllm_engine.loop import TPOT, steps_of
+    from workers.vllm_engine.steps import TPOT, steps_of
 
     monkeypatch.setenv(TPOT, "0")
     engine = FakeEngine()
@@ -339,7 +339,7 @@ def test_of_several_prompts_none_takes_the_place_of_those_that_decode_behind_it(
     from vllm.v1.outputs import ModelRunnerOutput
     from vllm.v1.request import Request
 
-    from workers.vllm_engine.loop import schedule_at_most
+    from workers.vllm_engine.steps import schedule_at_most
 
     init_none_hash(sha256)
     scheduler, hasher = scheduler_of(tmp_path / "tiny", blocks=50), get_request_block_hasher(16, sha256)

@@ -253,7 +253,7 @@ def test_the_identity_names_the_files_of_a_model(model: Path, tmp_path: Path) ->
 
 
 def test_every_setting_that_the_table_of_connector_checks_calls_refused_is_tried_here() -> None:
-    rows = tomllib.loads((Path(__file__).parent / "contract" / "connector_checks.toml").read_text()).values()
+    rows = tomllib.loads((Path(__file__).parents[2] / "vllm_contract" / "connector_checks.toml").read_text()).values()
     arguments = Path(__file__).parents[2] / "orchestrator" / "cli" / "test_refusals.py"
     here = Path(__file__).read_text() + arguments.read_text()
     refused = {name for row in rows for name in row.get("refused", ())}

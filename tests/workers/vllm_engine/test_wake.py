@@ -72,13 +72,13 @@ class WaitingEngine:
 async def engine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> AsyncIterator[WaitingEngine]:
     from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
-    from workers.vllm_engine import loop, plugin
+    from workers.vllm_engine import loop
 
     monkeypatch.setattr(loop, "_WOKEN_S", 60.0)
     monkeypatch.setenv("PD_WAKE_SOCKET", "")  # given back afterwards
     config = SimpleNamespace(parallel_config=SimpleNamespace(nnodes_within_dp=1))
     loop.name_socket(str(tmp_path), MultiprocExecutor, config)
-    engine = WaitingEngine(plugin._process_engine_step)
+    engine = WaitingEngine(loop.process_engine_step)
     await until(engine.is_quiet)
     yield engine
     engine.stop()
@@ -155,12 +155,12 @@ async def test_a_rank_in_another_process_wakes_it(engine: WaitingEngine) -> None
 async def test_ranks_of_other_hosts_are_asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
-    from workers.vllm_engine import loop, plugin
+    from workers.vllm_engine import loop
 
     monkeypatch.setenv("PD_WAKE_SOCKET", "")
     config = SimpleNamespace(parallel_config=SimpleNamespace(nnodes_within_dp=2))
     loop.name_socket(str(tmp_path), MultiprocExecutor, config)
-    engine = WaitingEngine(plugin._process_engine_step)
+    engine = WaitingEngine(loop.process_engine_step)
     await until(lambda: engine.steps > STEPS)
     engine.stop()
 
@@ -180,9 +180,9 @@ async def test_a_remote_request_costs_few_steps_that_compute_nothing(
 ) -> None:
     """Real engines: decode reserves blocks, collects what has come, and ends; prefill ends, and gives its blocks back.
     Where a notice comes during a step, one more looks for it."""
-    from workers.vllm_engine import loop, plugin
+    from workers.vllm_engine import loop
 
-    process_step, counts = plugin._process_engine_step, {}
+    process_step, counts = loop.process_engine_step, {}
     monkeypatch.setattr(loop, "_WOKEN_S", 60.0)
     engines = {}
     for name in ("prefill", "decode"):
@@ -193,7 +193,7 @@ async def test_a_remote_request_costs_few_steps_that_compute_nothing(
             empty.value += not executed
             return executed
 
-        monkeypatch.setattr(plugin, "_process_engine_step", counted)
+        monkeypatch.setattr(loop, "process_engine_step", counted)
         engines[name] = await Driver.start(model, name=name)
     prefill, decode = engines["prefill"], engines["decode"]
     try:

@@ -1,8 +1,9 @@
-"""An answer that another engine has begun, as vLLM has a request that it preempted itself and takes up again.
+"""A request that another engine has begun: its answer goes on here, and of what stayed there it is given back.
 
-The tokens that the client has are output tokens, whose KV is computed once more. So limits, penalties, bad words and
-logits processors count them as they did where they were sampled. vLLM's second model runner gets all tokens of a
-request that is new to it, and tells by the prompt's length which of them are output. What is added here:
+To vLLM the answer is one of a request that it preempted itself and takes up again. The tokens that the client has are
+output tokens, whose KV is computed once more. So limits, penalties, bad words and logits processors count them as they
+did where they were sampled. vLLM's second model runner gets all tokens of a request that is new to it, and tells by the
+prompt's length which of them are output. What is added here:
 
 - The engine core and the first model runner make a request with these tokens.
 - A grammar that is compiled accepts them before it is used.
@@ -10,6 +11,10 @@ request that is new to it, and tells by the prompt's length which of them are ou
   alone; the second one takes the place of each token too.
 - A budget for thinking is counted as it was, token by token, which vLLM does not do after a preemption either: its
   first model runner takes all tokens at once, and then may think on past the budget, or end its thoughts twice.
+- A request is given back where this engine needs the pixels of its images, which stayed with the worker that prefilled
+  it. An engine that gets the KV of a prompt computes no image. It does so after all where it has lost that KV to a
+  preemption, where a transfer failed and it computes the prompt by itself, or where an image reaches the last token.
+  vLLM would encode nothing in place of missing pixels, and end for want of its output.
 """
 
 from __future__ import annotations
@@ -19,7 +24,9 @@ import dataclasses
 from typing import Any
 
 import torch
+from vllm.multimodal.inputs import MultiModalKwargsItem
 from vllm.sampling_params import SamplingParams
+from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request
 from vllm.v1.utils import ConstantList
 
@@ -32,6 +39,7 @@ def _sent(params: SamplingParams | None) -> list[int]:
 
 def continue_answers() -> None:
     """In an engine's process and in those of its ranks."""
+    _give_back_withheld()
     _make_requests()
     _advance_grammars()
     _make_states()
@@ -149,3 +157,28 @@ def _count_thoughts() -> None:
         update(holder, state)
 
     ThinkingBudgetStateHolder._update_think_state = update_think_state
+
+
+# ---- images whose pixels stayed elsewhere --------------------------------------------------------------------------
+
+
+def is_withheld(item: MultiModalKwargsItem | None) -> bool:
+    """Whether nothing is left of a medium but what positions follow from."""
+    return item is None or all(element.field.keep_on_cpu for element in item.values())
+
+
+def _give_back_withheld() -> None:
+    """End with an error a request of which an image without pixels would be encoded: the router retries such ones, with
+    everything. An image whose encoding is cached here needs none."""
+    plan = Scheduler._try_schedule_encoder_inputs
+
+    def plan_or_give_back(
+        scheduler: Any, request: Any, computed_tokens: int, new_tokens: int, budget: int, **more: Any
+    ) -> Any:
+        planned = plan(scheduler, request, computed_tokens, new_tokens, budget, **more)
+        if not any(is_withheld(request.mm_features[number].data) for number in planned[0]):
+            return planned
+        scheduler.encoder_cache_mismatch_reqs.add(request.request_id)  # vLLM ends these when the step has ended
+        return [], 0, budget, [], []
+
+    Scheduler._try_schedule_encoder_inputs = plan_or_give_back

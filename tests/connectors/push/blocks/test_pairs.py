@@ -3,7 +3,7 @@
 import pytest
 
 from connectors.push.actions import Chunk, Post
-from connectors.push.blocks.pairs import LayoutError, pair_blocks, pairs_of
+from connectors.push.blocks.chunks import LayoutError, pair_blocks, pairs_of
 from connectors.push.wire import Endpoint, Register
 
 

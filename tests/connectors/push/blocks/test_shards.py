@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from connectors.push.actions import Chunk
-from connectors.push.blocks.pairs import Shard, pair_blocks
+from connectors.push.blocks.chunks import Shard, pair_blocks
 from connectors.push.wire import Endpoint, Landed, Register
 
 pytestmark = pytest.mark.vllm

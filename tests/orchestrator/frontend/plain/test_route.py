@@ -20,9 +20,9 @@ from vllm.pooling_params import PoolingParams
 from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequest, FinishReason
 
 from orchestrator.frontend import engine
-from orchestrator.frontend.codec.vllm_codec import VllmCodec, aborted
 from orchestrator.frontend.models.app import end_streams_of_failures
 from orchestrator.frontend.plain import route
+from orchestrator.frontend.vllm_codec import VllmCodec, aborted
 from orchestrator.policy.placement import Reject
 from orchestrator.router.request import Failure
 

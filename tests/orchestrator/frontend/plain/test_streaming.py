@@ -33,8 +33,8 @@ from support_wait import until
 from vllm.v1.engine import EngineCoreOutput, FinishReason
 
 from orchestrator.frontend import edge
-from orchestrator.frontend.codec.vllm_codec import join
 from orchestrator.frontend.plain import streaming
+from orchestrator.frontend.vllm_codec import join
 from orchestrator.router.request import Batch
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300), pytest.mark.asyncio(loop_scope="session")]

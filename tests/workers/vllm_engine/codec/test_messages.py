@@ -118,7 +118,7 @@ def test_a_prefix_is_the_beginning_of_a_prompt_with_one_token_and_where_it_comes
 def test_a_prefix_of_an_adapter_is_found_by_the_name_that_caches_have(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two adapters of one name are told apart by their numbers, and neither has the blocks of the other."""
     from workers.vllm_engine.codec.continued import SENT, _make_requests
-    from workers.vllm_engine.codec.prefix import block_hashes
+    from workers.vllm_engine.codec.messages import block_hashes
 
     monkeypatch.setattr(Request, "from_engine_core_request", Request.__dict__["from_engine_core_request"])
     _make_requests()  # given back afterwards
@@ -149,7 +149,10 @@ def test_a_prefix_is_found_by_whole_blocks_also_where_caches_match_parts_of_them
         request_block_hasher=hasher,
         vllm_config=SimpleNamespace(cache_config=SimpleNamespace(block_size=16)),
         scheduler=SimpleNamespace(
-            hash_block_size=8, get_kv_connector=lambda: SimpleNamespace(lend=lambda *said: lent.append(said))
+            hash_block_size=8,
+            get_kv_connector=lambda: SimpleNamespace(
+                connector_scheduler=SimpleNamespace(lend=lambda *said: lent.append(said))
+            ),
         ),
     )
     _pd_lend(engine, frames(list(range(3, 63)), 4), "k", 32)

@@ -18,7 +18,7 @@ TOKENS = list(range(64))
 def collector() -> Any:
     from vllm.distributed.kv_events import NullEventPublisher
 
-    from workers.vllm_engine.codec.prefix import PrefixCollector
+    from workers.vllm_engine.codec.messages import PrefixCollector
 
     return PrefixCollector(16, NullEventPublisher())
 
@@ -116,7 +116,7 @@ def test_only_whole_blocks_of_the_full_attention_cache_count(collector: Any) -> 
 def test_previous_publisher_gets_every_batch() -> None:
     from vllm.distributed.kv_events import EventPublisher
 
-    from workers.vllm_engine.codec.prefix import PrefixCollector
+    from workers.vllm_engine.codec.messages import PrefixCollector
 
     class Inner(EventPublisher):
         def publish(self, events: Any) -> None:

@@ -7,12 +7,11 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from vllm_contract.source import Source
+from vllm_contract.uses import Shape, Use, differences, shapes, uses
 
-from workers.vllm_engine.contract.source import Source
-from workers.vllm_engine.contract.uses import Shape, Use, differences, shapes, uses
-
-PROJECT = Path(__file__).parents[4]
-KNOWN = Path(__file__).with_name("vllm_0_33_0.toml")
+PROJECT = Path(__file__).parents[3]
+KNOWN = PROJECT / "tests" / "vllm_contract" / "vllm_0_33_0.toml"
 
 
 def write(folder: Path, files: dict[str, str]) -> Path:

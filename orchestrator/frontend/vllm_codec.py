@@ -5,7 +5,7 @@ name all others. See vllm/v1/engine/__init__.py and vllm/sampling_params.py, 0.3
 
 The worker that prefills encodes images, videos and sounds. One that decodes gets the KV and, of each medium, its place
 in the prompt and what its positions follow from. Where it needs pixels after all, it gives the request back
-(workers.vllm_engine.codec.withheld), and the next attempt has everything.
+(workers.vllm_engine.codec.continued), and the next attempt has everything.
 """
 
 from __future__ import annotations

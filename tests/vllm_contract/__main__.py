@@ -1,6 +1,6 @@
 """Lists every name of vLLM and NIXL that this project imports, calls, reads, extends, overrides or replaces.
 
-    python -m workers.vllm_engine.contract [--json] [FOLDER [OTHER]]
+    PYTHONPATH=tests python -m vllm_contract [--json] [FOLDER [OTHER]]
 
 FOLDER (default: the installed packages) is where it looks; with OTHER, an unpacked wheel, it lists what differs there.
 It reads source, ours and theirs, and imports nothing: so it can compare a version that has no build for this machine.
@@ -15,15 +15,15 @@ from pathlib import Path
 
 import msgspec
 
-from workers.vllm_engine.contract.source import Source
-from workers.vllm_engine.contract.uses import differences, shapes, uses
+from vllm_contract.source import Source
+from vllm_contract.uses import differences, shapes, uses
 
-_PROJECT = Path(__file__).resolve().parents[3]
+_PROJECT = Path(__file__).resolve().parents[2]
 
 
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(
-        prog="contract", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+        prog="vllm_contract", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("folder", nargs="?", type=Path, default=Path(sysconfig.get_paths()["purelib"]))
     parser.add_argument("other", nargs="?", type=Path)

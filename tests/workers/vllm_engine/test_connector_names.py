@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 from support_connector_checks import connector_checks
 
-KNOWN: dict[str, dict[str, Any]] = tomllib.loads(Path(__file__).with_name("connector_checks.toml").read_text())
+CHECKS = Path(__file__).parents[2] / "vllm_contract" / "connector_checks.toml"
+KNOWN: dict[str, dict[str, Any]] = tomllib.loads(CHECKS.read_text())
 
 
 def test_every_kind_of_check_is_found(tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from connectors.layers import LinkRate, StepLayers, group_sizes
+from connectors.push.blocks.chunks import LinkRate, StepLayers, group_sizes
 
 GB = 1_000_000_000
 FORWARD = object()  # a forward pass

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import msgspec
 
-from workers.vllm_engine.contract.source import Found, Source, body_hash, signature
+from vllm_contract.source import Found, Source, body_hash, signature
 
 PACKAGES = ("vllm", "nixl")
 _FOLDERS = ("orchestrator", "workers", "connectors")

@@ -9,7 +9,7 @@ pytestmark = pytest.mark.vllm
 
 @pytest.fixture(scope="module")
 def codec() -> Any:
-    from orchestrator.frontend.codec.vllm_codec import VllmCodec
+    from orchestrator.frontend.vllm_codec import VllmCodec
 
     return VllmCodec()
 
@@ -44,7 +44,7 @@ def test_a_first_token_is_early_when_streamed_and_certain(codec, sampling, early
 def test_a_request_that_is_larger_than_a_message_is_refused(codec, monkeypatch) -> None:
     from vllm.exceptions import VLLMValidationError
 
-    from orchestrator.frontend.codec import vllm_codec
+    from orchestrator.frontend import vllm_codec
 
     size = sum(map(len, codec.read(request(), 16).frames))
     monkeypatch.setattr(vllm_codec, "MAX_REQUEST_BYTES", size)
@@ -126,7 +126,7 @@ def test_what_was_computed_where_no_kv_came_is_told_by_an_engines_first_output(c
 
 def test_processors_of_the_operator_keep_the_first_token_until_decode_has_sampled_it(codec) -> None:
     """Where another engine decodes they see other limits: the prompt is prefilled for one token."""
-    from orchestrator.frontend.codec.vllm_codec import VllmCodec
+    from orchestrator.frontend.vllm_codec import VllmCodec
 
     assert codec.read(request(temperature=0.0), 16).early_token
     assert not VllmCodec(own_processors=True).read(request(temperature=0.0), 16).early_token
@@ -134,7 +134,7 @@ def test_processors_of_the_operator_keep_the_first_token_until_decode_has_sample
 
 def test_a_seed_does_not_say_the_first_token_where_decode_speculates() -> None:
     """vLLM draws it otherwise in a step that has drafts."""
-    from orchestrator.frontend.codec.vllm_codec import VllmCodec
+    from orchestrator.frontend.vllm_codec import VllmCodec
 
     codec = VllmCodec(drafts=True)
     assert not codec.read(request(temperature=0.7, seed=3), 0).early_token
@@ -191,8 +191,8 @@ def test_who_decodes_an_image_gets_no_pixels(grid_positions: bool) -> None:
     from vllm.v1.engine import EngineCoreRequest
     from vllm.v1.serial_utils import MsgpackDecoder
 
-    from orchestrator.frontend.codec.vllm_codec import MediaRules, VllmCodec
-    from workers.vllm_engine.codec.withheld import is_withheld
+    from orchestrator.frontend.vllm_codec import MediaRules, VllmCodec
+    from workers.vllm_engine.codec.continued import is_withheld
 
     codec, decoder = VllmCodec(media=MediaRules(True, grid_positions)), MsgpackDecoder(EngineCoreRequest)
     parsed = codec.read(with_image(), 16)
@@ -210,7 +210,7 @@ def test_what_a_model_permits() -> None:
     """`codec` has no model: there images are prefilled where they decode."""
     from types import SimpleNamespace
 
-    from orchestrator.frontend.codec.vllm_codec import MediaRules
+    from orchestrator.frontend.vllm_codec import MediaRules
 
     def rules(**differing: Any) -> Any:
         pruned = differing.pop("pruned", False)
@@ -280,7 +280,7 @@ def test_every_field_of_a_request_is_known() -> None:
     from vllm.sampling_params import SamplingParams
     from vllm.v1.engine import EngineCoreRequest
 
-    from orchestrator.frontend.codec import vllm_codec as fields
+    from orchestrator.frontend import vllm_codec as fields
 
     for struct, limits, free in (
         (EngineCoreRequest, fields.REQUEST_LIMITS, REQUEST_FREE),
@@ -308,7 +308,7 @@ def test_outputs_that_wait_are_joined_by_answer() -> None:
     from vllm.v1.engine import EngineCoreOutput, FinishReason
     from vllm.v1.metrics.stats import PrefillStats
 
-    from orchestrator.frontend.codec.vllm_codec import join
+    from orchestrator.frontend.vllm_codec import join
     from orchestrator.router.request import Batch
 
     def made(name: str, tokens: list[int], **more: Any) -> Any:

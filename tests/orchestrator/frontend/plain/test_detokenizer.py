@@ -17,8 +17,8 @@ from vllm.v1.engine.detokenizer import FastIncrementalDetokenizer
 
 from orchestrator.config.model import resolve_model
 from orchestrator.config.settings import ConfigError
-from orchestrator.frontend.codec import detokenizer as fleets
-from orchestrator.frontend.codec.detokenizer import FleetDetokenizer, end_of_prompt, install, use_backend
+from orchestrator.frontend.plain import streaming
+from orchestrator.frontend.plain.streaming import FleetDetokenizer, end_of_prompt, install_detokenizer, use_backend
 
 pytestmark = pytest.mark.vllm
 
@@ -113,12 +113,12 @@ def test_incomplete_character_needs_more_tokens() -> None:
 
 def test_vllm_uses_our_detokenizer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(detokenizer, "FastIncrementalDetokenizer", FastIncrementalDetokenizer)
-    install()
+    install_detokenizer()
     assert detokenizer.FastIncrementalDetokenizer is FleetDetokenizer
 
 
 def test_a_backend_that_is_not_installed_is_a_configuration_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fleets, "find_spec", lambda name: None)
+    monkeypatch.setattr(streaming, "find_spec", lambda name: None)
     monkeypatch.delenv("VLLM_USE_FASTOKENS", raising=False)
     with pytest.raises(ConfigError, match=r"^frontend\.tokenizer_backend: .*pip install fastokens"):
         use_backend("fastokens")
