@@ -333,7 +333,7 @@ class Assembler:
 def _decoded(decoder: msgspec.msgpack.Decoder[D], data: bytes) -> D:
     try:
         found = decoder.decode(data)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise MessageError(f"not a framed message ({len(data)} bytes): {error}") from error
     if not found:
         raise MessageError("empty message")
