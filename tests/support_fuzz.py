@@ -62,3 +62,9 @@ def damaged(sound: bytes, at: int, byte: int, cut: int) -> bytes:
     """With one other byte, and without its end."""
     where = at % len(sound)
     return (sound[:where] + bytes([byte]) + sound[where + 1 :])[: len(sound) - cut % 3]
+
+
+def nested(tag: str = "") -> bytes:
+    """A message of this tag in msgpack with a field that none has: lists in lists, deeper than a reader goes."""
+    tagged = msgspec.msgpack.encode({"type": tag, "new": None} if tag else {"new": None})
+    return tagged[:-1] + b"\x91" * 100_000 + b"\x90"

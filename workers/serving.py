@@ -70,7 +70,9 @@ class Serving:
         elif isinstance(message, PrefixResync):
             self._prefix.snapshot(frontend_id)
         elif isinstance(message, Fetch):
-            self._prefills.fetches.answer(message.key, message.prefix)
+            asked = self._attempts.get(message.key)
+            if asked is not None and asked.frontend_id == frontend_id:
+                self._prefills.fetches.answer(message.key, message.prefix)
         elif isinstance(message, Lend):
             self._start(self._lend(message, payload))
         elif isinstance(message, Call):

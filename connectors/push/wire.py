@@ -145,7 +145,7 @@ def parse(notification: bytes) -> Message:
     if notification.startswith(PREFIX):
         try:
             return _decoder.decode(memoryview(notification)[len(PREFIX) :])
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise WireError(f"malformed KV notification of {len(notification)} bytes: {error}") from error
     raise WireError(f"unknown KV notification {notification[:24]!r}; is the peer of another version?")
 

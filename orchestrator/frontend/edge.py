@@ -26,6 +26,7 @@ from starlette.requests import ClientDisconnect
 from orchestrator.config.settings import SLOClass
 from orchestrator.frontend import tracing
 from orchestrator.frontend.access import Access, Admission, Refusal
+from orchestrator.process.tasks import Pieces
 from orchestrator.process.telemetry.requests import RequestLine
 
 log = logging.getLogger("pd.frontend")
@@ -101,6 +102,7 @@ class RequestContext:
     reply: Reply | None = None
     plain: bool = False  # whether it is an event stream whose events mostly differ in their text only
     stream: Stream | None = None  # sends those events
+    pieces: Pieces = field(default_factory=Pieces)  # in which its prompts and choices are taken
 
 
 class Stream(Protocol):

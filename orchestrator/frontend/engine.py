@@ -100,6 +100,13 @@ async def _counted(completions: int) -> AsyncIterator[None]:
         admission.made(completions)
 
 
+async def _in_pieces() -> None:
+    """Go on when the other streams of this process have got their tokens, should the HTTP request have many prompts or
+    choices: they come in one turn of the loop, in which nobody else is served."""
+    if (context := edge.current.get()) is not None:
+        await context.pieces.begin()
+
+
 class FleetCore:
     """Takes the place of AsyncLLM's EngineCoreClient."""
 
@@ -152,6 +159,7 @@ class FleetCore:
             raise FleetRefused(error) from None
 
     async def add_request_async(self, request: EngineCoreRequest) -> None:
+        await _in_pieces()
         await self._fleet.pause.ended.wait()
         if not self.is_wanted(request.request_id):
             return  # it was aborted while it waited here, or for those of the same `n` before it
@@ -272,6 +280,7 @@ class FleetLLM(AsyncLLM):
             self.engine_core.check_admission()
 
     async def add_request(self, request_id: str, *args: Any, **kwargs: Any) -> RequestOutputCollector:
+        await _in_pieces()
         return await super().add_request(edge.plain_id(request_id), *args, **kwargs)
 
     async def generate(

@@ -56,7 +56,7 @@ class Document(Generic[T]):
         """None if there is none, or none that can be read, as that of another release; `change` replaces that too."""
         found: bytes = await self._redis.execute_command("GET", self._key) or b""
         value = None
-        with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError):
+        with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             value = self._decoder.decode(found) if found else None
         self._last = value, found
         return value

@@ -180,7 +180,7 @@ def heartbeat(reply: list[Any]) -> Heartbeat:
     """The heartbeat that `tell` of the registry's functions returns."""
     orders, departed = orders_of(*(text(part) for part in reply[1:4])), []
     for row in reply[7]:
-        with contextlib.suppress(msgspec.DecodeError):  # of a later version
+        with contextlib.suppress(msgspec.DecodeError, RecursionError):  # of a later version
             departed.append(msgspec.json.decode(row, type=Departed, strict=False))
     role, there, drained = reply[8:11]
     unit_role = Role(text(role)) if text(role) in _ROLES else None

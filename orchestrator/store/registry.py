@@ -260,7 +260,7 @@ class Registry:
     async def rendezvous(self, unit: str) -> Rendezvous | None:
         """None where the first rank does not wait, or, of another release, says what cannot be read here."""
         told = await self._redis.get(self.keys.rendezvous(unit))
-        with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError):
+        with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             return msgspec.json.decode(told, type=Rendezvous) if told else None
         return None
 
@@ -293,7 +293,8 @@ class Registry:
             async with contextlib.aclosing(self._redis.listen(self.keys.events)) as payloads:
                 async for payload in payloads:
                     if payload:
-                        with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError):  # not said by us
+                        # What cannot be read was not said by us.
+                        with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError, RecursionError):
                             self._told = _ratio.decode(payload)
                     yield
         finally:

@@ -217,7 +217,7 @@ def _decoder(kind: Any, what: str) -> Callable[[bytes], Any]:
     def decoded(data: bytes) -> Any:
         try:
             return decode(data)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise MessageError(f"not a {what} message ({len(data)} bytes): {error}") from error
 
     return decoded

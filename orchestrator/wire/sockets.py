@@ -301,6 +301,8 @@ class Assembler:
         `frames`: those that ZMQ delivered as one message.
         """
         frame, *more = frames
+        if self._unfinished:
+            self._forget_late()
         if more:
             raise MessageError(f"a message of {1 + len(more)} frames; all have one")
         found = _decoded(_of_frame, frame)
@@ -309,12 +311,18 @@ class Assembler:
             return None if whole is None else _decoded(_of_whole, whole)
         return found
 
+    def _forget_late(self) -> None:
+        """Those whose sender has gone: they have up to MAX_MESSAGE_BYTES, and the next large message may be long in
+        coming."""
+        while self._unfinished:
+            number, (came_at, _) = next(iter(self._unfinished.items()))
+            if time.monotonic() - came_at <= UNFINISHED_S:
+                return
+            del self._unfinished[number]
+
     def _add(self, part: Part) -> bytes | None:
         """All parts together when this is the last one."""
-        now = time.monotonic()
-        if part.index == 0:
-            self._unfinished = {n: begun for n, begun in self._unfinished.items() if now - begun[0] <= UNFINISHED_S}
-        _, pieces = self._unfinished.pop(part.message, (now, []))
+        _, pieces = self._unfinished.pop(part.message, (0.0, []))
         if part.message in self._broken:
             return None
         if len(pieces) != part.index:
@@ -323,7 +331,7 @@ class Assembler:
         pieces.append(part.data)
         if part.index == part.count - 1:
             return b"".join(pieces)
-        self._unfinished[part.message] = now, pieces
+        self._unfinished[part.message] = time.monotonic(), pieces
         # Parts count, not bytes: a member could send empty ones without end.
         while self.unfinished_parts > -(-MAX_MESSAGE_BYTES // (MAX_FRAME_BYTES - _PART_BYTES)):
             del self._unfinished[next(iter(self._unfinished))]
@@ -333,7 +341,7 @@ class Assembler:
 def _decoded(decoder: msgspec.msgpack.Decoder[D], data: bytes) -> D:
     try:
         found = decoder.decode(data)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise MessageError(f"not a framed message ({len(data)} bytes): {error}") from error
     if not found:
         raise MessageError("empty message")

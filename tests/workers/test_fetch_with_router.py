@@ -15,7 +15,7 @@ from orchestrator.launch.host.redis_server import EmbeddedRedis
 from orchestrator.policy.prefix_keys import prefix_keys
 from orchestrator.store.fields import Departed
 from orchestrator.types import FinishReason, KVEndpoint, KVSource, PrefillJob, Role
-from orchestrator.wire.messages import Prefix, Submit
+from orchestrator.wire.messages import Fetch, Prefix, Submit
 from workers.engine import EngineInfo, EngineRequest, Group, InvalidEngineRequest
 from workers.prefills import LATE_FETCHES, Fetches
 from workers.sim.codec import WireOutput
@@ -104,6 +104,20 @@ async def test_a_decode_worker_that_prefills_fetches_too(redis_server: EmbeddedR
         fetched, tokens = counts(client, asker)
         assert tokens == fetched["fetched"] * PREFIX_TOKENS
         assert watcher.loads
+
+
+async def test_what_is_fetched_for_a_prompt_says_its_own_frontend_alone(workers: Workers) -> None:
+    prefill, decode = await workers.start(Role.PREFILL), await workers.start(Role.DECODE)
+    own = await workers.frontend(prefill, decode, binds_to=decode)
+    other = await workers.frontend(prefill, decode)
+    request = own.new(turn(0), 4)
+    claimed = await own.claimed(request, cached={PrefillJob.LENT: PREFIX_TOKENS})
+    assert claimed.cached_tokens == 0, "it waits for an answer"
+    key = claimed.kv_source.key
+    other.transport.send(prefill.id, Fetch(key, Prefix(KVSource(decode.info.kv, f"{key}~"), PREFIX_TOKENS)))
+    await own.finished(request)
+    await until(lambda: own.loads[prefill.id].waiting == own.loads[prefill.id].running == 0, "a report")
+    assert own.loads[prefill.id].fetches == {}
 
 
 async def test_what_nobody_lends_is_computed_unless_it_was_aborted(workers: Workers) -> None:

@@ -21,7 +21,7 @@ def payloads() -> list[bytes]:
     said: list[Any] = [ratio | {name: value} for name in ratio for value in odd] + [*odd, [ratio], {"type": "joined"}]
     sound = [json.dumps(each).encode() for each in said]
     broken = [damaged(one, dice.randrange(500), dice.randrange(256), dice.randrange(3)) for one in sound]
-    return [*sound, *broken, b"", b"\xff" * 100, dice.randbytes(1 << 16)]
+    return [*sound, *broken, b'{"new": ' + b"[" * 100_000, b"", b"\xff" * 100, dice.randbytes(1 << 16)]
 
 
 async def test_hostile_events_end_no_loop(redis_server: EmbeddedRedis) -> None:

@@ -148,5 +148,5 @@ class SimCodec:
             raise MessageError(f"not an {what}: no payload")
         try:
             return decoder.decode(frames[0])
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise MessageError(f"not an {what} ({len(frames[0])} bytes): {error}") from error

@@ -135,7 +135,7 @@ class GroupLink:
 
     async def _welcome(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Somebody has connected to the first rank."""
-        with contextlib.closing(writer), contextlib.suppress(OSError, TimeoutError, ValueError):
+        with contextlib.closing(writer), contextlib.suppress(OSError, TimeoutError, ValueError, RecursionError):
             async with asyncio.timeout(_ANSWER_S):
                 come = decode(await reader.readline())
             if not isinstance(come, Come) or not hmac.compare_digest(come.token.encode(), self._token.encode()):
@@ -201,7 +201,7 @@ class GroupLink:
                         self._met = True
                         self._tasks.append(asyncio.create_task(self._follow(first, reader, peer), name="ranks"))
                         return met
-        except ValueError:
+        except (ValueError, RecursionError):
             ended = "its answer cannot be read"
         except (OSError, TimeoutError):
             pass
@@ -253,7 +253,7 @@ class GroupLink:
 
     async def _follow(self, name: str, reader: asyncio.StreamReader, peer: Peer) -> None:
         """Returns when the connection has ended."""
-        with contextlib.suppress(OSError, ValueError):
+        with contextlib.suppress(OSError, ValueError, RecursionError):
             while line := await reader.readline():
                 peer.missed = 0
                 match decode(line):

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support_fuzz import any_of, damaged, members
+from support_fuzz import any_of, damaged, members, nested
 
 from connectors.push import wire
 from orchestrator.types import KVEndpoint, KVSource
@@ -54,6 +54,7 @@ def test_stock_completion_notice_is_recognised(notification: bytes, stock: bool)
         b"PDKV0:" + wire.pack(wire.Landed("r"))[len(wire.PREFIX) :],
         wire.PREFIX,
         wire.PREFIX + b"\x81\xa4type\xa3xyz",
+        wire.PREFIX + nested("ping"),
         wire.pack(wire.Landed("r"))[:-2],
         b"\xff\xfe:1",
     ],

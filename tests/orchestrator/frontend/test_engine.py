@@ -3,6 +3,8 @@
 import ast
 import asyncio
 import inspect
+import time
+from collections import Counter
 from types import SimpleNamespace
 from typing import Any
 
@@ -127,6 +129,41 @@ async def test_what_a_request_makes_in_the_background_is_limited() -> None:
         await asyncio.gather(*tasks)
         assert (await client.post("/v1/responses")).status_code == 200
         await asyncio.gather(*tasks)
+
+
+async def test_many_prompts_and_choices_of_one_request_hold_up_nobody() -> None:
+    """They come in one turn of the event loop, in which no other stream would get a token."""
+    turns, submitted = 0, list[int]()
+
+    async def submit(request: Any) -> None:
+        time.sleep(0.002)  # noqa: ASYNC251 - as the router's work does, it holds up the loop
+        submitted.append(turns)
+
+    fleet_core = core(router=SimpleNamespace(submit=submit))
+    fleet_core.is_wanted = lambda _: True
+
+    async def prompt() -> None:
+        for _ in range(4):  # choices
+            await fleet_core.add_request_async(SimpleNamespace(request_id="r"))
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await asyncio.gather(*(prompt() for _ in range(25)))
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b""})
+
+    async def others() -> None:
+        nonlocal turns
+        while True:
+            await asyncio.sleep(0)
+            turns += 1
+
+    streams = asyncio.create_task(others())
+    edge = EdgeMiddleware(app, 1000, Access(SecurityConfig(), LimitsConfig()))
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(edge), base_url="http://test") as client:
+        assert (await client.post("/v1/completions")).status_code == 200
+    streams.cancel()
+    assert len(submitted) == 100
+    assert max(Counter(submitted).values()) < 20
 
 
 async def test_load_is_reported_after_last_output() -> None:

@@ -34,7 +34,7 @@ async def test_of_two_who_have_seen_the_same_one_changes_it(document: Document[W
     assert await document.read() is None
 
 
-@pytest.mark.parametrize("odd", [b"{", b"\xff", b'{"words": 1}', b"[]"])
+@pytest.mark.parametrize("odd", [b"{", b"\xff", b'{"words": 1}', b"[]", b'{"new": ' + b"[" * 100_000])
 async def test_what_cannot_be_read_counts_as_none_and_is_replaced(
     document: Document[Words], redis: Redis, odd: bytes
 ) -> None:

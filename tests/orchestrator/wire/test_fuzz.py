@@ -8,7 +8,7 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support_fuzz import any_of, damaged, members, values
+from support_fuzz import any_of, damaged, members, nested, values
 
 from orchestrator import types
 from orchestrator.wire import messages
@@ -75,6 +75,13 @@ def test_damaged_messages_are_read_or_refused(
 @given(data=st.binary(max_size=200))
 def test_arbitrary_bytes_are_read_or_refused(decode: Callable[[bytes], Any], data: bytes) -> None:
     is_refused_or_read(decode, data)
+
+
+@pytest.mark.parametrize(("decode", "kind"), MESSAGES, ids=TAGS)
+def test_what_is_nested_too_deeply_is_refused(decode: Callable[[bytes], Any], kind: Any) -> None:
+    for reader, data in ((decode, nested(kind.__struct_config__.tag)), (assemble, nested())):
+        with pytest.raises(MessageError):
+            reader(data)
 
 
 @pytest.mark.parametrize(("decode", "kind"), MESSAGES, ids=TAGS)

@@ -87,6 +87,8 @@ def test_parts_that_end_are_forgotten(small, monkeypatch):
         assembler.take([msgspec.msgpack.encode(Part(number, 0, 2, b""))])
     assert assembler.unfinished_parts == 10
     monkeypatch.setattr(sockets, "UNFINISHED_S", -1.0)
+    assert assembler.take(frames_of([b"of one frame"])) == [b"of one frame"]
+    assert assembler.unfinished_parts == 0, "the next large message may be long in coming"
     assembler.take(frames_of(long(b"b"))[:1])
     assert assembler.unfinished_parts == 1
 

@@ -18,6 +18,7 @@ import pytest
 import zmq
 import zmq.asyncio
 from support_doors import Doors
+from support_fuzz import nested
 from support_wait import DEADLINE_S, until
 
 from orchestrator.types import PrefixEvents, WorkerLoad
@@ -193,10 +194,12 @@ async def test_corrupt_bytes_are_counted_and_skipped(mesh, pair):
     stranger.connect(worker.request_address)
     stranger.send_multipart([b"\xff not msgpack"])
     stranger.send_multipart([b""])
+    stranger.send_multipart([nested()])
+    stranger.send_multipart([msgspec.msgpack.encode([nested("call")])])
     frontend.send("w", Abort("after", 1))
     received = (await asyncio.wait_for(worker.receive(), DEADLINE_S))[1]
     assert received == Abort("after", 1)
-    while worker.corrupt < 2:  # the stranger's connection may be slower than the frontend's
+    while worker.corrupt < 4:  # the stranger's connection may be slower than the frontend's
         with pytest.raises(asyncio.TimeoutError):
             await asyncio.wait_for(worker.receive(), 0.2)
     context.destroy(linger=0)

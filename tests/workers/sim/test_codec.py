@@ -2,6 +2,7 @@
 
 import msgspec
 import pytest
+from support_fuzz import nested
 
 from orchestrator.types import FinishReason
 from orchestrator.wire.messages import MessageError
@@ -35,6 +36,13 @@ def test_garbage_is_a_message_error(frames: list[bytes]) -> None:
     if frames != [b"\x90"]:  # an empty list of outputs is outputs
         with pytest.raises(MessageError):
             codec.decode_outputs(frames)
+
+
+def test_what_is_nested_too_deeply_is_a_message_error() -> None:
+    (sound,) = codec.encode_request(WireRequest("r", [1]))
+    later = msgspec.msgpack.encode([*msgspec.msgpack.decode(sound), None])[:-1]
+    with pytest.raises(MessageError):
+        codec.decode_request([later + nested()])
 
 
 @pytest.mark.vllm

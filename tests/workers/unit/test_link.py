@@ -254,18 +254,21 @@ async def test_drained_rank_leaves_in_order_with_the_others(group: Ranks) -> Non
 
 
 async def test_who_is_no_rank_of_it_is_not_let_in(group: Ranks) -> None:
-    first = await group.begin("d")
+    first, defects = await group.begin("d"), list[dict[str, Any]]()
     other = await group.begin("d.1", ranks=("d", "d.1"))
     with pytest.raises(EngineStartFailed, match="d.1 was started with --ranks d,d.1 and configuration 0"):
         await other.meets()
     place = await Registry(await connect(group.url, 5), group.namespace).rendezvous("d")
     assert place is not None
-    for said in (b"\n", b"x" * 100_000, json.dumps({"type": "come", "token": "none", "worker_id": "d.1"}).encode()):
+    asyncio.get_running_loop().set_exception_handler(lambda _, met: defects.append(met))
+    come = {"type": "come", "token": "none", "worker_id": "d.1"}
+    nested = b'{"type":"beat","new":' + b"[" * 60_000
+    for said in (b"\n", b"x" * 100_000, nested, json.dumps(come).encode()):
         reader, writer = await asyncio.open_connection(place.host, place.port)
         writer.write(said + b"\n")
         assert await asyncio.wait_for(reader.read(), DEADLINE_S) == b""
         writer.close()
-    assert not first.link._peers
+    assert not first.link._peers and not defects
 
 
 NO_PORT = msgspec.json.encode(Rendezvous(HERE, 1 << 20, "t", release_here()))
