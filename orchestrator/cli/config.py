@@ -148,8 +148,7 @@ workers:
 
 
 def checked_models(path: Path, overrides: Sequence[str] = ()) -> dict[str, Config]:
-    """The configuration of each model of a file with `a.b=value` overrides. Raises ConfigError for whatever these alone
-    decide, without the model, the machine or vLLM."""
+    """Of each model of a file, with overrides. Raises ConfigError for what these alone decide, without a machine."""
     with located(path, overrides):
         return load_models(path, list(overrides), check_engine_args)
 

@@ -138,9 +138,9 @@ def fleet_command(
     takes `as_json`. `register`: typer's decorator."""
     named = {"namespace": WholeFleetOption if whole else NamespaceOption, "redis": RedisOption}
     named |= {"url": UrlOption} if by_url else {}
-    option = functools.partial(inspect.Parameter, kind=inspect.Parameter.KEYWORD_ONLY)
-    added = [option(name, default=None, annotation=kind) for name, kind in named.items()]
-    added.append(option("as_json", default=False, annotation=JsonOption))
+    added = functools.partial(inspect.Parameter, kind=inspect.Parameter.KEYWORD_ONLY)
+    last = [added(name, default=None, annotation=kind) for name, kind in named.items()]
+    last.append(added("as_json", default=False, annotation=JsonOption))
 
     def decorate(command: Callable[..., Said | None]) -> Callable[..., Said | None]:
         _, *own = inspect.signature(command, eval_str=True).parameters.values()
@@ -154,7 +154,7 @@ def fleet_command(
                 say(*said, as_json)
 
         own = [parameter for parameter in own if parameter.name != "as_json"]
-        run.__signature__ = inspect.Signature([*own, *added])  # type: ignore[attr-defined]  # by which typer parses
+        run.__signature__ = inspect.Signature([*own, *last])  # type: ignore[attr-defined]  # by which typer parses
         register(run)
         return command
 
@@ -202,8 +202,7 @@ def _redis_of(folder: RunFolder, namespace: str, given: str | None) -> str:
 
 
 def models_here(namespace: str | None) -> dict[str, str]:
-    """The models of the fleet on this machine and their namespaces, where its file names them and `namespace` names
-    none of them. Another fleet here may have models of the same names."""
+    """Its models and their namespaces, where its file names them; none where `namespace` is that of one of them."""
     held = held_namespaces() if namespace is None else [namespace]
     models = RunFolder(held[0]).models() if len(held) == 1 and RunFolder(held[0]).is_held else []
     return {model: namespace_of(held[0], model) for model in models}

@@ -95,8 +95,7 @@ class FleetProcesses:
         self._looking = asyncio.create_task(self._refresh_machines(), name="machines")
 
     async def _start_missing(self) -> bool | None:
-        """Start what nobody runs yet, as far as it fits. None where the fleet has changed meanwhile. Raises ConfigError
-        when nothing of the fleet fits here, and RedisAway."""
+        """Start what nobody runs, as far as it fits; None if the fleet has changed. Raises ConfigError, RedisAway."""
         reading = await self.registry.read()
         self.desired = reading.desired or self.desired
         others = self._pool.workers_of_others(reading.launchers)

@@ -124,8 +124,7 @@ class RolloutRunner:
         self.version = Version(workers.setup.generation, shared(config))  # what starts now
 
     async def begin(self, alone: bool) -> None:
-        """Start with what the fleet runs, where a rollout has changed that, not with this launcher's file. `alone`:
-        nothing of this fleet runs. Raises ConfigError, RedisAway."""
+        """Start with what was rolled out last, not this file. `alone`: nothing runs. Raises ConfigError, RedisAway."""
         rollout = await self._registry.rollout.read()
         if rollout is None:
             return

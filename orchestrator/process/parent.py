@@ -128,8 +128,7 @@ def tell_alive() -> None:
 
 
 def report_exit(program: str, reason: str, final: bool) -> None:
-    """Print why this process ends as one line on standard error, and tell the parent, if there is one, and it still
-    reads. An empty `program`: its log has it already."""
+    """Print why it ends, as one line, and tell the parent, if any. An empty `program`: its log has it already."""
     line = " ".join(reason.split())
     shown = f"{program}: {line}\n" if program else ""
     if PARENT in os.environ:  # what is told is a line of its own, also after one of others that is not complete

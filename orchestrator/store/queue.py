@@ -217,9 +217,8 @@ class PrefillQueue:
         return outcome
 
     async def sweep(self) -> SweepResult:
-        """Return jobs with expired leases to the queue, fail those delivered too often, drop those without a frontend.
-        Looks at all expired leases and at a slice of the waiting jobs, and goes on while it finds some, in bounded
-        steps. Several processes may sweep at once."""
+        """Return jobs with expired leases, fail those delivered too often, drop those without a frontend: of all leases
+        and a slice of what waits, in bounded steps. Several processes may sweep at once."""
         result = SweepResult([], [], [])
         for _ in range(SWEEP_ROUNDS):
             returned, failed, orphaned = await self.call(

@@ -78,9 +78,8 @@ class SharedMemory:
 
 
 def remove_shared_memory(names: Iterable[str], folder: Path = _SHARED_MEMORY) -> list[str]:
-    """Remove those of these files that no process uses. Returns their names. `names` must be files that our processes
-    were seen to use: containers may share the folder, and which files the processes of other containers map cannot be
-    seen from here."""
+    """Remove those that no process uses; returns their names. Only what our processes were seen to use may be named:
+    containers may share the folder, and what the processes of others map cannot be seen from here."""
     left = [path for name in sorted(names) if _inode(path := folder / name)]
     used = set[int]().union(*_in_use(folder).values()) if left else set()
     removed = []

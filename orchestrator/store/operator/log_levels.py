@@ -21,8 +21,7 @@ class LogLevels:
         self._redis, self._key = redis, Keys(namespace).log_levels
 
     async def set(self, level: str | None, process: str = ALL) -> None:
-        """`level`: a name that `logging` knows; None: what the configuration says, also where all others have a level.
-        One for `ALL` replaces those of single processes."""
+        """`level`: a name that `logging` knows; None: the configured one. For `ALL` it replaces those of processes."""
         if process == ALL:
             await self._redis.delete(self._key)
         if level is not None or process != ALL:
