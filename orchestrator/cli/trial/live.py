@@ -17,6 +17,15 @@ from orchestrator.simulator.trace import Arrival, Load
 _TIMEOUT_S = 10.0
 LATEST = 1000  # requests asked for
 MIN_REQUESTS = 20  # fewer give no useful figures
+# What `/fleet` tells of each engine, as a profile has it too; beside the number of its blocks and the rate of its link.
+_OF_ENGINES = (
+    "block_size",
+    "max_num_seqs",
+    "max_num_batched_tokens",
+    "max_model_len",
+    "adapter_slots",
+    "kv_bytes_per_token",
+)
 
 
 def live_load(url: str) -> Load:
@@ -53,23 +62,41 @@ def _ended(url: str) -> list[dict[str, Any]]:
 
 
 def live_profile(url: str) -> Profile:
-    """What the fleet at `url` has measured of its engines, and its smallest worker's memory. Raises ConfigError."""
-    workers = of_one_model(url, _get(url, "/fleet")).get("workers", [])
+    """What the fleet at `url` has measured of its engines, and what these have. Raises ConfigError."""
+    base = with_engines_of(url, _get(url, "/fleet"), load_profile(PROFILES / "h100-llama-8b.json"))
+    if base is None:
+        raise ConfigError(f"{url}: no worker is there, or a frontend of an older release; give --profile")
     speed = _get(url, "/predictions").get("speed", {})
-    if not speed.get("prefill_s_per_token") or not workers:
+    if not speed.get("prefill_s_per_token"):
         raise ConfigError(f"{url}: no worker of the fleet has measured its engine; give --profile")
-    base = load_profile(PROFILES / "h100-llama-8b.json")
     return msgspec.structs.replace(
         base,
         name="live",
-        origin=f"Measured by the workers of {url} when they started; network and context as {base.name}.",
+        origin=f"Measured by the workers of {url} when they started; {base.origin}.",
         step_s=speed["step_s"],
         prefill_s_per_token=speed["prefill_s_per_token"],
         attention_s=0.0,
         prompt_s=max(0.0, speed["prefill_s"] - speed["step_s"]),
         decode_s_per_seq=speed["step_s_per_sequence"],
         kv_s_per_token=0.0,
-        blocks=min(worker["blocks_total"] for worker in workers),
+    )
+
+
+def with_engines_of(url: str, fleet: dict[str, Any], base: Profile) -> Profile | None:
+    """A profile with the memory and limits of the engine that has least KV memory, and the fastest link, of what
+    `/fleet` at `url` told. `origin` says so. None where it does not tell them. Raises Refused for several models."""
+    workers = of_one_model(url, fleet).get("workers", [])
+    if not workers or any(name not in worker for worker in workers for name in _OF_ENGINES):
+        return None
+    least = min(workers, key=lambda worker: worker["blocks_total"] * worker["block_size"])
+    link = max(worker["link_bytes_per_s"] or 0.0 for worker in workers)
+    carried = "measured" if link else f"that of {base.name}, since no KV was sent in the last minutes"
+    return msgspec.structs.replace(
+        base,
+        origin=f"memory and limits are those of its engines, the link is {carried}",
+        blocks=least["blocks_total"],
+        link_bytes_per_s=link or base.link_bytes_per_s,
+        **{name: least[name] for name in _OF_ENGINES},
     )
 
 
