@@ -11,6 +11,7 @@ import typer
 from support_info import fleet_of, worker_info
 from typer.testing import CliRunner
 
+from orchestrator.cli.trial.compare import profile_command
 from orchestrator.cli.trial.live import live_profile
 from orchestrator.cli.trial.plan import _size_sentence, plan_command
 from orchestrator.config.access import OPERATOR_KEY
@@ -109,6 +110,7 @@ def frontend():
                 page = page[-1]
             body = json.dumps(page).encode()
             self.send_response(200)
+            self.send_header("content-type", "application/json")
             self.send_header("content-length", str(len(body)))
             self.end_headers()
             self.wfile.write(body)
@@ -184,3 +186,10 @@ def test_a_fleet_of_several_models_is_asked_for_one_of_them(frontend, tmp_path, 
     refused = run("--workers", "2", "--live", f"{url}/", "--plot", str(tmp_path / "plan.png"), *more)
     assert isinstance(refused.exception, ConfigError)
     assert f"several models are there; name one: {url}/models/large, {url}/models/small" in str(refused.exception)
+
+
+def test_a_profile_is_of_one_model_and_nothing_is_measured_before_it_is_named(frontend, tmp_path):
+    pages, url = frontend
+    pages["/v1/models"], pages["/fleet"] = {"data": [{"id": "large"}]}, {"models": ["large", "small"]}
+    with pytest.raises(ConfigError, match=f"several models are there; name one: {url}/models/large"):
+        profile_command(url, tmp_path / "profile.json")
