@@ -18,11 +18,12 @@ import typer
 from orchestrator.cli.handle import ModelOption, check_writable, find_fleet, option
 from orchestrator.cli.look.frontend import get
 from orchestrator.cli.trial.bench import API_KEY
+from orchestrator.cli.trial.live import with_engines_of
 from orchestrator.cli.trial.simulate import objectives, parse_configuration, parse_fleet, parse_load, parse_profile
 from orchestrator.config.access import OPERATOR_KEY
 from orchestrator.config.settings import ConfigError
-from orchestrator.simulator.engine.profile import PROFILES, load_profile
-from orchestrator.simulator.real.calibrate import fit_profile, measure_profile
+from orchestrator.simulator.engine.profile import PROFILES, Profile, load_profile
+from orchestrator.simulator.real.calibrate import Measured, fit_profile, measure_profile
 from orchestrator.simulator.real.client import MeasureError, Target, Timing
 from orchestrator.simulator.real.drive import Prompts, open_loop
 from orchestrator.simulator.report import Report, percentile, report
@@ -40,17 +41,6 @@ def profile_command(
     out: Annotated[Path, option("--out", "The JSON file to write.")],
     name: Annotated[str, option("--name", "Name of the profile.")] = "measured",
     lengths: Annotated[str, option("--lengths", "Prompt lengths to measure.")] = "32,128,256,512,1024",
-    block_size: Annotated[int, option("--block-size", "The engine's block size, tokens.", min=1)] = 16,
-    batched_tokens: Annotated[
-        int,
-        option(
-            "--batched-tokens",
-            "The engine's max_num_batched_tokens, as its log says it: 8192 on an H100 where it is not set.",
-            min=1,
-        ),
-    ] = 2048,
-    kv_bytes: Annotated[int, option("--kv-bytes-per-token", "Bytes of KV per token, all layers.", min=1)] = 46_080,
-    link_gb_per_s: Annotated[float, option("--link-gb-per-s", "KV transfer rate, GB/s.", min=0.001)] = 1.0,
 ) -> None:
     """Measure a worker's timing on a running server, for the simulator. The server needs one worker, aggregated."""
     check_writable(out)
@@ -61,32 +51,24 @@ def profile_command(
     if len(sizes) < 2 or sizes[0] < 1:
         raise ConfigError(f"--lengths: expected at least two different lengths of 1 or more, got {lengths!r}")
 
-    async def measure() -> tuple[Any, dict, str]:
+    async def measure() -> tuple[Measured, Profile | None, str]:
         async with Target(url, api_key=os.environ.get(API_KEY, "")) as target:
             handle = find_fleet(None, None, url)
             fleet = await get(handle, handle.url or url, "/fleet") or {}
-            return await measure_profile(target, sizes, say=typer.echo), fleet, target.model
+            engines = with_engines_of(url, fleet, default)
+            return await measure_profile(target, sizes, say=typer.echo), engines, target.model
 
-    measured, fleet, model = asyncio.run(measure())
-    base = load_profile(PROFILES / "h100-llama-8b.json")
-    blocks = min((w.get("blocks_total") or base.blocks for w in fleet.get("workers", [])), default=base.blocks)
-    if not fleet:
-        said = f"{url} does not tell its KV blocks: the profile has {blocks}, those of {base.name}"
+    default = load_profile(PROFILES / "h100-llama-8b.json")
+    measured, engines, model = asyncio.run(measure())
+    if engines is None:
+        said = f"{url} does not tell what its engines have: memory, limits and link are those of {default.name}"
         typer.echo(f"{said}; change them in the file, or set {OPERATOR_KEY} for a fleet that asks for it", err=True)
-    base = msgspec.structs.replace(
-        base,
-        blocks=blocks,
-        block_size=block_size,
-        max_num_batched_tokens=batched_tokens,
-        kv_bytes_per_token=kv_bytes,
-        link_bytes_per_s=link_gb_per_s * 1e9,
-    )
-    origin = (
-        f"Measured by `orchestrator profile`: {model} on {platform.machine()} {platform.system()}; memory as given."
-    )
+    base = engines or msgspec.structs.replace(default, origin=f"memory, limits and link are those of {default.name}")
+    origin = f"Measured by `orchestrator profile`: {model} on {platform.machine()} {platform.system()}; {base.origin}."
     fitted = fit_profile(measured, base, name, origin)
     out.write_bytes(msgspec.json.format(msgspec.json.encode(fitted), indent=2) + b"\n")
-    typer.echo(f"wrote {out}: {fitted.step_s * 1e3:.2f} ms a step, {fitted.prefill_s_per_token * 1e6:.1f} us a token")
+    told = f"{fitted.step_s * 1e3:.2f} ms a step, {fitted.prefill_s_per_token * 1e6:.1f} us a token; {base.origin}"
+    typer.echo(f"wrote {out}: {told}")
 
 
 @app.command("compare")

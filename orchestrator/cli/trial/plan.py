@@ -3,29 +3,22 @@
 from __future__ import annotations
 
 import sys
-from http import HTTPStatus
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import msgspec
 import typer
 from rich.table import Table
 
-from orchestrator.cli.handle import ModelOption, console, find_fleet, option, positive_numbers
-from orchestrator.cli.look.frontend import UNANSWERED, fetch, of_one_model, operator_key
+from orchestrator.cli.handle import ModelOption, console, option, positive_numbers
+from orchestrator.cli.trial.live import live_load, live_profile
 from orchestrator.cli.trial.simulate import objectives, parse_configuration, parse_load, parse_profile, progress_bar
-from orchestrator.config.access import OPERATOR_KEY
 from orchestrator.config.settings import ConfigError
-from orchestrator.simulator.engine.profile import PROFILES, Profile, load_profile
 from orchestrator.simulator.loads import LOADS
 from orchestrator.simulator.plan import FIXED, FleetOption, Outcome, Question, best, fewest, fleet_options, outcome
 from orchestrator.simulator.plot import line_chart
 from orchestrator.simulator.report import SHARES
-from orchestrator.simulator.trace import Arrival, Load
 
-_TIMEOUT_S = 10.0
-LATEST = 1000  # requests asked for
-MIN_REQUESTS = 20  # fewer give no useful figures
 app = typer.Typer()
 
 
@@ -165,67 +158,3 @@ def _draw(path: Path, outcomes: list[Outcome], question: Question, rate: float |
         return
     if not quiet:
         typer.echo(f"picture: {path}")
-
-
-def live_load(url: str) -> Load:
-    """The latest requests of the frontends at `url`, whose logs tell no shared prefixes. Raises ConfigError."""
-    of_one_model(url, _get(url, "/fleet"))
-    ended = [line for line in _ended(url) if line.get("output_tokens")]
-    if len(ended) < MIN_REQUESTS:
-        raise ConfigError(
-            f"{url}: {len(ended)} requests have ended there, at least {MIN_REQUESTS} are needed; or give --trace"
-        )
-    first = min(line["arrived_at"] for line in ended)
-    # What was cached need not be computed. Prompts that shared nothing are the nearest load that the log can tell.
-    arrivals = [
-        Arrival(
-            line["arrived_at"] - first,
-            max(1, line["prompt_tokens"] - line.get("cached_tokens", 0)),
-            line["output_tokens"],
-        )
-        for line in ended
-    ]
-    arrivals.sort(key=lambda arrival: arrival.at)
-    if arrivals[-1].at <= 0:
-        raise ConfigError(f"{url}: all requests came at the same moment, so they have no rate; give --trace")
-    return Load("live", arrivals, 0)
-
-
-def _ended(url: str) -> list[dict[str, Any]]:
-    told: list[dict[str, Any]] = _get(url, f"/requests?latest={LATEST}").get("requests", [])
-    return told
-
-
-def live_profile(url: str) -> Profile:
-    """What the fleet at `url` has measured of its engines, and its smallest worker's memory. Raises ConfigError."""
-    workers = of_one_model(url, _get(url, "/fleet")).get("workers", [])
-    speed = _get(url, "/predictions").get("speed", {})
-    if not speed.get("prefill_s_per_token") or not workers:
-        raise ConfigError(f"{url}: no worker of the fleet has measured its engine; give --profile")
-    base = load_profile(PROFILES / "h100-llama-8b.json")
-    return msgspec.structs.replace(
-        base,
-        name="live",
-        origin=f"Measured by the workers of {url} when they started; network and context as {base.name}.",
-        step_s=speed["step_s"],
-        prefill_s_per_token=speed["prefill_s_per_token"],
-        attention_s=0.0,
-        prompt_s=max(0.0, speed["prefill_s"] - speed["step_s"]),
-        decode_s_per_seq=speed["step_s_per_sequence"],
-        kv_s_per_token=0.0,
-        blocks=min(worker["blocks_total"] for worker in workers),
-    )
-
-
-def _get(url: str, path: str) -> dict[str, Any]:
-    url = url.rstrip("/")
-    try:
-        status, body = fetch(url, path, operator_key(find_fleet(None, None, url), url), _TIMEOUT_S)
-        told = msgspec.json.decode(body, type=dict[str, Any]) if status == HTTPStatus.OK else {}
-    except UNANSWERED as error:
-        raise ConfigError(f"{url}{path}: does not answer ({error}); name a frontend of a running fleet") from None
-    if status == HTTPStatus.UNAUTHORIZED:
-        raise ConfigError(f"{url}{path}: needs the operator's key; set {OPERATOR_KEY}")
-    if status != HTTPStatus.OK:
-        raise ConfigError(f"{url}{path}: answers {status}; name a frontend of a running fleet")
-    return told

@@ -31,6 +31,13 @@ class WorkerStatus(msgspec.Struct, frozen=True):
     ranks: int = 1  # of the unit
     group: StepCounters | None = None  # of the first of the ranks that step together
     labels: tuple[str, ...] = ()  # where it is, as zone=a
+    block_size: int = 0  # tokens
+    max_num_seqs: int = 0
+    max_num_batched_tokens: int = 0
+    max_model_len: int = 0  # tokens
+    adapter_slots: int = 0
+    kv_bytes_per_token: int = 0
+    link_bytes_per_s: float | None = None  # as `KVCounters` has it
 
     @classmethod
     def of(cls, info: WorkerInfo, load: WorkerLoad | None = None, connected: bool = True) -> WorkerStatus:
@@ -52,6 +59,13 @@ class WorkerStatus(msgspec.Struct, frozen=True):
             ranks=max(1, len(info.ranks)),
             group=load.group if load else None,
             labels=info.labels,
+            block_size=info.identity.block_size,
+            max_num_seqs=info.max_num_seqs,
+            max_num_batched_tokens=info.max_num_batched_tokens,
+            max_model_len=info.identity.max_model_len,
+            adapter_slots=info.adapter_slots,
+            kv_bytes_per_token=info.kv_bytes_per_token,
+            link_bytes_per_s=load.kv.link_bytes_per_s if load else None,
         )
 
 

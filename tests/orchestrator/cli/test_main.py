@@ -251,11 +251,6 @@ def test_a_port_in_use_is_refused_before_anything_is_loaded():
     assert left_behind("refused") == []
 
 
-@pytest.mark.parametrize("option", ["--block-size", "--batched-tokens", "--kv-bytes-per-token", "--link-gb-per-s"])
-def test_a_profile_that_no_simulation_would_take_is_not_measured(option: str, tmp_path: Path):
-    assert option in refused("profile", "--url", "http://127.0.0.1:1", "--out", str(tmp_path / "p.json"), option, "0")
-
-
 def test_a_second_fleet_in_a_namespace_is_refused():
     folder = RunFolder("taken")
     folder.claim()

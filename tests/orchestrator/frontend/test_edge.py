@@ -220,7 +220,8 @@ async def test_the_fleet_page_has_the_promised_fields(client, fleet):
             "id": "d0", "role": "decode", "state": "ready", "engine": "sim", "host": "h", "pid": 42,
             "blocks_total": 100, "blocks_free": 60, "running": 2, "waiting": 1, "step_ms": 5.0, "generation": 0,
             "unit": "d0", "rank": 0, "ranks": 1, "group": None,
-            "labels": [],
+            "labels": [], "block_size": 16, "max_num_seqs": 8, "max_num_batched_tokens": 64, "max_model_len": 4096,
+            "adapter_slots": 0, "kv_bytes_per_token": 1, "link_bytes_per_s": 0.0,
         }
     ]  # fmt: skip
 

@@ -3,15 +3,26 @@
 import http.server
 import json
 import threading
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import typer
+from support_info import fleet_of, worker_info
 from typer.testing import CliRunner
 
+from orchestrator.cli.trial.compare import profile_command
+from orchestrator.cli.trial.live import live_profile
 from orchestrator.cli.trial.plan import _size_sentence, plan_command
 from orchestrator.config.access import OPERATOR_KEY
 from orchestrator.config.settings import ConfigError
+from orchestrator.frontend.dashboard.history import overview
+from orchestrator.simulator.engine.profile import PROFILES, load_profile
 from orchestrator.simulator.plan import FIXED, FleetOption
+from orchestrator.simulator.settings import Settings, stack
+from orchestrator.simulator.simulation import Simulation
+from orchestrator.simulator.trace import Arrival, Load
+from orchestrator.types import KVCounters, WorkerInfo, WorkerLoad
 
 app = typer.Typer(pretty_exceptions_enable=False)
 app.command()(plan_command)
@@ -63,12 +74,20 @@ def test_mistakes_are_one_line(args, why, tmp_path):
     assert isinstance(result.exception, ConfigError) and why in str(result.exception)
 
 
+def fleet_page(*infos: WorkerInfo, link_bytes_per_s: float = 0.0) -> dict[str, Any]:
+    """`/fleet` of workers of which the first has this link."""
+    fleet = fleet_of(*infos)
+    kv = KVCounters(link_bytes_per_s=link_bytes_per_s)
+    fleet.take_load(WorkerLoad(infos[0].id, 1, infos[0].blocks_total, 0, 0, 0, 0, 0.0, kv=kv), 0.0)
+    return overview("m", fleet, SimpleNamespace(depth=None))
+
+
 @pytest.fixture
 def frontend():
     """A real server with the pages of a frontend."""
     pages = {
         "key": "",
-        "/fleet": {"workers": [{"id": "d0", "blocks_total": 2000}, {"id": "d1", "blocks_total": 3000}]},
+        "/fleet": fleet_page(worker_info("d0", blocks_total=2000), worker_info("d1", blocks_total=3000)),
         "/predictions": {
             "speed": {"prefill_s": 0.012, "prefill_s_per_token": 1e-4, "step_s": 0.01, "step_s_per_sequence": 1e-4}
         },
@@ -91,6 +110,7 @@ def frontend():
                 page = page[-1]
             body = json.dumps(page).encode()
             self.send_response(200)
+            self.send_header("content-type", "application/json")
             self.send_header("content-length", str(len(body)))
             self.end_headers()
             self.wfile.write(body)
@@ -115,6 +135,40 @@ def test_plan_uses_profile_and_load_of_running_fleet(frontend, tmp_path):
     assert "no worker of the fleet has measured its engine" in str(result.exception)
 
 
+ODD = {"block_size": 128, "max_num_seqs": 17, "max_num_batched_tokens": 1000, "max_model_len": 3000}
+ODD |= {"adapter_slots": 3, "kv_bytes_per_token": 46_080}
+
+
+def test_a_profile_of_a_running_fleet_has_what_its_smallest_engine_has(frontend):
+    pages, url = frontend
+    large, odd = worker_info("p0", blocks_total=700, block_size=16), worker_info("d0", blocks_total=90, **ODD)
+    pages["/fleet"] = fleet_page(odd, worker_info("d1", blocks_total=91, **ODD), link_bytes_per_s=1.5e9)
+    profile = live_profile(url)
+    assert {name: getattr(profile, name) for name in ODD} == ODD
+    assert (profile.blocks, profile.link_bytes_per_s) == (90, 1.5e9) and "the link is measured" in profile.origin
+
+    load = Load("one", [Arrival(0.0, 2900, 99)])
+    run = Simulation(Settings(prefill=0, decode=1, profile=profile, stack=stack("ours")), load).run()
+    assert run.jobs[0].outcome == "ok", "it needs 24 blocks of 128 tokens: more than 90 of 16 have"
+    assert run.workers["d0"].kv.total == 90 and run.workers["d0"].blocks_for(2900) == 23
+
+    pages["/fleet"] = fleet_page(odd, large)
+    base = load_profile(PROFILES / "h100-llama-8b.json")
+    profile = live_profile(url)
+    assert (profile.blocks, profile.block_size) == (700, 16), "more blocks, fewer tokens"
+    assert profile.link_bytes_per_s == base.link_bytes_per_s
+    assert f"the link is that of {base.name}, since no KV was sent" in profile.origin
+
+
+def test_a_frontend_that_does_not_tell_what_its_engines_have_is_named(frontend):
+    """As one of a release before it."""
+    pages, url = frontend
+    for worker in pages["/fleet"]["workers"]:
+        del worker["kv_bytes_per_token"]
+    with pytest.raises(ConfigError, match=f"{url}: no worker is there, or a frontend of an older release; give --pro"):
+        live_profile(url)
+
+
 def test_a_running_fleet_is_asked_with_the_operators_key(frontend, tmp_path, monkeypatch):
     pages, url = frontend
     pages["key"] = "secret"
@@ -132,3 +186,10 @@ def test_a_fleet_of_several_models_is_asked_for_one_of_them(frontend, tmp_path, 
     refused = run("--workers", "2", "--live", f"{url}/", "--plot", str(tmp_path / "plan.png"), *more)
     assert isinstance(refused.exception, ConfigError)
     assert f"several models are there; name one: {url}/models/large, {url}/models/small" in str(refused.exception)
+
+
+def test_a_profile_is_of_one_model_and_nothing_is_measured_before_it_is_named(frontend, tmp_path):
+    pages, url = frontend
+    pages["/v1/models"], pages["/fleet"] = {"data": [{"id": "large"}]}, {"models": ["large", "small"]}
+    with pytest.raises(ConfigError, match=f"several models are there; name one: {url}/models/large"):
+        profile_command(url, tmp_path / "profile.json")
