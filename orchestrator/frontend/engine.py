@@ -36,7 +36,6 @@ from orchestrator.frontend.codec import detokenizer
 from orchestrator.frontend.codec.vllm_codec import aborted, join
 from orchestrator.frontend.plain import streaming
 from orchestrator.frontend.wiring import FleetConnection
-from orchestrator.policy.placement import RETRY_AFTER_S, Reject
 from orchestrator.process.ticks import left_s
 from orchestrator.router.request import Batch, Failure, Overloaded, State
 from orchestrator.wire.control import METHODS, REFUSED
@@ -53,7 +52,7 @@ _REASONS = {
     "slo_ttft": "the first token would come later than slo.ttft_s allows",
     "paused": "the fleet was paused",
 }
-_PAUSED = Failure("paused", rejected=Reject("paused", RETRY_AFTER_S, no_fallback=True))
+_PAUSED = Failure.of_fleet("paused")
 
 
 class FleetRefused(GracefulHTTPError):
