@@ -871,7 +871,7 @@ async def test_max_attempts_bounds_retries(monkeypatch):
     ("fails", "status"), [(["lost"] * 4, 503), (["error"] * 3 + ["lost"], 503), (["error"] * 4, None)]
 )
 async def test_a_request_whose_workers_were_lost_may_be_asked_again(fails, status):
-    """500 would say that something is wrong with it, or here. An engine that fails it says so; four of them are right."""
+    """500 would say that something is wrong with it, or here. One engine that fails it may be wrong, four are not."""
     bench = await Bench.asked(FakeRequest("r", prompt_tokens=10))
     for attempt, how in enumerate(fails, 1):
         worker = bench.bound_to()
