@@ -13,6 +13,7 @@ _UNTRIED = (
 _EXPERTS = "the experts of a prompt are not pushed with its KV; remove it"
 _OFFLOADS = "vLLM would put its own KV connector in place of the fleet's; remove it, and set kv.host_tier_bytes"
 _WAITS = "an engine would end its requests, and wait for orders that nobody gives; remove it: a group starts again"
+_ENCODES = "the engines that compute a prompt encode its media, and none is there for that alone; remove it"
 # vLLM's engine arguments.
 _SHARED, _PREFILL_CONTEXT = "decode_context_parallel_size", "prefill_context_parallel_size"
 _UNSET = {
@@ -20,12 +21,26 @@ _UNSET = {
     "kv_offloading_backend": _OFFLOADS,
     "enable_return_routed_experts": _EXPERTS,
     "aux_output_config.enable_return_routed_experts": _EXPERTS,
+    "ec_transfer_config": _ENCODES,
+    "mm_encoder_only": _ENCODES,
     "enable_elastic_ep": "a group keeps its ranks until it starts again; remove it, and scale the fleet by groups",
     "enable_fault_tolerance": _WAITS,
     "fault_tolerance_config": _WAITS,
     "attention_config.hisparse_config": "KV in host memory cannot be pushed; remove it",
     "enable_sleep_mode": (
         "sleep would free KV memory that other engines write to; remove it, and scale the fleet instead"
+    ),
+}
+# Which of vLLM's classes have what KV transfer needs of them; unset, vLLM chooses among these.
+_SCHEDULER = "vllm.v1.core.sched.{}scheduler.{}Scheduler"
+_ONE_OF = {
+    "distributed_executor_backend": (
+        ("mp", "uni"),
+        "its ranks would be processes that the worker does not start, cannot watch and does not set up",
+    ),
+    "scheduler_cls": (
+        (_SCHEDULER.format("", ""), _SCHEDULER.format("async_", "Async")),
+        "another one may reuse blocks to which KV is sent",
     ),
 }
 # NIXL's backends of storage.
@@ -74,6 +89,9 @@ def unsupported(
             value = value.get(part) if isinstance(value, Mapping) else None
         if value not in (None, False):
             return name, why
+    for name, (known, why) in _ONE_OF.items():
+        if (value := arguments.get(name)) is not None and value not in known:
+            return name, f"{why}, expected {' or '.join(known)}, got {value!r}; remove it"
     if host_tier_bytes and arguments.get("enable_prefix_caching") is False:
         return (
             "kv.host_tier_bytes",

@@ -66,7 +66,7 @@ class EngineIdentity(msgspec.Struct, frozen=True):
     The fields of `ALWAYS_EQUAL` are equal in the whole fleet. Tensor and pipeline parallelism may differ.
     """
 
-    model: str
+    model: str  # its name, or its folder's; `weights` stands for what is in that
     dtype: str
     kv_cache_dtype: str
     block_size: int  # tokens

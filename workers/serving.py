@@ -198,6 +198,8 @@ class Serving:
                 raise ValueError("its answer is larger than a message may be")
             if call.method == "reset_prefix_cache" and result:
                 self._prefix.cleared()
+        except EngineDead:
+            return  # this worker leaves, and what it did not do its successor makes up for: no failure of the call
         except Exception as error:  # every error of the engine goes to the caller
             why = "no answer in time" if isinstance(error, TimeoutError) else str(error) or type(error).__name__
             failed = CallReply(call.call_id, error=f"{call.method}: {why}")

@@ -275,8 +275,9 @@ def ask(handle: FleetHandle, what: Callable[[OpenFleet], Awaitable[T]]) -> T:
     return asyncio.run(connected())
 
 
-async def retry_while_away(what: Callable[[], Awaitable[T]]) -> T:
-    """The result of `what`, tried again while Redis is away. Raises RedisAway when it stays away for a minute."""
+async def retry_while_away(what: Callable[[], Awaitable[T]], was_away: Callable[[], None] = lambda: None) -> T:
+    """The result of `what`, tried again while Redis is away. Raises RedisAway when it stays away for a minute.
+    `was_away` is told of each try that failed: what is waited for could not be seen meanwhile, nor happen."""
     from orchestrator.store.client import RedisAway
 
     deadline = time.monotonic() + _REDIS_PATIENCE_S
@@ -287,6 +288,7 @@ async def retry_while_away(what: Callable[[], Awaitable[T]]) -> T:
             if time.monotonic() > deadline:
                 raise
         await asyncio.sleep(_ASK_AGAIN_S)
+        was_away()
 
 
 def check_writable(*files: Path | None) -> None:

@@ -206,18 +206,19 @@ async def follow(
     registry, document = fleet.registry, fleet.registry.rollout
     seen = dict.fromkeys(ordered.restart, ("", 0))
     said_back, missed = False, 0  # looks, one after the other
+    asked = retry_while_away if leader is None else partial(retry_while_away, was_away=leader.was_away)
     while missed <= _LOOKS:
-        rollout = await retry_while_away(document.read)
+        rollout = await asked(document.read)
         if rollout is None or (rollout.new.generation, rollout.restart) != (ordered.new.generation, ordered.restart):
             missed += 1  # Redis lost it; who leads tells it again
             if leader is not None:
-                await retry_while_away(lambda: document.change(None, ordered))
+                await asked(lambda: document.change(None, ordered))
             await asyncio.sleep(_LOOK_EVERY_S)
             continue
         if rollout.phase is Phase.BACK and not said_back:
             said_back = True
             show(Event("going_back", generation=rollout.old.generation, why=rollout.why))
-        reading, frontends = await retry_while_away(registry.read), await retry_while_away(registry.frontends)
+        reading, frontends = await asked(registry.read), await asked(registry.frontends)
         before, seen = seen, _look(rollout, reading, frontends, seen)
         for event in _steps(before, seen) if before else ():
             show(event)
@@ -226,13 +227,17 @@ async def follow(
                 show(event)
             return rollout
         missed = 0 if leader is not None or reading.launchers else missed + 1
-        if leader is not None:
-            claimed = {name for holder in reading.launchers.values() for name in holder.workers}
-            loading = len(claimed - reading.units.keys())
-            if await retry_while_away(partial(leader.follow, reading, rollout, loading, time.monotonic(), leads=True)):
-                await retry_while_away(partial(leader.end, rollout))
+        if leader is not None and await asked(partial(_lead, leader, reading, rollout)):
+            await asked(partial(leader.end, rollout))
         await asyncio.sleep(_LOOK_EVERY_S)
     raise Refused("no launcher tells of it any more; `orchestrator up` goes on with the rollout if it is in Redis")
+
+
+async def _lead(leader: Replacer, reading: Reading, rollout: Rollout) -> bool:
+    """Raises RedisAway."""
+    claimed = {name for holder in reading.launchers.values() for name in holder.workers}
+    loading = len(claimed - reading.units.keys())
+    return await leader.follow(reading, rollout, loading, time.monotonic(), leads=True)
 
 
 def _look(

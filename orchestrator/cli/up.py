@@ -21,6 +21,7 @@ from orchestrator.config.models import fleet_namespace
 from orchestrator.config.settings import ConfigError, Refused, overridden, read_tree
 from orchestrator.launch.announcement import READY_FD
 from orchestrator.launch.console import Console
+from orchestrator.launch.fleet_processes import StartLater
 from orchestrator.launch.host.run_folder import FleetRunning, Ready, RunFolder
 from orchestrator.launch.launcher import launch
 from orchestrator.process.parent import EXIT_AGAIN
@@ -57,7 +58,7 @@ def up(
             launch(models, overridden(read_tree(file), set_ or []), Console(verbose=verbose))
         except RedisUnfit:
             raise
-        except RedisAway as error:
+        except (RedisAway, StartLater) as error:
             _end_for_now(str(error))
 
 
@@ -66,7 +67,7 @@ _SIGNAL_WAIT_S = 60.0
 
 
 def _end_for_now(why: str) -> NoReturn:
-    """Redis may answer the next time: a service manager is to try again."""
+    """Redis may answer the next time, or a port be free: a service manager is to try again."""
     print(f"orchestrator: {' '.join(why.split())}", file=sys.stderr, flush=True)
     raise typer.Exit(EXIT_AGAIN)
 

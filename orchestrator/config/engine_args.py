@@ -21,7 +21,7 @@ from connectors.unsupported import unsupported, unsupported_backends
 from orchestrator.config.access import API_KEY, OPERATOR_KEY
 from orchestrator.config.explain import missing
 from orchestrator.config.model import read_model_config
-from orchestrator.config.server_args import check_server_args
+from orchestrator.config.server_args import OF_FLEET, check_server_args
 from orchestrator.config.settings import Config, ConfigError, PoolConfig
 from orchestrator.config.simulated import simulated
 from orchestrator.config.values import KEY_IS, is_key
@@ -35,8 +35,6 @@ _SERVER_CLASSES = ("BaseFrontendArgs", "FrontendArgs")
 _GROUP = "data_parallel_size"
 _UNPICKLES, _SAME_IDS = "VLLM_ALLOW_INSECURE_SERIALIZATION", "VLLM_DISABLE_REQUEST_ID_RANDOMIZATION"
 _TRANSPORTS, _LOG_LEVEL = "UCX_TLS", "PD_LOG_LEVEL"
-# The workers set these themselves.
-_RESERVED = {"model": "model", "kv_transfer_config": "kv.transfer", "served_model_name": "served_model_name"}
 _TENSOR, _STAGES, _SHARDS = "tensor_parallel_size", "pipeline_parallel_size", "decode_context_parallel_size"
 # What the workers of a role cannot have, and the mend.
 _OF_OTHER_ROLE = {
@@ -293,8 +291,8 @@ def check_engine_args(config: Config) -> None:
 def check_arguments(config: Config, arguments: Mapping[str, Any], section: str, role: Role | None = None) -> None:
     """Raises ConfigError for engine arguments with which no worker, or none that begins in `role`, can serve."""
     for name in arguments:
-        if name in _RESERVED:
-            raise ConfigError(f"{section}.{name}: is set by the fleet; use the key {_RESERVED[name]} instead")
+        if name in OF_FLEET:
+            raise ConfigError(f"{section}.{name}: is set by the fleet; {OF_FLEET[name]} instead")
         if name.startswith("data_parallel_") and name != _GROUP:
             raise ConfigError(f"{section}.{name}: is set by the fleet; set {_GROUP} alone")
     _check_names(section, arguments, _engine_names())
@@ -344,5 +342,5 @@ def _names(file: str, classes: tuple[str, ...]) -> frozenset[str]:
         field.target.id
         for body in bodies
         for field in body
-        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and field.target.id[0] != "_"
     )

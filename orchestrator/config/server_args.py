@@ -17,12 +17,22 @@ _KEEPS_RESPONSES = "VLLM_ENABLE_RESPONSES_API_STORE"  # vLLM's variable: its ser
 _NO_ACCESS_LOG = "frontends write no access log; each request has a line of the logger pd.request"
 _PARSER = "frontends parse HTTP with httptools, whose limits are fixed; limit headers in a proxy"
 _SUPERVISOR = "the launcher supervises the fleet; remove it"
-_REFUSED = {
+# What neither a frontend nor a worker is given, and what to use: both follow the fleet's own settings.
+OF_FLEET = {
     "model": "use the key model",
+    "served_model_name": "use the key served_model_name",
+    "kv_transfer_config": "use the key kv.transfer",
+    "shutdown_timeout": "use the key launcher.stop_timeout_s",
+    "otlp_traces_endpoint": "use the key frontend.otlp_endpoint",
+    "logging_config": "use the key logging.format",
+    "log_config_file": "use the key logging.format",
+    "log_level": "use the variable VLLM_LOGGING_LEVEL",
+}
+_REFUSED = {
+    **OF_FLEET,
     "model_tag": "use the key model",
     "config": "write its content into frontend.server_args",
     "api_key": "use security.api_keys, which protect every path, or security.api_keys_file",
-    "served_model_name": "use the key served_model_name",
     "host": "use frontend.host",
     "port": "use frontend.port",
     "uds": "frontends listen on frontend.host and frontend.port; put a proxy before them",
@@ -30,8 +40,6 @@ _REFUSED = {
     "grpc_port": "frontends speak HTTP only; remove it",
     "api_server_count": "use frontend.replicas",
     "headless": "start workers by hand with prefill-worker and decode-worker",
-    "kv_transfer_config": "use kv.transfer",
-    "shutdown_timeout": "use launcher.stop_timeout_s",
     "h11_max_incomplete_event_size": _PARSER,
     "h11_max_header_count": _PARSER,
     "enable_ssl_refresh": "restart the frontends, one after the other, to use a new certificate",

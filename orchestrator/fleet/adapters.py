@@ -9,22 +9,26 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import time
 from collections.abc import Awaitable, Callable
+from functools import partial
+from typing import TypeVar
 
 from orchestrator.fleet.control_calls import ControlCalls
 from orchestrator.process.tasks import Turns
 from orchestrator.process.ticks import left_s, until_told
-from orchestrator.store.client import RedisAway
+from orchestrator.store.client import NotCarriedOut, RedisAway
 from orchestrator.store.fields import NOTHING
 from orchestrator.store.operator.adapters import Adapter, AdapterList
 from orchestrator.store.registry import Registry
 from orchestrator.wire.adapters import adapter_number
 
 log = logging.getLogger("pd.frontend")
+T = TypeVar("T")
 
 POLL_S = 1.0  # between two looks at the list, should no news of a change come
 FOLLOW_TIMEOUT_S = 10.0  # a frontend that does not live leaves the registry sooner
-_LOOK_S = 0.05
+_LOOK_S, _AGAIN_S = 0.05, 0.2
 _TRIES = 10  # of a change, while other frontends make theirs
 
 
@@ -139,9 +143,10 @@ class AdapterView:
     ) -> Adapter | None:
         """Put an adapter into the list (None: take it out), with `over` only in the place of this one; other frontends
         follow in time. Returns what was there. Raises AdapterRefused, AdapterFailed."""
+        until = time.monotonic() + FOLLOW_TIMEOUT_S
         try:
             for _ in range(_TRIES):
-                await self._sync()
+                await _once_back(self._sync, until)
                 before = self.known.adapters.get(name)
                 if before == wanted or over not in (None, before):
                     return before
@@ -149,8 +154,9 @@ class AdapterView:
                     raise AdapterRefused(why)
                 seen = self.known if self.known.revision else None
                 changed = self.known.changed(name, wanted)
-                if await self._registry.adapters.change(seen, changed, by_operator=True):
-                    await self._sync()
+                change = partial(self._registry.adapters.change, seen, changed, by_operator=True)
+                if await _once_back(change, until, NotCarriedOut):
+                    await _once_back(self._sync, until)
                     return before
         except RedisAway as error:
             raise AdapterFailed(f"the list of adapters cannot be changed: {error}") from error
@@ -158,14 +164,13 @@ class AdapterView:
 
     async def _served_by_all(self) -> None:
         """Wait until every live frontend serves the list that is known here, or a newer one. Raises AdapterFailed."""
-        revision, late = self.known.revision, list[str]()
+        revision, until = self.known.revision, time.monotonic() + FOLLOW_TIMEOUT_S
         try:
-            async with asyncio.timeout(FOLLOW_TIMEOUT_S):
-                while late := await self._behind(revision):
-                    await asyncio.sleep(_LOOK_S)
-        except TimeoutError:
-            names = f"frontend {', '.join(late)}" if late else "Redis"
-            raise AdapterFailed(f"{names} did not follow the list of adapters within {FOLLOW_TIMEOUT_S:g} s") from None
+            while late := await _once_back(partial(self._behind, revision), until):
+                if time.monotonic() > until:
+                    names = f"frontend {', '.join(late)}"
+                    raise AdapterFailed(f"{names} did not follow the list of adapters within {FOLLOW_TIMEOUT_S:g} s")
+                await asyncio.sleep(_LOOK_S)
         except RedisAway as error:
             raise AdapterFailed(f"it is not known whether all frontends follow: {error}") from error
 
@@ -173,3 +178,15 @@ class AdapterView:
         """The live frontends that serve an older list. One that starts reads the list before it serves."""
         there = (await self._registry.frontends()).values()
         return [it.id for it in there if it.adapters < revision and (it.adapters != NOTHING or it.url)]
+
+
+async def _once_back(what: Callable[[], Awaitable[T]], until: float, away: type[RedisAway] = RedisAway) -> T:
+    """The result of `what`, tried again while Redis is away, `until` a monotonic time: it may be so for a moment only.
+    Raises RedisAway then, and one that is not `away` at once."""
+    while True:
+        try:
+            return await what()
+        except away:
+            if time.monotonic() > until:
+                raise
+        await asyncio.sleep(_AGAIN_S)

@@ -23,7 +23,11 @@ class CallFailed(RuntimeError):
     """A worker refused the call, or did not answer in time; names the call and the workers."""
 
 
-class WorkerLost(CallFailed):
+class Unanswered(CallFailed):
+    """No worker failed it, but some did not answer, or there is none: another time it may succeed."""
+
+
+class WorkerLost(Unanswered):
     """The worker left the fleet, or was not connected, before it had answered."""
 
 
@@ -38,13 +42,13 @@ class ControlCalls:
         self, method: str, args: list[Any], kwargs: dict[str, Any] | None = None, timeout_s: float = CALL_TIMEOUT_S
     ) -> Any:
         """Call a method of `wire.control` on the fleet, and return the combined answer. Raises CallFailed when a worker
-        fails; the call is then undone on the workers where it succeeded."""
+        fails, Unanswered where none does but some are silent; it is then undone on the workers where it succeeded."""
         row = METHODS[method]
         workers = [worker_id for worker_id, view in self._fleet.workers.items() if view.connected]
         if not workers:
             idle = self._fleet.rest is not None and self._fleet.rest.away
             why = "the model is idle and has no worker; send it a request first" if idle else "no worker is connected"
-            raise CallFailed(f"{method}: {why}")
+            raise Unanswered(f"{method}: {why}")
         if row.target is CallTarget.ONE:
             workers = workers[:1]
         results, failures = await self._ask(workers, method, args, kwargs or {}, timeout_s)
@@ -60,7 +64,8 @@ class ControlCalls:
             # A call without an answer may have succeeded; undoing a call that did not happen does no harm.
             await self._undo([*results, *failures], method, row.undo, args)
             why += f" (undone on {', '.join(results)})"
-        raise CallFailed(f"{method}: {why}")
+        silent = all(isinstance(error, Unanswered) for error in failures.values())
+        raise (Unanswered if silent else CallFailed)(f"{method}: {why}")
 
     def tell(self, worker_id: str, method: str, args: list[Any]) -> None:
         """Call one worker, without waiting for its answer."""
@@ -82,15 +87,15 @@ class ControlCalls:
         for worker_id in workers:
             waiting[worker_id] = self._waiting[call_id, worker_id] = loop.create_future()
             if not (sent := self._transport.send(worker_id, Call(call_id, method, args, kwargs))):
-                lost = WorkerLost if sent is Sent.UNREACHABLE else CallFailed
-                waiting[worker_id].set_exception(lost(sent.value))
+                kinds = {Sent.UNREACHABLE: WorkerLost, Sent.NOT_READ: Unanswered}
+                waiting[worker_id].set_exception(kinds.get(sent, CallFailed)(sent.value))
         try:
             _, silent = await asyncio.wait(waiting.values(), timeout=timeout_s)
         finally:
             for worker_id in waiting:
                 del self._waiting[call_id, worker_id]
         for future in silent:
-            future.set_exception(CallFailed(f"no answer within {timeout_s:g} s"))
+            future.set_exception(Unanswered(f"no answer within {timeout_s:g} s"))
         failures = {worker_id: error for worker_id, future in waiting.items() if (error := future.exception())}
         return {name: future.result() for name, future in waiting.items() if name not in failures}, failures
 

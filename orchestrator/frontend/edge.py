@@ -294,6 +294,8 @@ class Reply:
             kinds = [value.lower() for name, value in message["headers"] if name.lower() == b"content-type"]
             if any(kind.startswith(b"text/event-stream") for kind in kinds):
                 self._held = {**message, "headers": [*message["headers"], _AS_IT_COMES]}
+            elif message["status"] == _FAILED and self._context.refusal is not None:
+                await self.refuse(self._context.refusal)  # some routes of vLLM answer all that is raised with 500
             else:
                 await self._start(message)
             return

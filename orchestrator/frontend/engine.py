@@ -12,7 +12,7 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Iterator
 from http import HTTPStatus
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeVar
 
 from vllm.config import VllmConfig
 from vllm.exceptions import GenerationError, GracefulHTTPError, VLLMValidationError
@@ -31,15 +31,16 @@ from vllm.v1.metrics.loggers import PrometheusStatLogger
 from vllm.v1.metrics.stats import SchedulerStats
 
 from orchestrator.fleet.adapters import AdapterView
+from orchestrator.fleet.control_calls import Unanswered
 from orchestrator.frontend import edge
 from orchestrator.frontend.plain import streaming
 from orchestrator.frontend.vllm_codec import aborted, join
 from orchestrator.frontend.wiring import FleetConnection
-from orchestrator.policy.placement import RETRY_AFTER_S, Reject
 from orchestrator.process.ticks import left_s
 from orchestrator.router.request import Batch, Failure, Overloaded, State
 from orchestrator.wire.control import METHODS, REFUSED
 
+T = TypeVar("T")
 STATS_INTERVAL_S = 0.5
 _REASONS = {
     "decode_full": "every decode worker is full",
@@ -52,7 +53,7 @@ _REASONS = {
     "slo_ttft": "the first token would come later than slo.ttft_s allows",
     "paused": "the fleet was paused",
 }
-_PAUSED = Failure("paused", rejected=Reject("paused", RETRY_AFTER_S, no_fallback=True))
+_PAUSED = Failure.of_fleet("paused")
 
 
 class FleetRefused(GracefulHTTPError):
@@ -71,6 +72,19 @@ def _failed(failure: Failure) -> Exception:
     if failure.rejected is not None:
         return FleetRefused(Overloaded(failure.rejected))
     return _bad_request(failure.why) if failure.by_client else GenerationError(failure.why)
+
+
+async def _carried_out(calling: Awaitable[T]) -> T:
+    """What the workers say to a control call. Raises FleetRefused, 503, where they do not answer."""
+    try:
+        return await calling
+    except Unanswered as error:
+        raise unavailable(str(error)) from error
+
+
+def unavailable(why: str) -> Exception:
+    """503: the client may ask again."""
+    return _failed(Failure.of_fleet(why))
 
 
 def _bad_request(why: str) -> VLLMValidationError:
@@ -187,12 +201,12 @@ class FleetCore:
         return {}
 
     async def pause_scheduler_async(self, mode: PauseMode = "abort", clear_cache: bool = True) -> None:
-        await self._pause.begin(mode, clear_cache)
+        await _carried_out(self._pause.begin(mode, clear_cache))
 
     pause_generation_async = pause_scheduler_async  # from vLLM 0.33
 
     async def resume_scheduler_async(self) -> None:
-        await self._pause.end()
+        await _carried_out(self._pause.end())
 
     async def is_scheduler_paused_async(self) -> bool:
         return self._pause.active
@@ -214,7 +228,7 @@ class FleetCore:
             if method in REFUSED:
                 message = f"{method} is not supported over a fleet of engines: {REFUSED[method]}"
                 raise GracefulHTTPError(message, HTTPStatus.NOT_IMPLEMENTED)
-            return await self._calls.call(method, list(args), kwargs)
+            return await _carried_out(self._calls.call(method, list(args), kwargs))
 
         return call
 
@@ -300,9 +314,9 @@ class FleetLLM(AsyncLLM):
                     context.stream.begin()
 
     async def add_lora(self, lora_request: LoRARequest) -> bool:
-        """Give an adapter its number, and load it on all workers. Raises CallFailed."""
+        """Give an adapter its number, and load it on all workers. Raises CallFailed, FleetRefused."""
         assert self.adapters is not None
-        found = await self.adapters.identify(lora_request.lora_name, lora_request.lora_path)
+        found = await _carried_out(self.adapters.identify(lora_request.lora_name, lora_request.lora_path))
         # Never in place: other content has another number, and vLLM would load it again in every step.
         lora_request.lora_int_id, lora_request.load_inplace = found.number, False
         return bool(await self.engine_core.add_lora_async(lora_request))

@@ -14,7 +14,7 @@ from typing import Literal
 
 import msgspec
 
-from orchestrator.fleet.control_calls import CallFailed, ControlCalls
+from orchestrator.fleet.control_calls import ControlCalls, Unanswered
 from orchestrator.fleet.pause import PauseMode
 from orchestrator.fleet.queue_view import QueueView
 from orchestrator.fleet.view import Fleet
@@ -30,7 +30,7 @@ REPORTS_TIMEOUT_S = 10.0  # until the load reports of all workers have the new s
 SETTLE_TIMEOUT_S = 60.0  # then engines are paused although requests or transfers have not ended
 
 
-class _Superseded(CallFailed):
+class _Superseded(Unanswered):
     """Another pause or resume came later, and stays in effect."""
 
 
@@ -85,7 +85,7 @@ class PauseCalls:
                 while not all(reported >= state for reported in self._reported_states()):
                     await asyncio.sleep(POLL_S)
         except TimeoutError:
-            raise CallFailed(f"pause: workers' load reports were not heard within {REPORTS_TIMEOUT_S:g} s") from None
+            raise Unanswered(f"pause: workers' load reports were not heard within {REPORTS_TIMEOUT_S:g} s") from None
         if self._fleet.pause.state != state:
             raise _Superseded("pause: somebody else paused or resumed the fleet at the same time; ask again")
 

@@ -26,7 +26,7 @@ from orchestrator.launch.pools.worker_pool import WorkerPool
 from orchestrator.launch.registry_watch import RegistryWatch, Snapshot
 from orchestrator.launch.rollout import RolloutRunner, cannot_start
 from orchestrator.launch.supervise import Stage, Supervised, describe
-from orchestrator.process.parent import has_ended, local_pid
+from orchestrator.process.parent import EXIT_AGAIN, has_ended, local_pid
 from orchestrator.process.tasks import Turns, cancelled
 from orchestrator.process.ticks import ticks
 from orchestrator.store.planned import BY_HAND, Seen, decided, of_launchers
@@ -44,6 +44,10 @@ _CONNECT_S = 10.0  # for frontends to connect to all workers; an unreachable wor
 
 class StartFailed(ConfigError):
     """The fleet did not start. One line: the process, and its reason."""
+
+
+class StartLater(StartFailed):
+    """It may start the next time, as it is: a process said so of itself, each time."""
 
 
 class FleetProcesses:
@@ -312,7 +316,8 @@ class FleetProcesses:
         return all(process.stage is Stage.READY for process in processes)
 
     def _check_start(self, process: Supervised) -> None:
-        """Raises StartFailed if a process reports that it cannot work, or crashes again and again."""
+        """Raises StartFailed if a process reports that it cannot work, or crashes again and again; StartLater if it
+        ended to be started again, as where Redis answers this launcher and not its host."""
         end = process.last_exit
         if end is None or end.was_ready or (self.watch.is_away and not end.final):
             return  # without Redis nothing starts, which says nothing about it
@@ -322,4 +327,5 @@ class FleetProcesses:
                 self._console.show_failure(process.name, process.last_lines)
             log_file = self._console.log_file
             where = f"; log: {log_file.path}" if log_file is not None else ""
-            raise StartFailed(f"{process.name} did not start: it {describe(end)}{where}")
+            kind = StartLater if end.code == EXIT_AGAIN else StartFailed
+            raise kind(f"{process.name} did not start: it {describe(end)}{where}")

@@ -52,6 +52,10 @@ class Replacer:
         """No rollout is under way."""
         self._by_hand = MissingByHand()
 
+    def was_away(self) -> None:
+        """Redis was, or nobody led: nobody restarted anything meanwhile, nor could tell. The patience begins anew."""
+        self._picture = None
+
     async def follow(self, reading: Reading, rollout: Rollout, loading: int, now: float, leads: bool) -> bool:
         """Whether all are replaced. If not, the one that leads restarts as many workers as may be, and gives up if
         nothing has changed for longer than any step takes. `loading` are not registered yet; `now` is monotonic. Raises
@@ -79,7 +83,7 @@ class Replacer:
                 return False  # what it starts again would have the old configuration
             await self._order(reading, to_replace(units, old, reading.orders.keys(), away, rollout.max_unavailable))
         else:
-            self._picture = None  # nobody restarted anything meanwhile, and Redis may have been away for longer
+            self.was_away()
         return False
 
     async def _order(self, reading: Reading, chosen: list[str]) -> None:
@@ -160,6 +164,8 @@ class RolloutRunner:
             await self._replacer.give_up(rollout, f"{failed.name} cannot start: it {describe(failed.last_exit)}")
             return
         self._replacer.patience_s = self._patience_s(rollout)
+        if snapshot.was_away:
+            self._replacer.was_away()
         if not await self._replacer.follow(snapshot, rollout, self._loading(snapshot), snapshot.read_at, leads):
             return
         self._frontends.setup = self._workers.setup

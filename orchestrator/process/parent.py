@@ -25,6 +25,7 @@ ALIVE, _FINAL, _PASSING = "\x05 alive without Redis", "\x05 ends for good: ", "\
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _POLL_S, _INSIST_S = 0.5, 0.2
 _libc = ctypes.CDLL(None, use_errno=True)
+_told = -1  # a descriptor of standard error for `tell_alive`, of a process that may have too many files open by then
 
 
 def started_ticks(pid: int) -> int | None:
@@ -80,6 +81,11 @@ class ExitReason(NamedTuple):
 def die_with_parent(stop_timeout_s: float = 0.0) -> None:
     """End this process when its parent ends: by SIGTERM, and by SIGKILL after `stop_timeout_s`. PR_SET_PDEATHSIG would
     not do: it fires when the *thread* that started this process ends (prctl(2))."""
+    global _told
+    with contextlib.suppress(OSError):
+        before, _told = _told, _output()  # that of a process from which this one was forked may lead elsewhere
+        if before >= 0:
+            os.close(before)
     parent = int(os.environ.get(PARENT) or os.getppid())
 
     def watch() -> None:
@@ -121,10 +127,17 @@ def tell_alive() -> None:
     heartbeat that failed. Never waits: a parent that reads nothing kills nobody."""
     if PARENT in os.environ:
         with contextlib.suppress(OSError):  # the pipe is full, or the parent is gone
-            # Opened again: others write to the same pipe, and may wait. The line may follow one that was cut.
-            output = os.open("/proc/self/fd/2", os.O_WRONLY | os.O_APPEND | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
-            with open(output, "wb", buffering=0) as opened:
-                opened.write(f"\n{ALIVE}\n".encode())
+            output = _told if _told >= 0 else _output()
+            try:
+                os.write(output, f"\n{ALIVE}\n".encode())  # it may follow a line that was cut
+            finally:
+                if output != _told:
+                    os.close(output)
+
+
+def _output() -> int:
+    """Standard error, opened again: others write to the same pipe, and may wait. Raises OSError."""
+    return os.open("/proc/self/fd/2", os.O_WRONLY | os.O_APPEND | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
 
 
 def report_exit(program: str, reason: str, final: bool) -> None:

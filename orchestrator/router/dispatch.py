@@ -210,9 +210,7 @@ class Dispatch:
             active.charged = 0
         active.charged += charge or remote
         if active.charged >= MAX_ATTEMPTS:
-            last = f"; the last: {said}" if said else ""
-            failed = f"{active.attempt} attempts failed: {', '.join(active.retries)}{last}"
-            self._end_as(active, Failure(failed))
+            self._end_as(active, active.exhausted(said))
             return
         again = avoid in active.avoid
         if avoid is not None:
@@ -309,7 +307,7 @@ class Dispatch:
         why = "it may have crashed an engine, and no worker could try it alone within its deadline"
         for active in self._quarantine.expired(now, self._routing.placement_timeout_s):
             with self.guarding(active):
-                self._end_as(active, Failure(why))
+                self._end_as(active, Failure.of_fleet(why))
 
     def _release_next(self) -> None:
         for active in self._quarantine.release(self._fleet.ready(Role.DECODE)):

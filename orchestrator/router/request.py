@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import msgspec
 
 from orchestrator.policy.decode_choice import RequestInfo
-from orchestrator.policy.placement import Reject
+from orchestrator.policy.placement import RETRY_AFTER_S, Reject
 from orchestrator.process.telemetry.requests import RequestLine
 from orchestrator.types import KVSource, PrefillJob
 from orchestrator.wire.messages import Prefilled
@@ -63,6 +63,10 @@ class Overloaded(Exception):
         self.status = 503 if rejected.reason == "no_decode_worker" or rejected.no_fallback else 429
 
 
+# What an engine says of a request that it had. All else for which an attempt ends is of the fleet.
+_OF_THE_REQUEST = {"engine_error", "prefill_refused", "rejected"}
+
+
 class Failure(msgspec.Struct, frozen=True):
     """Why a request failed, for its client. `by_client`: no worker can serve it, so the status is 400, not 500.
     `rejected`: it was accepted, and the fleet cannot serve it now; 429 or 503."""
@@ -70,6 +74,11 @@ class Failure(msgspec.Struct, frozen=True):
     why: str
     by_client: bool = False
     rejected: Reject | None = None
+
+    @classmethod
+    def of_fleet(cls, why: str) -> Failure:
+        """503: the client may ask again."""
+        return cls(why, rejected=Reject(why, RETRY_AFTER_S, no_fallback=True))
 
 
 class ParsedRequest(msgspec.Struct, frozen=True):
@@ -217,6 +226,12 @@ class ActiveRequest:
     def last_output_at(self) -> float:
         """When the decode worker last sent an output, or, before that, when the attempt was sent there."""
         return max(self.decode.at if self.decode is not None else 0.0, self.answer.last_output_at)
+
+    def exhausted(self, said: str) -> Failure:
+        """Its last attempt has failed. `said`: the worker's words. Not the request's fault, if only one was lost."""
+        last = f"; the last: {said}" if said else ""
+        why = f"{self.attempt} attempts failed: {', '.join(self.retries)}{last}"
+        return Failure(why) if _OF_THE_REQUEST.issuperset(self.retries) else Failure.of_fleet(why)
 
     def move(self, to: State) -> None:
         """Raises IllegalTransition."""

@@ -10,11 +10,13 @@ from support_router import RouterClient
 from support_wait import until
 from support_workers import LocalWorker, Workers, running_workers
 
-from orchestrator.fleet.control_calls import CallFailed
+from orchestrator.fleet import control_calls
+from orchestrator.fleet.control_calls import CallFailed, Unanswered
 from orchestrator.launch.host.redis_server import EmbeddedRedis
 from orchestrator.policy.prefix_keys import reusable_keys
 from orchestrator.types import Role
 from orchestrator.wire.messages import Call
+from workers.engine import EngineDead
 
 SECTIONS = {"routing": {"remote_prefill_min_tokens": 100, "first_token": "prefill"}}
 
@@ -87,6 +89,46 @@ async def test_workers_that_must_agree_are_named_when_they_differ(
     answering(decode, monkeypatch, fingerprint_lora="one")
     found = await client.connection.adapters.identify("x", "/a")
     assert found == await other.connection.adapters.identify("x", "/a")
+
+
+async def test_a_worker_whose_engine_dies_meanwhile_fails_no_load(
+    workers: Workers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It leaves, and its successor gets the adapter with the first request for it."""
+    (client, other), prefill, decode = await fleet(workers)
+    dead = answering(prefill, monkeypatch, add_lora=EngineDead("the engine of m has ended"))
+    answering(decode, monkeypatch, add_lora=True)
+    calls = client.connection.calls
+    loading = asyncio.create_task(calls.call("add_lora", [Adapter("x", 7)]))
+    await until(lambda: dead)
+    await asyncio.sleep(0.1)
+    assert not loading.done()
+    calls.worker_lost(prefill.id)
+    assert await loading is True
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "kind"),
+    [(None, None, Unanswered), (None, RuntimeError("rank 64"), CallFailed), (None, True, Unanswered)],
+)
+async def test_a_call_that_nobody_has_failed_is_told_from_one_that_an_engine_has(
+    workers: Workers, monkeypatch: pytest.MonkeyPatch, first: Any, second: Any, kind: type[CallFailed]
+) -> None:
+    """None: it does not answer."""
+    (client, other), *both = await fleet(workers)
+    monkeypatch.setattr(control_calls, "CALL_TIMEOUT_S", 1.0)  # of taking it back
+
+    async def silent(*_: Any) -> None:
+        await asyncio.Event().wait()
+
+    for worker, answer in zip(both, (first, second), strict=True):
+        if answer is None:
+            monkeypatch.setattr(worker.engine, "call", silent)
+        else:
+            answering(worker, monkeypatch, add_lora=answer, remove_lora=True)
+    with pytest.raises(CallFailed, match=r"no answer within 1 s") as raised:
+        await client.connection.calls.call("add_lora", [Adapter("x", 7)], timeout_s=1.0)
+    assert type(raised.value) is kind
 
 
 async def test_worker_refuses_unknown_method(workers: Workers, monkeypatch: pytest.MonkeyPatch) -> None:

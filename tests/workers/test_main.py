@@ -168,6 +168,16 @@ async def test_an_incompatible_worker_exits_with_2(workers: Workers) -> None:
 
 
 @pytest.mark.slow
+async def test_a_worker_may_have_the_model_in_another_folder_than_the_fleet(workers: Workers) -> None:
+    """A launcher has looked for it, and tells its workers of the folder; who starts one by hand has the file."""
+    await workers.spawn(Role.DECODE, "--model", "/of/the/launcher/small-1")
+    by_hand = await workers.spawn(Role.DECODE, "--model", "/elsewhere/small-1")
+    other = await workers.spawn(Role.DECODE, "--model", "/elsewhere/small-2", wait=False)
+    assert await other.stopped() == 2 and "model is 'small-2', but the fleet's is 'small-1'" in other.log[-1]
+    assert (await workers.registered(by_hand.id)).identity.model == "small-1"
+
+
+@pytest.mark.slow
 async def test_taken_kv_port_exits_for_restart(workers: Workers) -> None:
     first = await workers.spawn(Role.PREFILL)
     info = await workers.registered(first.id)

@@ -15,6 +15,7 @@ from typing import Any
 
 import msgspec
 
+from orchestrator.config.model import name_in_fleet
 from orchestrator.config.settings import KVConfig
 from orchestrator.config.simulated import CRASH_TOKEN, Simulated
 from orchestrator.policy.prefix_keys import prefix_keys, salt_of
@@ -94,7 +95,7 @@ class SimEngine:
         self._task = asyncio.create_task(self._run(), name="sim-engine")
         config = self._config
         identity = EngineIdentity(
-            model=self._model,
+            model=name_in_fleet(self._model),
             dtype="sim",
             kv_cache_dtype="sim",
             block_size=config.block_size,

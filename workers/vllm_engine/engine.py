@@ -41,7 +41,7 @@ from workers.vllm_engine.codec.messages import (
     why_refused,
 )
 from workers.vllm_engine.identity import identity_of
-from workers.vllm_engine.launch import Setup, build_config, start_client
+from workers.vllm_engine.launch import Setup, build_config, most_running, start_client
 from workers.vllm_engine.patches import compiles, load_for_engines
 from workers.vllm_engine.ranks import RankWatch, coordinators
 from workers.vllm_engine.speed import measure_speed, warm_up
@@ -116,7 +116,7 @@ class VllmEngine:
                 key=self._kv_keys.public if self._kv_keys else "",
             ),
             blocks_total=self._blocks_total,
-            max_num_seqs=config.scheduler_config.max_num_seqs,
+            max_num_seqs=most_running(config),
             max_num_batched_tokens=config.scheduler_config.max_num_batched_tokens,
             kv_bytes_per_token=facts["kv_bytes_per_token"],
             supported_tasks=tuple(tasks),
@@ -130,7 +130,7 @@ class VllmEngine:
         model, scheduling = config.model_config, config.scheduler_config
         room = self._blocks_total * config.cache_config.block_size // 2
         most_tokens = min(scheduling.max_num_batched_tokens, model.max_model_len - 1, room)
-        return await measure_speed(self, model.get_vocab_size(), most_tokens, scheduling.max_num_seqs, compiles(config))
+        return await measure_speed(self, model.get_vocab_size(), most_tokens, most_running(config), compiles(config))
 
     def _start_blocking(self) -> tuple[EngineCoreClient, Any]:
         try:

@@ -21,6 +21,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import _get_spec
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequest
 
+from orchestrator.config.model import name_in_fleet
 from orchestrator.types import EngineIdentity
 from orchestrator.wire.messages import PROTOCOL_VERSION
 
@@ -45,11 +46,11 @@ _ADDRESS = re.compile(r" at 0x[0-9a-f]+")  # of a function, say: it differs betw
 
 
 def identity_of(model: str, config: VllmConfig, attention_backend: str) -> EngineIdentity:
-    """`model`: the name in the fleet's configuration. `attention_backend`: the one that the ranks have chosen."""
+    """`model`: where this engine has it. `attention_backend`: the one that the ranks have chosen."""
     its = config.model_config
     drafts = _get_speculative_compatibility_factors(config)  # None if speculation has no KV of its own
     return EngineIdentity(
-        model=model,
+        model=name_in_fleet(model),
         dtype=str(its.dtype).removeprefix("torch."),
         kv_cache_dtype=str(config.cache_config.cache_dtype),
         block_size=config.cache_config.block_size,

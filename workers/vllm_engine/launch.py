@@ -97,11 +97,12 @@ def build_config(setup: Setup, group: Group = Group()) -> VllmConfig:
             "start one worker for each rank, with --ranks"
         )
     args.setdefault("scheduling_policy", "priority")  # frontends order the waiting requests, see `requests`
-    args.setdefault("enable_logging_iteration_details", True)  # each step's duration
+    args["enable_logging_iteration_details"] = True  # each step's duration; vLLM's lines of them are not written
     args["mm_processor_cache_gb"] = 0  # vLLM's cache for media counts on one server, which knows what is in it
     if args.get("enable_prefix_caching") is not False:
-        # The plugin collects them. A publisher of vLLM's, if `engine_args` names one, gets them too.
-        args.setdefault("kv_events_config", KVEventsConfig(enable_kv_cache_events=True, publisher="null"))
+        # The plugin collects them. A publisher of vLLM's, if `engine_args` switches one on, gets them too.
+        if (events := args.get("kv_events_config")) is None or not events.enable_kv_cache_events:
+            args["kv_events_config"] = KVEventsConfig(enable_kv_cache_events=True, publisher="null")
     if current_platform.is_cpu():
         args.setdefault("enforce_eager", True)
         if "VLLM_CPU_KVCACHE_SPACE" not in os.environ:
@@ -141,6 +142,11 @@ def build_config(setup: Setup, group: Group = Group()) -> VllmConfig:
             "memory; lower it"
         )
     return config
+
+
+def most_running(config: VllmConfig) -> int:
+    """The requests that a step of this engine has at most. Its buffers are for `max_num_seqs`."""
+    return config.scheduler_config.max_num_active_seqs or config.scheduler_config.max_num_seqs
 
 
 def _in_group(model: str, args: dict[str, Any], group: Group) -> dict[str, Any]:

@@ -171,15 +171,20 @@ async def _follow(fleet: OpenFleet, name: str, patience_s: float, show: Show, ad
     """Show what becomes of it until it serves or is gone. Returns why it was not added. Raises Refused in the end."""
     registry, store, why = _registry(fleet, name), _store(fleet), ""
     last, changed_at = Seen(name, ""), time.monotonic()
+
+    def was_away() -> None:  # nothing could start meanwhile, nor tell
+        nonlocal changed_at
+        changed_at = time.monotonic()
+
     while True:
-        listed = await retry_while_away(store.read)
+        listed = await retry_while_away(store.read, was_away)
         if listed is not None and name not in listed.models:
             show(Seen(name, "gone", why=why))
             return why or "somebody has removed it" if added else None
         if listed is not None:
             model = listed.models[name]
             why = why or model.why
-            seen = await retry_while_away(partial(_look, registry, name, model))
+            seen = await retry_while_away(partial(_look, registry, name, model), was_away)
             if seen != last:
                 show(seen)
                 last, changed_at = seen, time.monotonic()

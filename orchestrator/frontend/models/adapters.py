@@ -25,6 +25,8 @@ from vllm.lora.request import LoRARequest
 
 from orchestrator.fleet.adapters import AdapterFailed, AdapterRefused, AdapterView
 from orchestrator.fleet.control_calls import CallFailed
+from orchestrator.frontend import edge
+from orchestrator.frontend.engine import FleetRefused, unavailable
 from orchestrator.store.operator.adapters import Adapter, AdapterList
 
 log = logging.getLogger("pd.frontend")
@@ -111,6 +113,10 @@ class FleetModels(OpenAIServingModels):
     async def resolve_lora(self, lora_name: str) -> LoRARequest | ErrorResponse:
         known = self.lora_requests.get(lora_name)
         found = await super().resolve_lora(lora_name)
+        context = edge.current.get()
+        if isinstance(found, ErrorResponse) and context is not None and (refusal := context.refusal) is not None:
+            # It is there, but could not be loaded now: vLLM answers with 400, whatever was raised.
+            return create_error_response(refusal.message, "ServiceUnavailableError", HTTPStatus(refusal.status))
         if isinstance(found, LoRARequest) and found is not known:
             try:
                 await self._fleet.put(lora_name, _listed(found))
@@ -135,6 +141,8 @@ def _failed(error: Exception, name: str, path: str = "") -> ErrorResponse:
         return create_error_response(str(error), "NotFoundError", HTTPStatus.NOT_FOUND)
     if isinstance(error, AdapterRefused):
         return create_error_response(str(error), "InvalidUserInput", HTTPStatus.BAD_REQUEST)
-    if isinstance(error, (AdapterFailed, CallFailed)):
+    if isinstance(error, AdapterFailed | FleetRefused):
+        return create_error_response(error if isinstance(error, FleetRefused) else unavailable(str(error)))
+    if isinstance(error, CallFailed):  # as vLLM says what an engine says
         return create_error_response(str(error), "InternalServerError", HTTPStatus.INTERNAL_SERVER_ERROR)
     raise error

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import secrets
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
@@ -42,7 +43,8 @@ async def begin_list(redis: Redis, fleet: str, tree: Mapping[str, Any]) -> Model
         if listed is not None and await store.is_followed(listed, has_ended):
             return listed
         revision = 1 + (listed.revision if listed is not None else 0)
-        ours = ModelList(revision, {name: ListedModel(section) for name, section in tree[SECTION].items()})
+        models = {name: ListedModel(section) for name, section in tree[SECTION].items()}
+        ours = ModelList(revision, models, begun=secrets.token_hex(4))
         return ours if await store.change(listed, ours) else None
 
     return await decided(decide)
@@ -88,6 +90,8 @@ class ModelFollower:
             self._away_at = time.monotonic()
             await self._store.put_back(self._known)
             return
+        if listed.begun != self._known.begun:
+            listed = await self._joined(listed)
         self._known = listed
         for name in [name for name, task in self._doing.items() if task.done()]:
             self._doing.pop(name).result()
@@ -100,6 +104,16 @@ class ModelFollower:
                 await self._store.change(listed, listed.with_model(name, _in(model, ModelState.SERVING)))
         for name in self._fleet.models.keys() - listed.models.keys():  # another launcher has completed its removal
             await self._end_here(name)
+
+    async def _joined(self, listed: ModelList) -> ModelList:
+        """A list that another launcher has begun while Redis knew nobody of this fleet, with what runs here. Raises
+        RedisAway."""
+        log.warning("another launcher has begun a list of models: what runs here is put into it")
+        self._away_at = time.monotonic()
+        joined = self._known.over(listed)
+        if joined is not listed and not await self._store.change(listed, joined):
+            return self._known  # somebody else has changed it: the next look decides
+        return joined
 
     async def _add(self, name: str, model: ListedModel) -> None:
         log.info("model %s: is added", name)

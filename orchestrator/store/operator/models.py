@@ -36,10 +36,11 @@ class ListedModel(msgspec.Struct, frozen=True):
 
 
 class ModelList(msgspec.Struct, frozen=True):
-    """In the order of the file."""
+    """In the order of the file. `begun`: which list it is; changes keep that, and another has another."""
 
     revision: int
     models: dict[str, ListedModel]
+    begun: str = ""
 
     @property
     def present(self) -> dict[str, ListedModel]:
@@ -47,10 +48,18 @@ class ModelList(msgspec.Struct, frozen=True):
         return {name: model for name, model in self.models.items() if model.state is not ModelState.REMOVING}
 
     def with_model(self, name: str, model: ListedModel) -> ModelList:
-        return ModelList(self.revision + 1, {**self.models, name: model})
+        return self._changed({**self.models, name: model})
 
     def without(self, name: str) -> ModelList:
-        return ModelList(self.revision + 1, {other: model for other, model in self.models.items() if other != name})
+        return self._changed({other: model for other, model in self.models.items() if other != name})
+
+    def over(self, other: ModelList) -> ModelList:
+        """The other list with the models of this one too, which are as they are here."""
+        models = {**other.models, **self.models}
+        return other if models == other.models else other._changed(models)
+
+    def _changed(self, models: dict[str, ListedModel]) -> ModelList:
+        return ModelList(self.revision + 1, models, self.begun)
 
 
 class ModelStore(Document[ModelList]):

@@ -3,6 +3,7 @@
 import asyncio
 import json
 from collections.abc import AsyncIterator
+from types import SimpleNamespace
 from typing import Any, Self
 from unittest.mock import Mock
 
@@ -14,13 +15,17 @@ from support_wait import until
 from typer.testing import CliRunner
 
 from orchestrator.cli import handle as handle_module
+from orchestrator.cli import rollout as rollout_module
 from orchestrator.cli.handle import FleetHandle, OpenFleet, open_fleet, retry_while_away
 from orchestrator.cli.join import Token
 from orchestrator.cli.main import app
+from orchestrator.cli.models import model as model_module
 from orchestrator.cli.rollout import Event, _steps, follow, restart
 from orchestrator.config.settings import Refused, WorkersConfig
 from orchestrator.store.client import RedisAway
 from orchestrator.store.configuration import Phase, Rollout, Version
+from orchestrator.store.operator.models import ListedModel, ModelList, ModelState, ModelStore
+from orchestrator.store.registry import Registry
 from orchestrator.types import Role, WorkerState
 
 pytestmark = pytest.mark.slow  # a server of its own
@@ -217,6 +222,68 @@ async def test_restart_that_nobody_carries_out_is_given_up_with_the_reason(fleet
     quick = msgspec.structs.replace(QUICK, drain_timeout_s=0.5, start_timeout_s=0.5)
     with pytest.raises(Refused, match="nothing has changed for 1 s: a worker told to restart is not back"):
         await restart(workers.fleet, quick, None, 1, False, workers.shown.append)
+
+
+class Outage:
+    """Redis is away for a call, which takes longer than any patience. The commands' clock stands still otherwise."""
+
+    LONG_S = 1e6
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, kind: type, name: str) -> None:
+        call, self.now, self.comes, self.answers = getattr(kind, name), 0.0, False, 0
+
+        async def away_once(*args: Any, **options: Any) -> Any:
+            if self.comes:
+                self.now, self.comes = self.now + self.LONG_S, False
+                raise RedisAway("it fails over")
+            self.answers += 1
+            return await call(*args, **options)
+
+        monkeypatch.setattr(kind, name, away_once)
+        for module in (rollout_module, model_module):
+            monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: self.now))
+
+    async def passes(self, command: asyncio.Task[Any]) -> None:
+        """Returns when the command has looked again."""
+        self.comes = True
+        await until(lambda: not self.comes)
+        before = self.answers
+        await until(lambda: command.done() or self.answers >= before + 2)
+        if command.done():
+            await command  # raises why it has given up
+
+
+async def test_restart_does_not_count_an_outage_in_its_patience(
+    fleet: OpenFleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    outage = Outage(monkeypatch, Registry, "read")
+    workers = await ByHand.joined(fleet, "a", "b")
+    restarting = workers.restart()
+    await workers.told("a")
+    await outage.passes(restarting)
+    await workers.join("a", process="2")
+    await workers.all_restart(restarting, "b")
+    assert workers.shown[-1] == Event("done", workers=2)
+
+
+async def test_model_add_does_not_count_an_outage_in_its_patience(
+    fleet: OpenFleet, namespace: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, shown = ModelStore(fleet.redis, namespace), list[str]()
+
+    async def has_state(state: ModelState) -> None:
+        listed = ModelList(1, {"a": ListedModel({"model": "demo"}, state)})
+        assert await store.change(await store.read(), listed)
+
+    await has_state(ModelState.ADDING)
+    outage = Outage(monkeypatch, Registry, "frontends")
+    following = asyncio.create_task(
+        model_module._follow(fleet, namespace, "a", 60.0, lambda seen: shown.append(seen.state), added=True)
+    )
+    await until(lambda: shown == ["adding"])
+    await outage.passes(following)
+    await has_state(ModelState.SERVING)
+    assert await following is None and shown == ["adding", "serving"]
 
 
 async def test_restart_prints_steps_as_json(fleet: OpenFleet, capsys: pytest.CaptureFixture[str]) -> None:

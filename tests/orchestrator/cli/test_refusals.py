@@ -34,6 +34,17 @@ REFUSED = [
         f"{ENGINE}.aux_output_config.enable_return_routed_experts: the experts of .*; remove it",
     ),
     ("attention_config: {hisparse_config: {}}", f"{ENGINE}.attention_config.hisparse_config: KV in host .*; remove it"),
+    ("distributed_executor_backend: ray", f"{ENGINE}.distributed_executor_backend: its ranks .* got 'ray'; remove it"),
+    ("distributed_executor_backend: external_launcher", f"{ENGINE}.distributed_executor_backend: its .*; remove it"),
+    ("distributed_executor_backend: my.Executor", f"{ENGINE}.distributed_executor_backend: .*mp or uni, got 'my.Exec"),
+    ("scheduler_cls: my.Scheduler", f"{ENGINE}.scheduler_cls: another one may reuse .* got 'my.Scheduler'; remove it"),
+    ("ec_transfer_config: {ec_role: ec_producer}", f"{ENGINE}.ec_transfer_config: the engines .*; remove it"),
+    ("mm_encoder_only: true", f"{ENGINE}.mm_encoder_only: the engines that compute .*; remove it"),
+    ("shutdown_timeout: 60", f"{ENGINE}.shutdown_timeout: is set by the fleet; use the key launcher.stop_timeout_s"),
+    ("otlp_traces_endpoint: 'http://h'", f"{ENGINE}.otlp_traces_endpoint: .*; use the key frontend.otlp_endpoint"),
+    ("log_config_file: l.json", f"{ENGINE}.log_config_file: is set by the fleet; use the key logging.format"),
+    ("log_level: DEBUG", f"{ENGINE}.log_level: is set by the fleet; use the variable VLLM_LOGGING_LEVEL"),
+    ("_api_process_count: 2", f"{ENGINE}._api_process_count: not an argument of this vLLM"),
     ("kv_transfer_config: {}", f"{ENGINE}.kv_transfer_config: is set by the fleet; use the key kv.transfer"),
     ("no_such_argument: 1", f"{ENGINE}.no_such_argument: not an argument of this vLLM"),
     ("pipeline_parallel_size: 2", f"{ENGINE}.pipeline_parallel_size: expected 1, got 2"),
@@ -49,7 +60,8 @@ def written(tmp_path: Path, argument: str, more: str = "") -> Path:
 @pytest.mark.parametrize(("argument", "line"), REFUSED)
 def test_engine_arguments_are_refused_alike(tmp_path: Path, argument: str, line: str) -> None:
     file = written(tmp_path, argument)
-    if ("no_such" in argument or "pipeline" in argument) and importlib.util.find_spec("vllm") is None:
+    of_vllm = any(name in argument for name in ("no_such", "_api_process", "pipeline"))
+    if of_vllm and importlib.util.find_spec("vllm") is None:
         pytest.skip("its arguments are read from vLLM's source")
     with pytest.raises(ConfigError, match=rf"fleet\.yaml, line {5 if ENGINE in line else 3}: {line}"):
         checked_models(file)
@@ -102,6 +114,8 @@ def test_what_is_switched_off_is_taken(tmp_path: Path) -> None:
     checked_models(
         written(tmp_path, "{enable_return_routed_experts: false, kv_offloading_size: null, enable_sleep_mode: false}")
     )
+    checked_models(written(tmp_path, "{distributed_executor_backend: null, scheduler_cls: null}"))
+    checked_models(written(tmp_path, "distributed_executor_backend: mp"))
 
 
 def test_environment_that_unpickles_is_refused(tmp_path: Path) -> None:

@@ -16,8 +16,9 @@ from support_wait import DEADLINE_S
 
 from orchestrator.cli import down, up
 from orchestrator.config.settings import parse_config
+from orchestrator.launch.fleet_processes import StartFailed, StartLater
 from orchestrator.launch.host.run_folder import Ready, RunFolder, StartedProcess
-from orchestrator.process.parent import identity_of
+from orchestrator.process.parent import EXIT_AGAIN, identity_of
 
 SAYS_NOTHING_FOR_LONG = "import sys, time; time.sleep(0.5); print('orchestrator: no luck'); sys.exit(2)"
 
@@ -54,6 +55,18 @@ def test_the_fleet_of_a_killed_launcher_is_not_taken_for_the_one_that_starts(mon
 
     monkeypatch.setattr(up, "subprocess", SimpleNamespace(Popen=popen, DEVNULL=0, PIPE=0, STDOUT=0))
     assert refused("up", SIM, "--set", "namespace=a", "--detach") == "orchestrator: no luck"
+
+
+@pytest.mark.parametrize(("kind", "code"), [(StartLater, EXIT_AGAIN), (StartFailed, 2)])
+def test_a_start_that_may_succeed_the_next_time_is_told_from_one_that_cannot(
+    monkeypatch: pytest.MonkeyPatch, kind: type[StartFailed], code: int
+) -> None:
+    def launch(*_: object) -> None:
+        raise kind("worker-0 did not start")
+
+    monkeypatch.setattr(up, "launch", launch)
+    done = orchestrator("up", SIM, "--set", "namespace=a")
+    assert done.returncode == code and done.stderr.endswith("orchestrator: worker-0 did not start\n")
 
 
 BECOMES_READY_ON_A_FULL_DISK = """

@@ -11,7 +11,7 @@ import pytest
 from support_here import run_here
 
 from orchestrator.config import model as model_module
-from orchestrator.config.model import _gguf, find_model, read_model_config, resolve_model
+from orchestrator.config.model import _gguf, find_model, name_in_fleet, read_model_config, resolve_model
 from orchestrator.config.settings import ConfigError
 from orchestrator.process import files
 
@@ -36,6 +36,26 @@ def test_folders_that_do_not_exist_are_refused(name):
 def test_a_folder_without_a_model_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="has no config.json"):
         resolve_model(str(tmp_path))
+
+
+def test_a_model_has_one_name_wherever_its_folder_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "models" / "m-1").mkdir(parents=True)
+    (tmp_path / "link").symlink_to(tmp_path / "models" / "m-1")
+    monkeypatch.chdir(tmp_path)
+    for name in ("models/m-1", "./link", str(tmp_path / "link"), "/elsewhere/m-1", "~/m-1", "/elsewhere/m-1/"):
+        assert name_in_fleet(name) == "m-1"
+    for name in ("org/m-1", "s3://bucket/m-1", "m-1"):
+        assert name_in_fleet(name) == name
+
+
+def test_demo_has_the_name_of_its_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A launcher tells its workers of the folder; who starts one by hand has the same file, which says `demo`."""
+    monkeypatch.setattr(model_module, "_demo_name", lambda: "Small-1")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    made = tmp_path / "pd-orchestrator" / "models" / "Small-1"
+    made.mkdir(parents=True)
+    folder = resolve_model("demo")
+    assert folder == str(made) and name_in_fleet("demo") == name_in_fleet(folder) == "Small-1"
 
 
 @pytest.mark.parametrize("name", ["a--b", "org/a..b", "a.git", "x" * 97, "x" * 300])

@@ -10,7 +10,8 @@ from support_wait import until
 
 from orchestrator.fleet import adapters
 from orchestrator.fleet.adapters import AdapterFailed, AdapterRefused, AdapterView, refusal
-from orchestrator.store.client import Redis, connect
+from orchestrator.store.client import NotCarriedOut, Redis, RedisAway, connect
+from orchestrator.store.documents import Document
 from orchestrator.store.operator.adapters import Adapter, AdapterList
 from orchestrator.store.registry import Frontend, Registry
 
@@ -219,7 +220,45 @@ async def test_a_list_that_is_made_again_is_newer_than_the_one_that_was_lost(fle
     assert later.known.revision > first.known.revision > 0
 
 
-async def test_nothing_is_done_while_redis_is_away(mortal):
+async def test_a_moment_without_redis_fails_no_load(fleet: Fleet, monkeypatch):
+    """A frontend takes it for away after half a second; a busy machine is slower at times."""
+    first, second = await fleet.join("f1"), await fleet.join("f2")
+    away: list[str] = []
+
+    def fails_once(kind: type, name: str, error: type[RedisAway]) -> None:
+        call = getattr(kind, name)
+
+        async def failing(self: Any, *args: Any, **options: Any) -> Any:
+            mine = self is first._registry or self is first._registry.adapters
+            if mine and name not in away:
+                away.append(name)
+                raise error("slow")
+            return await call(self, *args, **options)
+
+        monkeypatch.setattr(kind, name, failing)
+
+    fails_once(Document, "read", RedisAway)
+    fails_once(Document, "change", NotCarriedOut)
+    fails_once(Registry, "frontends", RedisAway)
+    await first.load(X, replacing=False)
+    assert set(away) == {"read", "change", "frontends"} and second.known.adapters == {"x": X}
+
+
+async def test_a_change_of_which_nobody_knows_is_not_made_twice(fleet: Fleet, monkeypatch):
+    first, changes = await fleet.join("f1"), list[AdapterList]()
+
+    async def unknown(seen: Any, wanted: AdapterList, by_operator: bool = False) -> bool:
+        changes.append(wanted)
+        raise RedisAway("the answer is lost")
+
+    monkeypatch.setattr(first._registry.adapters, "change", unknown)
+    with pytest.raises(AdapterFailed, match="the list of adapters cannot be changed: the answer is lost"):
+        await first.load(X, replacing=False)
+    assert len(changes) == 1
+
+
+async def test_nothing_is_done_while_redis_is_away(mortal, monkeypatch):
+    monkeypatch.setattr(adapters, "FOLLOW_TIMEOUT_S", 0.3)
     redis = await connect(mortal.url, 5.0)
     fleet = Fleet(redis)
     view = await fleet.join("f")

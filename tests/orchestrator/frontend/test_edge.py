@@ -303,3 +303,19 @@ async def test_stream_that_fails_before_its_first_event_is_a_500_that_says_why()
         answer = await asked.post("/v1/responses", headers={"x-request-id": "mine"})
     assert (answer.status_code, answer.headers["x-request-id"]) == (500, "mine")
     assert answer.json()["error"]["message"] == "the answer failed: ValueError: no such answer"
+
+
+@pytest.mark.parametrize(("status", "answered"), [(500, 503), (400, 400)])
+async def test_a_refusal_that_a_route_of_vllm_answers_as_a_failure_is_told(status, answered):
+    """As /pause does with whatever is raised."""
+
+    async def app(scope, receive, send):
+        edge.current.get().refusal = edge.Refusal(503, "pause: worker w1: it does not answer", 1.0)
+        await send({"type": "http.response.start", "status": status, "headers": [(b"content-length", b"4")]})
+        await send({"type": "http.response.body", "body": b"what"})
+
+    transport = httpx.ASGITransport(edge.EdgeMiddleware(app, 1000, Access(SecurityConfig(), LimitsConfig())))
+    async with httpx.AsyncClient(transport=transport, base_url="http://test") as asked:
+        answer = await asked.post("/pause")
+    assert answer.status_code == answered and ("retry-after" in answer.headers) is (answered == 503)
+    assert ("it does not answer" in answer.text) is (answered == 503)

@@ -13,6 +13,7 @@ import pytest
 from support_redis import worker
 
 from orchestrator.config.access import LimitsConfig, SecurityConfig
+from orchestrator.fleet.control_calls import CallFailed, Unanswered
 from orchestrator.fleet.view import Fleet
 from orchestrator.frontend.access import Access
 from orchestrator.frontend.edge import EdgeMiddleware
@@ -58,6 +59,23 @@ async def test_unsupported_method_is_refused_with_501(method: str) -> None:
     with pytest.raises(GracefulHTTPError, match=f"{method} is not supported over a fleet") as refused:
         await getattr(core(), f"{method}_async")("x", mode="abort")
     assert refused.value.http_status == 501
+
+
+@pytest.mark.parametrize("method", ["pause_scheduler", "resume_scheduler", "add_lora", "reset_prefix_cache"])
+async def test_a_call_that_workers_do_not_answer_is_refused_with_503(method: str) -> None:
+    from orchestrator.frontend.engine import FleetRefused
+
+    async def unanswered(*_: Any) -> None:
+        raise Unanswered("worker w1: it is gone")
+
+    async def failed(*_: Any) -> None:
+        raise CallFailed("worker w1: rank 64 is too large")
+
+    for how, kind in ((unanswered, FleetRefused), (failed, CallFailed)):
+        pause, calls = SimpleNamespace(begin=how, end=how), SimpleNamespace(call=how)
+        with pytest.raises(kind, match="worker w1") as refused:
+            await getattr(core(pause=pause, calls=calls), f"{method}_async")()
+        assert getattr(refused.value, "http_status", None) == (503 if how is unanswered else None)
 
 
 def test_no_other_method_is_offered() -> None:

@@ -18,7 +18,7 @@ from support_wait import until
 from orchestrator.config.settings import Config, LauncherConfig, ScaleConfig, parse_config
 from orchestrator.launch import fleet_processes
 from orchestrator.launch.console import Console
-from orchestrator.launch.fleet_processes import FleetProcesses, StartFailed
+from orchestrator.launch.fleet_processes import FleetProcesses, StartFailed, StartLater
 from orchestrator.launch.host.local_machine import LocalMachine
 from orchestrator.launch.host.process import LocalProcess, ProcessSpec
 from orchestrator.launch.host.process_group import ProcessGroup
@@ -28,7 +28,7 @@ from orchestrator.launch.pools.worker_pool import WorkerPool
 from orchestrator.launch.registry_watch import Snapshot
 from orchestrator.launch.rollout import cannot_start
 from orchestrator.launch.supervise import Exit, Stage, Supervised
-from orchestrator.process.parent import own_identity
+from orchestrator.process.parent import EXIT_AGAIN, own_identity
 from orchestrator.store.client import Redis
 from orchestrator.store.fields import Frontend, Launcher
 from orchestrator.store.planned import BY_HAND
@@ -260,6 +260,21 @@ async def test_crashes_while_redis_was_away_are_not_held_against_a_process(
     finally:
         process.request_stop()
         await running
+
+
+@pytest.mark.parametrize(("code", "later"), [(EXIT_AGAIN, True), (1, False), (-9, False)])
+async def test_a_start_that_a_process_wants_tried_again_is_told_from_one_that_failed(
+    tmp_path: Path, code: int, later: bool
+):
+    """A service manager that takes 2 for an end for good would never start the fleet again."""
+    config = parse_config({"model": "m", "engine": "sim"})
+    fleet = processes_of(config, Mock(), LocalMachine(config), tmp_path)
+    end = Exit(code, "Redis cannot be used", was_ready=False, said=True)
+    process = Mock(stage=Stage.PAUSING, last_exit=end, last_lines=[], crashes=3)
+    process.name = "worker-0"
+    with pytest.raises(StartFailed, match=r"worker-0 did not start: it .* \(Redis cannot be used\)") as raised:
+        fleet._check_start(process)
+    assert isinstance(raised.value, StartLater) is later
 
 
 @pytest.mark.parametrize(("final", "shown"), [(False, "restarting"), (True, "cannot work as it is")])

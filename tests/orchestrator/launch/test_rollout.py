@@ -62,13 +62,14 @@ class Leader:
         self.rolling = RolloutRunner(config, registry, self.workers, frontends, prepare)  # type: ignore[arg-type]
         self.registry, self.now = registry, 1000.0
 
-    async def sees(self, others: dict[str, Launcher], leads: bool = True) -> set[str]:
+    async def sees(self, others: dict[str, Launcher], leads: bool = True, was_away: bool = False) -> set[str]:
         """Act on what is there now. Returns who has been told to restart."""
         reading = msgspec.structs.asdict(await self.registry.read())
         snapshot = Snapshot(
             **reading | {"launchers": {"a": Launcher(generation=self.workers.setup.generation), **others}},
             rollout=await self.registry.rollout.read(),
             read_at=self.now,
+            was_away=was_away,
         )
         await self.rolling.follow(snapshot, leads)
         return set((await self.registry.read()).orders)
@@ -152,6 +153,19 @@ async def test_a_worker_drains_by_the_time_that_a_rollout_shortens(leader: Leade
     old = Version(0, {**rollout.old.config, "workers": times})
     assert await leader.registry.rollout.change(rollout, msgspec.structs.replace(rollout, old=old))
     assert await is_patient_for(leader, PATIENCE_S + 100), "it may drain still"
+
+
+async def test_a_rollout_is_not_given_up_for_the_time_in_which_redis_was_away(leader: Leader):
+    """A successor that found none has begun again."""
+    assert await leader.sees({}) == {"decode-0"}
+    leader.now += PATIENCE_S + 1
+    await leader.sees({}, was_away=True)
+    leader.now += PATIENCE_S - 1
+    await leader.sees({})
+    assert (await phase(leader))[0] is Phase.FORWARD
+    leader.now += 2
+    await leader.sees({})
+    assert (await phase(leader))[0] is Phase.BACK
 
 
 async def test_a_rollout_is_not_given_up_for_the_time_in_which_nobody_led(leader: Leader):

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from support_wait import DEADLINE_S
 
-from orchestrator.process.parent import PARENT, exit_reason_in, has_ended, identity_of, own_identity, report_exit
+from orchestrator.process.parent import ALIVE, PARENT, exit_reason_in, has_ended, identity_of, own_identity, report_exit
 
 ROOT = Path(__file__).parents[3]
 
@@ -152,3 +152,26 @@ def test_nothing_has_ended_that_cannot_be_looked_at(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(Path, "read_text", read_text)
     assert not has_ended(f"{place}/{pid}/{int(ticks) - 1}")
+
+
+TELLS_WITHOUT_FILES = """
+import os, resource
+from orchestrator.process.parent import die_with_parent, tell_alive
+for _ in range(2):  # as one that is forked from a process that has done so
+    die_with_parent()
+resource.setrlimit(resource.RLIMIT_NOFILE, (32, 32))
+try:
+    while True:
+        os.dup(0)
+except OSError:
+    tell_alive()
+"""
+
+
+def test_one_that_has_too_many_files_open_still_tells_that_it_lives() -> None:
+    """It cannot connect to Redis any more either, and would be killed with all that it serves."""
+    told = subprocess.run(
+        [sys.executable, "-c", TELLS_WITHOUT_FILES],
+        capture_output=True, text=True, cwd=ROOT, timeout=DEADLINE_S, env={**os.environ, PARENT: str(os.getpid())},
+    )  # fmt: skip
+    assert told.returncode == 0 and told.stderr == f"\n{ALIVE}\n"

@@ -7,7 +7,7 @@ from support_bench import Bench, FakeRequest
 
 from orchestrator.router.dispatch import MAX_ATTEMPTS
 from orchestrator.router.quarantine import TRIAL_S
-from orchestrator.router.request import State
+from orchestrator.router.request import Overloaded, State
 from orchestrator.types import FinishReason, PauseState, Role
 from orchestrator.wire.messages import EngineCrashed, Rejected
 
@@ -69,6 +69,7 @@ async def test_a_suspect_waits_no_longer_than_others_for_a_worker():
     await bench.settle()
     assert sorted(bench.failed()) == sorted({"a", "b", "c"} - bench.on("d1")) != []
     assert all("no worker could try it alone" in failure.why for failure in bench.codec.failures.values())
+    assert all(Overloaded(failure.rejected).status == 503 for failure in bench.codec.failures.values())
 
 
 @pytest.mark.parametrize("how", ["the fleet is paused", "this process stands still"])

@@ -867,6 +867,27 @@ async def test_max_attempts_bounds_retries(monkeypatch):
     bench.assert_no_leaks()
 
 
+@pytest.mark.parametrize(
+    ("fails", "status"), [(["lost"] * 4, 503), (["error"] * 3 + ["lost"], 503), (["error"] * 4, None)]
+)
+async def test_a_request_whose_workers_were_lost_may_be_asked_again(fails, status):
+    """500 would say that something is wrong with it, or here. One engine that fails it may be wrong, four are not."""
+    bench = await Bench.asked(FakeRequest("r", prompt_tokens=10))
+    for attempt, how in enumerate(fails, 1):
+        worker = bench.bound_to()
+        if how == "lost":
+            bench.lose(worker)
+            bench.add_worker(worker, Role.DECODE)
+        else:
+            bench.tokens(worker, "r", [], attempt=attempt, finish=FinishReason.ERROR)
+        await bench.settle()
+    failure = bench.codec.failures["r"]
+    assert failure.why.startswith("4 attempts failed: ") and not failure.by_client
+    assert (Overloaded(failure.rejected).status if failure.rejected is not None else None) == status
+    assert status is None or failure.rejected.retry_after_s > 0
+    bench.assert_no_leaks()
+
+
 async def test_an_accepted_request_waits_for_a_worker_to_come_back():
     bench = Bench()
     bench.fleet.remove("d1")

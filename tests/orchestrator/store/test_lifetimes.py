@@ -1,11 +1,15 @@
 """Every key in Redis has a time to live: what a fleet leaves behind goes, and nothing of it is in the next one."""
 
+import asyncio
 import re
 from pathlib import Path
 
+import pytest
 from support_redis import claim_head, fresh_namespace, job, keys_of, worker
 from support_steering import claim_ids, order_drain, set_desired
+from support_wait import until
 
+from orchestrator.process.tasks import cancelled
 from orchestrator.store import keys
 from orchestrator.store.client import Redis
 from orchestrator.store.configuration import Rollout, Version
@@ -94,3 +98,55 @@ async def test_what_operators_set_stays_while_any_member_lives(redis: Redis) -> 
     found = await lives(redis, namespace)
     assert all(found[name] > 5 for name in STEERED), found
     assert found["log_levels"] <= keys.LEVELS_S, "a level of this fleet is not in effect in the next"
+
+
+SOON_S = 10
+
+
+@pytest.mark.parametrize(
+    ("verb", "kept"),
+    [
+        ("enqueue", {"job:a", "queue", "queued_tokens"}),
+        ("claim", {"leases", "claims:w"}),
+        ("renew", {"job:b", "leases", "claims:w"}),
+        ("release", {"job:b", "queue", "queued_tokens"}),
+        ("sweep", {"leases"}),
+        ("sweep of a queue", {"queue", "queued_tokens"}),
+        ("wait", {"waiters", "waits_until"}),
+        ("told", {"told"}),
+    ],
+)
+async def test_what_a_verb_of_the_queue_holds_lives_on_by_it(redis: Redis, verb: str, kept: set[str]) -> None:
+    """A fleet under load calls them over and over. Else its queue would run out under it, an hour after it began."""
+    namespace = fresh_namespace()
+    await Registry(redis, namespace).refresh_frontend(Frontend("f1", "http://h", "1"), 60)
+    queue, prefix = PrefillQueue(redis, namespace, "w"), Keys(namespace).prefix
+    if verb in ("renew", "release", "sweep"):
+        await queue.enqueue(job("b"))
+        assert len(await claim_head(queue, "w", 10_000, 1)) == 1
+    elif verb in ("claim", "sweep of a queue"):
+        await queue.enqueue(job("b"))
+        await queue.enqueue(job("c"))
+    waiter = PrefillQueue(redis, namespace, "idle")
+    for name in await keys_of(redis, namespace):
+        await redis.expire(prefix + name, SOON_S)
+    if verb == "enqueue":
+        await queue.enqueue(job("a"))
+    elif verb == "claim":
+        assert len(await claim_head(queue, "w", 10_000, 1)) == 1
+    elif verb == "renew":
+        assert await queue.renew("w", ["b"]) == []
+    elif verb == "release":
+        assert await queue.release("w", "b", 1)
+    elif verb.startswith("sweep"):
+        await queue.sweep()
+    else:
+        waiting = asyncio.create_task(waiter.wait_for_work(5.0, "idle"))
+        await until(lambda: redis.zcard(f"{prefix}waiters"), "it waits")
+        if verb == "told":
+            await queue.enqueue(job("a"))
+        found = await lives(redis, namespace)
+        await cancelled(waiting)
+        await waiter.aclose()
+    found = found if verb in ("wait", "told") else await lives(redis, namespace)
+    assert {name for name in kept if found.get(name, 0) <= SOON_S} == set(), found

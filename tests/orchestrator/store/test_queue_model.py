@@ -196,6 +196,14 @@ class QueueMachine(Machine):
         tokens = sum(self.jobs[request_id].tokens for request_id in waiting)
         assert self.do(self.queue.depth()) == QueueDepth(len(waiting), tokens, len(self.jobs) - len(waiting))
         assert [row["id"] for row in self.do(peek(self.queue, 100))] == waiting
+        held = {
+            worker: {name for name, known in self.jobs.items() if known.holder == worker} for worker in ("w1", "w2")
+        }
+        assert self.do(self.claims()) == held
+
+    async def claims(self):
+        """Of each worker: what a frontend looks up when one falls silent."""
+        return {worker: set(await self.queue.claims_of(worker)) for worker in ("w1", "w2")}
 
     def teardown(self):
         self.close(*self.jobs)

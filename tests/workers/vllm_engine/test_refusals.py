@@ -70,6 +70,23 @@ def test_an_argument_that_switches_off_what_is_refused_is_taken(model: Path) -> 
     build(model, enable_return_routed_experts=False, kv_offloading_size=None)
 
 
+def test_what_frontends_are_told_of_is_collected_whatever_is_switched_off(model: Path) -> None:
+    """Durations of steps, and what is cached: without them placement would know nothing of either."""
+    built = build(model, enable_logging_iteration_details=False, kv_events_config={"enable_kv_cache_events": False})
+    assert built.observability_config.enable_logging_iteration_details
+    assert built.kv_events_config.enable_kv_cache_events and built.kv_events_config.publisher == "null"
+    own = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": "tcp://*:5601"}
+    assert build(model, kv_events_config=own).kv_events_config.endpoint == "tcp://*:5601"
+
+
+def test_a_worker_tells_of_as_many_places_as_its_scheduler_has(model: Path) -> None:
+    """Frontends would send it more than it takes up, to wait there, while another worker has room."""
+    from workers.vllm_engine.launch import most_running
+
+    assert most_running(build(model, max_num_seqs=16)) == 16
+    assert most_running(build(model, max_num_seqs=16, max_num_active_seqs=4)) == 4
+
+
 def _routed_experts(config: Any) -> None:
     config.aux_output_config.enable_return_routed_experts = True
 

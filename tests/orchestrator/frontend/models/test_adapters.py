@@ -9,8 +9,10 @@ import pytest
 from support_redis import fresh_namespace
 from support_wait import until
 
+from orchestrator.fleet import adapters as adapters_module
 from orchestrator.fleet.adapters import AdapterView
-from orchestrator.fleet.control_calls import CallFailed
+from orchestrator.fleet.control_calls import CallFailed, Unanswered
+from orchestrator.frontend import edge
 from orchestrator.store.client import Redis
 from orchestrator.store.registry import Frontend, Registry
 
@@ -23,7 +25,7 @@ class Workers:
     def __init__(self) -> None:
         self.files: dict[str, str] = {"/a": "a", "/b": "b"}
         self.loaded: list[tuple[str, int]] = []
-        self.fails = ""
+        self.fails, self.kind = "", CallFailed
 
     async def call(self, method: str, args: list[Any]) -> Any:
         from vllm.exceptions import LoRAAdapterNotFoundError
@@ -34,7 +36,7 @@ class Workers:
             return self.files[args[1]]
         assert method == "add_lora"
         if self.fails:
-            raise CallFailed(self.fails)
+            raise self.kind(self.fails)
         (adapter,) = args
         assert not adapter.load_inplace
         self.loaded.append((adapter.lora_path, adapter.lora_int_id))
@@ -49,7 +51,7 @@ class Fleet:
     async def frontend(self, name: str, static: dict[str, str] | None = None) -> Any:
         from vllm.entrypoints.openai.models.protocol import BaseModelPath, LoRAModulePath
 
-        from orchestrator.frontend.engine import FleetLLM
+        from orchestrator.frontend.engine import FleetLLM, _carried_out
         from orchestrator.frontend.models.adapters import FleetModels
 
         registry = Registry(self.redis, self.namespace)
@@ -66,7 +68,7 @@ class Fleet:
             add_lora = FleetLLM.add_lora
 
         async def add_lora_async(adapter: Any) -> Any:
-            return await self.workers.call("add_lora", [adapter])
+            return await _carried_out(self.workers.call("add_lora", [adapter]))
 
         model_config = SimpleNamespace(max_model_len=100, model="base")
         core = SimpleNamespace(add_lora_async=add_lora_async)
@@ -134,6 +136,19 @@ async def test_what_cannot_be_loaded_is_in_nobodys_list(fleet: Fleet) -> None:
     assert status == 400 and "already been" in why
 
 
+async def test_what_the_fleet_cannot_do_now_may_be_asked_again(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    """503: no worker or engine has refused the adapter."""
+    monkeypatch.setattr(adapters_module, "FOLLOW_TIMEOUT_S", 0.3)
+    first = await fleet.frontend("f1")
+    fleet.workers.fails, fleet.workers.kind = "add_lora: worker w2: no answer within 60 s", Unanswered
+    status, why = await load(first, "x", "/a")
+    assert status == 503 and why.startswith(fleet.workers.fails) and "try again" in why
+    fleet.workers.fails = ""
+    await Registry(fleet.redis, fleet.namespace).refresh_frontend(Frontend("stuck", "http://f", "p"), 60.0)
+    status, why = await load(first, "x", "/a")
+    assert status == 503 and "frontend stuck did not follow" in why and served(first) == {}
+
+
 async def test_other_weights_under_a_known_name_have_another_number(fleet: Fleet) -> None:
     first, second = await fleet.frontend("f1"), await fleet.frontend("f2")
     await load(first, "x", "/a")
@@ -180,6 +195,27 @@ async def test_an_adapter_that_a_resolver_finds_is_the_fleets(fleet: Fleet) -> N
     for number in range(100):  # clients ask for anything
         assert (await first.resolve_lora(f"{number}")).error.code == 404
     assert len(first.lora_resolver_lock) == 0
+
+
+async def test_an_adapter_that_a_resolver_finds_and_the_fleet_cannot_load_now_may_be_asked_for_again(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """400 would say that something is wrong with the request."""
+    from vllm.lora.request import LoRARequest
+
+    class Resolver:
+        async def resolve_lora(self, _: str, name: str) -> Any:
+            return LoRARequest(name, 1, f"/{name}")
+
+    models = await fleet.frontend("f1")
+    models.lora_resolvers = [Resolver()]
+    for kind, status in ((Unanswered, 503), (CallFailed, 400)):
+        fleet.workers.fails, fleet.workers.kind = "add_lora: worker w2: no", kind
+        context = edge.RequestContext("r")
+        token = edge.current.set(context)
+        assert (await models.resolve_lora("a")).error.code == status
+        assert (context.refusal is not None and context.refusal.status == 503) is (status == 503)
+        edge.current.reset(token)
 
 
 async def test_of_those_who_ask_for_one_adapter_together_one_asks_the_resolver(fleet: Fleet) -> None:

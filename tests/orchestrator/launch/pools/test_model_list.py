@@ -227,3 +227,26 @@ async def test_a_list_that_cannot_be_followed_once_is_followed_on(world: World) 
         await world.frontend("c")
         await world.change("c", ListedModel({}, ModelState.ADDING))
         await _until(world, "c", "serving")
+
+
+async def test_a_list_that_another_launcher_has_begun_meanwhile_ends_no_model_here(world: World) -> None:
+    """Redis was away until all entries had run out, or has lost them, and that launcher was the first to be there."""
+    other = {"models": {"c": {}, "b": {"model": "of-its-file"}}}
+    for lost in (True, False):
+        async with world.launcher(), world.launcher():
+            known = await world.store.read()
+            assert known is not None
+            if lost:
+                await world.store.delete()
+            assert list((await begin_list(world.redis, world.fleet, other)).models) == ["c", "b"]
+
+            async def joined(known: ModelList = known) -> bool:
+                found = await world.store.read()
+                return found is not None and found.models.keys() == {"a", "b", "c"} and found.begun != known.begun
+
+            await until(joined, "the models of both")
+            found = await world.store.read()
+            assert found is not None and {**found.models, **known.models} == found.models, "b is as it runs here"
+            await asyncio.sleep(0.2)
+            assert await world.store.read() == found, "they agree"
+            assert not [line for line in world.seen if line.endswith("no workers")]
