@@ -246,7 +246,7 @@ def shown_request(line: str) -> str | None:
         return None
     try:
         it = msgspec.json.decode(encoded, type=RequestLine)
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, RecursionError):
         return line
     by = f"prefilled by {it.prefill_worker}, decoded by" if it.prefill_worker else "prefilled and decoded by"
     where = f", {by} {it.decode_worker}" if it.decode_worker else ""

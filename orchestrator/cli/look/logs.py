@@ -143,7 +143,7 @@ def _of(process: str | None) -> Callable[[str], bool]:
 def as_object(line: str) -> str:
     """The line as JSON. With `logging.format: json` it is JSON already, but a full disk leaves pieces of lines."""
     if line.startswith("{"):
-        with contextlib.suppress(msgspec.DecodeError):
+        with contextlib.suppress(msgspec.DecodeError, RecursionError):
             msgspec.json.decode(line, type=dict[str, msgspec.Raw])
             return line
     process, named, message = line.removeprefix("[").partition("] ")

@@ -123,7 +123,7 @@ def request_lines(path: Path) -> Iterator[RequestLine]:
                 if (encoded := request_in(text)) is not None:
                     try:
                         yield msgspec.json.decode(encoded, type=RequestLine)
-                    except msgspec.DecodeError:
+                    except (msgspec.DecodeError, RecursionError):
                         continue  # cut off, or of another release
     except Foreign as error:
         raise Refused(str(error)) from None

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import logging.config
 import os
+import re
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
@@ -23,7 +24,8 @@ REQUESTS = "pd.request"  # one line per ended request: a `RequestLine` as JSON
 # Environment variables that give format and process name to the processes that vLLM starts.
 _FORMAT, _PROCESS = "PD_LOG_FORMAT", "PD_LOG_PROCESS"
 _VLLM_LOGGING = Path(__file__).with_name("vllm_logging.json")
-_REQUEST = f" {REQUESTS}: "
+# As TextFormatter and `common_log_line` begin it: what a client has sent may stand in the middle of another line.
+_REQUEST = re.compile(rf"(?:\[\S+\] )?\S+ \S+ [A-Z]+ \S+ {re.escape(REQUESTS)}: (.+)", re.DOTALL)
 
 
 class _Configurator(logging.config.DictConfigurator):
@@ -130,9 +132,9 @@ def request_in(line: str) -> str | bytes | None:
     if line.startswith("{"):
         try:
             return bytes(msgspec.json.decode(line, type=_Logged).request) or None
-        except msgspec.DecodeError:
+        except (msgspec.DecodeError, RecursionError):
             return None
-    return line.partition(_REQUEST)[2] or None
+    return found[1] if (found := _REQUEST.match(line)) else None
 
 
 class _Logged(msgspec.Struct):

@@ -104,6 +104,8 @@ def test_request_is_shown_with_its_stages():
 
 def test_other_and_truncated_lines_are_shown_unchanged():
     assert shown_request("INFO pd.frontend: listening") is None
+    deep = logged(LINE).partition("{")[0] + '{"new":' + "[" * 2000
+    assert shown_request(deep) == deep
     cut = logged(LINE)[:60]
     assert shown_request(cut) == cut
 

@@ -44,7 +44,10 @@ def test_lines_are_read_from_a_log_that_others_write_to(tmp_path: Path):
     log = tmp_path / "x.log"
     encoded = msgspec.json.encode(LINE).decode()
     log.write_text(
-        f"frontend-0 | 12:00 INFO pd.router: hello\nfrontend-0 | 12:00 INFO pd.request: {encoded}\nx pd.request: {{\n"
+        "[frontend-0] 2026-01-31 12:00:00.123 INFO frontend-0 pd.router: hello\n"
+        f"[frontend-0] 2026-01-31 12:00:00.123 INFO frontend-0 pd.request: {encoded}\n"
+        "[frontend-0] 2026-01-31 12:00:00.123 INFO frontend-0 pd.request: {\n"
+        '[frontend-0] 2026-01-31 12:00:00.123 INFO frontend-0 pd.request: {"new":' + "[" * 2000 + "\n"
     )
     assert list(request_lines(log)) == [LINE]
     assert list(request_lines(tmp_path / "gone.log")) == []

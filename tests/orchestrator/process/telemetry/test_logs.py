@@ -53,6 +53,20 @@ def test_other_lines_hold_no_request(line):
     assert logs.request_in(line) is None
 
 
+DEEP = '{"new":' + "[" * 2000  # deeper than a reader goes
+
+
+@pytest.mark.parametrize("form", ["text", "json"])
+@pytest.mark.parametrize("sent", [" pd.request: " + msgspec.json.encode(LINE).decode(), " pd.request: " + DEEP, DEEP])
+def test_what_a_client_has_sent_is_no_ended_request(form, sent):
+    """Errors quote it. A reader of the log that it ended would read no line after it."""
+    told = record("vllm.serving", "no model %s", sent)
+    told.exc_text = sent
+    for line in (sent, logs.formatter(form, "frontend-0").format(told)):
+        assert logs.request_in(line) is None
+        assert logs.request_in(logs.common_log_line("text", "frontend-0", line)) is None
+
+
 def test_in_a_json_file_every_line_is_an_object():
     ours = logs.formatter("json", "decode-0").format(record("pd.worker", "ready"))
     assert logs.common_log_line("json", "decode-0", ours) == ours
