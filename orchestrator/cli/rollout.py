@@ -215,9 +215,12 @@ async def follow(
     registry, document = fleet.registry, fleet.registry.rollout
     seen = dict.fromkeys(ordered.restart, ("", 0))
     said_back, missed = False, 0  # looks, one after the other
+    found: Rollout | None = None
     while missed <= _LOOKS:
-        rollout = await retry_while_away(document.read)
-        if rollout is None or (rollout.new.generation, rollout.restart) != (ordered.new.generation, ordered.restart):
+        rollout = found = await retry_while_away(document.read)
+        if found is not None and (found.new.generation, found.restart) != (ordered.new.generation, ordered.restart):
+            rollout = ordered.as_ended(found)
+        if rollout is None:
             missed += 1  # Redis lost it; who leads tells it again
             if leader is not None:
                 await retry_while_away(lambda: document.change(None, ordered))
@@ -241,6 +244,8 @@ async def follow(
             if await retry_while_away(partial(leader.follow, reading, rollout, loading, time.monotonic(), leads=True)):
                 await retry_while_away(partial(leader.end, rollout))
         await asyncio.sleep(_LOOK_EVERY_S)
+    if found is not None and found.restart != ordered.restart:
+        raise Refused(f"somebody has ordered a {found.name} since, which took its place; see `orchestrator status`")
     raise Refused("no launcher tells of it any more; `orchestrator up` goes on with the rollout if it is in Redis")
 
 
