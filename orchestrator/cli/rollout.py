@@ -207,9 +207,12 @@ async def follow(
     seen = dict.fromkeys(ordered.restart, ("", 0))
     said_back, missed = False, 0  # looks, one after the other
     asked = retry_while_away if leader is None else partial(retry_while_away, was_away=leader.was_away)
+    found: Rollout | None = None
     while missed <= _LOOKS:
-        rollout = await asked(document.read)
-        if rollout is None or (rollout.new.generation, rollout.restart) != (ordered.new.generation, ordered.restart):
+        rollout = found = await asked(document.read)
+        if found is not None and (found.new.generation, found.restart) != (ordered.new.generation, ordered.restart):
+            rollout = ordered.as_ended(found)
+        if rollout is None:
             missed += 1  # Redis lost it; who leads tells it again
             if leader is not None:
                 await asked(lambda: document.change(None, ordered))
@@ -230,6 +233,8 @@ async def follow(
         if leader is not None and await asked(partial(_lead, leader, reading, rollout)):
             await asked(partial(leader.end, rollout))
         await asyncio.sleep(_LOOK_EVERY_S)
+    if found is not None and found.restart != ordered.restart:
+        raise Refused(f"somebody has ordered a {found.name} since, which took its place; see `orchestrator status`")
     raise Refused("no launcher tells of it any more; `orchestrator up` goes on with the rollout if it is in Redis")
 
 

@@ -35,7 +35,9 @@ TICK_S, LATE_S = 0.1, 0.01
 RESYNC_S = 5.0
 # Reports of a large fleet are read together, at most this late: a twentieth of the time between two of one worker.
 READ_PAUSE_S_PER_WORKER, READ_PAUSES_S = 25e-6, (0.0025, 0.01)
-COALESCE_S = 0.05  # a large fleet that starts makes many events at once: reading it once serves them all
+# Between two readings of the registry. A large fleet that starts makes many events at once: reading it once serves them
+# all. How long a reading took has time in it in which this process stood still, so it does not wait for that alone.
+COALESCE_S, READ_REST_S = 0.05, 1.0
 
 
 class Membership:
@@ -107,8 +109,8 @@ class Membership:
             began = time.monotonic()
             with turns.turn():
                 await self._resync()
-            # At most a fifth of this process's time, however many workers come at once.
-            await asyncio.sleep(max(COALESCE_S, 4 * (time.monotonic() - began)))
+            # A fifth of this process's time, however many workers come at once.
+            await asyncio.sleep(min(max(COALESCE_S, 4 * (time.monotonic() - began)), READ_REST_S))
 
     async def _tick(self) -> None:
         async for late_s in ticks(TICK_S):

@@ -16,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import time
 from collections import deque
 from collections.abc import Callable
@@ -28,7 +29,7 @@ from orchestrator.process.ticks import ticks
 from orchestrator.store.client import RedisAway
 from orchestrator.store.planned import Seen
 from orchestrator.store.registry import Registry
-from orchestrator.types import IDLE, WAKE, DesiredRatio, PauseState
+from orchestrator.types import WAKE, DesiredRatio, PauseState
 
 PauseMode = Literal["abort", "wait", "keep"]
 MAX_STALLS = 16  # times that this process stood still; of earlier ones workers are held to have had the time
@@ -106,7 +107,8 @@ class Rest:
         self.cold_start_s = cold_start_s
         self._registry, self._serves, self._desired = registry, serves, desired
         self._asked = False  # a request waits
-        self._woken = 0.0, 0.0  # the last wake that was seen: when it was ordered, and monotonic
+        self._rested = False  # at the last look
+        self._noted, self._woken_at = 0.0, -math.inf  # the ratio that ended the last rest: its `set_at`; monotonic
         self._used_at = time.monotonic()
         self._seen_requests = 0
 
@@ -114,10 +116,15 @@ class Rest:
     def away(self) -> bool:
         """Whether no worker is there because nobody asked, and one comes when it is asked for, or is about to."""
         desired = self._desired()
-        if desired is None or desired.set_by not in (IDLE, WAKE) or self._serves():
+        if desired is None or self._serves():
             return False
-        ordered_at, seen_at = self._woken
-        return desired.idle or desired.set_at != ordered_at or time.monotonic() - seen_at < self.cold_start_s
+        if desired.idle or self._wakes(desired):
+            return True
+        return desired.decode > 0 and time.monotonic() - self._woken_at < self.cold_start_s
+
+    def _wakes(self, desired: DesiredRatio) -> bool:
+        """Whether this ratio ends a rest, which has not been noted yet. An operator's does, too."""
+        return self._rested or (desired.set_by == WAKE and desired.set_at != self._noted)
 
     def recall(self) -> bool:
         """A request found no worker. Whether it is worth waiting for one, which is then asked for."""
@@ -140,9 +147,10 @@ class Rest:
                 await self._look()
 
     async def _look(self) -> None:
-        desired = self._desired()
-        if desired is not None and desired.set_by == WAKE and desired.set_at != self._woken[0]:
-            self._woken = desired.set_at, time.monotonic()
+        if (desired := self._desired()) is not None:
+            if not desired.idle and self._wakes(desired):
+                self._noted, self._woken_at = desired.set_at, time.monotonic()
+            self._rested = desired.idle
         if self._asked:
             self._asked = False
             with contextlib.suppress(RedisAway):

@@ -127,7 +127,7 @@ class FleetProcesses:
             up_at: float | None = None  # monotonic
             said = False
             while True:
-                if self._up(self._processes()) and self.url:
+                if self._up(self._processes()) and self.frontends.all_serve and self.url:
                     self._came_up = True
                     up_at = up_at or time.monotonic()
                     up_s = time.monotonic() - up_at

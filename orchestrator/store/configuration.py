@@ -88,6 +88,15 @@ class Rollout(msgspec.Struct, frozen=True):
             return self.restart.get(unit.id) == unit.process
         return unit.generation != self.target.generation
 
+    def as_ended(self, later: Rollout) -> Rollout | None:
+        """This rollout as it ended, by one that was ordered after it: that began with what this one had left. None
+        where `later` does not say, as one that is older: Redis had lost this one, and was told that again."""
+        is_later = later.highest > self.highest or (later.restart and later.highest == self.highest)
+        if self.restart or not is_later:
+            return None
+        done = later.old.generation == self.new.generation
+        return self.to(Phase.DONE) if done else self.to(Phase.UNDONE, f"before the {later.name} was ordered")
+
     def to(self, phase: Phase, why: str = "") -> Rollout:
         return msgspec.structs.replace(self, phase=phase, why=why or self.why)
 

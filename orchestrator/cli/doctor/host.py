@@ -119,11 +119,14 @@ def _torchvision() -> Iterator[Check]:
 
 def _nixl() -> Iterator[Check]:
     """NIXL's version and backends, which transport UCX picks, and how fast a WRITE on this host is."""
-    fix = "pip install nixl==1.5.1; `python -m workers.vllm_engine.kv_probe` shows its words"
+    words = "`python -m workers.vllm_engine.kv_probe` shows its words"
+    fix = f"pip install nixl==1.5.1; {words}"
     try:
         told = probe_writes()
     except ProbeFailed as failed:
-        yield Check("NIXL", "fail", f"a WRITE on this host {failed}", fix)
+        late = isinstance(failed, ProbeLate)
+        mend = f"run it again while this host has less to do; {words}" if late else fix
+        yield Check("NIXL", "fail", f"a WRITE on this host {failed}", mend)
         return
     backends = ", ".join(told["backends"])
     if "UCX" not in told["backends"]:
@@ -139,6 +142,10 @@ class ProbeFailed(Exception):
     """What became of a WRITE, as the end of a sentence."""
 
 
+class ProbeLate(ProbeFailed):
+    """That it takes too long, which says nothing of what is installed."""
+
+
 def probe_writes(*arguments: str, env: Mapping[str, str] = {}) -> dict[str, Any]:
     """What WRITEs between two processes of this host tell, with these variables beside our own. Raises ProbeFailed."""
     command = [sys.executable, "-m", "workers.vllm_engine.kv_probe", *arguments]
@@ -146,7 +153,7 @@ def probe_writes(*arguments: str, env: Mapping[str, str] = {}) -> dict[str, Any]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_PROBE_TIMEOUT_S, env=own)
     except subprocess.TimeoutExpired:
-        raise ProbeFailed(f"did not end within {_PROBE_TIMEOUT_S:g} s") from None
+        raise ProbeLate(f"did not end within {_PROBE_TIMEOUT_S:g} s") from None
     try:
         told: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     except (IndexError, ValueError):

@@ -63,6 +63,11 @@ class OfModel:
         return self._pool.first is self
 
     @property
+    def all_serve(self) -> bool:
+        """Whether all frontends of the pool do, whichever model answers for them."""
+        return all(process.stage is Stage.READY for process in self._pool.processes)
+
+    @property
     def renewed(self) -> bool:
         """Whether all are of the generation of `setup`, and serve."""
         return self._pool.all_of(self.setup)

@@ -59,6 +59,27 @@ async def test_rollout_follows_through_redis_outage(mortal: Server, fleet: OpenF
     assert show.mock_calls[-1].args == (Event("done", generation=1),)
 
 
+@pytest.mark.parametrize("restarts", [{}, {"a": "1"}])
+@pytest.mark.parametrize(("left", "phase"), [(1, Phase.DONE), (0, Phase.UNDONE)])
+async def test_a_rollout_has_ended_where_somebody_has_ordered_the_next(
+    restarts: dict[str, str], left: int, phase: Phase, fleet: OpenFleet
+) -> None:
+    """Between two looks."""
+    begun, rollout, show = Rollout(Version(0, {}), Version(1, {})), fleet.registry.rollout, Mock()
+    new = Version(left if restarts else 2, {})
+    assert await rollout.change(None, Rollout(Version(left, {}), new, restart=restarts, ordered=1))
+    assert (await follow(fleet, begun, show)).phase is phase
+    (event,) = (call.args[0] for call in show.mock_calls)
+    assert (event.event, event.generation) == (phase.value, left)
+
+
+async def test_a_restart_that_another_order_has_followed_is_not_said_to_be_nobodys(fleet: OpenFleet) -> None:
+    version, rollout = Version(0, {}), fleet.registry.rollout
+    assert await rollout.change(None, Rollout(version, version, restart={"b": "1"}))
+    with pytest.raises(Refused, match="ordered a restart since"):
+        await follow(fleet, Rollout(version, version, restart={"a": "1"}), Mock())
+
+
 def test_a_frontend_that_starts_is_not_shown_as_draining():
     looks: list[dict[str, tuple[str, int]]] = [
         {"f0": ("ready", 0)},

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import time
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -10,6 +11,7 @@ import support_info
 from support_doors import Doors
 from support_wait import until
 
+from orchestrator.fleet import membership
 from orchestrator.fleet.membership import RECONNECT_S, Membership
 from orchestrator.fleet.view import Fleet
 from orchestrator.fleet.worker_view import PrefixView
@@ -327,6 +329,26 @@ async def test_blocked_loop_declares_no_worker_dead(scene):
     assert scene.lost == [] and scene.fleet.ready(Role.DECODE) == 1
     worker.mute()
     await until(lambda: scene.lost == ["d"])
+
+
+async def test_a_worker_is_found_though_this_process_stood_still_while_it_read(scene, monkeypatch):
+    # A frontend that starts builds its app meanwhile, which takes seconds.
+    stood_still_s = 0.0
+
+    async def workers():
+        nonlocal stood_still_s
+        stood_still_s += 600.0
+        return await reading()
+
+    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + stood_still_s)
+    monkeypatch.setattr(membership, "time", clock)
+    reading = scene.registry.workers
+    monkeypatch.setattr(scene.registry, "workers", workers)
+    await scene.changed()
+    await until(lambda: stood_still_s)
+    monkeypatch.setattr(scene.registry, "workers", reading)
+    await scene.start("d")
+    assert scene.fleet.ready(Role.DECODE) == 1
 
 
 async def test_a_worker_whose_load_cannot_be_heard_is_never_used_and_given_up(scene):

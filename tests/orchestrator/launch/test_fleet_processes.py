@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import AsyncMock, Mock
+from unittest.mock import AsyncMock, Mock, PropertyMock
 
 import msgspec
 import pytest
@@ -310,3 +310,18 @@ async def test_a_start_says_once_that_only_the_endpoint_is_not_ready(tmp_path: P
     await fleet.until_ready()
     (line,) = caplog.messages
     assert line.startswith("http://127.0.0.1:8000/ready is not, though all processes here are")
+
+
+async def test_a_model_waits_for_frontends_though_another_answers_for_them(tmp_path: Path, monkeypatch, caplog):
+    """Before they serve, nothing is late."""
+    monkeypatch.setattr(fleet_processes, "_CONNECT_S", 0.0)
+    config = parse_config({"model": "m", "engine": "sim"})
+    fleet = processes_of(config, AsyncMock(), LocalMachine(config), tmp_path)
+    fleet._answers = AsyncMock(return_value=True)  # type: ignore[method-assign]
+    stages, frontend = [Stage.STARTING] * 3, Mock()
+    type(frontend).stage = PropertyMock(side_effect=lambda: stages.pop() if stages else Stage.READY)
+    pool = fleet.frontends._pool
+    pool.models.insert(0, Mock())
+    pool._placed.append(Mock(process=frontend))
+    await fleet.until_ready()
+    assert not stages and not caplog.messages

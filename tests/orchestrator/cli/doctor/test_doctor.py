@@ -74,6 +74,17 @@ def test_torchvision_that_is_built_for_another_torch_fails(torch, vision, level,
     assert check.level == level and check.fix.endswith(fix)
 
 
+@pytest.mark.parametrize(("program", "mended"), [("sleep 60", "less to do"), ("false", "pip install nixl")])
+def test_a_write_that_takes_too_long_is_not_mended_by_a_package(program, mended, tmp_path: Path, monkeypatch):
+    python = tmp_path / "python"
+    python.write_text(f"#!/bin/sh\nexec {program}\n")
+    python.chmod(0o700)
+    monkeypatch.setattr(sys, "executable", str(python))
+    monkeypatch.setattr(host, "_PROBE_TIMEOUT_S", 0.5 if "sleep" in program else 60.0)
+    (check,) = host._nixl()
+    assert check.level == "fail" and mended in check.fix and "kv_probe" in check.fix
+
+
 async def test_a_redis_that_is_away_fails():
     (check,) = [check async for check in redis_checks(FleetHandle("x", "redis://127.0.0.1:1", None, None))]
     assert check.level == "fail" and "cannot be used" in check.said and check.fix
