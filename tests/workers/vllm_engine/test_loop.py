@@ -46,7 +46,7 @@ class FakeEngine:
     def schedule(self, throttle: bool = False) -> Any:
         at = self.scheduler
         self.seen.append((at.max_num_scheduled_tokens, at.scheduler_config.long_prefill_token_threshold))
-        return SimpleNamespace(total_num_scheduled_tokens=30)
+        return SimpleNamespace(total_num_scheduled_tokens=30, num_scheduled_tokens={"prompt": 30})
 
     def execute_dummy_batch(self) -> None:
         self.dummies += 1
