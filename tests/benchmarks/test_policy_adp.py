@@ -54,7 +54,7 @@ def test_prompts_are_whole_where_steps_take_hardly_longer_for_them(prompt_s):
         "in_order": True,
     }
     level, whole = (simulate_adp(AdpSettings(strategy=way, **engine)) for way in ("level", "least_tokens"))
-    assert level.tokens_per_s > 0.99 * whole.tokens_per_s and level.ttft_p50_s < 1.3 * whole.ttft_p50_s
+    assert level.tokens_per_s > 0.99 * whole.tokens_per_s and level.ttft_p50_s < 1.5 * whole.ttft_p50_s
 
 
 def test_prompts_in_turns_leave_more_to_gain():

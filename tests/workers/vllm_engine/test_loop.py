@@ -14,7 +14,7 @@ from support_vllm import scheduler_of
 from support_wait import DEADLINE_S
 
 from orchestrator.policy.choices.steps import prompt_tokens_beside
-from workers.load.board import Board, announce
+from workers.load.board import _RING, _RINGS, Board, announce
 
 pytestmark = pytest.mark.vllm
 
@@ -192,6 +192,8 @@ def test_steps_and_dummy_batches_are_counted(boards: list[Board]) -> None:
     assert counted is not None and engine.dummies == 1
     assert (counted.steps, counted.mean_tokens, counted.most_tokens) == (3, 1 + 22.5 + 4, 1 + 30 + 8)
     assert (counted.dummies, counted.waves) == (1, 4)
+    of_prompts = list(boards[0]._own[_RINGS + 2 * _RING :])
+    assert of_prompts[:4] == [0, 29, 0, 0], "one of the 30 is decoded"
 
 
 def test_steps_of_vllms_own_server_are_counted_too(boards: list[Board], monkeypatch: pytest.MonkeyPatch) -> None:
