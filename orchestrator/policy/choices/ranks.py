@@ -14,7 +14,6 @@ from orchestrator.policy.predict.estimates import MIN_FIT_SAMPLES, LineFit
 
 DRAIN_STEPS = 32  # in which the prompts of all ranks should be computed, where many sequences decode
 LEAST_ALONE = 512  # prompt tokens of a rank in a step in which none decodes: each step takes a time of its own
-SPARED = 0.25  # of what a chunk spares if all ranks compute as much in its step: others mostly have less
 _ALL = 1 << 40  # tokens, more than there are
 
 
@@ -107,5 +106,5 @@ class ChunkWorth:
         if not (generating and self._beyond.samples >= MIN_FIT_SAMPLES):
             return 0
         waits_s = self._without.at(generating / self._ranks) / generating + max(0.0, self._beyond.intercept)
-        spared_s = self._beyond.slope * (1 - 1 / self._ranks) * SPARED
+        spared_s = self._beyond.slope * (1 - 1 / self._ranks)
         return int(min(waits_s / spared_s, _ALL)) if spared_s > 0 else _ALL

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.policy.choices.ranks import LEAST_ALONE, SPARED
+from orchestrator.policy.choices.ranks import LEAST_ALONE
 from orchestrator.types import StepCounters
 from workers.load import board
 from workers.load.board import Board, announce, withdraw
@@ -192,10 +192,10 @@ def test_a_prompt_is_cut_into_no_less_than_is_worth_a_step(here: Path) -> None:
     for each in boards:
         each.plan(50, 0, False)
         each.note(50, 0.02, 1)
-    worth = int((0.02 / 100 + 0.001) / (1e-5 / 2 * SPARED))
-    assert 500 < worth < 1000 and first.budget(50, 1500, 2048) == second.budget(50, 1500, 2048)
+    worth = int((0.02 / 100 + 0.001) / (1e-5 / 2))
+    assert 200 < worth < 300 and first.budget(50, 1500, 2048) == second.budget(50, 1500, 2048)
     assert first.budget(50, 1500, 2048) == pytest.approx(worth, rel=0.02)
-    assert first.budget(50, 300, 2048) == 300 and first.budget(1800, 300, 2048) == 248
+    assert first.budget(50, 200, 2048) == 200 and first.budget(1900, 300, 2048) == 148
     first.plan(50, 1500, False)
     second.plan(50, 0, False)
     step(boards, 50, 50, seconds=0.02)

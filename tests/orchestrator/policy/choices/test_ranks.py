@@ -9,7 +9,6 @@ from orchestrator.policy.choices.named import decode_choice
 from orchestrator.policy.choices.ranks import (
     DRAIN_STEPS,
     LEAST_ALONE,
-    SPARED,
     ChunkWorth,
     assign_longest_first,
     level_chunks,
@@ -81,7 +80,7 @@ def test_a_chunk_spares_what_it_costs(ranks: int) -> None:
     """A step, in which its sequence waits, and all wait for what a step takes for having any prompt."""
     worth, sequences = learned(prompt_s=0.002, token_s=1e-4, ranks=ranks), 50 * ranks
     costs_s = (0.01 + 1e-4 * 50) + sequences * 0.002
-    spares_s = sequences * 1e-4 * (ranks - 1) / ranks * SPARED
+    spares_s = sequences * 1e-4 * (ranks - 1) / ranks
     assert worth.tokens(sequences) == pytest.approx(costs_s / spares_s, abs=1)
     assert pace(1000, [50] * ranks, False, 0, 400) == (400, 31) and pace(90, [50] * ranks, False, 0, 400) == (90, 31)
     assert pace(1000, [50] * ranks, True, 5, 400) == (400, 0)
