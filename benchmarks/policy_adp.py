@@ -3,12 +3,14 @@ that a prompt on one rank delays the ranks that only decode.
 
 `gate` and `assign_longest_first` follow NVIDIA's ADP balance strategy (TensorRT-LLM tech blog 10). `level_chunks` is
 our own: it does not hold prompts until all ranks have one, but cuts them so that every rank computes as many tokens.
-Fleets run the last two, from `orchestrator.policy.choices.ranks`; only this simulation runs the gate.
+Fleets run the last two, from `orchestrator.policy.choices.ranks`, and `ChunkWorth`, by which no chunk is shorter than
+is worth a step; only this simulation runs the gate.
 
 The setting is NVIDIA's: 8 ranks, and 16,000 requests with means of 803 tokens in and 3,653 out, 5,120 at once, at most
-512 on a rank. An iteration takes `fixed_s + token_s * tokens` of the busiest rank. NVIDIA publishes only the means of
-the lengths. Their spread and the two times are fitted to the published throughput of the baseline, its share of the
-speed of light (64.9%) and the speed-up of 1.31 by waiting for context. All other results are the model's own.
+512 on a rank. An iteration takes `fixed_s + token_s * tokens` of the busiest rank, and `prompt_s` more, here 0, if any
+rank computes prompts in it. NVIDIA publishes only the means of the lengths. Their spread and the two times are fitted
+to the published throughput of the baseline, its share of the speed of light (64.9%) and the speed-up of 1.31 by waiting
+for context. All other results are the model's own.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from typing import Literal
 
 import msgspec
 
-from orchestrator.policy.choices.ranks import assign_longest_first, level_chunks, pace
+from orchestrator.policy.choices.ranks import ChunkWorth, assign_longest_first, level_chunks, pace
 from orchestrator.policy.policies import ENGINE_WEIGHT
 
 
@@ -64,7 +66,7 @@ def gate(
 
 
 class AdpSettings(msgspec.Struct, frozen=True, kw_only=True):
-    strategy: Literal["round_robin", "gate", "level"] = "round_robin"
+    strategy: Literal["round_robin", "least_tokens", "gate", "level"] = "round_robin"
     late: bool = False  # with `level`, a rank knows of the others what they had a step before
     in_turns: bool = False  # a short prompt and a long one follow each other, 0.2 and 1.8 times the mean
     in_order: bool = False  # a rank begins its prompts in the order of our engines, and not as they come
@@ -81,6 +83,7 @@ class AdpSettings(msgspec.Struct, frozen=True, kw_only=True):
     sigma_out: float = 0.2
     fixed_s: float = 0.0328
     token_s: float = 1.0928e-4
+    prompt_s: float = 0.0
     seed: int = 0
 
 
@@ -152,7 +155,7 @@ def simulate_adp(settings: AdpSettings) -> AdpResult:
     ranks = [_Rank() for _ in range(settings.ranks)]
     queue: deque[tuple[int, int, float]] = deque()
     sent, now, iteration, done = 0, 0.0, 0, 0
-    held = GateState()
+    held, worth = GateState(), ChunkWorth(settings.ranks)
     turn = 0
     balanced_s = balances = prompt_balances = 0.0
     prompt_iterations = 0
@@ -162,10 +165,11 @@ def simulate_adp(settings: AdpSettings) -> AdpResult:
             queue.append((*lengths[sent], now))
             sent += 1
         turn = _fetch(settings, ranks, queue, turn)
-        chunks, held = _decide(settings, ranks, held)
+        chunks, held = _decide(settings, ranks, held, worth.tokens(sum(rank.generating for rank in ranks)))
         tokens = [rank.generating + chunk for rank, chunk in zip(ranks, chunks, strict=True)]
         top = max(tokens)
-        seconds = settings.fixed_s + settings.token_s * top
+        seconds = settings.fixed_s + settings.token_s * top + settings.prompt_s * any(chunks)
+        worth.ended([rank.generating for rank in ranks], chunks, seconds)
         now += seconds
         iteration += 1
         balance = sum(tokens) / (len(tokens) * top) if top else 1.0
@@ -211,7 +215,8 @@ def _fetch(settings: AdpSettings, ranks: list[_Rank], queue: deque[tuple[int, in
             turn += 1
     else:
         tokens = [rank.generating + rank.backlog for rank in ranks]
-        chosen = assign_longest_first([prompt for prompt, _, _ in batch], tokens, [rank.active for rank in ranks])
+        active = [rank.active if settings.strategy != "least_tokens" else 0 for rank in ranks]
+        chosen = assign_longest_first([prompt for prompt, _, _ in batch], tokens, active)
     for (prompt, output, arrived), where in zip(batch, chosen, strict=True):
         place = arrived + (ENGINE_WEIGHT * settings.token_s * prompt if settings.in_order else 0)
         bisect.insort(ranks[where].waiting, [prompt, output, arrived, place], key=lambda each: each[3])
@@ -219,13 +224,14 @@ def _fetch(settings: AdpSettings, ranks: list[_Rank], queue: deque[tuple[int, in
     return turn
 
 
-def _decide(settings: AdpSettings, ranks: list[_Rank], held: GateState) -> tuple[list[int], GateState]:
-    """The prompt tokens that each rank computes in this iteration, and the gate's next state."""
+def _decide(settings: AdpSettings, ranks: list[_Rank], held: GateState, worth: int) -> tuple[list[int], GateState]:
+    """The prompt tokens that each rank computes in this iteration, and the gate's next state. `worth`: as in `pace`."""
     if settings.strategy == "level":
         backlog = [rank.backlog for rank in ranks]
         generating, floors = [rank.generating for rank in ranks], []
         for rank in ranks:
-            floor, rank.steps_left = pace(rank.backlog, generating, rank.active >= settings.max_batch, rank.steps_left)
+            full = rank.active >= settings.max_batch
+            floor, rank.steps_left = pace(rank.backlog, generating, full, rank.steps_left, worth)
             floors.append(floor)
         rows = list(zip(generating, backlog, floors, strict=True))
         if not settings.late:

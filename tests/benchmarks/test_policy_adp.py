@@ -41,6 +41,22 @@ def test_level_chunks_cost_time_to_the_first_token_and_less_in_the_order_of_engi
     assert in_order.tokens_per_s > 0.98 * as_they_come.tokens_per_s > whole.tokens_per_s
 
 
+@pytest.mark.parametrize("prompt_s", [0.0015, 0.01])
+def test_prompts_are_whole_where_steps_take_hardly_longer_for_them(prompt_s):
+    """As on a small engine on a CPU: level chunks would let each prompt take several steps and spare none anything."""
+    engine = {"ranks": 2, "requests": 1500, "concurrency": 96, "max_batch": 64, "max_tokens": 2048}
+    engine |= {
+        "mean_in": 400,
+        "mean_out": 80,
+        "fixed_s": 0.035,
+        "token_s": 1e-5,
+        "prompt_s": prompt_s,
+        "in_order": True,
+    }
+    level, whole = (simulate_adp(AdpSettings(strategy=way, **engine)) for way in ("level", "least_tokens"))
+    assert level.tokens_per_s > 0.99 * whole.tokens_per_s and level.ttft_p50_s < 1.5 * whole.ttft_p50_s
+
+
 def test_prompts_in_turns_leave_more_to_gain():
     small = {"ranks": 2, "requests": 1500, "concurrency": 200, "mean_in": 400, "mean_out": 80, "in_turns": True}
     plain, level = (simulate_adp(AdpSettings(strategy=way, **small)) for way in ("round_robin", "level"))
@@ -75,4 +91,5 @@ def test_the_published_setting_is_balanced():
 def test_the_simulation_and_the_fleet_have_the_same_deciders():
     assert policy_adp.level_chunks is ranks.level_chunks and board.level is ranks.level
     assert policy_adp.pace is board.pace is ranks.pace
+    assert policy_adp.ChunkWorth is board.ChunkWorth is ranks.ChunkWorth
     assert policy_adp.assign_longest_first is ranks.assign_longest_first

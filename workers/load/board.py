@@ -11,6 +11,8 @@ not begun. So who begins a step finds the plans of all ranks for it, and all fin
 of anybody is less than 2 * ahead steps later. A rank that has no plan for this step, since the group has just begun to
 step or that rank has begun again, has none for any other: all compute whole prompts. What has come to a rank since it
 wrote its plan counts `ahead` steps later.
+
+What steps take each rank learns from the rows alone, of steps that all have ended: so all come to the same figures.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from pathlib import Path
 
 from msgspec.structs import astuple
 
-from orchestrator.policy.choices.ranks import level, pace
+from orchestrator.policy.choices.ranks import ChunkWorth, level, pace
 from orchestrator.process.files import check_own, make_folder, open_own, own_uid
 from orchestrator.types import StepCounters
 
@@ -32,14 +34,15 @@ log = logging.getLogger("pd.worker")
 
 _HERE = "PD_RANK_BOARD"  # of the rank of this process: its number, how many there are, 1 if it levels, the file
 _FOLDER = "VLLM_RPC_BASE_PATH"  # of the launcher's run, for short-lived files
-# A row: 8-byte integers, a ring of the latest plans, then two rings of the latest steps: tokens, and microseconds.
+# A row: 8-byte integers, a ring of the latest plans, then rings of the latest steps: tokens, microseconds, and those of
+# the tokens that are of prompts.
 _WAVES, _STEPS, _PLANS = range(3)
 _PLAN = 4  # which step it is for; tokens to decode, and of prompts; the fewest of these to compute
 _KEPT = 32  # plans, of steps up to half as many ahead
 _RINGS = _PLANS + _KEPT * _PLAN
 _RING = 1024  # more steps than pass between two looks
 _RECENT = 1 - 1 / 512  # weight of a step beside the next one, in the balance of the latest
-_ROW = _RINGS + 2 * _RING
+_ROW = _RINGS + 3 * _RING
 
 
 def announce(name: str, rank: int, size: int, levels: bool) -> None:
@@ -108,6 +111,7 @@ class Board:
         self._rows = [cells[at * _ROW : (at + 1) * _ROW] for at in range(size)]
         self._own = self._rows[rank]
         self._steps_left = self._read = 0
+        self._worth = ChunkWorth(size)
         self._counters = StepCounters(0, 0.0, 0, 0.0, 0.0, 0, 0)
         self._recent = [0.0, 0.0]  # mean and most tokens of the latest steps
 
@@ -117,13 +121,14 @@ class Board:
         decodes, prompts, floors = zip(*plans, strict=True) if (plans := self._plans()) else ((), (), ())
         if not (self._levels and backlog and (any(decodes) or any(prompts))):
             return None
-        return max(1, min(backlog, level(decodes, prompts, floors, max_tokens) - generating))
+        chunk = max(level(decodes, prompts, floors, max_tokens) - generating, self._worth.tokens(sum(decodes)))
+        return max(1, min(backlog, chunk, max_tokens - generating))
 
     def plan(self, generating: int, backlog: int, full: bool) -> None:
         """What this rank has after the step that it is about to take, before it does. `full`: it has a request in every
         place of its batch."""
-        others = [decode for rank, (decode, _, _) in enumerate(self._plans()) if rank != self._rank]
-        floor, self._steps_left = pace(backlog, [generating, *others], full, self._steps_left)
+        decodes = [decode for rank, (decode, _, _) in enumerate(self._plans()) if rank != self._rank] + [generating]
+        floor, self._steps_left = pace(backlog, decodes, full, self._steps_left, self._worth.tokens(sum(decodes)))
         step = self._own[_STEPS] + self._ahead
         at = _PLANS + step % _KEPT * _PLAN
         self._own[at + 1], self._own[at + 2], self._own[at + 3] = generating, backlog, floor
@@ -137,12 +142,26 @@ class Board:
             return []
         return [(row[at + 1], row[at + 2], row[at + 3]) for row in self._rows]
 
-    def note(self, tokens: int, seconds: float, waves: int) -> None:
-        """A step has ended, in which this rank computed so many tokens, 0 for an empty batch; `waves` have begun."""
+    def note(self, tokens: int, seconds: float, waves: int, prompts: int = 0) -> None:
+        """A step has ended, in which this rank computed so many tokens, 0 for an empty batch, of them so many of
+        prompts; `waves` have begun. Of steps that were begun ahead it is the latest one that has begun."""
         own = self._own
         at = _RINGS + own[_STEPS] % _RING
-        own[at], own[at + _RING], own[_WAVES] = tokens, int(seconds * 1e6), waves
+        own[at], own[at + _RING], own[at + 2 * _RING], own[_WAVES] = tokens, int(seconds * 1e6), prompts, waves
         own[_STEPS] += 1
+        if self._levels:
+            self._learn(own[_STEPS] - 1 - self._ahead)
+
+    def _learn(self, ended: int) -> None:
+        """What the step took that was the latest to begin `ahead` steps ago: all ranks have told of it."""
+        began = ended - self._ahead + 1  # of those that were begun ahead the first one has ended
+        if began < 0 or any(row[_STEPS] <= ended for row in self._rows):
+            return
+        at, took_s = _RINGS + began % _RING, max(row[_RINGS + _RING + ended % _RING] for row in self._rows) / 1e6
+        prompts = [row[at + 2 * _RING] for row in self._rows]
+        decodes = [row[at] - prompt for row, prompt in zip(self._rows, prompts, strict=True)]
+        if any(decodes) or any(prompts):
+            self._worth.ended(decodes, prompts, took_s)
 
     def counters(self) -> StepCounters | None:
         """Of all steps that every rank has taken so far. None on all ranks but the first, and before the first step."""

@@ -265,7 +265,7 @@ class SimEngine:
                 await self._wake.wait()
                 due = time.monotonic()
                 continue
-            tokens = self._scheduler.step_tokens if step is not None else 0
+            tokens, prompts = (self._scheduler.step_tokens, self._scheduler.prompts) if step is not None else (0, 0)
             if step is not None:
                 self._started(began)
             step_s = step.first_s if step is not None else self._scheduler.profile.step_s
@@ -274,7 +274,7 @@ class SimEngine:
             due = max(due, began - MAX_CATCH_UP_S) + duration
             await asyncio.sleep(max(0.0, due - time.monotonic()))
             if self._board is not None:
-                self._board.note(tokens, duration, self._lockstep.waves)
+                self._board.note(tokens, duration, self._lockstep.waves, prompts)
             self._step_ms = duration * 1e3
             if step is not None or receiving:
                 self._finish(began, step is not None)

@@ -88,7 +88,7 @@ class SimScheduler(Engine):
         started, self._started = self._started, []
         if self.board is not None:
             ending = sum(stay.compute == tokens and stay.phase != "prefill" for stay, tokens in self.chunks)
-            decodes, prompts = self.batch.sequences + len(self.arrived) + ending, self.pending_tokens - self._prompts
+            decodes, prompts = self.batch.sequences + len(self.arrived) + ending, self.pending_tokens - self.prompts
             self.board.plan(decodes, prompts, full=len(self.running) >= self.profile.max_num_seqs)
         return step, [request for request in started if request.kv_source is not None]
 
@@ -100,16 +100,17 @@ class SimScheduler(Engine):
     @property
     def step_tokens(self) -> int:
         """Of the step that has begun."""
-        return self.batch.sequences + self._prompts
+        return self.batch.sequences + self.prompts
 
     @property
-    def _prompts(self) -> int:
+    def prompts(self) -> int:
+        """Tokens of prompts in the step that has begun."""
         return sum(tokens for _, tokens in self.chunks)
 
     def complete(self, seconds: float, now: float) -> list[Sampled]:
         """The step has ended, after so many seconds. Requests that left meanwhile get no token."""
         ran = list(self.running)
-        self._times.ended(self._prompts, self.batch.sequences, seconds)
+        self._times.ended(self.prompts, self.batch.sequences, seconds)
         self.finish(1, now)
         return [self._sample(stay) for stay in ran if self.generated(stay) > stay.job.sampled]
 

@@ -35,7 +35,7 @@ class Steps:
     """Takes part in the steps of an engine in a group from the first one on, and tells the others of it."""
 
     def __init__(self, engine: Any, board: Board) -> None:
-        self._engine, self._board, self._tokens = engine, board, 0
+        self._engine, self._board, self._tokens, self._prompts = engine, board, 0, 0
         scheduler = engine.scheduler
         self._schedule, self._execute_dummy = scheduler.schedule, engine.execute_dummy_batch
         scheduler.schedule, engine.execute_dummy_batch = self._level_and_schedule, self._dummy
@@ -44,7 +44,7 @@ class Steps:
         """A turn, in which a step was begun if `executed`."""
         if not executed:
             return
-        self._board.note(self._tokens, elapsed_ms / 1e3, self._engine.current_wave + 1)
+        self._board.note(self._tokens, elapsed_ms / 1e3, self._engine.current_wave + 1, self._prompts)
 
     def _dummy(self) -> None:
         if not self._engine.scheduler.has_unfinished_requests():  # else its schedule has told of them
@@ -77,7 +77,8 @@ class Steps:
         decodes, backlog, awaiting = self._work()
         chunk = self._board.budget(decodes, backlog, scheduler.max_num_scheduled_tokens)
         output = schedule_at_most(scheduler, chunk, decodes + awaiting, lambda: self._schedule(*args, **kwargs))
-        self._tokens = output.total_num_scheduled_tokens
+        self._tokens, each = output.total_num_scheduled_tokens, 1 + scheduler.num_spec_tokens
+        self._prompts = sum(tokens - each for tokens in output.num_scheduled_tokens.values() if tokens > each)
         decodes, backlog, _ = self._work()  # what is in the step counts as computed by now
         self._board.plan(decodes, backlog, len(scheduler.running) >= scheduler.max_num_active_reqs)
         return output

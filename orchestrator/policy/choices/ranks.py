@@ -10,8 +10,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from orchestrator.policy.predict.estimates import MIN_FIT_SAMPLES, LineFit
+
 DRAIN_STEPS = 32  # in which the prompts of all ranks should be computed, where many sequences decode
 LEAST_ALONE = 512  # prompt tokens of a rank in a step in which none decodes: each step takes a time of its own
+_ALL = 1 << 40  # tokens, more than there are
 
 
 def assign_longest_first(prompts: Sequence[int], tokens: Sequence[int], active: Sequence[int]) -> list[int]:
@@ -57,18 +60,51 @@ def level(generating: Sequence[int], backlog: Sequence[int], floors: Sequence[in
     return min(max_tokens, max(min(reach), mean, least, max(generating) + 1))
 
 
-def pace(backlog: int, generating: Sequence[int], full: bool, steps_left: int) -> tuple[int, int]:
+def pace(backlog: int, generating: Sequence[int], full: bool, steps_left: int, worth: int = 0) -> tuple[int, int]:
     """A rank's floor for `level_chunks`, and the steps that are then left for its prompts, to pass with the next call.
 
     Its prompts are computed within so many steps as sequences `generating` on a rank (the mean) wait for them, at most
     `DRAIN_STEPS`, although the other ranks may have none: where few wait, little is gained by a later first token.
     Where its batch is `full` prompts wait for a place anyway, and only the number of them that all ranks compute
-    counts: no floor. Where none decodes the floor is what is worth a step.
+    counts: no floor but `worth`, the tokens that are worth a step (`ChunkWorth`). Where none decodes the floor is
+    `LEAST_ALONE`.
     """
     if not any(generating):
         return min(backlog, LEAST_ALONE), 0
     if not backlog or full:
-        return 0, 0
+        return min(backlog, worth), 0
     most = max(1, min(DRAIN_STEPS, -(-sum(generating) // len(generating))))
     left = min(steps_left, most) or most
-    return -(-backlog // left), left - 1
+    return max(-(-backlog // left), min(backlog, worth)), left - 1
+
+
+class ChunkWorth:
+    """The fewest tokens of a prompt that are worth a step, learned from those that have ended.
+
+    A prompt takes a step more for each time that it is cut. For that its sequence waits, and all sequences wait for
+    what a step takes for having any prompt. They are spared what the chunk takes, on those ranks that compute as many
+    tokens in that step. So little is spared where steps take hardly longer for more tokens, and prompts are whole
+    there.
+    """
+
+    def __init__(self, ranks: int) -> None:
+        self._ranks = ranks
+        # By tokens, of steps without prompts; by those that prompts make the step longer, what it takes beyond that.
+        self._without, self._beyond = LineFit(0.0, 1.0), LineFit(0.0)
+
+    def ended(self, generating: Sequence[int], chunks: Sequence[int], seconds: float) -> None:
+        """A step has, in which the ranks computed so many tokens, and of prompts."""
+        most = max(generating)
+        if not any(chunks):
+            self._without.observe(most, seconds)
+        elif self._without.samples >= MIN_FIT_SAMPLES:
+            longest = max(decode + chunk for decode, chunk in zip(generating, chunks, strict=True))
+            self._beyond.observe(longest - most, seconds - self._without.at(most))
+
+    def tokens(self, generating: int) -> int:
+        """Beside so many sequences on all ranks; 0 until that is known."""
+        if not (generating and self._beyond.samples >= MIN_FIT_SAMPLES):
+            return 0
+        waits_s = self._without.at(generating / self._ranks) / generating + max(0.0, self._beyond.intercept)
+        spared_s = self._beyond.slope * (1 - 1 / self._ranks)
+        return int(min(waits_s / spared_s, _ALL)) if spared_s > 0 else _ALL

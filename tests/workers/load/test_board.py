@@ -101,8 +101,9 @@ def test_a_prompt_that_has_just_come_begins_and_is_cut_by_what_all_know(here: Pa
 class Stepping:
     """A rank of a group, of whose calls any order is taken that steps in lockstep allow."""
 
-    def __init__(self, rank: int, ahead: int, chance: random.Random) -> None:
-        self._rank, self._ahead, self._chance, self.paused = rank, ahead, chance, 0
+    def __init__(self, rank: int, ahead: int, chance: random.Random, costs: bool = False) -> None:
+        """`costs`: steps with prompts take longer for having any."""
+        self._rank, self._ahead, self._chance, self._costs, self.paused = rank, ahead, chance, costs, 0
         self.levels: list[int | None] = []  # in the steps that it has begun
         self.begin()
 
@@ -110,12 +111,13 @@ class Stepping:
         announce("n-g-1", self._rank, RANKS, True)
         board = Board.here(self._ahead)
         assert board is not None
-        self._next, self.levels, self.computing = self._steps(board), [], 0
+        self.board, self._next, self.levels, self.computing = board, self._steps(board), [], 0
 
     def __next__(self) -> None:
         next(self._next)
 
     def _steps(self, board: Board) -> Iterator[None]:
+        began = [0] * self._ahead  # prompt tokens in the steps that have not ended
         while True:
             # Of prompts without end, beside nothing to decode, it computes what the level is.
             self.levels.append(board.budget(0, 1 << 40, 1 << 40))
@@ -126,7 +128,11 @@ class Stepping:
                 board.plan(self._chance.randrange(50), self._chance.choice((0, self._chance.randrange(5000))), False)
             self.computing += 1
             yield
-            board.note(1, 1.0, 1)
+            if self._costs:
+                began = [*began[1:], self._chance.choice((0, 0, 0, self._chance.randrange(1000)))]
+                board.note(20 + began[-1], 0.02 + 1e-4 * began[0] + 0.05 * (began[0] > 0), 1, began[-1])
+            else:
+                board.note(1, 1.0, 1)
             yield
 
 
@@ -156,6 +162,44 @@ def test_in_every_order_of_their_steps_ranks_find_the_same_level_or_none(here: P
     for rank, before in zip(others, then, strict=True):
         assert set(rank.levels[before:]) == {None}
     assert set(alone.levels) == {None}
+
+
+@pytest.mark.parametrize("ahead", [1, 2, 4])
+@pytest.mark.parametrize("seed", range(20))
+def test_in_every_order_of_their_steps_ranks_learn_the_same(here: Path, seed: int, ahead: int) -> None:
+    chance = random.Random(seed)
+    group = [Stepping(rank, ahead, chance, costs=True) for rank in range(RANKS)]
+    for _ in range(3000):
+        ended = min(rank.computing for rank in group)
+        next(chance.choice([rank for rank in group if rank.computing < ended + ahead]))
+    by_step = [set(levels) for levels in zip(*(rank.levels for rank in group), strict=False)]
+    assert all(len(levels) == 1 for levels in by_step), f"other levels in a step: {by_step}"
+    worth = {rank.board._own[board._STEPS]: rank.board._worth.tokens(60) for rank in group}
+    assert min(worth.values()) > 0
+    while len({rank.computing for rank in group}) > 1 or len({rank.board._own[board._STEPS] for rank in group}) > 1:
+        behind = min(group, key=lambda rank: (rank.board._own[board._STEPS], rank.computing))
+        next(behind)
+    assert len({rank.board._worth.tokens(60) for rank in group}) == 1
+
+
+def test_a_prompt_is_cut_into_no_less_than_is_worth_a_step(here: Path) -> None:
+    """Also one that has just come. Each rank reads what the steps took, and finds the same."""
+    first, second = boards = ranks()
+    for at in range(60):  # 20 ms; 1 ms more with prompts, and 10 us for each of their tokens
+        prompts = 100 * (at % 5) * (at % 2)
+        first.note(50 + prompts, 0.02 + 1e-5 * prompts + 0.001 * (prompts > 0), 1, prompts)
+        second.note(50, 0.02, 1)
+    for each in boards:
+        each.plan(50, 0, False)
+        each.note(50, 0.02, 1)
+    worth = int((0.02 / 100 + 0.001) / (1e-5 / 2))
+    assert 200 < worth < 300 and first.budget(50, 1500, 2048) == second.budget(50, 1500, 2048)
+    assert first.budget(50, 1500, 2048) == pytest.approx(worth, rel=0.02)
+    assert first.budget(50, 200, 2048) == 200 and first.budget(1900, 300, 2048) == 148
+    first.plan(50, 1500, False)
+    second.plan(50, 0, False)
+    step(boards, 50, 50, seconds=0.02)
+    assert first.budget(50, 1500, 2048) == pytest.approx(worth, rel=0.02)
 
 
 def test_where_no_rank_decodes_a_step_is_as_long_as_the_mean_of_what_they_have(here: Path) -> None:

@@ -14,7 +14,7 @@ from support_vllm import scheduler_of
 from support_wait import DEADLINE_S
 
 from orchestrator.policy.choices.steps import prompt_tokens_beside
-from workers.load.board import Board, announce
+from workers.load.board import _RING, _RINGS, Board, announce
 
 pytestmark = pytest.mark.vllm
 
@@ -46,7 +46,7 @@ class FakeEngine:
     def schedule(self, throttle: bool = False) -> Any:
         at = self.scheduler
         self.seen.append((at.max_num_scheduled_tokens, at.scheduler_config.long_prefill_token_threshold))
-        return SimpleNamespace(total_num_scheduled_tokens=30)
+        return SimpleNamespace(total_num_scheduled_tokens=30, num_scheduled_tokens={"prompt": 30})
 
     def execute_dummy_batch(self) -> None:
         self.dummies += 1
@@ -192,6 +192,8 @@ def test_steps_and_dummy_batches_are_counted(boards: list[Board]) -> None:
     assert counted is not None and engine.dummies == 1
     assert (counted.steps, counted.mean_tokens, counted.most_tokens) == (3, 1 + 22.5 + 4, 1 + 30 + 8)
     assert (counted.dummies, counted.waves) == (1, 4)
+    of_prompts = list(boards[0]._own[_RINGS + 2 * _RING :])
+    assert of_prompts[:4] == [0, 29, 0, 0], "one of the 30 is decoded"
 
 
 def test_steps_of_vllms_own_server_are_counted_too(boards: list[Board], monkeypatch: pytest.MonkeyPatch) -> None:

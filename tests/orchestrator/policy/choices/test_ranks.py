@@ -6,7 +6,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrator.policy.choices.named import decode_choice
-from orchestrator.policy.choices.ranks import DRAIN_STEPS, LEAST_ALONE, assign_longest_first, level_chunks, pace
+from orchestrator.policy.choices.ranks import (
+    DRAIN_STEPS,
+    LEAST_ALONE,
+    ChunkWorth,
+    assign_longest_first,
+    level_chunks,
+    pace,
+)
 from orchestrator.policy.decode_choice import Candidate, RankChoice, RequestInfo
 from orchestrator.policy.shortlist import SHORTLIST_FROM, Shortlist
 
@@ -56,6 +63,34 @@ def test_a_lone_prompt_takes_as_many_steps_as_sequences_wait_for_it(decoding: in
 def test_a_full_batch_has_no_floor() -> None:
     assert pace(1000, [8, 8], True, 5) == (0, 0)
     assert pace(1000, [0, 0], True, 0) == (LEAST_ALONE, 0)  # none decodes: a step of a few tokens is worth nothing
+
+
+def learned(prompt_s: float, token_s: float, ranks: int = 2) -> ChunkWorth:
+    """From steps that take 10 ms, so much more with prompts, and so much for each token."""
+    worth = ChunkWorth(ranks)
+    for at in range(50):
+        decodes, chunk = [20 + 5 * (at % 7)] * ranks, 50 * (at % 3) * (at > 20)
+        seconds = 0.01 + token_s * (decodes[0] + chunk) + prompt_s * (chunk > 0)
+        worth.ended(decodes, [chunk, *[0] * (ranks - 1)], seconds)
+    return worth
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_chunk_spares_what_it_costs(ranks: int) -> None:
+    """A step, in which its sequence waits, and all wait for what a step takes for having any prompt."""
+    worth, sequences = learned(prompt_s=0.002, token_s=1e-4, ranks=ranks), 50 * ranks
+    costs_s = (0.01 + 1e-4 * 50) + sequences * 0.002
+    spares_s = sequences * 1e-4 * (ranks - 1) / ranks
+    assert worth.tokens(sequences) == pytest.approx(costs_s / spares_s, abs=1)
+    assert pace(1000, [50] * ranks, False, 0, 400) == (400, 31) and pace(90, [50] * ranks, False, 0, 400) == (90, 31)
+    assert pace(1000, [50] * ranks, True, 5, 400) == (400, 0)
+
+
+def test_chunks_are_as_short_as_ever_where_steps_take_long_for_their_tokens_and_as_long_as_can_be_where_not() -> None:
+    assert learned(prompt_s=0.0, token_s=1e-3).tokens(2000) <= 8
+    assert learned(prompt_s=0.0, token_s=0.0).tokens(100) > 1 << 30, "all that there are"
+    assert ChunkWorth(2).tokens(100) == 0, "nothing is known"
+    assert learned(prompt_s=0.0, token_s=1e-4).tokens(0) == 0, "nothing decodes"
 
 
 def test_adp_takes_the_rank_with_fewest_tokens_among_those_below_their_share_of_sequences() -> None:
