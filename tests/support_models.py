@@ -171,13 +171,14 @@ def _add_guessing_layer(folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps(config))
 
 
-def eagle_drafter(folder: Path) -> Path:
-    """An EAGLE head of random weights for `support_vllm.tiny_model`: a layer of its own, which keeps KV of its own."""
+def eagle_drafter(folder: Path, kv_heads: int = 2) -> Path:
+    """An EAGLE head of random weights for `support_vllm.tiny_model`: a layer of its own, which keeps KV of its own. The
+    model has 2 `kv_heads`."""
     import torch
     from safetensors.torch import load_file, save_file
     from support_vllm import tiny_model
 
-    tiny_model(folder, layers=1)
+    tiny_model(folder, layers=1, kv_heads=kv_heads)
     tensors = load_file(folder / "model.safetensors")
     layer = {name.removeprefix("model."): tensor for name, tensor in tensors.items() if ".layers." in name}
     del layer["layers.0.input_layernorm.weight"]

@@ -28,6 +28,7 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
     "fp8_e5m2": {"kv_cache_dtype": "fp8_e5m2"},
     "ngram": {"speculative_config": NGRAM},
     "eagle": {"speculative_config": {"method": "eagle", "num_speculative_tokens": 2}},
+    "eagle-of-other-heads": {"speculative_config": {"method": "eagle", "num_speculative_tokens": 2}},
     "mtp": {"speculative_config": {"method": "mtp", "num_speculative_tokens": 1}},
     "latent": {"dtype": "bfloat16"},  # the one that vLLM's kernel for CPUs takes
 }
@@ -53,8 +54,8 @@ async def test_tokens_are_those_of_one_engine(tmp_path: Path, kind: str, monkeyp
 
         for name in ("batch_propose_numba", "_find_longest_matched_ngram_and_propose_tokens"):
             monkeypatch.setattr(ngram_proposer, name, getattr(ngram_proposer, name).py_func)
-    if kind == "eagle":
-        drafter = eagle_drafter(tmp_path / "drafter")
+    if kind.startswith("eagle"):
+        drafter = eagle_drafter(tmp_path / "drafter", kv_heads=4 if kind == "eagle-of-other-heads" else 2)
         arguments = {"speculative_config": arguments["speculative_config"] | {"model": str(drafter)}}
     kv = KVConfig(verify=True)
     prefill = await Driver.start(model, name="prefill", kv=kv, **arguments)
