@@ -115,8 +115,7 @@ async def _counted(completions: int) -> AsyncIterator[None]:
 
 
 async def _in_pieces() -> None:
-    """Go on when the other streams of this process have got their tokens, should the HTTP request have many prompts or
-    choices: they come in one turn of the loop, in which nobody else is served."""
+    """The prompts and choices of one HTTP request come in one turn of the loop: let others be served between them."""
     if (context := edge.current.get()) is not None:
         await context.pieces.begin()
 
