@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import multiprocessing
 import os
+import socket
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -142,6 +144,15 @@ def kv_state(engine: Any) -> str:
     return "\n".join(line[:1000] for line in [f"at {time.monotonic():.1f}", *lines])
 
 
+@contextlib.contextmanager
+def _kept_for_who_listens(port: int) -> Iterator[None]:
+    """Nobody who looks for a free port takes this one. Who listens with SO_REUSEADDR, as ZMQ does, can (socket(7))."""
+    with socket.socket() as keeper:
+        keeper.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        keeper.bind(("127.0.0.1", port))
+        yield
+
+
 class Driver:
     """One engine with its outputs collected per request."""
 
@@ -170,7 +181,8 @@ class Driver:
         assert "libucm" not in Path("/proc/self/maps").read_text(), "a test has loaded UCX into this process"
         cores = args.pop("cores", None)
         profile, warm, tpot_s = args.pop("profile", False), args.pop("warm", False), args.pop("tpot_s", 0.0)
-        kv_port = args.pop("kv_port", None) or next(free_ports("127.0.0.1"))
+        given_port = args.pop("kv_port", None)
+        kv_port = given_port or next(free_ports("127.0.0.1"))
         group, kv_advertise = args.pop("group", Group()), args.pop("kv_advertise", "127.0.0.1")
         EngineCore.test_kv_state = kv_state  # engines are forked from here
         defaults = {
@@ -194,7 +206,8 @@ class Driver:
             tpot_s=tpot_s,
         )
         engine = VllmEngine(setup, profile, warm)
-        driver = cls(engine, await engine.start(group))
+        with contextlib.nullcontext() if given_port else _kept_for_who_listens(kv_port):
+            driver = cls(engine, await engine.start(group))
         cls.running.append(driver)
         return driver
 
