@@ -14,6 +14,7 @@ from collections.abc import Awaitable, Callable
 from orchestrator.config.settings import Config, ConfigError
 from orchestrator.config.shared import merged, shared
 from orchestrator.launch.decisions.replacement import MissingByHand, to_replace
+from orchestrator.launch.decisions.unchanged import Unchanged
 from orchestrator.launch.machines import Setup
 from orchestrator.launch.pools.frontend_pool import OfModel
 from orchestrator.launch.pools.worker_pool import WorkerPool
@@ -45,16 +46,12 @@ class Replacer:
         """`patience_s`: within it a worker drains and its successor loads, or is ended by who runs it."""
         self.patience_s, self._registry = patience_s, registry
         self._by_hand = MissingByHand()
-        self._picture: object = None  # of the fleet, as it was when it last changed
-        self._changed_at = 0.0  # monotonic
+        self._unchanged = Unchanged()
+        self.was_away = self._unchanged.was_away  # Redis was, or nobody led: nobody restarted anything, nor could tell
 
     def forget(self) -> None:
         """No rollout is under way."""
         self._by_hand = MissingByHand()
-
-    def was_away(self) -> None:
-        """Redis was, or nobody led: nobody restarted anything meanwhile, nor could tell. The patience begins anew."""
-        self._picture = None
 
     async def follow(self, reading: Reading, rollout: Rollout, loading: int, now: float, leads: bool) -> bool:
         """Whether all are replaced. If not, the one that leads restarts as many workers as may be, and gives up if
@@ -71,9 +68,7 @@ class Replacer:
             behind = sorted(name for name, it in launchers.items() if it.generation != rollout.target.generation)
             states = {name: (info.process, info.state) for name, info in units.items()}
             picture = (rollout.target.generation, rollout.phase, states, behind, launchers.keys())
-            if picture != self._picture:
-                self._picture, self._changed_at = picture, now
-            if now - self._changed_at > self.patience_s:
+            if self._unchanged.look(picture, now) > self.patience_s:
                 self.forget()  # no worker is waited for any more
                 if rollout.phase is Phase.FORWARD:
                     why = f"launcher {behind[0]} is not prepared" if behind else "a worker told to restart is not back"

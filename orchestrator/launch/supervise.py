@@ -285,7 +285,7 @@ class Supervised:
             return Exit(code, said.text, ready, said=True, final=said.final)
         if self._late:
             return Exit(code, self._late, ready, said=True)
-        return Exit(code, (self.last_lines or ["no output"])[-1], ready)
+        return Exit(code, (self.last_lines or ["no output"])[-1].strip(), ready)
 
     def _enter(self, stage: Stage) -> None:
         if stage is self.stage:

@@ -79,7 +79,8 @@ async def kv_checks(handle: FleetHandle, source: str, target: str) -> AsyncItera
         a, b = _named(source, workers), _named(target, workers)
         difference = a.identity.first_difference(b.identity)
         if difference is None:
-            same = f"{a.identity.model}, {a.identity.dtype}, blocks of {a.identity.block_size} tokens"
+            model = handle.config.name_served if handle.config is not None else a.identity.model
+            same = f"{model}, {a.identity.dtype}, blocks of {a.identity.block_size} tokens"
             yield Check("Layout", "ok", f"both {same}")
         else:
             field, mine, theirs = difference

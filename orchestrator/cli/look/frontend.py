@@ -142,9 +142,9 @@ async def fleet_status(handle: FleetHandle) -> dict[str, Any]:
         depth, desired = await fleet.queue.depth(), await fleet.registry.desired()
         rollout = await fleet.registry.rollout.read()
         rolled = rollout_status(rollout, await fleet.registry.frontends()) if rollout is not None else None
-    path = workers[0].identity.model if workers else None
+    named = workers[0].identity.model if workers else None
     return {
-        "model": handle.config.name_served if handle.config is not None else path,
+        "model": handle.config.name_served if handle.config is not None else named,
         "no_frontend": True,
         "workers": msgspec.to_builtins([WorkerStatus.of(info) for info in workers]),
         "queue": msgspec.to_builtins(depth),

@@ -33,6 +33,7 @@ from orchestrator.cli.look.views import plain_table
 from orchestrator.config.engine_args import check_engine_args
 from orchestrator.config.models import SECTION, model_config, namespace_of
 from orchestrator.config.settings import Config, Refused, WorkersConfig, overridden, read_tree
+from orchestrator.launch.decisions.unchanged import Unchanged
 from orchestrator.store.operator.models import ListedModel, ModelList, ModelState, ModelStore
 from orchestrator.store.planned import decided, of_launchers
 from orchestrator.store.registry import Registry
@@ -170,27 +171,22 @@ async def _change(fleet: OpenFleet, wanted: Callable[[ModelList], ModelList]) ->
 async def _follow(fleet: OpenFleet, name: str, patience_s: float, show: Show, added: bool) -> str | None:
     """Show what becomes of it until it serves or is gone. Returns why it was not added. Raises Refused in the end."""
     registry, store, why = _registry(fleet, name), _store(fleet), ""
-    last, changed_at = Seen(name, ""), time.monotonic()
-
-    def was_away() -> None:  # nothing could start meanwhile, nor tell
-        nonlocal changed_at
-        changed_at = time.monotonic()
-
+    last, unchanged = Seen(name, ""), Unchanged()
     while True:
-        listed = await retry_while_away(store.read, was_away)
+        listed = await retry_while_away(store.read, unchanged.was_away)
         if listed is not None and name not in listed.models:
             show(Seen(name, "gone", why=why))
             return why or "somebody has removed it" if added else None
         if listed is not None:
             model = listed.models[name]
             why = why or model.why
-            seen = await retry_while_away(partial(_look, registry, name, model), was_away)
+            seen = await retry_while_away(partial(_look, registry, name, model), unchanged.was_away)
             if seen != last:
                 show(seen)
-                last, changed_at = seen, time.monotonic()
+                last = seen
             if added and model.state is ModelState.SERVING:
                 return None
-        if time.monotonic() - changed_at > patience_s:
+        if unchanged.look(last, time.monotonic()) > patience_s:
             raise Refused(f"{name}: is still {last.state}, and nothing has changed for {patience_s:g} s")
         await asyncio.sleep(_LOOK_EVERY_S)
 

@@ -90,7 +90,7 @@ class ModelFollower:
             self._away_at = time.monotonic()
             await self._store.put_back(self._known)
             return
-        if listed.begun != self._known.begun:
+        if listed.begun not in ("", self._known.begun):  # "": an older release has changed it
             listed = await self._joined(listed)
         self._known = listed
         for name in [name for name, task in self._doing.items() if task.done()]:
@@ -108,12 +108,13 @@ class ModelFollower:
     async def _joined(self, listed: ModelList) -> ModelList:
         """A list that another launcher has begun while Redis knew nobody of this fleet, with what runs here. Raises
         RedisAway."""
-        log.warning("another launcher has begun a list of models: what runs here is put into it")
         self._away_at = time.monotonic()
         joined = self._known.over(listed)
-        if joined is not listed and not await self._store.change(listed, joined):
-            return self._known  # somebody else has changed it: the next look decides
-        return joined
+        if joined is listed:
+            return listed
+        log.warning("another launcher has begun a list of models: what runs here is put into it")
+        # Where somebody else has changed it, the next look decides.
+        return joined if await self._store.change(listed, joined) else self._known
 
     async def _add(self, name: str, model: ListedModel) -> None:
         log.info("model %s: is added", name)

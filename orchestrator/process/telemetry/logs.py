@@ -47,12 +47,16 @@ logging.config.dictConfigClass = _Configurator  # what dictConfig uses, vLLM's c
 
 
 class TextFormatter(logging.Formatter):
-    """`2026-01-31 23:59:59.123 INFO worker-1 pd.worker: ready`, local time."""
+    """`2026-01-31 23:59:59.123 INFO worker-1 pd.worker: ready`, local time. What has several lines, as a traceback,
+    has all but the first indented: each is read alone, and a client may have written it."""
 
     default_time_format, default_msec_format = "%Y-%m-%d %H:%M:%S", "%s.%03d"
 
     def __init__(self, process: str) -> None:
         super().__init__("%(asctime)s %(levelname)s " + process + " %(name)s: %(message)s")
+
+    def format(self, record: logging.LogRecord) -> str:
+        return "\n    ".join(super().format(record).splitlines())
 
 
 class JsonFormatter(logging.Formatter):

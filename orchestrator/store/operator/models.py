@@ -54,8 +54,9 @@ class ModelList(msgspec.Struct, frozen=True):
         return self._changed({other: model for other, model in self.models.items() if other != name})
 
     def over(self, other: ModelList) -> ModelList:
-        """The other list with the models of this one too, which are as they are here."""
-        models = {**other.models, **self.models}
+        """The other list with the models of this one too, as they are here, but for those that are removed there."""
+        ours = {name: model for name, model in self.models.items() if name in other.present or name not in other.models}
+        models = {**other.models, **ours}
         return other if models == other.models else other._changed(models)
 
     def _changed(self, models: dict[str, ListedModel]) -> ModelList:

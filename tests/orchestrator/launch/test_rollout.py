@@ -168,6 +168,17 @@ async def test_a_rollout_is_not_given_up_for_the_time_in_which_redis_was_away(le
     assert (await phase(leader))[0] is Phase.BACK
 
 
+@pytest.mark.parametrize("missed", [{"was_away": True}, {"leads": False}])
+async def test_a_rollout_that_is_stuck_is_given_up_though_a_look_is_missed_now_and_then(leader: Leader, missed: Any):
+    assert await leader.sees({}) == {"decode-0"}
+    phases = []
+    for second in range(int(2 * PATIENCE_S)):
+        leader.now += 1
+        await leader.sees({}, **(missed if second % 5 == 4 else {}))
+        phases.append((await phase(leader))[0])
+    assert Phase.BACK in phases and Phase.BACK not in phases[: int(PATIENCE_S)]
+
+
 async def test_a_rollout_is_not_given_up_for_the_time_in_which_nobody_led(leader: Leader):
     """Redis was away for longer than any step takes."""
     assert await leader.sees({}) == {"decode-0"}

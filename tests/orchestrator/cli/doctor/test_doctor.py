@@ -14,7 +14,7 @@ from orchestrator.cli.doctor import host
 from orchestrator.cli.doctor.fleet import kv_checks, learned, port_checks, redis_checks, written
 from orchestrator.cli.doctor.host import Check, at_least, at_most
 from orchestrator.cli.handle import FleetHandle, open_fleet
-from orchestrator.config.settings import Refused
+from orchestrator.config.settings import Refused, parse_config
 from orchestrator.store.client import Redis, connect
 from orchestrator.store.planned import Seen
 from orchestrator.store.registry import Registry
@@ -124,6 +124,10 @@ async def test_doctor_checks_a_fleet(server: Server, redis: Redis):
     checks = [check async for check in kv_checks(handle, "p0", "d0")]
     assert [check.level for check in checks if check.name == "Requests"] == ["ok", "fail"]
     assert [check.level for check in checks if check.name in ("Layout", "Ranks")] == ["ok", "ok"]
+    for config, model in ((None, here.identity.model), (parse_config({"model": "m", "served_model_name": "s"}), "s")):
+        known = msgspec.structs.replace(handle, config=config)
+        (layout,) = [check async for check in kv_checks(known, "p0", "d0") if check.name == "Layout"]
+        assert layout.said.startswith(f"both {model}, ")
     with pytest.raises(Refused, match="'x9' is not in the fleet; its workers: d0, p0"):
         _ = [check async for check in kv_checks(handle, "x9", "d0")]
 

@@ -4,14 +4,19 @@ import asyncio
 import json
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import TypeVar
+from types import SimpleNamespace
+from typing import Any, TypeVar
 
 import pytest
 from support_cli import orchestrator, refused
 from support_redis import Server, fresh_namespace
 
+from orchestrator.cli import handle as handle_module
+from orchestrator.cli.models import model as model_module
+from orchestrator.cli.models.model import Seen
 from orchestrator.config.models import namespace_of
-from orchestrator.store.client import Redis, connect
+from orchestrator.config.settings import Refused
+from orchestrator.store.client import Redis, RedisAway, connect
 from orchestrator.store.fields import Launcher
 from orchestrator.store.operator.models import ListedModel, ModelList, ModelState, ModelStore
 from orchestrator.store.registry import Registry
@@ -108,3 +113,32 @@ def test_list_shows_each_model(fleet: Fleet) -> None:
 def test_list_says_why_a_model_is_removed(fleet: Fleet) -> None:
     fleet.is_of({"a": ModelState.SERVING, "b": ModelState.REMOVING}, why="no room")
     assert "no room" in orchestrator("model", "list", *fleet.where).stdout
+
+
+async def test_a_model_that_is_stuck_is_given_up_though_redis_misses_a_look_now_and_then(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    looks, shown, now = 0, list[Seen](), 0.0
+    listed = ModelList(1, {"a": ListedModel({"model": "demo"}, ModelState.ADDING)})
+
+    async def read() -> ModelList:
+        nonlocal looks, now
+        looks, now = looks + 1, now + 1
+        if looks % 5 == 0:
+            raise RedisAway("it is slow")
+        return listed if looks < 500 else listed.without("a")
+
+    async def look(*_: object) -> Seen:
+        return Seen("a", "adding")
+
+    for module, name, value in (
+        *((model_module, name, value) for name, value in (("_look", look), ("_LOOK_EVERY_S", 0.0))),
+        *((model_module, name, lambda *_: SimpleNamespace(read=read)) for name in ("_store", "_registry")),
+        (model_module, "time", SimpleNamespace(monotonic=lambda: now)),
+        (handle_module, "_ASK_AGAIN_S", 0.0),
+    ):
+        monkeypatch.setattr(module, name, value)
+    fleet: Any = None
+    with pytest.raises(Refused, match="a: is still adding, and nothing has changed for 20 s"):
+        await model_module._follow(fleet, "a", 20.0, shown.append, added=True)
+    assert shown == [Seen("a", "adding")]

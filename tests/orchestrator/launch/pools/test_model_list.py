@@ -5,6 +5,7 @@ import contextlib
 from collections.abc import AsyncIterator
 from typing import Any
 
+import msgspec
 import pytest
 from support_redis import fresh_namespace
 from support_wait import until
@@ -250,3 +251,35 @@ async def test_a_list_that_another_launcher_has_begun_meanwhile_ends_no_model_he
             await asyncio.sleep(0.2)
             assert await world.store.read() == found, "they agree"
             assert not [line for line in world.seen if line.endswith("no workers")]
+
+
+async def test_a_removal_is_not_undone_by_a_launcher_that_did_not_know_the_list(world: World) -> None:
+    """It was ordered before that one's next look."""
+    async with world.launcher():
+        known = await world.store.read()
+        assert known is not None
+        models = {**known.models, "b": ListedModel({"model": "demo"}, ModelState.REMOVING)}
+        assert await world.store.change(known, ModelList(9, models, begun="another"))
+        await _until(world, "b", "gone")
+        assert "b: no workers" in world.seen
+
+
+async def test_a_list_that_an_older_release_has_changed_is_the_same_list(world: World) -> None:
+    """It does not write which list it is."""
+    async with world.launcher():
+        known = await world.store.read()
+        assert known is not None
+        assert await world.store.change(known, msgspec.structs.replace(known.without("b"), begun=""))
+        await until(lambda: "b: no workers" in world.seen)
+        assert await world.state("b") == "gone"
+
+
+async def test_launchers_that_begin_at_once_have_no_list_of_another(
+    world: World, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with world.launcher():
+        first = await world.store.read()
+        second = await begin_list(world.redis, world.fleet, TREE)
+        assert first is not None and first.begun != second.begun, "no launcher was registered yet"
+        await asyncio.sleep(0.2)
+        assert await world.store.read() == second and not caplog.records

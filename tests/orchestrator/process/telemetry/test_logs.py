@@ -1,5 +1,6 @@
 """The two formats of a log line, and what is read back from them."""
 
+import io
 import json
 import logging
 import logging.config
@@ -54,15 +55,17 @@ def test_other_lines_hold_no_request(line):
 
 
 DEEP = '{"new":' + "[" * 2000  # deeper than a reader goes
+BEGINS = "2026-01-31 10:00:00.123 INFO frontend-0"  # as a line does
 
 
 @pytest.mark.parametrize("form", ["text", "json"])
+@pytest.mark.parametrize("begins", ["", *(f"x{end}{BEGINS}" for end in ("\n", "\r\n", "\r"))])
 @pytest.mark.parametrize("sent", [" pd.request: " + msgspec.json.encode(LINE).decode(), " pd.request: " + DEEP, DEEP])
-def test_what_a_client_has_sent_is_no_ended_request(form, sent):
+def test_what_a_client_has_sent_is_no_ended_request(form, begins, sent):
     """Errors quote it. A reader of the log that it ended would read no line after it."""
-    told = record("vllm.serving", "no model %s", sent)
-    told.exc_text = sent
-    for line in (sent, logs.formatter(form, "frontend-0").format(told)):
+    told = record("vllm.serving", "no model %s", begins + sent)
+    told.exc_text = begins + sent
+    for line in (sent, *io.StringIO(logs.formatter(form, "frontend-0").format(told), newline=None)):
         assert logs.request_in(line) is None
         assert logs.request_in(logs.common_log_line("text", "frontend-0", line)) is None
 

@@ -30,6 +30,15 @@ async def test_of_two_that_change_the_list_at_once_one_has_to_read_again(redis):
     assert await store.read() is None
 
 
+def test_a_list_put_over_another_keeps_removals_that_were_ordered_there():
+    ours, its = ListedModel({"model": "demo"}), ListedModel({"model": "other"})
+    leaving = ListedModel({"model": "demo"}, ModelState.REMOVING)
+    known = ModelList(7, {"a": ours, "b": ours, "c": leaving}, begun="b0")
+    joined = known.over(ModelList(2, {"d": its, "a": its, "b": leaving, "c": ours}, begun="b1"))
+    assert joined == ModelList(3, {"d": its, "a": ours, "b": leaving, "c": leaving}, begun="b1")
+    assert known.over(joined) is joined
+
+
 async def test_everything_of_a_namespace_goes_once_its_last_member_has(redis):
     namespace, other = fresh_namespace(), fresh_namespace()
     registry, queue = Registry(redis, namespace), PrefillQueue(redis, namespace)
