@@ -10,11 +10,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from orchestrator.policy.predict.estimates import MIN_FIT_SAMPLES, LineFit
+from orchestrator.policy.predict.estimates import FIT_MEMORY, MIN_FIT_SAMPLES, LineFit
 
 DRAIN_STEPS = 32  # in which the prompts of all ranks should be computed, where many sequences decode
 LEAST_ALONE = 512  # prompt tokens of a rank in a step in which none decodes: each step takes a time of its own
-_ALL = 1 << 40  # tokens, more than there are
+_GROWTH = 2  # of chunks beyond what steps have had of late: more tokens may take longer than a line says
 
 
 def assign_longest_first(prompts: Sequence[int], tokens: Sequence[int], active: Sequence[int]) -> list[int]:
@@ -84,11 +84,11 @@ class ChunkWorth:
     A prompt takes a step more for each time that it is cut. For that its sequence waits, and all sequences wait for
     what a step takes for having any prompt. They are spared what the chunk takes, on those ranks that compute as many
     tokens in that step. So little is spared where steps take hardly longer for more tokens, and prompts are whole
-    there.
+    there, but not at once: no chunk makes a step longer by more than `_GROWTH` times what prompts have of late.
     """
 
     def __init__(self, ranks: int) -> None:
-        self._ranks = ranks
+        self._ranks, self._longest = ranks, 0.0
         # By tokens, of steps without prompts; by those that prompts make the step longer, what it takes beyond that.
         self._without, self._beyond = LineFit(0.0, 1.0), LineFit(0.0)
 
@@ -100,11 +100,12 @@ class ChunkWorth:
         elif self._without.samples >= MIN_FIT_SAMPLES:
             longest = max(decode + chunk for decode, chunk in zip(generating, chunks, strict=True))
             self._beyond.observe(longest - most, seconds - self._without.at(most))
+            self._longest = max(longest - most, self._longest * (1 - 1 / FIT_MEMORY))
 
     def tokens(self, generating: int) -> int:
         """Beside so many sequences on all ranks; 0 until that is known."""
         if not (generating and self._beyond.samples >= MIN_FIT_SAMPLES):
             return 0
         waits_s = self._without.at(generating / self._ranks) / generating + max(0.0, self._beyond.intercept)
-        spared_s = self._beyond.slope * (1 - 1 / self._ranks)
-        return int(min(waits_s / spared_s, _ALL)) if spared_s > 0 else _ALL
+        spared_s, most = self._beyond.slope * (1 - 1 / self._ranks), _GROWTH * self._longest
+        return int(min(waits_s / spared_s, most) if spared_s > 0 else most)
