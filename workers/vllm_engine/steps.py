@@ -25,7 +25,7 @@ def steps_of(engine: Any) -> Steps | PacedSteps | None:
             tpot_s = float(os.environ.get(TPOT, 0))
             engine._pd_steps = PacedSteps(engine.scheduler, tpot_s) if tpot_s else None
         else:
-            board = Board.here(engine.batch_queue_size)
+            board = Board.here(engine.batch_queue_size, 1 + engine.scheduler.num_spec_tokens)
             engine._pd_steps = Steps(engine, board) if board is not None else None
     steps: Steps | PacedSteps | None = engine._pd_steps
     return steps

@@ -136,14 +136,15 @@ def test_a_plan_is_for_the_step_that_begins_when_its_own_has_ended_at_the_latest
         goes_on(other)
 
 
-@pytest.mark.parametrize(("places", "least"), [(2, 0), (3, 900)])
+@pytest.mark.parametrize(("places", "drafts", "least"), [(2, 0, 0), (3, 0, 900), (3, 3, 900)])
 def test_where_no_place_is_free_a_prompt_may_take_as_long_as_it_likes(
-    boards: list[Board], places: int, least: int
+    boards: list[Board], places: int, drafts: int, least: int
 ) -> None:
-    """`max_num_active_seqs` may be less than `max_num_seqs`."""
+    """`max_num_active_seqs` may be less than `max_num_seqs`. Drafts are no sequences that wait for it."""
     from workers.vllm_engine.steps import steps_of
 
     engine = FakeEngine()
+    engine.scheduler.num_spec_tokens = drafts
     steps = steps_of(engine)
     assert steps is not None
     engine.scheduler.running = [request(101, 100, "RUNNING"), request(1000, 100, "RUNNING")]
@@ -151,7 +152,7 @@ def test_where_no_place_is_free_a_prompt_may_take_as_long_as_it_likes(
     engine.scheduler.schedule(False)
     steps.ended(True, 1.0)
     goes_on(boards[1])
-    assert boards[1]._plans()[0] == (1, 900, least)
+    assert boards[1]._plans()[0] == (1 + drafts, 900, least)
 
 
 def test_a_prompt_for_another_engine_whose_last_chunk_is_in_the_step_decodes_nothing(boards: list[Board]) -> None:

@@ -62,6 +62,19 @@ def test_a_lone_prompt_takes_as_many_steps_as_sequences_wait_for_it(decoding: in
     assert most - 2 <= steps <= most
 
 
+def test_drafts_are_no_sequences_that_wait() -> None:
+    """Ten sequences on each of two ranks, with three drafts each: what a step takes is spread over them alone."""
+    assert pace(1000, [40, 40], False, 0, each=4) == pace(1000, [10, 10], False, 0) == (100, 9)
+    plain, drafts = ChunkWorth(2), ChunkWorth(2, each=4)
+    for at in range(100):
+        chunk, decodes = 200 * (at % 3) * (at % 2), [10 + at % 7] * 2
+        seconds = 0.01 + 1e-4 * chunk + 0.001 * (chunk > 0)
+        plain.ended(decodes, [chunk, 0], seconds)
+        drafts.ended([4 * decode for decode in decodes], [chunk, 0], seconds)
+    assert plain.tokens(20) == pytest.approx((0.01 / 20 + 0.001) / (1e-4 / 2), abs=1)
+    assert drafts.tokens(80) == pytest.approx(plain.tokens(20), abs=1)
+
+
 def test_a_full_batch_has_no_floor() -> None:
     assert pace(1000, [8, 8], True, 5) == (0, 0)
     assert pace(1000, [0, 0], True, 0) == (LEAST_ALONE, 0)  # none decodes: a step of a few tokens is worth nothing
