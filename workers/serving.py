@@ -279,11 +279,12 @@ class Serving:
         self._frontends.reject(frontend_id, attempt.request_id, attempt.number, refusal)
 
     def engine_crashed(self, why: str, first: bool) -> None:
-        """Tell every frontend with requests here. One of these may be the cause where this engine was the `first` of
-        its unit to die: what another rank has died of is none of them."""
+        """Tell every frontend: one without requests here may wait for the answer of a call. One of the requests may be
+        the cause where this engine was the `first` of its unit to die: what another rank has died of is none of them.
+        """
         tried = self._attempts.on_trial()
         suspect = (tried[0].request_id if len(tried) == 1 and tried[0].suspect else None) if first else ""
-        for frontend_id in self._attempts.frontends():
+        for frontend_id in self._attempts.frontends() | self._frontends.greeted:
             others = self._attempts.others_without_output(frontend_id)
             self._frontends.send(frontend_id, EngineCrashed(why, others, suspect))
 

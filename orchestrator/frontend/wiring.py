@@ -44,7 +44,7 @@ from orchestrator.store.registry import Frontend, Registry
 from orchestrator.store.steering import Steering
 from orchestrator.types import Role
 from orchestrator.wire.curve import KeyPair
-from orchestrator.wire.messages import CallReply, PrefixSnapshot, ToFrontend, Welcome
+from orchestrator.wire.messages import CallReply, EngineCrashed, PrefixSnapshot, ToFrontend, Welcome
 from orchestrator.wire.transport import Disconnected, FrontendTransport, Unreadable
 
 log = logging.getLogger("pd.frontend")
@@ -212,6 +212,8 @@ class FleetConnection:
         elif isinstance(message, PrefixSnapshot):
             self.prefixes.take_snapshot(worker_id, message, now)
         else:
+            if isinstance(message, EngineCrashed):
+                self.calls.worker_lost(worker_id)  # nothing else says so while Redis is away
             self.router.handle(worker_id, message, payload, now)
 
     async def _heartbeat(self) -> None:

@@ -301,14 +301,14 @@ class Assembler:
         `frames`: those that ZMQ delivered as one message.
         """
         frame, *more = frames
-        if self._unfinished:
-            self._forget_late()
         if more:
             raise MessageError(f"a message of {1 + len(more)} frames; all have one")
         found = _decoded(_of_frame, frame)
         if isinstance(found, Part):
             whole = self._add(found)
             return None if whole is None else _decoded(_of_whole, whole)
+        if self._unfinished:
+            self._forget_late()
         return found
 
     def _forget_late(self) -> None:
@@ -323,6 +323,7 @@ class Assembler:
     def _add(self, part: Part) -> bytes | None:
         """All parts together when this is the last one."""
         _, pieces = self._unfinished.pop(part.message, (0.0, []))
+        self._forget_late()  # not this message, whose next part has come
         if part.message in self._broken:
             return None
         if len(pieces) != part.index:

@@ -107,6 +107,29 @@ async def test_a_worker_whose_engine_dies_meanwhile_fails_no_load(
     assert await loading is True
 
 
+@pytest.mark.parametrize("how", ["hangs", "tells"])
+async def test_a_call_to_a_worker_whose_engine_dies_is_answered_while_redis_is_away(
+    workers: Workers, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    """Nobody hears from the registry that the worker leaves. This frontend has no request there."""
+    (client, other), prefill, decode = await fleet(workers)
+    monkeypatch.setattr(client.connection.membership, "_on_lost", lambda *_: None)
+    asked = asyncio.Event()
+
+    async def unanswered(*_: Any) -> None:
+        asked.set()
+        if how == "tells":
+            raise EngineDead("the engine of m has ended")
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(prefill.engine, "call", unanswered)
+    answering(decode, monkeypatch, add_lora=True)
+    loading = asyncio.create_task(client.connection.calls.call("add_lora", [Adapter("x", 7)]))
+    await asked.wait()
+    await prefill.engine.stop()
+    assert await loading is True
+
+
 @pytest.mark.parametrize(
     ("first", "second", "kind"),
     [(None, None, Unanswered), (None, RuntimeError("rank 64"), CallFailed), (None, True, Unanswered)],

@@ -86,14 +86,14 @@ class Board:
     """`budget` before each step, `plan` once its batch is known, `note` after it; `counters` at any time."""
 
     @classmethod
-    def here(cls, ahead: int = 1) -> Board | None:
+    def here(cls, ahead: int = 1, each: int = 1) -> Board | None:
         """The board of this process's rank; None where it has none, or not any more. `ahead`: the steps that its engine
-        begins before the first of them has ended."""
+        begins before the first of them has ended. `each`: the tokens that a sequence decodes in a step."""
         if not (announced := os.environ.get(_HERE)):
             return None
         rank, size, levels, path = announced.split(",", 3)
         try:
-            return cls(Path(path), int(rank), int(size), levels == "1" and 2 * ahead <= _KEPT, ahead)
+            return cls(Path(path), int(rank), int(size), levels == "1" and 2 * ahead <= _KEPT, ahead, each)
         except OSError as error:
             log.warning("this rank is not levelled: %s", error)
             return None
@@ -104,14 +104,14 @@ class Board:
         workers of other ranks, which may start later."""
         return cls.here() if os.environ.get(_HERE, "").startswith("0,") else None
 
-    def __init__(self, path: Path, rank: int, size: int, levels: bool, ahead: int) -> None:
-        self._path, self._rank, self._levels, self._ahead = path, rank, levels, ahead
+    def __init__(self, path: Path, rank: int, size: int, levels: bool, ahead: int, each: int) -> None:
+        self._path, self._rank, self._levels, self._ahead, self._each = path, rank, levels, ahead, each
         with open_own(path, "r+b") as file:
             cells = memoryview(mmap.mmap(file.fileno(), size * _ROW * 8)).cast("q")
         self._rows = [cells[at * _ROW : (at + 1) * _ROW] for at in range(size)]
         self._own = self._rows[rank]
         self._steps_left = self._read = 0
-        self._worth = ChunkWorth(size)
+        self._worth = ChunkWorth(size, each)
         self._counters = StepCounters(0, 0.0, 0, 0.0, 0.0, 0, 0)
         self._recent = [0.0, 0.0]  # mean and most tokens of the latest steps
 
@@ -128,7 +128,8 @@ class Board:
         """What this rank has after the step that it is about to take, before it does. `full`: it has a request in every
         place of its batch."""
         decodes = [decode for rank, (decode, _, _) in enumerate(self._plans()) if rank != self._rank] + [generating]
-        floor, self._steps_left = pace(backlog, decodes, full, self._steps_left, self._worth.tokens(sum(decodes)))
+        worth = self._worth.tokens(sum(decodes))
+        floor, self._steps_left = pace(backlog, decodes, full, self._steps_left, worth, self._each)
         step = self._own[_STEPS] + self._ahead
         at = _PLANS + step % _KEPT * _PLAN
         self._own[at + 1], self._own[at + 2], self._own[at + 3] = generating, backlog, floor

@@ -25,7 +25,7 @@ def steps_of(engine: Any) -> Steps | PacedSteps | None:
             tpot_s = float(os.environ.get(TPOT, 0))
             engine._pd_steps = PacedSteps(engine.scheduler, tpot_s) if tpot_s else None
         else:
-            board = Board.here(engine.batch_queue_size)
+            board = Board.here(engine.batch_queue_size, 1 + engine.scheduler.num_spec_tokens)
             engine._pd_steps = Steps(engine, board) if board is not None else None
     steps: Steps | PacedSteps | None = engine._pd_steps
     return steps
@@ -39,18 +39,21 @@ class Steps:
         scheduler = engine.scheduler
         self._schedule, self._execute_dummy = scheduler.schedule, engine.execute_dummy_batch
         scheduler.schedule, engine.execute_dummy_batch = self._level_and_schedule, self._dummy
+        self._waited_s = 0.0  # of the turn before this dummy batch
 
     def ended(self, executed: bool, elapsed_ms: float, details: Any = None) -> None:
-        """A turn, in which a step was begun if `executed`."""
-        if not executed:
-            return
-        self._board.note(self._tokens, elapsed_ms / 1e3, self._engine.current_wave + 1, self._prompts)
+        """A turn, in which a step was begun if `executed`. Else it has waited for one that was begun ahead, if any, and
+        the group's next step begins with the dummy batch that follows, which has that time."""
+        self._waited_s = 0.0 if executed else elapsed_ms / 1e3
+        if executed:
+            self._board.note(self._tokens, elapsed_ms / 1e3, self._engine.current_wave + 1, self._prompts)
 
     def _dummy(self) -> None:
         if not self._engine.scheduler.has_unfinished_requests():  # else its schedule has told of them
             self._board.plan(0, 0, False)
         self._execute_dummy()
-        self._board.note(0, 0.0, self._engine.current_wave + 1)
+        self._board.note(0, self._waited_s, self._engine.current_wave + 1)
+        self._waited_s = 0.0
 
     def _work(self) -> tuple[int, int, int]:
         """Tokens that it decodes in a step, those of prompts that are to be computed, and those that it will decode

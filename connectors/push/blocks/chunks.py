@@ -60,8 +60,8 @@ class LinkRate:
 
 class StepLayers:
     """The layers of one step, of which each goes out once. The engine's thread reports each whose KV is queued on the
-    device. `regions`: NIXL's of each layer that may go out before the
-    others, by the layer's name; empty where they cannot be told apart. `one_by_one`: without `group_sizes`.
+    device. `regions`: NIXL's of each layer that may go out before the others, by the layer's name; empty where they
+    cannot be told apart. `one_by_one`: without `group_sizes`.
 
     Only the model's own forward pass sends layers early. A drafter's passes follow, and each writes its layers again.
     """

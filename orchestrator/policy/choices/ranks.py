@@ -10,11 +10,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from orchestrator.policy.predict.estimates import MIN_FIT_SAMPLES, LineFit
+from orchestrator.policy.predict.estimates import FIT_MEMORY, MIN_FIT_SAMPLES, LineFit
 
 DRAIN_STEPS = 32  # in which the prompts of all ranks should be computed, where many sequences decode
 LEAST_ALONE = 512  # prompt tokens of a rank in a step in which none decodes: each step takes a time of its own
-_ALL = 1 << 40  # tokens, more than there are
+_GROWTH = 2  # of chunks beyond what steps have had of late: more tokens may take longer than a line says
 
 
 def assign_longest_first(prompts: Sequence[int], tokens: Sequence[int], active: Sequence[int]) -> list[int]:
@@ -60,11 +60,14 @@ def level(generating: Sequence[int], backlog: Sequence[int], floors: Sequence[in
     return min(max_tokens, max(min(reach), mean, least, max(generating) + 1))
 
 
-def pace(backlog: int, generating: Sequence[int], full: bool, steps_left: int, worth: int = 0) -> tuple[int, int]:
+def pace(
+    backlog: int, generating: Sequence[int], full: bool, steps_left: int, worth: int = 0, each: int = 1
+) -> tuple[int, int]:
     """A rank's floor for `level_chunks`, and the steps that are then left for its prompts, to pass with the next call.
 
-    Its prompts are computed within so many steps as sequences `generating` on a rank (the mean) wait for them, at most
-    `DRAIN_STEPS`, although the other ranks may have none: where few wait, little is gained by a later first token.
+    Its prompts are computed within so many steps as sequences on a rank (the mean) wait for them, at most
+    `DRAIN_STEPS`, although the other ranks may have none: where few wait, little is gained by a later first token. Of
+    the tokens that are `generating` each sequence has `each`.
     Where its batch is `full` prompts wait for a place anyway, and only the number of them that all ranks compute
     counts: no floor but `worth`, the tokens that are worth a step (`ChunkWorth`). Where none decodes the floor is
     `LEAST_ALONE`.
@@ -73,7 +76,7 @@ def pace(backlog: int, generating: Sequence[int], full: bool, steps_left: int, w
         return min(backlog, LEAST_ALONE), 0
     if not backlog or full:
         return min(backlog, worth), 0
-    most = max(1, min(DRAIN_STEPS, -(-sum(generating) // len(generating))))
+    most = max(1, min(DRAIN_STEPS, -(-sum(generating) // (each * len(generating)))))
     left = min(steps_left, most) or most
     return max(-(-backlog // left), min(backlog, worth)), left - 1
 
@@ -84,27 +87,30 @@ class ChunkWorth:
     A prompt takes a step more for each time that it is cut. For that its sequence waits, and all sequences wait for
     what a step takes for having any prompt. They are spared what the chunk takes, on those ranks that compute as many
     tokens in that step. So little is spared where steps take hardly longer for more tokens, and prompts are whole
-    there.
+    there, but not at once: no chunk makes a step longer by more than `_GROWTH` times what prompts have of late.
     """
 
-    def __init__(self, ranks: int) -> None:
-        self._ranks = ranks
+    def __init__(self, ranks: int, each: int = 1) -> None:
+        """`each`: the tokens that a sequence decodes in a step, its drafts included."""
+        self._ranks, self._each, self._longest = ranks, each, 0.0
         # By tokens, of steps without prompts; by those that prompts make the step longer, what it takes beyond that.
         self._without, self._beyond = LineFit(0.0, 1.0), LineFit(0.0)
 
     def ended(self, generating: Sequence[int], chunks: Sequence[int], seconds: float) -> None:
-        """A step has, in which the ranks computed so many tokens, and of prompts."""
+        """A step has, in which the ranks decoded so many tokens, and computed so many of prompts."""
         most = max(generating)
         if not any(chunks):
             self._without.observe(most, seconds)
         elif self._without.samples >= MIN_FIT_SAMPLES:
             longest = max(decode + chunk for decode, chunk in zip(generating, chunks, strict=True))
             self._beyond.observe(longest - most, seconds - self._without.at(most))
+            self._longest = max(longest - most, self._longest * (1 - 1 / FIT_MEMORY))
 
     def tokens(self, generating: int) -> int:
-        """Beside so many sequences on all ranks; 0 until that is known."""
+        """Beside so many tokens to decode on all ranks; 0 until that is known."""
         if not (generating and self._beyond.samples >= MIN_FIT_SAMPLES):
             return 0
-        waits_s = self._without.at(generating / self._ranks) / generating + max(0.0, self._beyond.intercept)
-        spared_s = self._beyond.slope * (1 - 1 / self._ranks)
-        return int(min(waits_s / spared_s, _ALL)) if spared_s > 0 else _ALL
+        sequences = generating / self._each
+        waits_s = self._without.at(generating / self._ranks) / sequences + max(0.0, self._beyond.intercept)
+        spared_s, most = self._beyond.slope * (1 - 1 / self._ranks), _GROWTH * self._longest
+        return int(min(waits_s / spared_s, most) if spared_s > 0 else most)

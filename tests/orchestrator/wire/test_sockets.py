@@ -93,6 +93,17 @@ def test_parts_that_end_are_forgotten(small, monkeypatch):
     assert assembler.unfinished_parts == 1
 
 
+def test_a_part_that_comes_late_is_not_lost(small, monkeypatch):
+    assembler = Assembler()
+    other, *rest = frames_of(long(b"b"))
+    assembler.take([other])
+    monkeypatch.setattr(sockets, "UNFINISHED_S", -1.0)  # more than that passes before each part
+    assert [assembler.take([frame]) for frame in frames_of(long(b"a"))][-1] == long(b"a")
+    assert assembler.unfinished_parts == 0, "the one whose next part did not come is forgotten"
+    with pytest.raises(MessageError, match="whose other parts did not come"):
+        assembler.take(rest[:1])
+
+
 def test_too_large_messages_are_not_sent(small, monkeypatch):
     monkeypatch.setattr(sockets, "MAX_MESSAGE_BYTES", 100)
     with pytest.raises(MessageError, match="a message of 1.. bytes; the largest may have 100"):

@@ -27,6 +27,7 @@ class FakeEngine:
     def __init__(self) -> None:
         self.dp_group, self.current_wave, self.dummies, self.batch_queue_size = object(), 3, 0, 1
         self.seen: list[tuple[int, int]] = []
+        self.output = SimpleNamespace(total_num_scheduled_tokens=30, num_scheduled_tokens={"prompt": 30})
         self.scheduler = SimpleNamespace(
             running=[],
             waiting=[],
@@ -46,7 +47,7 @@ class FakeEngine:
     def schedule(self, throttle: bool = False) -> Any:
         at = self.scheduler
         self.seen.append((at.max_num_scheduled_tokens, at.scheduler_config.long_prefill_token_threshold))
-        return SimpleNamespace(total_num_scheduled_tokens=30, num_scheduled_tokens={"prompt": 30})
+        return self.output
 
     def execute_dummy_batch(self) -> None:
         self.dummies += 1
@@ -135,14 +136,15 @@ def test_a_plan_is_for_the_step_that_begins_when_its_own_has_ended_at_the_latest
         goes_on(other)
 
 
-@pytest.mark.parametrize(("places", "least"), [(2, 0), (3, 900)])
+@pytest.mark.parametrize(("places", "drafts", "least"), [(2, 0, 0), (3, 0, 900), (3, 3, 900)])
 def test_where_no_place_is_free_a_prompt_may_take_as_long_as_it_likes(
-    boards: list[Board], places: int, least: int
+    boards: list[Board], places: int, drafts: int, least: int
 ) -> None:
-    """`max_num_active_seqs` may be less than `max_num_seqs`."""
+    """`max_num_active_seqs` may be less than `max_num_seqs`. Drafts are no sequences that wait for it."""
     from workers.vllm_engine.steps import steps_of
 
     engine = FakeEngine()
+    engine.scheduler.num_spec_tokens = drafts
     steps = steps_of(engine)
     assert steps is not None
     engine.scheduler.running = [request(101, 100, "RUNNING"), request(1000, 100, "RUNNING")]
@@ -150,7 +152,7 @@ def test_where_no_place_is_free_a_prompt_may_take_as_long_as_it_likes(
     engine.scheduler.schedule(False)
     steps.ended(True, 1.0)
     goes_on(boards[1])
-    assert boards[1]._plans()[0] == (1, 900, least)
+    assert boards[1]._plans()[0] == (1 + drafts, 900, least)
 
 
 def test_a_prompt_for_another_engine_whose_last_chunk_is_in_the_step_decodes_nothing(boards: list[Board]) -> None:
@@ -194,6 +196,42 @@ def test_steps_and_dummy_batches_are_counted(boards: list[Board]) -> None:
     assert (counted.dummies, counted.waves) == (1, 4)
     of_prompts = list(boards[0]._own[_RINGS + 2 * _RING :])
     assert of_prompts[:4] == [0, 29, 0, 0], "one of the 30 is decoded"
+
+
+@pytest.mark.parametrize("begins", [False, True], ids=["drained", "another-begins"])
+def test_the_last_step_that_was_begun_ahead_is_learned_as_long_as_it_took(boards: list[Board], begins: bool) -> None:
+    """With asynchronous scheduling a turn begins a step and waits for the one before it. The turn that waits for the
+    last one begins none, and a dummy batch follows; another rank may begin a step instead, and return at once."""
+    from workers.vllm_engine.steps import steps_of
+
+    engine = FakeEngine()
+    engine.batch_queue_size = 2
+    steps, other = steps_of(engine), boards[1]
+    assert steps is not None
+    other._ahead = 2
+    board = steps._board
+
+    def turn(tokens: int, seconds: float, theirs_s: float) -> None:
+        engine.output = SimpleNamespace(total_num_scheduled_tokens=tokens, num_scheduled_tokens=dict.fromkeys("a", 1))
+        if tokens:
+            engine.scheduler.schedule(False)
+            steps.ended(True, seconds * 1e3)
+        else:
+            steps.ended(False, seconds * 1e3)
+            engine.execute_dummy_batch()
+        other.plan(0, 0, False)
+        other.note(0, theirs_s, 1)
+
+    for period in range(60):
+        tokens = 10 + 10 * (period % 3)
+        took_s = 0.01 + 1e-3 * tokens
+        turn(tokens, 5e-4, 0.0)  # nothing to wait for yet
+        for _ in range(2):
+            turn(tokens, took_s, 0.0)
+        turn(0, took_s, 5e-4 if begins else 0.0)
+        turn(0, 1e-5, 0.0)
+    for tokens in (10, 20, 30):
+        assert board._worth._without.at(tokens) == pytest.approx(0.01 + 1e-3 * tokens, rel=0.03)
 
 
 def test_steps_of_vllms_own_server_are_counted_too(boards: list[Board], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,7 @@
 """Ranks that step together: which one gets a request, and how many prompt tokens each computes."""
 
+import random
+
 import msgspec
 import pytest
 from hypothesis import given
@@ -60,6 +62,19 @@ def test_a_lone_prompt_takes_as_many_steps_as_sequences_wait_for_it(decoding: in
     assert most - 2 <= steps <= most
 
 
+def test_drafts_are_no_sequences_that_wait() -> None:
+    """Ten sequences on each of two ranks, with three drafts each: what a step takes is spread over them alone."""
+    assert pace(1000, [40, 40], False, 0, each=4) == pace(1000, [10, 10], False, 0) == (100, 9)
+    plain, drafts = ChunkWorth(2), ChunkWorth(2, each=4)
+    for at in range(100):
+        chunk, decodes = 200 * (at % 3) * (at % 2), [10 + at % 7] * 2
+        seconds = 0.01 + 1e-4 * chunk + 0.001 * (chunk > 0)
+        plain.ended(decodes, [chunk, 0], seconds)
+        drafts.ended([4 * decode for decode in decodes], [chunk, 0], seconds)
+    assert plain.tokens(20) == pytest.approx((0.01 / 20 + 0.001) / (1e-4 / 2), abs=1)
+    assert drafts.tokens(80) == pytest.approx(plain.tokens(20), abs=1)
+
+
 def test_a_full_batch_has_no_floor() -> None:
     assert pace(1000, [8, 8], True, 5) == (0, 0)
     assert pace(1000, [0, 0], True, 0) == (LEAST_ALONE, 0)  # none decodes: a step of a few tokens is worth nothing
@@ -88,9 +103,24 @@ def test_a_chunk_spares_what_it_costs(ranks: int) -> None:
 
 def test_chunks_are_as_short_as_ever_where_steps_take_long_for_their_tokens_and_as_long_as_can_be_where_not() -> None:
     assert learned(prompt_s=0.0, token_s=1e-3).tokens(2000) <= 8
-    assert learned(prompt_s=0.0, token_s=0.0).tokens(100) > 1 << 30, "all that there are"
+    free = learned(prompt_s=0.0, token_s=0.0)
+    for _ in range(20):  # of prompts without end
+        free.ended([50, 50], [free.tokens(100), 0], 0.01)
+    assert free.tokens(100) > 1 << 25, "all that there are"
     assert ChunkWorth(2).tokens(100) == 0, "nothing is known"
     assert learned(prompt_s=0.0, token_s=1e-4).tokens(0) == 0, "nothing decodes"
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_chunks_grow_step_by_step_where_steps_seem_to_take_no_longer_for_them(seed: int) -> None:
+    """They are as long up to 256 tokens, and not for a prompt of 6,000, which would take 300 ms at once."""
+    chance, worth, longest_s = random.Random(seed), ChunkWorth(2), 0.0
+    for _ in range(600):
+        chunk = min(6000, max(chance.choice((0, 0, 8, 16, 32, 64)), worth.tokens(60))) * chance.randrange(2)
+        took_s = max(0.015, 5e-5 * (30 + chunk)) + chance.uniform(0, 5e-4)
+        longest_s = max(longest_s, took_s)
+        worth.ended([30, 30], [chunk, 0], took_s)
+    assert longest_s < 3 * 0.015
 
 
 def test_adp_takes_the_rank_with_fewest_tokens_among_those_below_their_share_of_sequences() -> None:
