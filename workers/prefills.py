@@ -210,7 +210,7 @@ class Prefills:
         refusal = await submit(self._engine, EngineRequest(attempt.key, Phase.PREFILL, frames))
         attempt.submitted = refusal is None
         if refusal is not None:
-            await self._fail(attempt, refusal.why, refusal.final)
+            await self._fail(attempt, refusal.why, refusal.final, by_engine=True)
         elif not self._attempts.holds(attempt):
             await self._engine.abort([attempt.key])
 
@@ -241,7 +241,7 @@ class Prefills:
             self._tell_prefilled(attempt, output, timestamp)
         else:
             why = f"the engine ended it: {output.finish_reason!s}" if refused is None else f"invalid: {refused}"
-            self._tell_failed(attempt, why, refused is not None)
+            self._tell_failed(attempt, why, refused is not None, output.finish_reason is FinishReason.ERROR)
         self._start(self._ack(attempt.request_id, attempt.number))
 
     def _tell_prefilled(self, attempt: Attempt, output: EngineOutput, timestamp: float) -> None:
@@ -260,9 +260,9 @@ class Prefills:
         payload = self._engine.encode_outputs([output], timestamp) if output.new_token_ids else []
         self._frontends.send(attempt.frontend_id, prefilled, payload)
 
-    def _tell_failed(self, attempt: Attempt, why: str, refused: bool) -> None:
+    def _tell_failed(self, attempt: Attempt, why: str, refused: bool, by_engine: bool) -> None:
         log.warning("prefill of %s failed: %s", attempt.key, why)
-        failed = PrefillFailed(attempt.request_id, attempt.number, why, refused)
+        failed = PrefillFailed(attempt.request_id, attempt.number, why, refused, by_engine)
         self._frontends.send(attempt.frontend_id, failed)
 
     def give_job_up(self, request_id: str, number: int, frontend_id: str) -> None:
@@ -275,11 +275,11 @@ class Prefills:
         """The frontend aborted this attempt, which has been removed from the attempts: acknowledge its job."""
         self._start(self._ack(attempt.request_id, attempt.number))
 
-    async def _fail(self, attempt: Attempt, why: str, refused: bool = False) -> None:
+    async def _fail(self, attempt: Attempt, why: str, refused: bool = False, by_engine: bool = False) -> None:
         if not self._attempts.holds(attempt):
             return
         self._attempts.remove(attempt)
-        self._tell_failed(attempt, why, refused)
+        self._tell_failed(attempt, why, refused, by_engine)
         await self._ack(attempt.request_id, attempt.number)
 
     async def give_back(self, why: str) -> None:

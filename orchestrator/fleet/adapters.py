@@ -130,20 +130,30 @@ class AdapterView:
             done = "it was taken back" if there == wanted else "somebody else has changed it meanwhile"
             raise AdapterFailed(f"{error}; {done}") from error
 
-    async def unload(self, name: str) -> None:
-        """Take an adapter out of the list, and wait until no frontend serves it. Raises AdapterFailed."""
-        await self.put(name, None)
+    async def unload(self, name: str) -> bool:
+        """Take an adapter out of the list, and wait until no frontend serves it, also where it is out already. Returns
+        whether it was there. Raises AdapterFailed."""
+        before = await self.put(name, None)
         try:
             await self._served_by_all()
         except AdapterFailed as error:
             raise AdapterFailed(f"it is out of the list, but {error}") from error
+        return before is not None
 
     async def put(
-        self, name: str, wanted: Adapter | None, replacing: bool = False, over: Adapter | None = None
+        self,
+        name: str,
+        wanted: Adapter | None,
+        replacing: bool = False,
+        over: Adapter | None = None,
+        patience_s: float | None = None,
     ) -> Adapter | None:
         """Put an adapter into the list (None: take it out), with `over` only in the place of this one; other frontends
-        follow in time. Returns what was there. Raises AdapterRefused, AdapterFailed."""
-        until = time.monotonic() + FOLLOW_TIMEOUT_S
+        follow in time. Returns what was there. Raises AdapterRefused, AdapterFailed.
+
+        `patience_s`: how long it is tried again while Redis is away; None: as long as frontends have to follow.
+        """
+        until = time.monotonic() + (FOLLOW_TIMEOUT_S if patience_s is None else patience_s)
         try:
             for _ in range(_TRIES):
                 await _once_back(self._sync, until)
@@ -187,6 +197,6 @@ async def _once_back(what: Callable[[], Awaitable[T]], until: float, away: type[
         try:
             return await what()
         except away:
-            if time.monotonic() > until:
+            if time.monotonic() >= until:
                 raise
         await asyncio.sleep(_AGAIN_S)

@@ -109,7 +109,7 @@ class Membership:
             began = time.monotonic()
             with turns.turn():
                 await self._resync()
-            # A fifth of this process's time, however many workers come at once.
+            # A fifth of this process's time, however many workers come at once; it rests for READ_REST_S at most.
             await asyncio.sleep(min(max(COALESCE_S, 4 * (time.monotonic() - began)), READ_REST_S))
 
     async def _tick(self) -> None:

@@ -207,9 +207,10 @@ class Dispatch:
             return
         self._give_up(active, why)
         if len(active.answer.tokens) - active.resumed >= SOUND_TOKENS:
-            active.charged = 0
-        active.charged += charge or remote
-        if active.charged >= MAX_ATTEMPTS:
+            active.charged.clear()
+        if charge or remote:
+            active.charged.append(why)
+        if len(active.charged) >= MAX_ATTEMPTS:
             self._end_as(active, active.exhausted(said))
             return
         again = avoid in active.avoid

@@ -178,7 +178,8 @@ class ActiveRequest:
     accepted_at: float
     state: State = State.PLACING
     attempt: int = 1
-    charged: int = 0  # failed attempts that count against `MAX_ATTEMPTS` of `dispatch`
+    # Why each attempt failed that counts against `MAX_ATTEMPTS` of `dispatch`.
+    charged: list[str] = field(default_factory=list)
     resumed: int = 0  # tokens of the answer that earlier attempts have made
     crashes: int = 0  # engines that crashed with this request, which may have caused it
     suspect: bool = False  # it may run only as the single suspect of a worker; written by `quarantine`
@@ -231,7 +232,7 @@ class ActiveRequest:
         """Its last attempt has failed. `said`: the worker's words. Not the request's fault, if only one was lost."""
         last = f"; the last: {said}" if said else ""
         why = f"{self.attempt} attempts failed: {', '.join(self.retries)}{last}"
-        return Failure(why) if _OF_THE_REQUEST.issuperset(self.retries) else Failure.of_fleet(why)
+        return Failure(why) if _OF_THE_REQUEST.issuperset(self.charged) else Failure.of_fleet(why)
 
     def move(self, to: State) -> None:
         """Raises IllegalTransition."""

@@ -164,7 +164,7 @@ class Router:
                 if worker_id == active.prefill_worker:  # else another one has taken the claim over
                     self._on_prefilled(active, message, payload, now)
             elif isinstance(message, PrefillFailed):
-                self._on_prefill_failed(active, worker_id, message.refused)
+                self._prefill_failed(active, worker_id, message.refused, message.by_engine)
             elif worker_id == active.decode_worker:
                 self._on_rejected(active, worker_id, message)
 
@@ -198,11 +198,11 @@ class Router:
         elif (batch := self._requests.from_prefill(active, said, payload, now)) is not None:
             self.batches.put_nowait(batch)
 
-    def _on_prefill_failed(self, active: ActiveRequest, worker_id: str = "", refused: bool = False) -> None:
-        """`worker_id`: who says so; empty: the queue. Where another worker computes it, that one goes on. What an
-        engine `refused` a decode worker is asked for, which tells the client why."""
-        if active.state is State.QUEUED or (active.state is State.TRANSFERRING and active.prefill_worker == worker_id):
-            self._dispatch.retry(active, "prefill_refused" if refused else "prefill_failed")
+    def _prefill_failed(self, active: ActiveRequest, by: str = "", refused: bool = False, ended: bool = False) -> None:
+        """`by`: who says so; empty: the queue. Another worker that computes it goes on. `ended`: by its engine."""
+        if active.state is not State.QUEUED and (active.state is not State.TRANSFERRING or active.prefill_worker != by):
+            return
+        self._dispatch.retry(active, "prefill_refused" if refused else "engine_error" if ended else "prefill_failed")
 
     def _on_rejected(self, active: ActiveRequest, by: str, rejected: Rejected) -> None:
         log.warning("worker %s rejected request %s: %s", by, active.parsed.label, rejected.why)
@@ -343,7 +343,7 @@ class Router:
         """The queue gave this job up, because too many workers that had claimed it died."""
         if (active := self._requests.current(request_id, attempt)) is not None:
             with self._dispatch.guarding(active):
-                self._on_prefill_failed(active)
+                self._prefill_failed(active)
 
     def _end(self, active: ActiveRequest, state: State) -> None:
         self._requests.end(active, state)

@@ -141,6 +141,7 @@ class PrefillFailed(msgspec.Struct, tag="prefill_failed", frozen=True):
     attempt: int
     why: str
     refused: bool = False  # by its engine when it got it, as by others: a decode worker computes it or says 400
+    by_engine: bool = False  # its engine failed on it: if others do too, it is the request
 
 
 class Rejected(msgspec.Struct, tag="rejected", frozen=True):

@@ -98,28 +98,30 @@ class FleetModels(OpenAIServingModels):
     async def unload_lora_adapter(self, request: UnloadLoRAAdapterRequest) -> ErrorResponse | str:
         name = request.lora_name
         async with self.lora_resolver_lock[name]:
-            if (refused := await self._check_unload_lora_adapter_request(request)) is not None:
-                return refused
-            if name not in self._fleet.known.adapters:
-                why = f"the LoRA adapter {name!r} is one of frontend.server_args.lora_modules: take it out there"
-                return create_error_response(why, "InvalidUserInput", HTTPStatus.BAD_REQUEST)
             try:
-                await self._fleet.unload(name)
+                was_there = await self._fleet.unload(name)
             except Exception as error:
                 return _failed(error, name)
+            if not was_there and (refused := await self._check_unload_lora_adapter_request(request)) is not None:
+                return refused
+            if not was_there:
+                why = f"the LoRA adapter {name!r} is one of frontend.server_args.lora_modules: take it out there"
+                return create_error_response(why, "InvalidUserInput", HTTPStatus.BAD_REQUEST)
             log.info("unloaded LoRA adapter %r", name)
             return f"Success: LoRA adapter '{name}' removed successfully."
 
     async def resolve_lora(self, lora_name: str) -> LoRARequest | ErrorResponse:
-        known = self.lora_requests.get(lora_name)
+        known, context = self.lora_requests.get(lora_name), edge.current.get()
+        before = context.refusal if context is not None else None
         found = await super().resolve_lora(lora_name)
-        context = edge.current.get()
-        if isinstance(found, ErrorResponse) and context is not None and (refusal := context.refusal) is not None:
+        if context is not None and isinstance(found, LoRARequest):
+            context.refusal = before  # what one resolver found could not be loaded, what the next one found could
+        elif context is not None and (refusal := context.refusal) is not None:
             # It is there, but could not be loaded now: vLLM answers with 400, whatever was raised.
             return create_error_response(refusal.message, "ServiceUnavailableError", HTTPStatus(refusal.status))
         if isinstance(found, LoRARequest) and found is not known:
             try:
-                await self._fleet.put(lora_name, _listed(found))
+                await self._fleet.put(lora_name, _listed(found), patience_s=0.0)  # its client waits
             except (AdapterRefused, AdapterFailed) as error:  # others resolve it themselves, to the same number
                 log.warning("LoRA adapter %r was resolved, but is not in the fleet's list: %s", lora_name, error)
         return found

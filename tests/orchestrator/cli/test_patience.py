@@ -299,7 +299,7 @@ async def test_model_add_does_not_count_an_outage_in_its_patience(
     await has_state(ModelState.ADDING)
     outage = Outage(monkeypatch, Registry, "frontends")
     following = asyncio.create_task(
-        model_module._follow(fleet, namespace, "a", 60.0, lambda seen: shown.append(seen.state), added=True)
+        model_module._follow(fleet, "a", 60.0, lambda seen: shown.append(seen.state), added=True)
     )
     await until(lambda: shown == ["adding"])
     await outage.passes(following)

@@ -465,7 +465,7 @@ async def test_request_does_not_wait_for_dead_prefill_worker(computed):
     bench.router.check(time.monotonic())
     await bench.settle()
     assert computed or bench.queue.cancelled == [("r", 1)]  # nobody prefills again what is prefilled locally
-    assert bench.router.requests["r"].retries == ["prefill_worker_lost"] and bench.router.requests["r"].charged == 0
+    assert bench.router.requests["r"].retries == ["prefill_worker_lost"] and bench.router.requests["r"].charged == []
     assert bench.submits()[-1][1].kv_source is None
     bench.tokens(bench.bound_to(), "r", [1], attempt=2, finish=1)
     assert bench.received() == [("r", [1], 1)]
@@ -513,7 +513,7 @@ async def test_requests_leave_quiet_decode_worker():
     bench.silence(quiet)
     await bench.settle()
     active = bench.router.requests["r"]
-    assert active.retries == ["decode_worker_quiet"] and active.charged == 0
+    assert active.retries == ["decode_worker_quiet"] and active.charged == []
     assert active.decode_worker != quiet and bench.submits()[-1][1].resume_tokens == [1, 2]
 
 
@@ -564,7 +564,7 @@ async def test_reset_connection_restarts_its_requests():
     bench.tokens(worker, "r", [1])
     bench.router.connection_reset(worker)
     await bench.settle()
-    assert bench.router.requests["r"].retries == ["connection_reset"] and bench.router.requests["r"].charged == 0
+    assert bench.router.requests["r"].retries == ["connection_reset"] and bench.router.requests["r"].charged == []
     bench.tokens(worker, "r", [3])  # of the attempt before
     assert bench.submits()[-1][1].resume_tokens == [1] and bench.received() == [("r", [1], None)]
 
@@ -700,7 +700,7 @@ async def test_a_request_whose_decode_worker_is_not_there_any_more_goes_on_also_
     bench.fleet.remove(first)
     bench.router.check(time.monotonic())
     await bench.settle()
-    assert active.retries == ["decode_worker_lost"] and active.charged == 1 and active.decode_worker != first
+    assert active.retries == active.charged == ["decode_worker_lost"] and active.decode_worker != first
 
 
 async def test_an_answer_that_is_complete_but_held_back_is_not_computed_again():
@@ -868,21 +868,37 @@ async def test_max_attempts_bounds_retries(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("fails", "status"), [(["lost"] * 4, 503), (["error"] * 3 + ["lost"], 503), (["error"] * 4, None)]
+    ("fails", "status"),
+    [
+        (["lost"] * 4, 503),
+        (["error"] * 3 + ["lost"], 503),
+        (["error"] * 4, None),
+        (["prefill failed", "error", "error", "error"], None),
+        (["prefill given back", "error", "error", "error"], 503),
+        (["reset", "error", "error", "error", "error"], None),  # which does not count as an attempt that failed
+        (["lost", "error after much", "error", "error", "error"], None),  # nor does what was before a sound one
+    ],
 )
 async def test_a_request_whose_workers_were_lost_may_be_asked_again(fails, status):
     """500 would say that something is wrong with it, or here. One engine that fails it may be wrong, four are not."""
-    bench = await Bench.asked(FakeRequest("r", prompt_tokens=10))
+    remote = fails[0].startswith("prefill")
+    bench = await Bench.asked(FakeRequest("r") if remote else FakeRequest("r", prompt_tokens=10), claimed=remote)
     for attempt, how in enumerate(fails, 1):
         worker = bench.bound_to()
         if how == "lost":
             bench.lose(worker)
             bench.add_worker(worker, Role.DECODE)
+        elif how.startswith("prefill"):
+            bench.say("p0", PrefillFailed("r", attempt, how, by_engine=how == "prefill failed"))
+        elif how == "reset":
+            bench.router.connection_reset(worker)
         else:
+            if how == "error after much":
+                bench.tokens(worker, "r", [5] * SOUND_TOKENS, attempt=attempt)
             bench.tokens(worker, "r", [], attempt=attempt, finish=FinishReason.ERROR)
         await bench.settle()
     failure = bench.codec.failures["r"]
-    assert failure.why.startswith("4 attempts failed: ") and not failure.by_client
+    assert failure.why.startswith(f"{len(fails)} attempts failed: ") and not failure.by_client
     assert (Overloaded(failure.rejected).status if failure.rejected is not None else None) == status
     assert status is None or failure.rejected.retry_after_s > 0
     bench.assert_no_leaks()

@@ -13,7 +13,7 @@ from orchestrator.fleet import adapters as adapters_module
 from orchestrator.fleet.adapters import AdapterView
 from orchestrator.fleet.control_calls import CallFailed, Unanswered
 from orchestrator.frontend import edge
-from orchestrator.store.client import Redis
+from orchestrator.store.client import Redis, RedisAway
 from orchestrator.store.registry import Frontend, Registry
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
@@ -26,6 +26,7 @@ class Workers:
         self.files: dict[str, str] = {"/a": "a", "/b": "b"}
         self.loaded: list[tuple[str, int]] = []
         self.fails, self.kind = "", CallFailed
+        self.failing = {"/a", "/b"}  # paths of which `fails` is said
 
     async def call(self, method: str, args: list[Any]) -> Any:
         from vllm.exceptions import LoRAAdapterNotFoundError
@@ -35,9 +36,9 @@ class Workers:
                 raise CallFailed(f"fingerprint_lora: worker w1: {LoRAAdapterNotFoundError(*args)}")
             return self.files[args[1]]
         assert method == "add_lora"
-        if self.fails:
-            raise self.kind(self.fails)
         (adapter,) = args
+        if self.fails and adapter.lora_path in self.failing:
+            raise self.kind(self.fails)
         assert not adapter.load_inplace
         self.loaded.append((adapter.lora_path, adapter.lora_int_id))
         return True
@@ -216,6 +217,65 @@ async def test_an_adapter_that_a_resolver_finds_and_the_fleet_cannot_load_now_ma
         assert (await models.resolve_lora("a")).error.code == status
         assert (context.refusal is not None and context.refusal.status == 503) is (status == 503)
         edge.current.reset(token)
+
+
+async def test_an_adapter_that_the_next_resolver_finds_too_is_refused_to_nobody(fleet: Fleet) -> None:
+    """A stream whose request was refused on its way is answered with that, whatever comes of it."""
+    from vllm.lora.request import LoRARequest
+
+    class Resolver(SimpleNamespace):
+        async def resolve_lora(self, _: str, name: str) -> Any:
+            return LoRARequest(name, 1, self.path)
+
+    models = await fleet.frontend("f1")
+    models.lora_resolvers = [Resolver(path="/a"), Resolver(path="/b")]
+    fleet.workers.fails, fleet.workers.kind = "add_lora: worker w2: no", Unanswered
+    fleet.workers.failing = {"/a"}
+    context = edge.RequestContext("r")
+    token = edge.current.set(context)
+    assert (await models.resolve_lora("x")).lora_path == "/b" and context.refusal is None
+    edge.current.reset(token)
+
+
+async def test_a_resolved_adapter_waits_for_no_redis(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its client waits for the first token."""
+    from vllm.lora.request import LoRARequest
+
+    class Resolver:
+        async def resolve_lora(self, _: str, name: str) -> Any:
+            return LoRARequest(name, 1, f"/{name}")
+
+    models, tries = await fleet.frontend("f1"), list[str]()
+    models.lora_resolvers = [Resolver()]
+    asks, sync = asyncio.current_task(), AdapterView._sync
+
+    async def away(view: AdapterView) -> None:
+        if asyncio.current_task() is not asks:
+            return await sync(view)
+        tries.append("away")
+        raise RedisAway("away")
+
+    monkeypatch.setattr(AdapterView, "_sync", away)
+    assert (await models.resolve_lora("a")).lora_path == "/a"
+    assert tries == ["away"]
+
+
+async def test_an_unload_that_is_asked_for_again_waits_for_those_that_still_serve_it(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """503 asks for that: 404 would say that it is gone."""
+    monkeypatch.setattr(adapters_module, "FOLLOW_TIMEOUT_S", 0.3)
+    first, second = await fleet.frontend("f1", {"s": "/a"}), await fleet.frontend("f2")
+    assert (await load(first, "x", "/b"))[0] == (await load(first, "s", "/b", inplace=True))[0] == 200
+    registry = Registry(fleet.redis, fleet.namespace)
+    await registry.refresh_frontend(Frontend("stuck", "http://f", "p", adapters=1), 60.0)
+    for name in ("x", "s"):
+        for asked in (first, second, first):
+            status, why = await unload(asked, name)
+            assert status == 503 and "it is out of the list, but frontend stuck did not follow" in why
+    await registry.leave_frontend("stuck")
+    assert [(await unload(asked, "x"))[0] for asked in (first, second)] == [404, 404]
+    assert [(await unload(asked, "s"))[0] for asked in (first, second)] == [400, 404]
 
 
 async def test_of_those_who_ask_for_one_adapter_together_one_asks_the_resolver(fleet: Fleet) -> None:
