@@ -35,8 +35,8 @@ TICK_S, LATE_S = 0.1, 0.01
 RESYNC_S = 5.0
 # Reports of a large fleet are read together, at most this late: a twentieth of the time between two of one worker.
 READ_PAUSE_S_PER_WORKER, READ_PAUSES_S = 25e-6, (0.0025, 0.01)
-# Between two readings of the registry. A large fleet that starts makes many events at once: reading it once serves them
-# all. How long a reading took has time in it in which this process stood still, so it does not wait for that alone.
+# Between two readings of the registry, at least and at most. A large fleet that starts makes many events at once: one
+# reading serves them all. A reading may seem to take long because this process stood still: the rest has a bound.
 COALESCE_S, READ_REST_S = 0.05, 1.0
 
 
@@ -109,7 +109,7 @@ class Membership:
             began = time.monotonic()
             with turns.turn():
                 await self._resync()
-            # A fifth of this process's time, however many workers come at once; it rests for READ_REST_S at most.
+            # At most a fifth of this process's time, as long as a reading takes less than a quarter of READ_REST_S.
             await asyncio.sleep(min(max(COALESCE_S, 4 * (time.monotonic() - began)), READ_REST_S))
 
     async def _tick(self) -> None:
