@@ -4,6 +4,7 @@ behaviour beyond derived values; no I/O, no clock, no vLLM."""
 from __future__ import annotations
 
 import enum
+from collections.abc import Mapping
 from typing import Literal
 
 import msgspec
@@ -83,14 +84,6 @@ class EngineIdentity(msgspec.Struct, frozen=True):
     kv_copies: int = 1  # ranks that hold the same KV head; more than 1 where there are more ranks than heads
     messages: str = ""  # stands for the fields of its requests and outputs; versions of an engine may share them
 
-    def first_difference(self, other: EngineIdentity) -> tuple[str, object, object] | None:
-        """The first field that differs as (name, mine, theirs), or None."""
-        for name in self.__struct_fields__:
-            mine, theirs = getattr(self, name), getattr(other, name)
-            if mine != theirs:
-                return name, mine, theirs
-        return None
-
 
 # Frontends depend on these, and use workers of both generations during a rollout.
 ALWAYS_EQUAL = ("engine", "messages", "protocol")
@@ -149,6 +142,14 @@ class WorkerInfo(msgspec.Struct, frozen=True):
     def can_be(self, role: Role) -> bool:
         """Whether it may take this role. Pipeline stages only prefill, and ranks that share each prompt only decode."""
         return (self.kv.shards if role is Role.PREFILL else self.kv.pp_size) == 1
+
+
+Link = tuple[str, ...]  # the class of a link between two workers: ("host", "rack"), ("rack",), () ...
+
+
+def link_of(one: Mapping[str, str], other: Mapping[str, str]) -> Link:
+    """The names of the labels with the same value at both ends, in the order in which these workers have them."""
+    return tuple([name for name, value in one.items() if other.get(name) == value])
 
 
 class KVCounters(msgspec.Struct, frozen=True):
@@ -233,10 +234,8 @@ class PrefixEvents(msgspec.Struct, tag="prefix", frozen=True):
 
 
 class PrefillJob(msgspec.Struct, frozen=True):
-    """A remote prefill waiting in, or claimed from, the queue.
-
-    `attempt` fences results: a frontend ignores every answer whose attempt is not the current one.
-    """
+    """A remote prefill waiting in, or claimed from, the queue. `attempt` fences results: a frontend ignores answers of
+    every attempt but the current one."""
 
     request_id: str
     attempt: int

@@ -1,8 +1,6 @@
-"""The kinds of values that keys of the configuration hold, each with its bounds: numbers, text, hosts, URLs; and
-labels, by which a link between two workers is known.
+"""The kinds of values that keys of the configuration hold, each with its bounds: numbers, text, hosts, URLs, labels.
 
-The class of a link is the names of the labels that have the same value at both of its ends, in order. A worker's host
-is a label.
+A worker's host is a label.
 """
 
 from __future__ import annotations
@@ -126,7 +124,6 @@ def _check_host_and_port(text: str, *, may_be_empty: bool) -> None:
         raise ValueError(f"expected HOST:PORT, got {text!r}")
 
 
-Link = tuple[str, ...]  # its class: ("host", "rack"), ("rack",), () ...
 HOST = "host"
 _STRICT = "strict:"
 
@@ -134,11 +131,6 @@ _STRICT = "strict:"
 def labels_of(host: str, given: Iterable[str]) -> dict[str, str]:
     """A worker's labels by name, in its order, of `NAME=VALUE`; one named host stands for its address."""
     return dict(sorted(({HOST: host} | dict(label.split("=", 1) for label in given)).items()))
-
-
-def link_of(one: Mapping[str, str], other: Mapping[str, str]) -> Link:
-    """The class of the link between two workers with these labels, which are in the order of names."""
-    return tuple([name for name, value in one.items() if other.get(name) == value])
 
 
 def strict_label(pairing: str) -> str:

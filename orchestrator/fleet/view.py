@@ -12,13 +12,22 @@ from typing import NamedTuple, TypeVar
 
 from msgspec.structs import replace
 
-from orchestrator.config.values import Link, labels_of, link_of
+from orchestrator.config.values import labels_of
 from orchestrator.fleet.pause import Pause, Rest
 from orchestrator.fleet.worker_view import FleetAdapters, WorkerView
 from orchestrator.policy.decode_choice import Candidate
 from orchestrator.policy.prefix_index import Hits
 from orchestrator.policy.shortlist import SHORTLIST_FROM, Shortlist
-from orchestrator.types import DesiredRatio, EngineSpeed, Role, WorkerInfo, WorkerLoad, WorkerState
+from orchestrator.types import (
+    DesiredRatio,
+    EngineSpeed,
+    Link,
+    Role,
+    WorkerInfo,
+    WorkerLoad,
+    WorkerState,
+    link_of,
+)
 
 T = TypeVar("T")
 

@@ -12,7 +12,6 @@ from typing import TypeVar
 import msgspec
 
 from orchestrator.config.settings import Config, SLOConfig
-from orchestrator.config.values import Link
 from orchestrator.policy.admission import (
     MAX_RETRY_S,
     MIN_RETRY_S,
@@ -27,7 +26,7 @@ from orchestrator.policy.placement import ROOM_SHARE, Local, PrefillView, Reject
 from orchestrator.policy.predict.adapters import LOADS_AT_PREFILL, AdapterDemand, AdapterPlaces, priced
 from orchestrator.policy.predict.pairing import pair
 from orchestrator.policy.predict.predictor import Predictor
-from orchestrator.types import QueueDepth
+from orchestrator.types import Link, QueueDepth
 
 Job = TypeVar("Job")
 # TTFT objectives by which a job that will be late goes behind the others, and at most one whose tenant asks too much.

@@ -7,7 +7,6 @@ Reads requests and decides nothing. Times are seconds of the router's monotonic 
 from __future__ import annotations
 
 from orchestrator.config.settings import SLOConfig
-from orchestrator.config.values import Link
 from orchestrator.fleet.view import Fleet
 from orchestrator.fleet.worker_view import WorkerView
 from orchestrator.policy.admission import latest_tpot
@@ -19,7 +18,7 @@ from orchestrator.policy.predict.sources import LatePairs
 from orchestrator.process.telemetry.metrics import Metrics
 from orchestrator.process.telemetry.requests import Recent
 from orchestrator.router.request import ActiveRequest, Prefilling, State, Submitted
-from orchestrator.types import Offered
+from orchestrator.types import Link, Offered
 
 
 class Learning:

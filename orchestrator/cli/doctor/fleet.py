@@ -18,8 +18,8 @@ from orchestrator.cli.handle import FleetHandle, OpenFleet, open_fleet
 from orchestrator.cli.look.frontend import ask_registered, is_own_address
 from orchestrator.config.engine_args import environment
 from orchestrator.config.settings import Refused, parse_config
-from orchestrator.config.values import labels_of, link_of, masked
-from orchestrator.types import Role, WorkerInfo
+from orchestrator.config.values import labels_of, masked
+from orchestrator.types import EngineIdentity, Role, WorkerInfo, link_of
 from orchestrator.wire.addresses import addresses_of, in_url
 
 _PINGS = 20
@@ -72,18 +72,23 @@ async def redis_checks(handle: FleetHandle) -> AsyncIterator[Check]:
     yield at_least("Workers", roles.count(Role.DECODE), 1, 1, there, f"`orchestrator scale decode=1{named}`")
 
 
+def first_difference(one: EngineIdentity, other: EngineIdentity) -> str | None:
+    """The first field in which they differ; None if they do not."""
+    return next((name for name in one.__struct_fields__ if getattr(one, name) != getattr(other, name)), None)
+
+
 async def kv_checks(handle: FleetHandle, source: str, target: str) -> AsyncIterator[Check]:
     """Whether KV can pass from one worker to another, as seen from this host. Raises Refused."""
     async with open_fleet(handle) as fleet:
         workers = await fleet.registry.workers()
         a, b = _named(source, workers), _named(target, workers)
-        difference = a.identity.first_difference(b.identity)
-        if difference is None:
+        field = first_difference(a.identity, b.identity)
+        if field is None:
             model = handle.config.name_served if handle.config is not None else a.identity.model
             same = f"{model}, {a.identity.dtype}, blocks of {a.identity.block_size} tokens"
             yield Check("Layout", "ok", f"both {same}")
         else:
-            field, mine, theirs = difference
+            mine, theirs = getattr(a.identity, field), getattr(b.identity, field)
             yield Check("Layout", "fail", f"{field}: {mine!r} and {theirs!r}", "start both with the same configuration")
         if not b.can_be(Role.DECODE):
             said = f"{b.id} has {b.kv.pp_size} pipeline stages"

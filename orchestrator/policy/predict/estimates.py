@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 
-from orchestrator.config.values import Link
+from orchestrator.types import Link
 
 FIT_MEMORY = 200.0  # chosen, not derived. Observations after which the weight of one has decayed to 1/e
 MIN_FIT_SAMPLES = 8  # observations before a fit has both slope and intercept, and before a single worker's is used

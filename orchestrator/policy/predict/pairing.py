@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from orchestrator.config.settings import SLOConfig
-from orchestrator.config.values import Link
 from orchestrator.policy.decode_choice import Candidate, DecodeChoice, RequestInfo, blocks_for
 from orchestrator.policy.predict.predictor import Predictor
+from orchestrator.types import Link
 
 NEGLIGIBLE = 0.003  # of the TTFT objective
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from support_vllm import tiny_model
 
+from orchestrator.cli.doctor.fleet import first_difference
 from orchestrator.config.settings import KVConfig
 
 pytestmark = pytest.mark.vllm
@@ -230,13 +231,11 @@ def test_the_identity_names_what_must_agree(model: Path) -> None:
     one = identity_of("m", config, "CPU_ATTN")
     assert (one.revision, one.quantization, one.attention_backend, one.speculation) == ("abc123", "", "CPU_ATTN", "")
     assert identity_of("m", build(model, revision="abc123", tensor_parallel_size=3), "CPU_ATTN") == one
-    assert identity_of("m", build(model, revision="abc123", tensor_parallel_size=12), "CPU_ATTN").first_difference(
-        one
-    ) == ("kv_copies", 2, 1)
+    many = identity_of("m", build(model, revision="abc123", tensor_parallel_size=12), "CPU_ATTN")
+    assert first_difference(many, one) == "kv_copies" and (many.kv_copies, one.kv_copies) == (2, 1)
     other = identity_of("m", build(model, revision="abc123", hf_overrides={"rope_theta": 5.0}), "CPU_ATTN")
-    named = other.first_difference(one)
-    assert named is not None and named[0] == "kv_settings"
-    assert '"hf_overrides":{"rope_theta":5.0}' in str(named[1]) and "hf_overrides" not in str(named[2])
+    assert first_difference(other, one) == "kv_settings"
+    assert '"hf_overrides":{"rope_theta":5.0}' in other.kv_settings and "hf_overrides" not in one.kv_settings
 
 
 def test_the_identity_names_the_files_of_a_model(model: Path, tmp_path: Path) -> None:
