@@ -19,14 +19,11 @@ from http import HTTPStatus
 from typing import Any, NamedTuple, Protocol
 
 import msgspec
-from fastapi import FastAPI
-from fastapi.routing import APIRoute
 from starlette.requests import ClientDisconnect
 
 from orchestrator.config.settings import SLOClass
 from orchestrator.frontend import tracing
 from orchestrator.frontend.access import Access, Admission, Refusal
-from orchestrator.process.tasks import Pieces
 from orchestrator.process.telemetry.requests import RequestLine
 
 log = logging.getLogger("pd.frontend")
@@ -38,15 +35,12 @@ _PAIRED = re.compile(
     rb"""(?: [^\\]++ | \\u(?![dD][89a-fA-F]) | \\u[dD][89abAB]..\\u[dD][c-fC-F] | \\[^u] )*+""", re.DOTALL | re.VERBOSE
 )
 _ESCAPED = re.compile(rb"\\u[dD][89a-fA-F]")
-# What Python raises for a value of another kind than was expected.
-_OF_ANOTHER_KIND = (TypeError, AttributeError, LookupError, ArithmeticError, RecursionError)
 _FAILED = HTTPStatus.INTERNAL_SERVER_ERROR
 _ENDING = Refusal(HTTPStatus.SERVICE_UNAVAILABLE, "this frontend is ending: ask again", 1.0)
 TTFT, TPOT, CLASS, TENANT = b"x-slo-ttft-ms", b"x-slo-tpot-ms", b"x-slo-class", b"x-tenant"
 MIN_MS, MAX_MS = 1e-3, 86_400_000.0  # to a day; what is divided by less may have no result
 _SHOWN = 100
-
-Validated = tuple[Any, list[dict[str, Any]]]
+PIECE_S = 0.005  # of work that comes at once: so long, at most, a stream waits for the next token
 
 
 class Objectives(NamedTuple):
@@ -87,6 +81,23 @@ def _seconds(name: bytes, value: bytes) -> float:
         expected = f"expected milliseconds from {MIN_MS} to {MAX_MS:.0f}"
         raise ValueError(f"{name.decode()}: {expected}, got {_text(value)!r}")
     return milliseconds / 1e3
+
+
+class Pieces:
+    """A request's prompts and choices, which come at once, in pieces: between two of them the loop serves others."""
+
+    def __init__(self) -> None:
+        self._until, self._turn = 0.0, asyncio.Lock()
+
+    async def begin(self) -> None:
+        """To be awaited before each step of each of these tasks. It returns at once while the present piece lasts, else
+        in a later turn of the loop, to one task in each."""
+        async with self._turn:
+            if self._until and time.monotonic() < self._until:
+                return
+            if self._until:
+                await asyncio.sleep(0)
+            self._until = time.monotonic() + PIECE_S
 
 
 @dataclass(slots=True, eq=False)
@@ -249,30 +260,6 @@ def why_no_unicode(body: bytes) -> str | None:
         except UnicodeDecodeError as error:
             return f"the body is no UTF-8 text: byte {error.start} is 0x{body[error.start]:02x} ({error.reason})"
     return None
-
-
-def refuse_what_trips(app: FastAPI) -> None:
-    """A body on which one of vLLM's validators trips is its client's fault, on all routes that the app has so far. Some
-    look into raw values before these are checked: `{"structured_outputs": 1.5}` has no `get`, and vLLM's server answers
-    that with 500. Errors that vLLM raises itself are left to vLLM."""
-    for route in app.router.routes:
-        if isinstance(route, APIRoute):
-            fields = {
-                id(field): field for field in (route.body_field, *route.dependant.body_params) if field is not None
-            }
-            for field in fields.values():
-                vars(field)["validate"] = _refusing(field.validate)
-
-
-def _refusing(validate: Callable[..., Validated]) -> Callable[..., Validated]:
-    def refusing(value: Any, values: dict[str, Any] | None = None, *, loc: tuple[int | str, ...] = ()) -> Validated:
-        try:
-            return validate(value, values or {}, loc=loc)
-        except _OF_ANOTHER_KIND as error:
-            said = f"a value of another kind than was expected: {type(error).__name__}: {error}"
-            return None, [{"type": "value_error", "loc": loc, "msg": said, "input": None}]
-
-    return refusing
 
 
 _AS_IT_COMES = (b"x-accel-buffering", b"no")  # nginx holds a stream back until its end, unless it is told this

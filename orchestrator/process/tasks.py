@@ -19,7 +19,6 @@ T = TypeVar("T")
 
 # A loop that meets an error again and again tells of it once in this time, and in it of at most so many different ones.
 SAID_FOR_S, MOST_SAID = 60.0, 8
-PIECE_S = 0.005  # of work that comes at once: so long, at most, a stream waits for the next token
 
 
 async def cancelled(*tasks: asyncio.Future[Any] | None) -> None:
@@ -42,23 +41,6 @@ async def first_of(
         yield tasks[0]
     finally:
         await cancelled(*tasks)
-
-
-class Pieces:
-    """Work that many tasks begin at once, in pieces: between two of them the loop serves others."""
-
-    def __init__(self) -> None:
-        self._until, self._turn = 0.0, asyncio.Lock()
-
-    async def begin(self) -> None:
-        """To be awaited before each step of each of these tasks. It returns at once while the present piece lasts, else
-        in a later turn of the loop, to one task in each."""
-        async with self._turn:
-            if self._until and time.monotonic() < self._until:
-                return
-            if self._until:
-                await asyncio.sleep(0)
-            self._until = time.monotonic() + PIECE_S
 
 
 async def in_thread(call: Callable[[], T], unwanted: Callable[[T], object] = lambda result: None) -> T:

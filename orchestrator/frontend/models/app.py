@@ -34,7 +34,6 @@ from orchestrator.config.settings import Config, ConfigError
 from orchestrator.config.simulated import HONOURED, simulated
 from orchestrator.frontend import tracing
 from orchestrator.frontend.dashboard.routes import operator_routes, page_routes, stream_routes
-from orchestrator.frontend.edge import refuse_what_trips
 from orchestrator.frontend.engine import FleetCore, FleetLLM
 from orchestrator.frontend.models.adapters import fleet_models
 from orchestrator.frontend.pages import fleet_routes
@@ -131,7 +130,7 @@ async def build_model_app(
     except Exception as error:
         raise _refused(config, error) from error
     end_streams_of_failures(getattr(app.state, "openai_serving_responses", None))
-    refuse_what_trips(app)
+    route.refuse_what_trips(app)
     streaming.watch(app, args)
     route.install(app, args)
     ours = fleet_routes(config.name_served, connection, registry)

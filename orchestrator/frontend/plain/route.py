@@ -1,4 +1,5 @@
-"""A shorter path of a plain POST to vLLM's handler, without the layers of FastAPI and Starlette.
+"""A shorter path of a plain POST to vLLM's handler, without the layers of FastAPI and Starlette; and what vLLM's
+validators raise at is refused, on either path.
 
 FastAPI resolves dependencies and opens three exit stacks for each request. vLLM runs the handler in a task beside one
 that listens for a disconnect, and Starlette runs an event stream in a task group that does so again. Here vLLM's own
@@ -27,7 +28,11 @@ from vllm.entrypoints.serve.utils.api_utils import validate_json_request, with_c
 
 PATHS = ("/v1/chat/completions", "/v1/completions")
 _JSON = (b"application/json", b"application/json; charset=utf-8")
+# What Python raises for a value of another kind than was expected.
+_OF_ANOTHER_KIND = (TypeError, AttributeError, LookupError, ArithmeticError, RecursionError)
 _WRAPPED = with_cancellation.__code__.co_consts  # has the code of the function that it returns
+
+Validated = tuple[Any, list[dict[str, Any]]]
 
 
 class PlainRoute(BaseRoute):
@@ -86,6 +91,30 @@ def install(app: FastAPI, args: Namespace) -> None:
         checks = [dependency.call for dependency in route.dependant.dependencies]
         if checks == [validate_json_request] and route.endpoint.__code__ in _WRAPPED:
             routes.insert(routes.index(route), PlainRoute(route, inspect.unwrap(route.endpoint)))
+
+
+def refuse_what_trips(app: FastAPI) -> None:
+    """A body on which one of vLLM's validators trips is its client's fault, on all routes that the app has so far. Some
+    look into raw values before these are checked: `{"structured_outputs": 1.5}` has no `get`, and vLLM's server answers
+    that with 500. Errors that vLLM raises itself are left to vLLM."""
+    for route in app.router.routes:
+        if isinstance(route, APIRoute):
+            fields = {
+                id(field): field for field in (route.body_field, *route.dependant.body_params) if field is not None
+            }
+            for field in fields.values():
+                vars(field)["validate"] = _refusing(field.validate)
+
+
+def _refusing(validate: Callable[..., Validated]) -> Callable[..., Validated]:
+    def refusing(value: Any, values: dict[str, Any] | None = None, *, loc: tuple[int | str, ...] = ()) -> Validated:
+        try:
+            return validate(value, values or {}, loc=loc)
+        except _OF_ANOTHER_KIND as error:
+            said = f"a value of another kind than was expected: {type(error).__name__}: {error}"
+            return None, [{"type": "value_error", "loc": loc, "msg": said, "input": None}]
+
+    return refusing
 
 
 def _is_plain(scope: Scope) -> bool:

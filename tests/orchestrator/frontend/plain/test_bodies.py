@@ -5,12 +5,14 @@ from typing import Any
 import httpx
 import pytest
 
-pytest.importorskip("fastapi")
+pytest.importorskip("vllm")
 
 from fastapi import FastAPI
 from pydantic import BaseModel, model_validator
 
-from orchestrator.frontend.edge import refuse_what_trips
+from orchestrator.frontend.plain.route import refuse_what_trips
+
+pytestmark = pytest.mark.vllm
 
 
 class Asked(BaseModel):
