@@ -18,8 +18,8 @@ from orchestrator.config.settings import Config
 from orchestrator.fleet.view import Fleet
 from orchestrator.fleet.worker_view import WorkerView
 from orchestrator.policy.admission import LatestObjective
-from orchestrator.policy.own_prompts import ReuseCounter
 from orchestrator.policy.predict.predictor import Predictor
+from orchestrator.policy.prefix_keys import ReuseCounter
 from orchestrator.policy.ratio.decision import desired_ratio
 from orchestrator.policy.ratio.load import (
     INTERVAL_S,

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Container, Iterable, Iterator, Sequence
 from itertools import islice
 
-from orchestrator.policy.own_prompts import ExpectedPrefixes
+from orchestrator.policy.prefix_keys import ExpectedPrefixes
 from orchestrator.types import PrefixEvents
 
 # Probes of one look-up, beyond the bisection for its deepest holder, that find the depths of the other holders. Each

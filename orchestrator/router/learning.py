@@ -11,10 +11,10 @@ from orchestrator.fleet.view import Fleet
 from orchestrator.fleet.worker_view import WorkerView
 from orchestrator.policy.admission import latest_tpot
 from orchestrator.policy.decode_choice import DecodeChoice
-from orchestrator.policy.own_prompts import ReuseCounter
 from orchestrator.policy.policies import haste
 from orchestrator.policy.predict.predictor import Predictor
 from orchestrator.policy.predict.sources import LatePairs
+from orchestrator.policy.prefix_keys import ReuseCounter
 from orchestrator.process.telemetry.metrics import Metrics
 from orchestrator.process.telemetry.requests import Recent
 from orchestrator.router.request import ActiveRequest, Prefilling, State, Submitted

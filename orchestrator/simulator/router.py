@@ -14,12 +14,12 @@ from orchestrator.policy.admission import latest_tpot
 from orchestrator.policy.choices.named import BYPASSES, decode_choice
 from orchestrator.policy.claims import AFFINITY_WINDOW, choose_claims, fair_share_tokens
 from orchestrator.policy.decode_choice import Candidate
-from orchestrator.policy.own_prompts import ReuseCounter
 from orchestrator.policy.placement import Local, PrefillView, Reject, claim_timeout_s
 from orchestrator.policy.policies import Policies, Waiting, haste
 from orchestrator.policy.predict.estimates import LINK_AGE_S, RecentMaximum
 from orchestrator.policy.predict.predictor import Predictor
 from orchestrator.policy.prefix_index import PrefixIndex
+from orchestrator.policy.prefix_keys import ReuseCounter
 from orchestrator.simulator.engine.stay import Phase, Stay
 from orchestrator.simulator.job import Job
 from orchestrator.simulator.racks import Racks

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
-from orchestrator.policy.own_prompts import AGES_S, Reuse
+from orchestrator.policy.prefix_keys import AGES_S, Reuse
 from orchestrator.policy.ratio.attainment import Split, Traffic
 from orchestrator.policy.ratio.load import LoadSample
 

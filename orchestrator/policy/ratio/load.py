@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 import msgspec
 
-from orchestrator.policy.own_prompts import Reuse
 from orchestrator.policy.predict.estimates import FIT_MEMORY, MIN_FIT_SAMPLES, LineFit, Smoothed
 from orchestrator.policy.predict.predictor import Predictor
+from orchestrator.policy.prefix_keys import Reuse
 from orchestrator.policy.ratio.attainment import Traffic
 from orchestrator.types import Offered
 

@@ -16,8 +16,8 @@ from orchestrator.fleet import ratio_controller as controller
 from orchestrator.fleet.ratio_controller import RatioController, observe
 from orchestrator.fleet.view import Fleet
 from orchestrator.policy.admission import LATEST, latest_tpot
-from orchestrator.policy.own_prompts import ReuseCounter
 from orchestrator.policy.predict.predictor import Predictor
+from orchestrator.policy.prefix_keys import ReuseCounter
 from orchestrator.policy.ratio import decision
 from orchestrator.store.operator.events import EventLog
 from orchestrator.store.planned import Seen

@@ -4,7 +4,7 @@ import msgspec
 import pytest
 
 from orchestrator.config.settings import RatioConfig, SLOConfig
-from orchestrator.policy.own_prompts import Reuse, ReuseCounter
+from orchestrator.policy.prefix_keys import Reuse, ReuseCounter
 from orchestrator.policy.ratio.attainment import Traffic
 from orchestrator.policy.ratio.caches import Caches, caches_of, curve
 from orchestrator.policy.ratio.decision import desired_ratio

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from orchestrator.policy.own_prompts import AGES_S, MAX_KEYS, NONE, SAMPLED_TOKENS, Reuse, ReuseCounter
+from orchestrator.policy.prefix_keys import AGES_S, MAX_KEYS, NONE, SAMPLED_TOKENS, Reuse, ReuseCounter
 from orchestrator.policy.ratio.caches import curve, uncached
 
 KEY_TOKENS = 512
