@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable
 
 from orchestrator.config.settings import Config
-from orchestrator.policy.admission import LatestObjective
 from orchestrator.policy.claims import (
     AFFINITY_WINDOW,
     BROUGHT_BY,
@@ -26,6 +25,7 @@ from orchestrator.policy.claims import (
     most_claimed,
     takes_any_size,
 )
+from orchestrator.policy.predict.estimates import LatestObjective
 from orchestrator.process.ticks import left_s, until_told
 from orchestrator.store.client import RedisAway
 from orchestrator.store.queue import Claim

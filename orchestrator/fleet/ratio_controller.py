@@ -17,7 +17,7 @@ from orchestrator.config.engine_args import unit_size
 from orchestrator.config.settings import Config
 from orchestrator.fleet.view import Fleet
 from orchestrator.fleet.worker_view import WorkerView
-from orchestrator.policy.admission import LatestObjective
+from orchestrator.policy.predict.estimates import LatestObjective
 from orchestrator.policy.predict.predictor import Predictor
 from orchestrator.policy.prefix_keys import ReuseCounter
 from orchestrator.policy.ratio.decision import desired_ratio

@@ -132,6 +132,30 @@ def reject_all(
     return Reject("decode_full", RETRY_AFTER_S)
 
 
+def predicted_ttft_s(
+    decision: Local | Remote,
+    request: RequestInfo,
+    candidates: Sequence[Candidate],
+    prefill: PrefillView,
+    predictor: Predictor,
+) -> float:
+    """The predicted TTFT in seconds from now of a request that is placed as decided.
+
+    Raises ValueError if a local decision names a worker that is not among the candidates.
+    """
+    if isinstance(decision, Remote):
+        if decision.ttft_s is not None:
+            return decision.ttft_s
+        if prefill.queue is None:
+            return predictor.prefill_s(request.prompt_tokens)
+        compute = max(0, request.prompt_tokens - prefill.cached_tokens)
+        return predictor.remote_ttft_s(compute, request.prompt_tokens, prefill.queue, prefill.workers_ready)
+    for candidate in candidates:
+        if candidate.worker_id == decision.worker_id:
+            return predictor.local_ttft_s((candidate,), request.prompt_tokens)[0]
+    raise ValueError(f"placed on {decision.worker_id}, which is no candidate")
+
+
 def claim_timeout_s(routing: RoutingConfig, slo: SLOConfig, own_ttft_s: float | None = None) -> float:
     """Seconds after which a job that no worker has claimed leaves the queue. A queue with longer waits is full."""
     if routing.claim_timeout_s is not None:

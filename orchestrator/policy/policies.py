@@ -12,23 +12,29 @@ from typing import TypeVar
 import msgspec
 
 from orchestrator.config.settings import Config, SLOConfig
-from orchestrator.policy.admission import (
-    MAX_RETRY_S,
-    MIN_RETRY_S,
-    LatestObjective,
-    Shares,
-    admit,
-    latest_tpot,
-    predicted_ttft_s,
-)
 from orchestrator.policy.decode_choice import Candidate, DecodeChoice, RequestInfo, blocks_for
-from orchestrator.policy.placement import ROOM_SHARE, Local, PrefillView, Reject, Remote, place, uncached_tokens
+from orchestrator.policy.placement import (
+    ITL_MARGIN,
+    ROOM_SHARE,
+    Decision,
+    Local,
+    PrefillView,
+    Reject,
+    Remote,
+    place,
+    predicted_ttft_s,
+    uncached_tokens,
+)
 from orchestrator.policy.predict.adapters import LOADS_AT_PREFILL, AdapterDemand, AdapterPlaces, priced
+from orchestrator.policy.predict.estimates import LatestObjective
 from orchestrator.policy.predict.pairing import pair
 from orchestrator.policy.predict.predictor import Predictor
+from orchestrator.policy.shares import Shares
 from orchestrator.types import Link, QueueDepth
 
 Job = TypeVar("Job")
+MIN_RETRY_S, MAX_RETRY_S = 1.0, 60.0  # of a `Retry-After` that is predicted
+TPOT_BROUGHT_BY = 1 / 2  # of the latest requests, for a tighter TPOT objective than the fleet's: it costs others room
 # TTFT objectives by which a job that will be late goes behind the others, and at most one whose tenant asks too much.
 LATE_OBJECTIVES = 5.0
 QUEUE_WEIGHT = 1.0  # the same in the prefill queue: short prompts overtake long ones by the difference of their times
@@ -47,7 +53,7 @@ class PlacementDecision(msgspec.Struct, frozen=True):
     """`later_s`: by how much the request goes behind its place in a queue, because it is predicted to miss its TTFT
     objective and others can meet theirs, or because its tenant asks for more than its share."""
 
-    decision: Local | Remote | Reject
+    decision: Decision
     later_s: float = 0.0
 
 
@@ -169,12 +175,10 @@ class Policies:
     ) -> PlacementDecision:
         slo = self.slo_of(request, prefill)
         decision = place(request, candidates, prefill, self.routing, self.choose, self.predictor, slo)
-        if not admission or slo.admission == "off":
+        if not admission:
             return PlacementDecision(decision)
-        admitted = admit(decision, request, candidates, prefill, slo, self.predictor)
-        if isinstance(admitted, Reject):
-            return PlacementDecision(admitted)
-        return PlacementDecision(admitted.decision, LATE_OBJECTIVES * self.slo.ttft_s if admitted.deferred else 0.0)
+        late_s = LATE_OBJECTIVES * self.slo.ttft_s
+        return admit(decision, request, candidates, prefill, slo, self.predictor, late_s)
 
     def pair(
         self, request: RequestInfo, candidates: Sequence[Candidate], links: Mapping[str, Link], now: float
@@ -258,6 +262,38 @@ class Policies:
         most = LATE_OBJECTIVES * ttft_s / ENGINE_WEIGHT
         later_s += self._patience_s(request) if compute_tokens else 0.0
         return later_s + delay_s(min(compute_s, most), ENGINE_WEIGHT, ttft_s, request.priority)
+
+
+def admit(
+    decision: Decision,
+    request: RequestInfo,
+    candidates: Sequence[Candidate],
+    prefill: PrefillView,
+    slo: SLOConfig,
+    predictor: Predictor,
+    late_s: float,
+) -> PlacementDecision:
+    """Whether a placed request may start now, by its predicted TTFT. As configured, one that would be late is rejected
+    with the time by which it exceeds its bound as `Retry-After`, or goes `late_s` behind those that can be in time.
+
+    The bound is the TTFT objective. As in vLLM a lower priority number is more important. Each step below 0 adds the
+    objective to the bound once more, and each step above 0 takes a quarter off the bound, so that unimportant requests
+    are refused first.
+    """
+    if isinstance(decision, Reject) or slo.admission == "off":
+        return PlacementDecision(decision)
+    ttft_s = predicted_ttft_s(decision, request, candidates, prefill, predictor)
+    bound_s = slo.ttft_s * (1.0 - request.priority if request.priority <= 0 else 0.75**request.priority)
+    if ttft_s <= bound_s:
+        return PlacementDecision(decision)
+    if slo.admission == "queue":
+        return PlacementDecision(decision, late_s)
+    return PlacementDecision(Reject("slo_ttft", min(MAX_RETRY_S, max(MIN_RETRY_S, ttft_s - bound_s))))
+
+
+def latest_tpot(slo: SLOConfig, predictor: Predictor) -> LatestObjective:
+    """For those who decode beside each other, and for the split. A sequence that decodes alone must meet it."""
+    return LatestObjective(slo.tpot_s, TPOT_BROUGHT_BY, lambda: sum(predictor.tpot_line) / ITL_MARGIN)
 
 
 def _is_idle(candidates: Sequence[Candidate], queue: QueueDepth | None) -> bool:

@@ -9,9 +9,8 @@ from __future__ import annotations
 from orchestrator.config.settings import SLOConfig
 from orchestrator.fleet.view import Fleet
 from orchestrator.fleet.worker_view import WorkerView
-from orchestrator.policy.admission import latest_tpot
 from orchestrator.policy.decode_choice import DecodeChoice
-from orchestrator.policy.policies import haste
+from orchestrator.policy.policies import haste, latest_tpot
 from orchestrator.policy.predict.predictor import Predictor
 from orchestrator.policy.predict.sources import LatePairs
 from orchestrator.policy.prefix_keys import ReuseCounter

@@ -10,12 +10,11 @@ from typing import Protocol
 import msgspec
 
 from orchestrator.config.settings import SLOConfig
-from orchestrator.policy.admission import latest_tpot
 from orchestrator.policy.choices.named import BYPASSES, decode_choice
 from orchestrator.policy.claims import AFFINITY_WINDOW, choose_claims, fair_share_tokens
 from orchestrator.policy.decode_choice import Candidate
 from orchestrator.policy.placement import Local, PrefillView, Reject, claim_timeout_s
-from orchestrator.policy.policies import Policies, Waiting, haste
+from orchestrator.policy.policies import Policies, Waiting, haste, latest_tpot
 from orchestrator.policy.predict.estimates import LINK_AGE_S, RecentMaximum
 from orchestrator.policy.predict.predictor import Predictor
 from orchestrator.policy.prefix_index import PrefixIndex

@@ -10,9 +10,9 @@ from math import floor, log2
 from typing import Any, Protocol
 
 from orchestrator.config.settings import SLOConfig
-from orchestrator.policy.admission import LatestObjective
 from orchestrator.policy.choices.steps import prompt_tokens_beside
 from orchestrator.policy.claims import BROUGHT_BY
+from orchestrator.policy.predict.estimates import LatestObjective
 from orchestrator.simulator.engine.engine import Engine
 from orchestrator.simulator.engine.profile import Profile
 from orchestrator.simulator.engine.stay import Events, Stay

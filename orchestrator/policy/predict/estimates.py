@@ -1,4 +1,5 @@
-"""What is measured while serving: means, lines and recent maxima, and when they are too old to be believed.
+"""What is measured while serving: means, lines and recent maxima, and when they are too old to be believed; and which
+objective counts where many requests share one.
 
 An estimate that looks bad keeps away the very requests that would measure it again. So each has an age, in seconds and
 in decisions. The older it is when it is observed again, the less its earlier observations count. One that is too old is
@@ -10,6 +11,8 @@ a link that stays bad costs one request in `STALE_DECISIONS`, and at most one in
 from __future__ import annotations
 
 import math
+from collections import deque
+from collections.abc import Callable
 
 from orchestrator.types import Link
 
@@ -23,6 +26,7 @@ STALE_S, STALE_DECISIONS = 60.0, 20
 # A link is as fast as its fastest WRITE of this time, and of up to twice this time. It is longer than `STALE_S`: only
 # another split tries a link again that this one does not use.
 LINK_AGE_S = 300.0
+LATEST = 64  # requests
 
 
 class Estimate:
@@ -228,3 +232,31 @@ class Links:
             if line.samples >= MIN_FIT_SAMPLES and not line.is_stale(self._now, self._decisions, kinds)
         ]
         return its.at(tokens) - min(line.at(tokens) for line in known) if its in known else 0.0
+
+
+class LatestObjective:
+    """The objective of many at once: for what is claimed before those that come next, for who decodes beside whom, and
+    for the split. A request's own one decides its own place, admission and deadline (`policies`).
+
+    A tighter objective than the fleet's counts where that share of the latest requests has one as tight: clients
+    name theirs, and a few of them do not slow down all others. A looser one does not count: the next may bring none.
+    """
+
+    def __init__(self, of_fleet_s: float, share: float, least_s: Callable[[], float] = lambda: 0.0) -> None:
+        """Who brings a tighter one than `least_s` says, which nobody can meet, brings none."""
+        self.seconds = self._of_fleet_s = of_fleet_s
+        self.of_all_s = of_fleet_s  # what all of the latest have, or a tighter one: it costs nobody else
+        self._least_s = least_s
+        self._latest = deque([of_fleet_s] * LATEST, LATEST)
+        self._tight = round(share * LATEST) - 1  # its place among the latest in order
+        self._left = 0  # so many more requests until all of the latest have the fleet's
+
+    def came(self, own_s: float | None) -> None:
+        """The next request has come. None (or 0): it has no objective of its own."""
+        own_s = own_s if own_s and own_s >= self._least_s() else None
+        if not own_s and not self._left:
+            return
+        self._left = LATEST if own_s else self._left - 1
+        self._latest.append(own_s or self._of_fleet_s)
+        ordered = sorted(self._latest)
+        self.seconds, self.of_all_s = [min(self._of_fleet_s, ordered[place]) for place in (self._tight, -1)]

@@ -15,7 +15,8 @@ from orchestrator.config.settings import SLOConfig, parse_config
 from orchestrator.fleet import ratio_controller as controller
 from orchestrator.fleet.ratio_controller import RatioController, observe
 from orchestrator.fleet.view import Fleet
-from orchestrator.policy.admission import LATEST, latest_tpot
+from orchestrator.policy.policies import latest_tpot
+from orchestrator.policy.predict.estimates import LATEST
 from orchestrator.policy.predict.predictor import Predictor
 from orchestrator.policy.prefix_keys import ReuseCounter
 from orchestrator.policy.ratio import decision

@@ -3,7 +3,8 @@
 import pytest
 
 from orchestrator.config.settings import SLOConfig
-from orchestrator.policy.admission import LATEST, LatestObjective, latest_tpot
+from orchestrator.policy.policies import latest_tpot
+from orchestrator.policy.predict.estimates import LATEST, LatestObjective
 from orchestrator.policy.predict.predictor import Predictor
 from orchestrator.types import EngineSpeed
 

@@ -4,11 +4,11 @@ import msgspec
 import pytest
 
 from orchestrator.config.settings import SLOConfig, parse_config
-from orchestrator.policy.admission import LATEST, latest_tpot
 from orchestrator.policy.choices.named import decode_choice
 from orchestrator.policy.decode_choice import Candidate, RequestInfo
 from orchestrator.policy.placement import Local, PrefillView, Reject, Remote
-from orchestrator.policy.policies import LATE_OBJECTIVES, MAX_STEPS, Policies, Waiting, delay_s, haste
+from orchestrator.policy.policies import LATE_OBJECTIVES, MAX_STEPS, Policies, Waiting, delay_s, haste, latest_tpot
+from orchestrator.policy.predict.estimates import LATEST
 from orchestrator.policy.predict.predictor import Predictor
 from orchestrator.types import Offered, QueueDepth
 

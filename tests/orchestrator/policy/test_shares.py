@@ -6,12 +6,12 @@ import statistics
 import pytest
 
 from orchestrator.config.settings import SLOConfig, parse_config
-from orchestrator.policy.admission import Shares
 from orchestrator.policy.choices.named import decode_choice
 from orchestrator.policy.decode_choice import Candidate, RequestInfo
 from orchestrator.policy.placement import Local, PrefillView, Remote
 from orchestrator.policy.policies import Policies
 from orchestrator.policy.predict.predictor import Predictor
+from orchestrator.policy.shares import Shares
 from orchestrator.simulator.engine.profile import PROFILES, load_profile
 from orchestrator.simulator.job import Job
 from orchestrator.simulator.settings import SHIPPED, Settings, changed, stack
