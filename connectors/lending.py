@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 # Of all blocks: so many stay free for the requests here, else nothing is lent; and while the host tier loads more than
 # so many, for whomever, it loads none to lend.
 _LEFT_SHARE = 1 / 8
-_LOAD_S = 2.0  # what is not loaded by then is not sent: who asked for it has given up (`policy/predict/sources.py`)
+_LOAD_S = 2.0  # what is not loaded by then is not sent: who asked for it has given up (`policy/decode_choice.py`)
 _UNWANTED = None, math.inf  # nothing is told of it
 
 

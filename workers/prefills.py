@@ -12,8 +12,9 @@ import time
 from collections.abc import Callable, Coroutine
 from typing import Any, NamedTuple
 
+from orchestrator.policy.decode_choice import could_gain, wait_limit_s
+from orchestrator.policy.predict.estimates import LatePairs
 from orchestrator.policy.predict.predictor import PRIOR_S_PER_TOKEN
-from orchestrator.policy.predict.sources import LatePairs, could_gain, wait_limit_s
 from orchestrator.process.tasks import cancelled
 from orchestrator.store.client import RedisAway
 from orchestrator.store.queue import Claim, PrefillQueue

@@ -18,7 +18,7 @@ from connectors.push.wire import Computing, Gone, Hello, Landed, Message, Regist
 
 _RENEW_AGAIN_S = 1.0  # while no answer comes
 _RUN_OUT = "decode has given up by now"
-_LENT_S = 5.0  # for a prefix that is lent: who asked for it has given up by then (`policy/predict/sources.py`)
+_LENT_S = 5.0  # for a prefix that is lent: who asked for it has given up by then (`policy/decode_choice.py`)
 _HURRY_S = 5.0  # a WRITE that lasts longer after its stream was given up may never end
 
 Action = Union[Connect, Renew, Post, Tell, Release, Ended]

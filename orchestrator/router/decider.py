@@ -17,16 +17,18 @@ from orchestrator.config.settings import Config
 from orchestrator.fleet.queue_view import QueueView
 from orchestrator.fleet.view import Fleet
 from orchestrator.fleet.worker_view import WorkerView
-from orchestrator.policy.decode_choice import Candidate, DecodeChoice, RequestInfo
-from orchestrator.policy.placement import RETRY_AFTER_S, Local, PrefillView, Reject, reject_all
-from orchestrator.policy.policies import Policies, Waiting
-from orchestrator.policy.predict.sources import (
+from orchestrator.policy.decode_choice import (
     MAX_HOLDERS,
     PRIOR_BYTES_PER_S,
+    Candidate,
+    DecodeChoice,
     Holder,
+    RequestInfo,
     choose_holder,
     load_s_per_token,
 )
+from orchestrator.policy.placement import RETRY_AFTER_S, Local, PrefillView, Reject, reject_all
+from orchestrator.policy.policies import Policies, Waiting
 from orchestrator.policy.prefix_index import Hits, PrefixIndex
 from orchestrator.router.learning import Learning
 from orchestrator.router.request import ActiveRequest, Placed

@@ -20,8 +20,8 @@ from orchestrator.config.settings import RoutingConfig
 from orchestrator.config.values import strict_label
 from orchestrator.fleet.queue_view import QueueView
 from orchestrator.fleet.view import Fleet
+from orchestrator.policy.decode_choice import Holder
 from orchestrator.policy.placement import RETRY_AFTER_S, Reject
-from orchestrator.policy.predict.sources import Holder
 from orchestrator.policy.prefix_index import PrefixIndex
 from orchestrator.process.telemetry.metrics import Metrics
 from orchestrator.router.active_requests import ActiveRequests

@@ -11,8 +11,8 @@ from orchestrator.fleet.view import Fleet
 from orchestrator.fleet.worker_view import WorkerView
 from orchestrator.policy.decode_choice import DecodeChoice
 from orchestrator.policy.policies import haste, latest_tpot
+from orchestrator.policy.predict.estimates import LatePairs
 from orchestrator.policy.predict.predictor import Predictor
-from orchestrator.policy.predict.sources import LatePairs
 from orchestrator.policy.prefix_keys import ReuseCounter
 from orchestrator.process.telemetry.metrics import Metrics
 from orchestrator.process.telemetry.requests import Recent

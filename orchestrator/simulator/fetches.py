@@ -1,7 +1,7 @@
 """Prefixes that workers fetch from other workers' caches before they compute a prompt, of either role, and what their
 host tiers load.
 
-`policy/predict/sources.py` decides, when a job is claimed or placed locally. A fetch takes its time of both workers'
+`policy/decode_choice.py` decides, when a job is claimed or placed locally. A fetch takes its time of both workers'
 links, after what these carry already, and is given up after a bound, as in a real worker. What only the host tier of
 the holder has is loaded first. An engine loads from its own when it admits a prompt, as vLLM does, so that a prompt
 that waits does not lose what was loaded for it. One worker's loads follow one another.
@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from orchestrator.policy.predict.sources import (
+from orchestrator.policy.decode_choice import (
     FIXED_S,
     PRIOR_BYTES_PER_S,
     Holder,

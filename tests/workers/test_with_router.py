@@ -12,7 +12,7 @@ from support_steering import order_role
 from support_wait import until
 from support_workers import WorkerProcess, Workers
 
-from orchestrator.policy.predict.sources import LATE_IN_A_ROW
+from orchestrator.policy.predict.estimates import LATE_IN_A_ROW
 from orchestrator.types import Role
 from workers.sim.connections import SimConnections
 

@@ -7,8 +7,7 @@ from support_bench import Bench, FakeRequest, counted
 
 from orchestrator.frontend.edge import Objectives
 from orchestrator.policy.decode_choice import RequestInfo
-from orchestrator.policy.predict.estimates import LATEST
-from orchestrator.policy.predict.sources import LATE_IN_A_ROW
+from orchestrator.policy.predict.estimates import LATE_IN_A_ROW, LATEST
 from orchestrator.router.request import Overloaded
 from orchestrator.types import PrefixEvents, QueueDepth, Role, WorkerLoad
 from orchestrator.wire.messages import Prefilled

@@ -15,7 +15,7 @@ from orchestrator.fleet.membership import mark_silent_quiet
 from orchestrator.frontend.edge import Objectives, read_objectives
 from orchestrator.policy import placement
 from orchestrator.policy.policies import LATE_OBJECTIVES
-from orchestrator.policy.predict.sources import LATE_IN_A_ROW
+from orchestrator.policy.predict.estimates import LATE_IN_A_ROW
 from orchestrator.process.tasks import cancelled
 from orchestrator.router import dispatch
 from orchestrator.router.decider import Decider

@@ -3,7 +3,7 @@
 import msgspec
 import pytest
 
-from orchestrator.policy.predict.sources import (
+from orchestrator.policy.decode_choice import (
     FIXED_S,
     MAX_WAIT_S,
     MIN_WAIT_S,

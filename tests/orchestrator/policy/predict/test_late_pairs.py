@@ -2,7 +2,7 @@
 
 import pytest
 
-from orchestrator.policy.predict.sources import FIRST_REST_S, LATE_IN_A_ROW, MOST_REST_S, TRIAL_S, LatePairs
+from orchestrator.policy.predict.estimates import FIRST_REST_S, LATE_IN_A_ROW, MOST_REST_S, TRIAL_S, LatePairs
 
 
 def late_pairs(at: float = 0.0) -> LatePairs:
@@ -63,7 +63,7 @@ def test_a_worker_that_is_gone_is_forgotten() -> None:
 
 def test_the_latest_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of those that have left nobody may be told, and whoever comes has another name."""
-    monkeypatch.setattr("orchestrator.policy.predict.sources.MOST_PAIRS", 3)
+    monkeypatch.setattr("orchestrator.policy.predict.estimates.MOST_PAIRS", 3)
     pairs = late_pairs()
     for number in range(2):
         pairs.late(f"left-{number}", "d", 0.0)
