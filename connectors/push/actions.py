@@ -8,7 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from connectors.push.wire import Endpoint, Message, Register
+from connectors.push.wire import Message, Register
+from orchestrator.types import KVEndpoint
 
 NO_BLOCK = 0  # vLLM's null block stands for one outside of a window: nobody reads it
 
@@ -17,7 +18,7 @@ NO_BLOCK = 0  # vLLM's null block stands for one outside of a window: nobody rea
 class Connect:
     """Make `engine` reachable; answered by `connected` or `unreachable`."""
 
-    peer: Endpoint
+    peer: KVEndpoint
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.stats import NixlKVConnectorStats
 
-from connectors.push.wire import Endpoint, Register, Unregister
+from connectors.push.wire import Register, Unregister
+from orchestrator.types import KVEndpoint
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -105,7 +106,7 @@ class Reserved:
     """Decode blocks wait for the KV of `order.stream` from `source`."""
 
     order: Register
-    source: Endpoint
+    source: KVEndpoint
 
 
 @dataclass(frozen=True)
@@ -113,15 +114,15 @@ class Unused:
     """A decode request ended before it reserved blocks: `source` need not keep anything for it."""
 
     order: Unregister
-    source: Endpoint
+    source: KVEndpoint
 
 
 @dataclass(frozen=True)
 class Met:
     """Connect with `peer`, and have it connect with `here`, before a request needs that."""
 
-    peer: Endpoint
-    here: Endpoint
+    peer: KVEndpoint
+    here: KVEndpoint
 
 
 class PushMetadata(KVConnectorMetadata):

@@ -9,6 +9,8 @@ from typing import ClassVar, Union
 
 import msgspec
 
+from orchestrator.types import KVEndpoint
+
 # Raise it with any change below: peers of another version are refused at the handshake and at each message.
 VERSION = 11
 PREFIX = b"PDKV%d:" % VERSION
@@ -16,27 +18,6 @@ PREFIX = b"PDKV%d:" % VERSION
 
 class WireError(ValueError):
     """A notification that is no message of this protocol and version."""
-
-
-class Endpoint(msgspec.Struct, frozen=True):
-    """Where an engine answers NIXL handshakes. Has the fields of `orchestrator.types.KVEndpoint`. `engine_id` is unique
-    per process start."""
-
-    engine_id: str
-    host: str
-    port: int
-    tp_size: int = 1
-    pp_size: int = 1
-    shards: int = 1
-    key: str = ""
-
-
-class Source(msgspec.Struct, frozen=True):
-    """Where the KV of one request comes from: `kv_source` in a decode request's KV transfer parameters. Has the fields
-    of `orchestrator.types.KVSource`."""
-
-    endpoint: Endpoint
-    key: str  # the request's id in the prefill engine
 
 
 class Register(msgspec.Struct, tag="reg", frozen=True):
@@ -50,7 +31,7 @@ class Register(msgspec.Struct, tag="reg", frozen=True):
 
     stream: str  # the request's id in the prefill engine
     request: str  # the request's id in the decode engine
-    decode: Endpoint
+    decode: KVEndpoint
     blocks: list[list[int]]
     prompt_tokens: int
     valid_s: float = 0.0  # this and what follows are set when it is sent
@@ -68,7 +49,7 @@ class Unregister(msgspec.Struct, tag="unreg", frozen=True):
 
     stream: str
     request: str
-    decode: Endpoint
+    decode: KVEndpoint
 
 
 class _OfNoRequest(msgspec.Struct, frozen=True):
@@ -90,7 +71,7 @@ class Hello(_OfNoRequest, tag="hello", frozen=True):
 class Meet(_OfNoRequest, tag="meet", frozen=True):
     """To an engine that may exchange KV with `sender` later: connect with it now. Not answered."""
 
-    sender: Endpoint
+    sender: KVEndpoint
 
 
 class Ping(_OfNoRequest, tag="ping", frozen=True):
