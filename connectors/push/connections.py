@@ -1,6 +1,5 @@
-"""A worker's connections to its peers, and the messages over them.
-
-`worker.py` builds on it. Nothing is decided here: each connection and each message is an event for the state machines.
+"""A worker's connections to its peers, and the messages over them. `worker.py` builds on it. Nothing is decided here:
+each connection and each message is an event for the state machines.
 """
 
 from __future__ import annotations
