@@ -11,7 +11,8 @@ import msgspec
 
 from orchestrator.types import KVEndpoint
 
-# Raise it with any change below, or of `KVEndpoint`: peers of another version are refused at the handshake and at each message.
+# Raise it with any change below, or of `KVEndpoint`: peers of another version are refused at the handshake and at each
+# message.
 VERSION = 11
 PREFIX = b"PDKV%d:" % VERSION
 

@@ -89,7 +89,8 @@ class Policies:
         self, config: Config, choose: DecodeChoice, predictor: Predictor, tpot: LatestObjective | None = None
     ) -> None:
         self.routing, self.slo = config.routing, config.slo
-        self.choose, self.predictor, self._shares = choose, predictor, Shares(config.limits.shares)
+        self.choose, self.predictor = choose, predictor
+        self._shares = Shares(config.limits.shares) if config.limits.shares else None  # None: nobody is delayed
         self._tpot, self.adapters = tpot or latest_tpot(config.slo, predictor), AdapterDemand()
 
     def decide(
@@ -108,8 +109,8 @@ class Policies:
         if admission and request.adapter and not counted:
             self.adapters.count(request.adapter)
         placed = self._admitted(request, candidates, prefill, admission)
-        if admission and self._shares.given:
-            placed = self._shared(placed, request, candidates, prefill, now, counted)
+        if admission and self._shares is not None:
+            placed = self._shared(self._shares, placed, request, candidates, prefill, now, counted)
         if isinstance(placed.decision, Local):
             self.predictor.placed_locally(placed.decision.worker_id)
         elif isinstance(placed.decision, Remote):
@@ -136,6 +137,7 @@ class Policies:
 
     def _shared(
         self,
+        shares: Shares,
         placed: PlacementDecision,
         request: RequestInfo,
         candidates: Sequence[Candidate],
@@ -149,7 +151,7 @@ class Policies:
         if isinstance(decision, Reject):
             return placed
         burst_s = LATE_OBJECTIVES * self.slo.ttft_s
-        lead_s = self._shares.lead_s(request.tenant, now)
+        lead_s = shares.lead_s(request.tenant, now)
         prefill_s = self.predictor.prefill_s(max(0, request.prompt_tokens - prefill.cached_tokens))
         if isinstance(decision, Remote):
             handed_over_s = self.predictor.transfer_s(request.prompt_tokens)
@@ -167,7 +169,7 @@ class Policies:
         prefilling = prefill.workers_ready if isinstance(decision, Remote) else decoding
         decode_s = self.predictor.output_tokens * self.predictor.tpot_line[1]
         work_s = max(prefill_s / max(1, prefilling), decode_s / decoding)  # the pools work at the same time
-        self._shares.count(request.tenant, work_s, now, 2 * burst_s)
+        shares.count(request.tenant, work_s, now, 2 * burst_s)
         return PlacementDecision(decision, lead_s)
 
     def _admitted(

@@ -19,15 +19,11 @@ class Shares:
     """The clocks of one router. Several routers see a part of each tenant's requests, in the same proportions."""
 
     def __init__(self, weights: Mapping[str, float]) -> None:
-        """`weights`: by tenant. Without any, nobody is delayed."""
+        """`weights`: by tenant."""
         self._weights = weights
         self._clocks: OrderedDict[str, float] = OrderedDict()  # by tenant, the one that asked last at the end
         self._asked: dict[str, float] = {}
         self._active = 0.0  # weights of those that share the fleet now
-
-    @property
-    def given(self) -> bool:
-        return bool(self._weights)
 
     def lead_s(self, tenant: str, now: float) -> float:
         """How long what the tenant has asked for beyond its share would take; 0 while nobody else asks. `now`: seconds
