@@ -18,8 +18,7 @@ import msgspec
 from orchestrator.config.settings import Config
 from orchestrator.config.values import labels_of, strict_label
 from orchestrator.process.parent import EXIT_AGAIN, own_identity, report_exit, tell_alive
-from orchestrator.process.tasks import cancelled
-from orchestrator.process.ticks import left_s, ticks, until_told
+from orchestrator.process.tasks import cancelled, left_s, ticks, until_told
 from orchestrator.store.client import Redis, RedisAway
 from orchestrator.store.fields import Departed, Heartbeat
 from orchestrator.store.operator.log_levels import LogLevels, follow_log_level

@@ -15,8 +15,7 @@ from functools import partial
 from typing import TypeVar
 
 from orchestrator.fleet.control_calls import ControlCalls
-from orchestrator.process.tasks import Turns
-from orchestrator.process.ticks import left_s, until_told
+from orchestrator.process.tasks import Turns, left_s, until_told
 from orchestrator.store.client import NotCarriedOut, RedisAway
 from orchestrator.store.fields import NOTHING
 from orchestrator.store.operator.adapters import Adapter, AdapterList

@@ -16,8 +16,7 @@ from collections.abc import Callable, Iterator
 
 from orchestrator.fleet.view import Fleet
 from orchestrator.fleet.worker_view import PrefixView
-from orchestrator.process.tasks import Turns
-from orchestrator.process.ticks import left_s, ticks, until_told
+from orchestrator.process.tasks import Turns, left_s, ticks, until_told
 from orchestrator.store.client import RedisAway
 from orchestrator.store.registry import Registry
 from orchestrator.types import WorkerInfo, WorkerLoad

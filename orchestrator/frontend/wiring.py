@@ -30,9 +30,8 @@ from orchestrator.frontend.pause import PauseCalls
 from orchestrator.policy.choices.named import decode_choice
 from orchestrator.policy.decode_choice import RankChoice
 from orchestrator.process.parent import own_identity, tell_alive
-from orchestrator.process.tasks import Turns, first_of
+from orchestrator.process.tasks import Turns, first_of, left_s, ticks
 from orchestrator.process.telemetry.metrics import Metrics, counts
-from orchestrator.process.ticks import left_s, ticks
 from orchestrator.router.request import Codec
 from orchestrator.router.router import Router
 from orchestrator.store.client import Redis, RedisAway

@@ -27,8 +27,7 @@ from orchestrator.launch.registry_watch import RegistryWatch, Snapshot
 from orchestrator.launch.rollout import RolloutRunner, cannot_start
 from orchestrator.launch.supervise import Stage, Supervised, describe
 from orchestrator.process.parent import EXIT_AGAIN, has_ended, local_pid
-from orchestrator.process.tasks import Turns, cancelled
-from orchestrator.process.ticks import ticks
+from orchestrator.process.tasks import Turns, cancelled, ticks
 from orchestrator.store.planned import BY_HAND, Seen, decided, of_launchers
 from orchestrator.store.registry import Registry
 from orchestrator.types import IDLE, DesiredRatio, Role

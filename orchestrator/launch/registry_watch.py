@@ -12,8 +12,7 @@ from collections.abc import Awaitable, Callable
 
 import msgspec
 
-from orchestrator.process.tasks import Turns, cancelled
-from orchestrator.process.ticks import left_s, until_told
+from orchestrator.process.tasks import Turns, cancelled, left_s, until_told
 from orchestrator.store.client import RedisAway
 from orchestrator.store.configuration import Rollout
 from orchestrator.store.planned import Reading

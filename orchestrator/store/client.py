@@ -19,8 +19,7 @@ from redis.exceptions import AuthenticationError, MovedError, NoPermissionError,
 
 from orchestrator.config.settings import ConfigError
 from orchestrator.config.values import masked
-from orchestrator.process.tasks import cancelled
-from orchestrator.process.ticks import backoff_s
+from orchestrator.process.tasks import backoff_s, cancelled
 from orchestrator.store.keys import Library
 from orchestrator.store.servers import Command, Pipe, Servers
 from orchestrator.store.subscriptions import Subscriptions

@@ -16,8 +16,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from orchestrator.process.tasks import cancelled
-from orchestrator.process.ticks import until_told
+from orchestrator.process.tasks import cancelled, until_told
 from orchestrator.store.client import Redis, RedisAway
 from orchestrator.store.fields import text, whole
 from orchestrator.store.keys import QUEUE, Keys

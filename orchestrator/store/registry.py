@@ -14,8 +14,7 @@ from typing import Any
 
 import msgspec
 
-from orchestrator.process.tasks import Turns, cancelled
-from orchestrator.process.ticks import ticks
+from orchestrator.process.tasks import Turns, cancelled, ticks
 from orchestrator.store.client import Redis, RedisAway
 from orchestrator.store.configuration import Rollout, Version
 from orchestrator.store.documents import Document, answered

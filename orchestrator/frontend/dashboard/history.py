@@ -19,10 +19,9 @@ import msgspec
 from orchestrator.fleet.queue_view import QueueView
 from orchestrator.fleet.view import Fleet
 from orchestrator.frontend.dashboard.siblings import SLOWEST, Second, Siblings, summed
-from orchestrator.process.tasks import Turns
+from orchestrator.process.tasks import Turns, ticks
 from orchestrator.process.telemetry.metrics import Metrics, counts
 from orchestrator.process.telemetry.requests import RequestLine, percentiles
-from orchestrator.process.ticks import ticks
 from orchestrator.store.operator.shown import WorkerStatus
 from orchestrator.types import Role, WorkerState
 

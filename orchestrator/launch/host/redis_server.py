@@ -22,7 +22,7 @@ from orchestrator.launch.supervise import backoff_s
 from orchestrator.process.control_group import find_memory
 from orchestrator.process.files import Foreign, make_folder, open_own
 from orchestrator.process.parent import kill_with
-from orchestrator.process.ticks import left_s
+from orchestrator.process.tasks import left_s
 from orchestrator.store.client import Redis, connect
 
 log = logging.getLogger("pd.launcher")

@@ -22,8 +22,7 @@ from orchestrator.config.settings import ConfigError
 from orchestrator.launch.fleet_processes import FleetProcesses
 from orchestrator.launch.pools.all_models import ModelsProcesses
 from orchestrator.process.parent import has_ended
-from orchestrator.process.tasks import Turns, cancelled
-from orchestrator.process.ticks import left_s
+from orchestrator.process.tasks import Turns, cancelled, left_s
 from orchestrator.store.client import Redis, RedisAway
 from orchestrator.store.operator.models import ListedModel, ModelList, ModelState, ModelStore
 from orchestrator.store.planned import decided
