@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 
 from orchestrator.config.settings import Config
-from orchestrator.launch.host.process_group import ProcessGroup
+from orchestrator.launch.host.process import ProcessGroup
 from orchestrator.types import Role
 
 FRONTEND = "frontend-"  # a frontend's name begins so; workers may not be called so

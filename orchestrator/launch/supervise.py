@@ -16,8 +16,7 @@ from typing import Any
 import msgspec
 
 from orchestrator.config.settings import LauncherConfig
-from orchestrator.launch.host.process import CannotRun, Process
-from orchestrator.launch.host.process_group import ProcessGroup
+from orchestrator.launch.host.process import CannotRun, Process, ProcessGroup
 from orchestrator.process.parent import EXIT_AGAIN
 from orchestrator.process.tasks import first_of
 

@@ -9,8 +9,7 @@ from orchestrator.config.settings import Config, ConfigError
 from orchestrator.launch.commands import frontend_spec, worker_spec
 from orchestrator.launch.host.fork_servers import ForkServers
 from orchestrator.launch.host.machine import MachineShares, Share
-from orchestrator.launch.host.process import LocalProcess
-from orchestrator.launch.host.process_group import ProcessGroup
+from orchestrator.launch.host.process import LocalProcess, ProcessGroup
 from orchestrator.launch.machines import Machines, OnLine, Setup, ranks_of
 from orchestrator.types import Role
 

@@ -25,7 +25,7 @@ from orchestrator.launch.decisions.reconcile import (
     members,
     workers_of_others,
 )
-from orchestrator.launch.host.process_group import ProcessGroup
+from orchestrator.launch.host.process import ProcessGroup
 from orchestrator.launch.machines import Machines, Setup
 from orchestrator.launch.registry_watch import Snapshot
 from orchestrator.launch.supervise import Stage, Supervised

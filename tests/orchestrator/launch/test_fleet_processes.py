@@ -20,8 +20,7 @@ from orchestrator.launch import fleet_processes
 from orchestrator.launch.console import Console
 from orchestrator.launch.fleet_processes import FleetProcesses, StartFailed, StartLater
 from orchestrator.launch.host.local_machine import LocalMachine
-from orchestrator.launch.host.process import LocalProcess, ProcessSpec
-from orchestrator.launch.host.process_group import ProcessGroup
+from orchestrator.launch.host.process import LocalProcess, ProcessGroup, ProcessSpec
 from orchestrator.launch.machines import Setup
 from orchestrator.launch.pools.frontend_pool import FrontendPool
 from orchestrator.launch.pools.worker_pool import WorkerPool
