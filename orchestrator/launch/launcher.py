@@ -32,9 +32,8 @@ from orchestrator.launch.host.machine import MachineShares, check_bind, hold_por
 from orchestrator.launch.host.process import adopt_orphans, whole_environment
 from orchestrator.launch.host.redis_server import RedisServer
 from orchestrator.launch.host.run_folder import RunFolder, StartedProcess
-from orchestrator.launch.pools.all_models import ModelsProcesses
 from orchestrator.launch.pools.builder import ModelBuilder, locate_model
-from orchestrator.launch.pools.model_list import ModelFollower, begin_list
+from orchestrator.launch.pools.model_list import ModelFollower, ModelsProcesses, begin_list
 from orchestrator.process.tasks import cancelled, first_of
 from orchestrator.process.telemetry.logs import LogFormat
 from orchestrator.store.client import Redis
