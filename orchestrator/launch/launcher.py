@@ -125,12 +125,18 @@ async def _run(
         fleet.watch()
         keeping = asyncio.create_task(server.keep_running(fleet.read_soon), name="redis-keeper")
         levelled = follow_log_level(builder.levels.values(), "launcher", logging.getLogger("pd"))
-        following = asyncio.create_task(levelled, name="log-level")
-        stack.push_async_callback(cancelled, keeping, following)
+        levelling = asyncio.create_task(levelled, name="log-level")
+        stack.push_async_callback(cancelled, keeping, levelling)
         await signals.or_done(fleet.until_ready())
-        if not signals.came:
-            announce(fleet.models, builder.device, folder, console)
-            await signals.or_done(_follow_models(redis, listed, fleet, builder, tree, folder.namespace))
+        if signals.came:
+            return
+        announce(fleet.models, builder.device, folder, console)
+        if listed is None:
+            await signals.or_done(asyncio.Event().wait())
+            return
+        store, make = ModelStore(redis, folder.namespace), partial(builder.build_added, shared=shared_part(tree))
+        follower = ModelFollower(store, fleet, make, partial(builder.forget, folder.namespace), listed)
+        await signals.or_done(follower.run())
 
 
 async def _list_models(redis: Redis, models: Mapping[str, Config], tree: Mapping[str, Any]) -> ModelList | None:
@@ -152,23 +158,6 @@ def _still_listed(models: Mapping[str, Config], listed: ModelList | None) -> Map
             "them in the file, or choose another namespace"
         )
     return there
-
-
-async def _follow_models(
-    redis: Redis,
-    listed: ModelList | None,
-    fleet: ModelsProcesses,
-    builder: ModelBuilder,
-    tree: Mapping[str, Any],
-    namespace: str,
-) -> None:
-    """Runs until cancelled."""
-    if listed is None:
-        await asyncio.Event().wait()
-        return
-    make = partial(builder.build_added, shared=shared_part(tree))
-    follower = ModelFollower(ModelStore(redis, namespace), fleet, make, partial(builder.forget, namespace), listed)
-    await follower.run()
 
 
 def _with_operator_key(models: Mapping[str, Config], folder: RunFolder) -> Mapping[str, Config]:

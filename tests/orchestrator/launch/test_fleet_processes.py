@@ -321,6 +321,6 @@ async def test_a_model_waits_for_frontends_though_another_answers_for_them(tmp_p
     type(frontend).stage = PropertyMock(side_effect=lambda: stages.pop() if stages else Stage.READY)
     pool = fleet.frontends._pool
     pool.models.insert(0, Mock())
-    pool._placed.append(Mock(process=frontend))
+    pool.placed.append(Mock(process=frontend))
     await fleet.until_ready()
     assert not stages and not caplog.messages
