@@ -84,7 +84,7 @@ class Membership:
             if again or not view.greeted:  # else it asks whether this frontend is there: no load report
                 view.reported_at = time.monotonic()
             view.greeted, view.disconnected_at, view.last_heard_at = True, None, time.monotonic()
-            view.connected = view.load is not None
+            view.note_connected(view.load is not None)
             if again:
                 log.warning("the connection to worker %s broke and was made again", worker_id)
                 self._on_reset(worker_id)
@@ -199,7 +199,7 @@ class Membership:
         if isinstance(message, WorkerLoad):
             self._fleet.take_load(message, now)
             if view.greeted and not view.connected:
-                view.connected = True
+                view.note_connected(True)
             self._prefixes.take_load(message, now)
         else:
             self._prefixes.take_events(message, now)
@@ -220,7 +220,7 @@ class Membership:
                 self._take_entry(info, lost)
         views = self._fleet.workers.values()
         for view in views:
-            view.registered = view.info.id in registered
+            view.note_registered(view.info.id in registered)
         self._unregistered = self._fleet.workers.keys() - registered.keys()
         hosted = (view.load.kv.host_blocks for view in views if view.load is not None)
         self._prefixes.index.make_room(sum(view.info.blocks_total for view in views) + sum(hosted))

@@ -204,12 +204,12 @@ async def test_a_stream_refused_before_its_first_event_is_a_refusal_not_a_200(cl
 
 async def test_ready_requires_decode_worker(client, fleet):
     assert (await client.get("/ready")).status_code == 503
-    fleet.workers["d0"].connected = True
+    fleet.workers["d0"].note_connected(True)
     assert (await client.get("/ready")).status_code == 200
 
 
 async def test_the_fleet_page_has_the_promised_fields(client, fleet):
-    fleet.workers["d0"].connected = True
+    fleet.workers["d0"].note_connected(True)
     page = (await client.get("/fleet")).json()
     assert page["model"] == "demo" and page["queue"] == {"requests": 3, "tokens": 4000, "claimed": 1}
     assert page["desired"] == {"prefill": 1, "decode": 2, "set_by": "ratio", "set_at": 5.0, "why": ""}
