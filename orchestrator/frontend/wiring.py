@@ -35,7 +35,6 @@ from orchestrator.process.telemetry.metrics import Metrics, counts
 from orchestrator.router.request import Codec
 from orchestrator.router.router import Router
 from orchestrator.store.client import Redis, RedisAway
-from orchestrator.store.configuration import RolloutStatus
 from orchestrator.store.operator.events import EventLog
 from orchestrator.store.planned import rollout_status
 from orchestrator.store.queue import PrefillQueue
@@ -262,7 +261,7 @@ class FleetConnection:
                 tell_alive()
         self._beaten.set()
 
-    async def rollout(self) -> RolloutStatus | None:
+    async def rollout(self) -> dict[str, Any] | None:
         """The last rollout; None if there was none, or Redis is away."""
         try:
             found = await self.registry.rollout.read()

@@ -36,18 +36,6 @@ def refuses_local(config: Mapping[str, Any]) -> bool:
     return bool(routing.get("fallback") == "refuse")
 
 
-class RolloutStatus(msgspec.Struct, frozen=True):
-    """A rollout as `/fleet` and `orchestrator status` show it, without the configurations."""
-
-    phase: Phase
-    old: int  # generation
-    new: int
-    why: str
-    restart: list[str] = []  # units; where there are any it is a restart
-    # URLs of frontends that no launcher runs, and that kept another configuration than the rollout ended with.
-    to_restart: list[str] = []
-
-
 class Rollout(msgspec.Struct, frozen=True):
     """The last rollout that was ordered. In every phase, `target` is the version that all members should run. A restart
     is a rollout to the version that they run: `restart` has the units to replace, and the process that each had when it

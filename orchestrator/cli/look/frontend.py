@@ -149,7 +149,7 @@ async def fleet_status(handle: FleetHandle) -> dict[str, Any]:
         "workers": msgspec.to_builtins([worker_status(info) for info in workers]),
         "queue": msgspec.to_builtins(depth),
         "desired": msgspec.to_builtins(desired),
-        "rollout": msgspec.to_builtins(rolled),
+        "rollout": rolled,
     }
 
 

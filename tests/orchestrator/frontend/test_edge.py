@@ -20,7 +20,8 @@ from orchestrator.fleet.view import Fleet
 from orchestrator.frontend import edge, pages
 from orchestrator.frontend.access import Access
 from orchestrator.policy.predict.predictor import Predictor
-from orchestrator.store.configuration import Phase, RolloutStatus
+from orchestrator.store.configuration import Phase, Rollout, Version
+from orchestrator.store.planned import rollout_status
 from orchestrator.types import (
     DesiredRatio,
     EngineIdentity,
@@ -57,7 +58,8 @@ def app(fleet):
     registry.register(pages.FleetCollector(fleet, queue))
 
     async def rollout():
-        return RolloutStatus(Phase.BACK, 0, 1, "it cannot start")
+        back = Rollout(Version(0, {}), Version(1, {}), phase=Phase.BACK, why="it cannot start")
+        return rollout_status(back, {})
 
     connection = SimpleNamespace(
         fleet=fleet,
