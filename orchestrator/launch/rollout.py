@@ -13,8 +13,8 @@ from collections.abc import Awaitable, Callable
 
 from orchestrator.config.settings import Config, ConfigError
 from orchestrator.config.shared import merged, shared
+from orchestrator.launch.commands import Setup
 from orchestrator.launch.decisions.replacement import MissingByHand, Unchanged, to_replace
-from orchestrator.launch.machines import Setup
 from orchestrator.launch.pools.frontend_pool import OfModel
 from orchestrator.launch.pools.worker_pool import WorkerPool
 from orchestrator.launch.registry_watch import Snapshot

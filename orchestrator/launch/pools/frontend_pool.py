@@ -17,9 +17,10 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from orchestrator.config.settings import Config, WorkersConfig
+from orchestrator.launch.commands import Setup
 from orchestrator.launch.decisions.fleet_size import SHRINK_AFTER_S, FrontendSample, frontends_wanted
 from orchestrator.launch.host.process import ProcessGroup
-from orchestrator.launch.machines import FRONTEND, Machines, OnLine, Setup, frontend_named
+from orchestrator.launch.machines import FRONTEND, Machines, OnLine, frontend_named
 from orchestrator.launch.registry_watch import Snapshot
 from orchestrator.launch.supervise import Stage, Supervised
 from orchestrator.store.client import RedisAway

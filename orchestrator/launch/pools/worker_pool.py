@@ -14,6 +14,7 @@ from functools import partial
 import msgspec
 
 from orchestrator.config.settings import Config, ConfigError
+from orchestrator.launch.commands import Setup
 from orchestrator.launch.decisions.reconcile import (
     Action,
     Drain,
@@ -26,7 +27,7 @@ from orchestrator.launch.decisions.reconcile import (
     workers_of_others,
 )
 from orchestrator.launch.host.process import ProcessGroup
-from orchestrator.launch.machines import Machines, Setup
+from orchestrator.launch.machines import Machines
 from orchestrator.launch.registry_watch import Snapshot
 from orchestrator.launch.supervise import Stage, Supervised
 from orchestrator.process.parent import own_identity

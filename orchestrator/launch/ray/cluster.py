@@ -18,9 +18,10 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 
 from orchestrator.config.engine_args import group_size, ranks
 from orchestrator.config.settings import Config, ConfigError
+from orchestrator.launch.commands import Setup
 from orchestrator.launch.host.machine import has_cuda_vllm
 from orchestrator.launch.host.process import ProcessGroup
-from orchestrator.launch.machines import Machines, OnLine, Setup, ranks_of, unit_named
+from orchestrator.launch.machines import Machines, OnLine, ranks_of, unit_named
 from orchestrator.launch.ray.connection import left_running, names_begin
 from orchestrator.launch.ray.places import Bundles, Places, first_line, shown
 from orchestrator.launch.ray.process import RayProcess, Runners

@@ -17,11 +17,11 @@ from support_wait import until
 
 from orchestrator.config.settings import Config, LauncherConfig, ScaleConfig, parse_config
 from orchestrator.launch import fleet_processes
+from orchestrator.launch.commands import Setup
 from orchestrator.launch.console import Console
 from orchestrator.launch.fleet_processes import FleetProcesses, StartFailed, StartLater
-from orchestrator.launch.host.local_machine import LocalMachine
 from orchestrator.launch.host.process import LocalProcess, ProcessGroup, ProcessSpec
-from orchestrator.launch.machines import Setup
+from orchestrator.launch.machines import LocalMachine
 from orchestrator.launch.pools.frontend_pool import FrontendPool
 from orchestrator.launch.pools.worker_pool import WorkerPool
 from orchestrator.launch.registry_watch import Snapshot

@@ -15,8 +15,8 @@ import pytest
 from support_wait import DEADLINE_S, until
 
 from orchestrator.config.settings import Config, ConfigError, load_config, parse_config
+from orchestrator.launch.commands import Setup
 from orchestrator.launch.host.process import ProcessSpec
-from orchestrator.launch.machines import Setup
 from orchestrator.process.files import make_folder
 from orchestrator.types import Role
 
