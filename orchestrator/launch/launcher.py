@@ -179,7 +179,7 @@ def _connected(config: Config, console: Console, signals: Signals) -> Iterator[N
     if config.launcher.kind == "local":
         yield
         return
-    from orchestrator.launch.ray.connection import connect, disconnect
+    from orchestrator.launch.ray.cluster import connect, disconnect
 
     console.stage("ray", "connecting")
     console.stage("ray", connect(config), done=True)
