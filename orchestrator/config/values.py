@@ -142,6 +142,5 @@ def link_of(one: Mapping[str, str], other: Mapping[str, str]) -> Link:
 
 
 def strict_label(pairing: str) -> str:
-    """The label whose value must be the same at both ends of a link; empty where any link may be used. `pairing`:
-    routing.pairing."""
+    """The label whose value both ends of a link must share, by routing.pairing; empty where any link may be used."""
     return pairing.removeprefix(_STRICT) if pairing.startswith(_STRICT) else ""

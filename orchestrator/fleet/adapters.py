@@ -51,8 +51,7 @@ def refusal(known: AdapterList, wanted: Adapter, replacing: bool) -> str | None:
 
 
 class AdapterView:
-    """`known` is the list as it was read last, and what this frontend serves. `on_change` is called with a list before
-    it becomes known."""
+    """`known`: the list as read last, and what is served here. `on_change` gets a list before it becomes known."""
 
     def __init__(self, registry: Registry, calls: ControlCalls, announce: Callable[[], Awaitable[None]]) -> None:
         """`announce`: tells others, by this frontend's entry in the registry, what it `serves`."""
@@ -110,8 +109,7 @@ class AdapterView:
                 await self._announce()
 
     async def identify(self, name: str, path: str) -> Adapter:
-        """The adapter at this path, with its number. Raises CallFailed if a worker cannot read it, or if workers read
-        different ones."""
+        """The adapter at this path, with its number. Raises CallFailed if workers cannot read it, or read others."""
         fingerprint = await self._calls.call("fingerprint_lora", [name, path])
         return Adapter(name, path, adapter_number(name, path, fingerprint))
 

@@ -254,9 +254,8 @@ class Membership:
 
 
 def mark_silent_quiet(fleet: Fleet, now: float, after_s: float) -> list[str]:
-    """Mark workers without a report for `after_s` as quiet, and the other ranks of their units, which may wait for
-    them, as they do for one that was lost; and those that report again as heard. Returns those that were not quiet
-    before."""
+    """Mark as quiet workers without a report for `after_s`, and other ranks of their units, which may wait for them as
+    for one that was lost; as heard those that report again. Returns those that were not quiet before."""
     reported = [view for view in fleet.workers.values() if view.load is not None]
     silent = {view.info.unit for view in reported if now - view.reported_at > after_s} | fleet.broken_units
     changed = [view for view in reported if view.quiet is not (view.info.unit in silent)]

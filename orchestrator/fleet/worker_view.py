@@ -37,12 +37,10 @@ class _Placed:
 
 
 class WorkerView:
-    """One worker as this frontend sees it. `last_heard_at` and `reported_at` (when its last load report came) are
-    the frontend's monotonic clock, seconds."""
+    """One worker as this frontend sees it. Times are its monotonic clock; `reported_at`: of the last load report."""
 
     def __init__(self, info: WorkerInfo, last_heard_at: float, changed: set[str], numbers: Iterator[int]) -> None:
-        """`changed` collects the ids of workers whose usability or load is not what it was; `numbers` number what is
-        submitted."""
+        """`changed` collects ids of workers whose usability or load has changed; `numbers` number what is submitted."""
         self.added_at = self.last_heard_at = self.reported_at = last_heard_at
         self.load: WorkerLoad | None = None
         self.greeted = False  # it has answered `Hello`

@@ -161,8 +161,7 @@ def _still_listed(models: Mapping[str, Config], listed: ModelList | None) -> Map
 
 
 def _with_operator_key(models: Mapping[str, Config], folder: RunFolder) -> Mapping[str, Config]:
-    """One key for all, where there is to be one. On a cluster the frontends of a launcher that was killed serve on,
-    with the key that it made."""
+    """One key for all, where there is to be one. On a cluster, frontends of a killed launcher serve on with its key."""
     config = next(iter(models.values()))
     security = config.security
     before = folder.config() if config.launcher.kind != "local" and not folder.is_held else None
@@ -191,9 +190,8 @@ def _connected(config: Config, console: Console, signals: Signals) -> Iterator[N
 
 
 class Signals:
-    """What a signal that ends a fleet does, from the begin of a launcher to its end: at first it raises
-    KeyboardInterrupt, as Ctrl-C does; while the fleet runs the first ends it in order, and the second at once. Under
-    nohup a terminal that is closed ends none."""
+    """What a signal that ends a fleet does: at first it raises KeyboardInterrupt, as Ctrl-C does; while the fleet runs
+    the first ends it in order, and the second at once. Under nohup a terminal that is closed ends none."""
 
     def __init__(self) -> None:
         self.came = False

@@ -53,9 +53,8 @@ class Replacer:
         self._by_hand = MissingByHand()
 
     async def follow(self, reading: Reading, rollout: Rollout, loading: int, now: float, leads: bool) -> bool:
-        """Whether all are replaced. If not, the one that leads restarts as many workers as may be, and gives up if
-        nothing has changed for longer than any step takes. `loading` are not registered yet; `now` is monotonic. Raises
-        RedisAway."""
+        """Whether all are replaced. If not, the one that leads restarts as many as may be, and gives up if nothing has
+        changed for longer than any step takes. `loading`: not registered yet; `now`: monotonic. Raises RedisAway."""
         units, launchers, managed = reading.units, of_launchers(reading.launchers), launched(reading.launchers)
         old = [name for name, info in units.items() if rollout.replaces(info)]
         drained = [name for name, orders in reading.orders.items() if orders.drain]

@@ -73,8 +73,7 @@ def backoff_s(crashes: int, config: LauncherConfig) -> float:
 
 
 class Supervised:
-    """One process and its successors, under one name. `make` makes the next one; it may raise OSError. `place`, where
-    given, returns when a machine has room for it."""
+    """One process and its successors, of one name. `make` makes the next, or raises OSError; `place` waits for room."""
 
     def __init__(
         self,

@@ -57,8 +57,7 @@ class Pieces:
         self._until, self._turn = 0.0, asyncio.Lock()
 
     async def begin(self) -> None:
-        """To be awaited before each step of each of these tasks. It returns at once while the present piece lasts, else
-        in a later turn of the loop, to one task in each."""
+        """To be awaited before each step. Returns at once while this piece lasts, else to one task in each turn."""
         async with self._turn:
             if self._until and time.monotonic() < self._until:
                 return
@@ -164,8 +163,7 @@ def left_s(interval_s: float) -> float:
 
 def backoff_s(failures: int, first_s: float, most_s: float) -> float:
     """The pause after so many failures in a row: about `first_s`, then twice as long each time, about `most_s` at last.
-    Half more or less by chance, which forked processes share no state of: thousands that have lost a server at one
-    moment do not come back to it at one moment."""
+    Half more or less by chance, not shared by forked processes: thousands that lost a server do not return together."""
     chance: float = random.SystemRandom().uniform(0.5, 1.5)
     return float(min(most_s, first_s * 2.0 ** min(failures - 1, 30)) * chance)
 

@@ -1,5 +1,4 @@
-"""Which workers are replaced next by a rollout or a restart; and how long what is waited for has not changed, which
-these, and `orchestrator model`, give up for. No clock, no I/O."""
+"""Which workers a rollout or a restart replaces next, and for how long nothing has changed. No clock, no I/O."""
 
 from __future__ import annotations
 

@@ -124,9 +124,8 @@ class ModelFollower:
         forget: Callable[[str], Awaitable[bool]],
         listed: ModelList,
     ) -> None:
-        """`make`: the processes of a model with this name and section, none started; it raises ConfigError. `forget`
-        removes what a model without processes here has left; False while it has members elsewhere. `listed`: the list
-        when the fleet started."""
+        """`make`: a model's processes, by its name and section, none started; it raises ConfigError. `forget` removes
+        what a model without processes here has left; False while others have members. `listed`: at the start."""
         self._store, self._fleet = store, fleet
         self._make, self._forget = make, forget
         self._known = listed
@@ -169,8 +168,7 @@ class ModelFollower:
             await self._end_here(name)
 
     async def _joined(self, listed: ModelList) -> ModelList:
-        """A list that another launcher has begun while Redis knew nobody of this fleet, with what runs here. Raises
-        RedisAway."""
+        """A list that another launcher began while Redis knew nobody here, with what runs here. Raises RedisAway."""
         self._away_at = time.monotonic()
         joined = self._known.over(listed)
         if joined is listed:
