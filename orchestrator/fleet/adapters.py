@@ -17,8 +17,8 @@ from typing import TypeVar
 from orchestrator.fleet.control_calls import ControlCalls
 from orchestrator.process.tasks import Turns, left_s, until_told
 from orchestrator.store.client import NotCarriedOut, RedisAway
+from orchestrator.store.configuration import Adapter, AdapterList
 from orchestrator.store.fields import NOTHING
-from orchestrator.store.operator.adapters import Adapter, AdapterList
 from orchestrator.store.registry import Registry
 from orchestrator.wire.adapters import adapter_number
 

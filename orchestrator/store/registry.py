@@ -16,7 +16,7 @@ import msgspec
 
 from orchestrator.process.tasks import Turns, cancelled, ticks
 from orchestrator.store.client import Redis, RedisAway
-from orchestrator.store.configuration import Rollout, Version
+from orchestrator.store.configuration import AdapterList, Rollout, Version
 from orchestrator.store.documents import Document, answered
 from orchestrator.store.fields import (
     Departed,
@@ -38,7 +38,6 @@ from orchestrator.store.fields import (
     worker_to_fields,
 )
 from orchestrator.store.keys import REGISTRY, Keys
-from orchestrator.store.operator.adapters import AdapterList
 from orchestrator.store.planned import Holder, Reading, Seen, in_role_of_unit, plan
 from orchestrator.types import ALWAYS_EQUAL, DesiredRatio, EngineIdentity, Role, WorkerInfo
 
