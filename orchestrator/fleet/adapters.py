@@ -15,7 +15,7 @@ from functools import partial
 from typing import TypeVar
 
 from orchestrator.fleet.control_calls import ControlCalls
-from orchestrator.process.tasks import Turns, left_s, until_told
+from orchestrator.process.tasks import Turns, left_s, set_whenever, until_told
 from orchestrator.store.client import NotCarriedOut, RedisAway
 from orchestrator.store.configuration import Adapter, AdapterList
 from orchestrator.store.fields import NOTHING
@@ -67,12 +67,8 @@ class AdapterView:
     async def run(self) -> None:
         """Follow the list. Runs until cancelled."""
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self._listen())
+            tasks.create_task(set_whenever(self._changed, self._registry.adapters.changes()))
             tasks.create_task(self._follow())
-
-    async def _listen(self) -> None:
-        async for _ in self._registry.adapters.changes():
-            self._changed.set()
 
     async def _follow(self) -> None:
         turns = Turns(log, "reading the list of adapters")

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 
 from orchestrator.fleet.view import Fleet
 from orchestrator.fleet.worker_view import PrefixView
-from orchestrator.process.tasks import Turns, left_s, ticks, until_told
+from orchestrator.process.tasks import Turns, left_s, set_whenever, ticks, until_told
 from orchestrator.store.client import RedisAway
 from orchestrator.store.registry import Registry
 from orchestrator.types import WorkerInfo, WorkerLoad
@@ -72,7 +72,7 @@ class Membership:
     async def run(self) -> None:
         """Runs until cancelled."""
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self._watch())
+            tasks.create_task(set_whenever(self._registry_changed, self._registry.watch()))
             tasks.create_task(self._follow_registry())
             tasks.create_task(self._receive_reports())
             tasks.create_task(self._tick())
@@ -93,10 +93,6 @@ class Membership:
         view = self._fleet.workers.get(worker_id)
         if view is not None and view.greeted:
             view.disconnect(time.monotonic())
-
-    async def _watch(self) -> None:
-        async for _ in self._registry.watch():
-            self._registry_changed.set()
 
     async def _follow_registry(self) -> None:
         """Read the registry again after every event, instead of relying on the order of events."""

@@ -178,6 +178,13 @@ async def until_told(event: asyncio.Event, within_s: float) -> bool:
     return was_set
 
 
+async def set_whenever(event: asyncio.Event, told: AsyncGenerator[object, None]) -> None:
+    """Set the event each time that something is told. Runs until cancelled, or until no more is."""
+    async with contextlib.aclosing(told):
+        async for _ in told:
+            event.set()
+
+
 async def ticks(interval_s: float) -> AsyncGenerator[float, None]:
     """Each `interval_s`, without end: how late this tick is, seconds. For that long this process was stopped, starved,
     or busy with one thing, and heard nobody. What is between two ticks is not waited for: do little there."""
