@@ -130,7 +130,7 @@ def bench_decision(results: dict[str, Any]) -> None:
         fleet = Fleet("f", choose.static_score)
         for number, name in enumerate(names):
             fleet.upsert(_worker(name, number % generations), 0.0)
-            fleet.workers[name].connected = True
+            fleet.workers[name].note_connected(True)
             fleet.take_load(load_of_worker(name, 1), 0.0)
         prefixes = PrefixView(lambda worker_id, message: True)
         prompts = [[hash((number, block)) for block in range(750)] for number in range(500)]  # 12,000 tokens

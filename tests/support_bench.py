@@ -170,7 +170,7 @@ class Bench:
 
     def add_worker(self, name, role, **more):
         self.fleet.upsert(worker_info(name, role, blocks_total=1000, **more), time.monotonic())
-        self.fleet.workers[name].connected = True
+        self.fleet.workers[name].note_connected(True)
 
     def say(self, worker_id, message, payload=()):
         self.router.handle(worker_id, message, list(payload), time.monotonic())

@@ -32,7 +32,7 @@ def fleet_of(*infos: WorkerInfo) -> Fleet:
 def connects(fleet: Fleet, info: WorkerInfo, now: float = 0.0) -> None:
     """The view has this worker, and its frontend is connected to it."""
     fleet.upsert(info, now)
-    fleet.workers[info.id].connected = True
+    fleet.workers[info.id].note_connected(True)
 
 
 def request_line(name: str = "abc", total_ms: float = 800.0) -> RequestLine:

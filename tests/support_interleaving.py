@@ -18,8 +18,8 @@ from support_redis import worker
 from support_wait import DEADLINE_S
 
 from orchestrator.config.settings import Config, Refused, parse_config
+from orchestrator.launch.commands import Setup
 from orchestrator.launch.fleet_processes import FleetProcesses
-from orchestrator.launch.machines import Setup
 from orchestrator.launch.pools.worker_pool import Slot, WorkerPool
 from orchestrator.launch.registry_watch import RegistryWatch, Snapshot
 from orchestrator.launch.supervise import Stage

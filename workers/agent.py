@@ -18,8 +18,7 @@ import msgspec
 from orchestrator.config.settings import Config
 from orchestrator.config.values import labels_of, strict_label
 from orchestrator.process.parent import EXIT_AGAIN, own_identity, report_exit, tell_alive
-from orchestrator.process.tasks import cancelled
-from orchestrator.process.ticks import left_s, ticks, until_told
+from orchestrator.process.tasks import cancelled, left_s, set_whenever, ticks, until_told
 from orchestrator.store.client import Redis, RedisAway
 from orchestrator.store.fields import Departed, Heartbeat
 from orchestrator.store.operator.log_levels import LogLevels, follow_log_level
@@ -177,7 +176,7 @@ class Agent:
             "claims": self._claims.run(),
             "heartbeat": self._heartbeat(),
             "frontends": self._check_frontends(),
-            "orders": self._follow_orders(),
+            "orders": set_whenever(self._beat_now, self._registry.ordered(self._current().unit)),
             "log level": follow_log_level([self._log_levels], self.worker_id, logging.getLogger("pd")),
             "ranks": self._link.watch(lambda: self.life.state is LifecycleState.LEAVING, self._ended.set),
         }
@@ -277,10 +276,6 @@ class Agent:
             log.warning("serving on without Redis: %s", error)
         elif error is None and was_away:
             log.info("Redis is back")
-
-    async def _follow_orders(self) -> None:
-        async for _ in self._registry.ordered(self._current().unit):
-            self._beat_now.set()
 
     async def _peer_died(self, peer: Departed) -> None:
         try:

@@ -26,7 +26,7 @@ from orchestrator.policy.claims import (
     takes_any_size,
 )
 from orchestrator.policy.predict.estimates import LatestObjective
-from orchestrator.process.ticks import left_s, until_told
+from orchestrator.process.tasks import left_s, until_told
 from orchestrator.store.client import RedisAway
 from orchestrator.store.queue import Claim
 from orchestrator.types import Claimer

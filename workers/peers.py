@@ -16,8 +16,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 
 from orchestrator.process.parent import has_ended
-from orchestrator.process.tasks import cancelled
-from orchestrator.process.ticks import until_told
+from orchestrator.process.tasks import cancelled, until_told
 from orchestrator.store.client import RedisAway
 from orchestrator.store.fields import Departed, Heartbeat
 from orchestrator.store.registry import Registry

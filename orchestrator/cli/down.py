@@ -82,7 +82,7 @@ def _remove_killed(folder: RunFolder, as_json: bool) -> None:
     end_processes(left)
     remove_shared_memory(folder.shared_memory)
     if config is not None and config.launcher.kind == "ray":
-        from orchestrator.launch.ray.connection import end_fleet
+        from orchestrator.launch.ray.cluster import end_fleet
 
         end_fleet(config, config.launcher.stop_timeout_s)
     folder.remove()

@@ -37,35 +37,22 @@ def option(name: str, help: str, **limits: Any) -> Any:
     return typer.Option(name, help=help, **limits)
 
 
+_HERE = "default: the fleet on this machine."
 NamespaceOption = Annotated[
     str | None,
     typer.Option(
-        "--namespace",
-        "--model",
-        help="The fleet's namespace, or one of its models, if it has several; default: the fleet on this machine.",
-        show_default=False,
+        "--namespace", "--model", help=f"The fleet's namespace, or one of its models, if it has several; {_HERE}"
     ),
 ]
-ModelOption = Annotated[
-    str | None, option("--model", "Which model of the file, if it has several.", show_default=False)
-]
-WholeFleetOption = Annotated[
-    str | None, option("--namespace", "The fleet's namespace; default: the fleet on this machine.", show_default=False)
-]
+ModelOption = Annotated[str | None, option("--model", "Which model of the file, if it has several.")]
+WholeFleetOption = Annotated[str | None, option("--namespace", f"The fleet's namespace; {_HERE}")]
 RedisOption = Annotated[
     str | None,
-    option(
-        "--redis",
-        "URL of the fleet's Redis; default: that of the fleet on this machine.",
-        envvar=REDIS_URL,
-        show_default=False,
-    ),
+    option("--redis", "URL of the fleet's Redis; default: that of the fleet on this machine.", envvar=REDIS_URL),
 ]
-UrlOption = Annotated[str | None, option("--url", "URL of a frontend to ask, instead of Redis.", show_default=False)]
+UrlOption = Annotated[str | None, option("--url", "URL of a frontend to ask, instead of Redis.")]
 JsonOption = Annotated[bool, option("--json", "Print JSON instead of text.")]
-SetOption = Annotated[
-    list[str] | None, option("--set", "Override a configuration key: a.b=value. Repeatable.", show_default=False)
-]
+SetOption = Annotated[list[str] | None, option("--set", "Override a configuration key: a.b=value. Repeatable.")]
 ForceOption = Annotated[bool, option("--force", "Allow it although requests would be refused.")]
 MaxUnavailableOption = Annotated[int, option("--max-unavailable", "How many workers may be down at a time.", min=1)]
 WorkerArgument = Annotated[str, typer.Argument(help="A worker's id, as `orchestrator status` shows it.")]

@@ -147,9 +147,8 @@ def _drop_output() -> None:
 
 
 def main() -> None:
-    """What the console script `orchestrator` runs. Most commands are short: to look for garbage while they import, and
-    among all modules at their end, takes a quarter of their time. Ctrl-C ends the process meanwhile: an exception could
-    be lost in an import."""
+    """What `orchestrator` runs. Most commands are short: to look for garbage while they import, and at their end, takes
+    a quarter of their time. Ctrl-C ends the process meanwhile: an exception could be lost in an import."""
     gc.disable()
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)

@@ -273,7 +273,7 @@ def _ending(rollout: Rollout, reading: Reading, frontends: Mapping[str, Frontend
     if not rollout.restart:
         ended = "done" if rollout.phase is Phase.DONE else "undone"
         yield Event(ended, generation=rollout.target.generation, why=rollout.why)
-        yield from (Event("to_restart", url) for url in rollout_status(rollout, frontends).to_restart)
+        yield from (Event("to_restart", url) for url in rollout_status(rollout, frontends)["to_restart"])
     elif rollout.phase is Phase.DONE:
         left = sorted(rollout.restart.keys() - reading.units.keys())
         yield from (Event("left", name) for name in left)

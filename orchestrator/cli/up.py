@@ -74,8 +74,7 @@ def _end_for_now(why: str) -> NoReturn:
 
 def start_detached(namespace: str, arguments: list[str], as_json: bool) -> None:
     """Start a launcher with these arguments of `up`, without --detach. `as_json` prints only where the fleet is. Raises
-    ConfigError with the launcher's last line if it ends. Once it is ready nobody reads its output: it then writes to
-    its log file only."""
+    ConfigError with its last line if it ends. Once it is ready nobody reads its output: it writes to its log only."""
     folder = RunFolder(namespace)
     if folder.is_held:
         raise FleetRunning(namespace, folder.launcher())

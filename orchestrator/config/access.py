@@ -51,8 +51,7 @@ def is_loopback(host: str) -> bool:
 
 
 def read_api_keys(security: SecurityConfig) -> frozenset[str]:
-    """The keys of the configuration and of the present content of its file. Raises OSError, and ValueError for one
-    that no client can send."""
+    """Those of the configuration, and of its file now. Raises OSError; ValueError for one that no client can send."""
     keys = set(security.api_keys)
     if security.api_keys_file is not None:
         for number, line in enumerate(read_plain_file(security.api_keys_file, KEYS_BYTES).split("\n"), 1):

@@ -113,8 +113,7 @@ def check_environment(changes: Mapping[str, str] | None = None) -> None:
 
 
 def check_workers_environment(config: Config, role: Role) -> None:
-    """As `check_environment`, for workers of this role. Raises ConfigError also where their engines would have no TCP
-    connections, by which they tell that one has ended."""
+    """As `check_environment`, for this role's workers: engines need TCP too, by which they tell that one has ended."""
     check_environment(changes := environment(config, role))
     transports = {**os.environ, **changes}.get(_TRANSPORTS, "")
     named = {each.removeprefix("\\") for each in transports.lstrip("^").split(",")}  # UCX takes spaces as part of names

@@ -107,8 +107,7 @@ def find_model(name: str, say: Say | None = None) -> str:
 
 
 def read_model_config(name: str) -> dict[str, Any]:
-    """The config.json of a model that is here: a folder, or in the Hugging Face cache. Empty for one that is not, or
-    cannot be read."""
+    """The config.json of a model that is here, as a folder or in the Hugging Face cache; empty where there is none."""
     file: object = _path(name) / "config.json"
     try:
         if name == DEMO or not os.path.isdir(_path(name)):

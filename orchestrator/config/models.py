@@ -43,8 +43,7 @@ def load_models(
 
 
 def load_model(path: Path, overrides: list[str] | None = None, name: str | None = None) -> Config:
-    """The configuration of one model of a file. `name`: its name or its namespace; it needs none if it is the only one.
-    Raises ConfigError."""
+    """That of one model of a file, by its name or namespace; the only one needs neither. Raises ConfigError."""
     tree = read_tree(path)
     chosen = chosen_model(tree, name)
     sections = tree.get(SECTION)
@@ -160,8 +159,7 @@ def model_config(
 
 
 def _within(own: Mapping[str, Any], where: str, error: ConfigError) -> ConfigError:
-    """The error about a model's configuration, about the file: a key that the model's section gives, or has to give, is
-    there."""
+    """The error about the file: a key that the model's section gives, or has to give, is there."""
     key, colon, said = str(error).partition(": ")
     if not colon or " " in key or not (key in ("model", "namespace") or key.partition(".")[0] in own):
         return error

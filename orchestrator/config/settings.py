@@ -258,8 +258,7 @@ def value_at(tree: Any, key: str) -> Any:
 
 
 def _split(tree: Mapping[str, Any], key: str) -> tuple[str, str | None]:
-    """The first name of `a.b`, and the rest, None after the last. One that is there may have dots, as those of models
-    and tenants do."""
+    """The first name of `a.b`, and the rest, None after the last. One that is there may have dots, as a model's may."""
     there = (name for name in map(str, tree) if f"{key}.".startswith(f"{name}."))
     name = max(there, key=len, default=key.partition(".")[0])
     return name, key[len(name) + 1 :] if len(name) < len(key) else None
@@ -320,8 +319,7 @@ def port_range(config: Config) -> range | None:
 
 
 def check_mesh(config: Config, host: str) -> None:
-    """Raises ConfigError for a worker that would listen on a network without keys, unless security.trust_network is
-    set."""
+    """Raises ConfigError for a worker on a network that would have no keys, unless security.trust_network is set."""
     security = config.security
     if security.mesh == "none" and not security.trust_network and not is_loopback(host):
         raise ConfigError(

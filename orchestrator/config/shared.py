@@ -1,5 +1,4 @@
-"""Splits a configuration into the part that all hosts of a fleet share and the part of one host, and says what a
-rollout changes of the first."""
+"""The part of a configuration that all hosts of a fleet share, that of one host, and what a rollout changes of it."""
 
 from __future__ import annotations
 
@@ -40,8 +39,7 @@ def shared(config: Config) -> dict[str, Any]:
 
 
 def merged(config: Config, fleets: Mapping[str, Any]) -> Config:
-    """A process's own configuration, overridden by the fleet's shared part. Settings of its host stay. Raises
-    ConfigError."""
+    """A process's own configuration under the fleet's shared part. Settings of its host stay. Raises ConfigError."""
     tree: dict[str, Any] = msgspec.to_builtins(config)
     own = {"security": tree["security"], "redis": tree["redis"]}
     bound = {name: tree["workers"][name] for name in ("bind", "advertise", "labels")}
@@ -91,8 +89,7 @@ def changed(running: Mapping[str, Any], config: Config | None, tree: dict[str, A
 
 
 def changes(running: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[str]:
-    """The keys that change, as `a.b: before -> after`, also those that `up --set` gave and the new file lacks. Of
-    environment variables, which may be secrets, only the names."""
+    """The keys that change, as `a.b: before -> after`, also those that only `up --set` gave; of variables the names."""
     for key in differing(running, new):
         if key == "model" and new[key] == running["served_model_name"]:
             continue  # its name, of which the launcher made the folder

@@ -134,6 +134,5 @@ def labels_of(host: str, given: Iterable[str]) -> dict[str, str]:
 
 
 def strict_label(pairing: str) -> str:
-    """The label whose value must be the same at both ends of a link; empty where any link may be used. `pairing`:
-    routing.pairing."""
+    """The label whose value both ends of a link must share, by routing.pairing; empty where any link may be used."""
     return pairing.removeprefix(_STRICT) if pairing.startswith(_STRICT) else ""

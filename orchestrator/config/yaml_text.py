@@ -36,8 +36,7 @@ def load_yaml(text: str, typed: bool = False) -> Any:
 
 
 def line_of(text: str, key: str) -> int:
-    """The line, from 1, of `a.b.c` in YAML that `load_yaml` takes, or of the part of it that is there: `a.b` where c is
-    not. 0 where nothing of it is."""
+    """The line, from 1, of `a.b.c` in YAML that `load_yaml` takes, or of the part of it that is there, or else 0."""
     import yaml
 
     try:

@@ -15,11 +15,10 @@ from functools import partial
 from typing import TypeVar
 
 from orchestrator.fleet.control_calls import ControlCalls
-from orchestrator.process.tasks import Turns
-from orchestrator.process.ticks import left_s, until_told
+from orchestrator.process.tasks import Turns, left_s, set_whenever, until_told
 from orchestrator.store.client import NotCarriedOut, RedisAway
+from orchestrator.store.configuration import Adapter, AdapterList
 from orchestrator.store.fields import NOTHING
-from orchestrator.store.operator.adapters import Adapter, AdapterList
 from orchestrator.store.registry import Registry
 from orchestrator.wire.adapters import adapter_number
 
@@ -52,8 +51,7 @@ def refusal(known: AdapterList, wanted: Adapter, replacing: bool) -> str | None:
 
 
 class AdapterView:
-    """`known` is the list as it was read last, and what this frontend serves. `on_change` is called with a list before
-    it becomes known."""
+    """`known`: the list as read last, and what is served here. `on_change` gets a list before it becomes known."""
 
     def __init__(self, registry: Registry, calls: ControlCalls, announce: Callable[[], Awaitable[None]]) -> None:
         """`announce`: tells others, by this frontend's entry in the registry, what it `serves`."""
@@ -69,12 +67,8 @@ class AdapterView:
     async def run(self) -> None:
         """Follow the list. Runs until cancelled."""
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self._listen())
+            tasks.create_task(set_whenever(self._changed, self._registry.adapters.changes()))
             tasks.create_task(self._follow())
-
-    async def _listen(self) -> None:
-        async for _ in self._registry.adapters.changes():
-            self._changed.set()
 
     async def _follow(self) -> None:
         turns = Turns(log, "reading the list of adapters")
@@ -111,8 +105,7 @@ class AdapterView:
                 await self._announce()
 
     async def identify(self, name: str, path: str) -> Adapter:
-        """The adapter at this path, with its number. Raises CallFailed if a worker cannot read it, or if workers read
-        different ones."""
+        """The adapter at this path, with its number. Raises CallFailed if workers cannot read it, or read others."""
         fingerprint = await self._calls.call("fingerprint_lora", [name, path])
         return Adapter(name, path, adapter_number(name, path, fingerprint))
 

@@ -16,8 +16,7 @@ from collections.abc import Callable, Iterator
 
 from orchestrator.fleet.view import Fleet
 from orchestrator.fleet.worker_view import PrefixView
-from orchestrator.process.tasks import Turns
-from orchestrator.process.ticks import left_s, ticks, until_told
+from orchestrator.process.tasks import Turns, left_s, set_whenever, ticks, until_told
 from orchestrator.store.client import RedisAway
 from orchestrator.store.registry import Registry
 from orchestrator.types import WorkerInfo, WorkerLoad
@@ -73,7 +72,7 @@ class Membership:
     async def run(self) -> None:
         """Runs until cancelled."""
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self._watch())
+            tasks.create_task(set_whenever(self._registry_changed, self._registry.watch()))
             tasks.create_task(self._follow_registry())
             tasks.create_task(self._receive_reports())
             tasks.create_task(self._tick())
@@ -85,7 +84,7 @@ class Membership:
             if again or not view.greeted:  # else it asks whether this frontend is there: no load report
                 view.reported_at = time.monotonic()
             view.greeted, view.disconnected_at, view.last_heard_at = True, None, time.monotonic()
-            view.connected = view.load is not None
+            view.note_connected(view.load is not None)
             if again:
                 log.warning("the connection to worker %s broke and was made again", worker_id)
                 self._on_reset(worker_id)
@@ -94,10 +93,6 @@ class Membership:
         view = self._fleet.workers.get(worker_id)
         if view is not None and view.greeted:
             view.disconnect(time.monotonic())
-
-    async def _watch(self) -> None:
-        async for _ in self._registry.watch():
-            self._registry_changed.set()
 
     async def _follow_registry(self) -> None:
         """Read the registry again after every event, instead of relying on the order of events."""
@@ -200,7 +195,7 @@ class Membership:
         if isinstance(message, WorkerLoad):
             self._fleet.take_load(message, now)
             if view.greeted and not view.connected:
-                view.connected = True
+                view.note_connected(True)
             self._prefixes.take_load(message, now)
         else:
             self._prefixes.take_events(message, now)
@@ -221,7 +216,7 @@ class Membership:
                 self._take_entry(info, lost)
         views = self._fleet.workers.values()
         for view in views:
-            view.registered = view.info.id in registered
+            view.note_registered(view.info.id in registered)
         self._unregistered = self._fleet.workers.keys() - registered.keys()
         hosted = (view.load.kv.host_blocks for view in views if view.load is not None)
         self._prefixes.index.make_room(sum(view.info.blocks_total for view in views) + sum(hosted))
@@ -255,9 +250,8 @@ class Membership:
 
 
 def mark_silent_quiet(fleet: Fleet, now: float, after_s: float) -> list[str]:
-    """Mark workers without a report for `after_s` as quiet, and the other ranks of their units, which may wait for
-    them, as they do for one that was lost; and those that report again as heard. Returns those that were not quiet
-    before."""
+    """Mark as quiet workers without a report for `after_s`, and other ranks of their units, which may wait for them as
+    for one that was lost; as heard those that report again. Returns those that were not quiet before."""
     reported = [view for view in fleet.workers.values() if view.load is not None]
     silent = {view.info.unit for view in reported if now - view.reported_at > after_s} | fleet.broken_units
     changed = [view for view in reported if view.quiet is not (view.info.unit in silent)]

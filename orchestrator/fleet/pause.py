@@ -24,8 +24,7 @@ from typing import Literal
 
 from msgspec.structs import replace
 
-from orchestrator.process.tasks import Turns
-from orchestrator.process.ticks import ticks
+from orchestrator.process.tasks import Turns, ticks
 from orchestrator.store.client import RedisAway
 from orchestrator.store.planned import Seen
 from orchestrator.store.registry import Registry

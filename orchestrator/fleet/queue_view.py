@@ -16,8 +16,7 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from orchestrator.process.tasks import Turns
-from orchestrator.process.ticks import left_s, until_told
+from orchestrator.process.tasks import Turns, left_s, until_told
 from orchestrator.store.client import RedisAway
 from orchestrator.store.queue import JobTooLarge, PrefillQueue, QueueFull
 from orchestrator.types import JobState, PrefillJob, QueueDepth

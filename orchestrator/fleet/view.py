@@ -122,7 +122,7 @@ class Fleet:
         view = self.workers.get(info.id)
         if view is not None and view.info.kv.engine_id == info.kv.engine_id:
             if view.info is not info and view.info != info:
-                view.info = info
+                view.note_info(info)
             return False
         if self.places.add(info):  # first, since it raises at labels that are damaged
             self._changed.update(self.workers)

@@ -37,19 +37,19 @@ class _Placed:
 
 
 class WorkerView:
-    """One worker as this frontend sees it. `last_heard_at` and `reported_at` (when its last load report came) are
-    the frontend's monotonic clock, seconds."""
+    """One worker as this frontend sees it. Times are its monotonic clock; `reported_at`: of the last load report."""
 
     def __init__(self, info: WorkerInfo, last_heard_at: float, changed: set[str], numbers: Iterator[int]) -> None:
-        """`changed` collects the ids of workers whose usability or load is not what it was; `numbers` number what is
-        submitted."""
+        """`changed` collects ids of workers whose usability or load has changed; `numbers` number what is submitted."""
         self.added_at = self.last_heard_at = self.reported_at = last_heard_at
         self.load: WorkerLoad | None = None
         self.greeted = False  # it has answered `Hello`
         self.disconnected_at: float | None = None
         self.quiet = False  # silent for longer than a working one: slow, stopped or cut off
-        self._info, self._changed, self._numbers = info, changed, numbers
-        self._connected, self._registered = False, True
+        self.info, self._changed, self._numbers = info, changed, numbers
+        self.connected = False  # the connection is open, and the worker has answered `Hello` and reported its load
+        # Redis had it when it was read last. Else it may be cut off from Redis alone: it is heard, and claims nothing.
+        self.registered = True
         self._placed: deque[_Placed] = deque()
         self._placed_blocks = self._placed_tokens = 0
         self._candidate: Candidate | None = None
@@ -57,37 +57,19 @@ class WorkerView:
 
     def _touch(self) -> None:
         self._candidate = None
-        self._changed.add(self._info.id)
+        self._changed.add(self.info.id)
 
-    @property
-    def info(self) -> WorkerInfo:
-        return self._info
-
-    @info.setter
-    def info(self, info: WorkerInfo) -> None:
-        self._info = info
+    def note_info(self, info: WorkerInfo) -> None:
+        self.info = info
         self._touch()
 
-    @property
-    def connected(self) -> bool:
-        """Whether the connection is open, and the worker has answered `Hello` and reported its load."""
-        return self._connected
-
-    @connected.setter
-    def connected(self, connected: bool) -> None:
-        self._connected = connected
+    def note_connected(self, connected: bool) -> None:
+        self.connected = connected
         self._touch()
 
-    @property
-    def registered(self) -> bool:
-        """Whether Redis had it when it was read last. One that it has not may be cut off from Redis alone: it is heard,
-        and claims nothing."""
-        return self._registered
-
-    @registered.setter
-    def registered(self, registered: bool) -> None:
-        if registered is not self._registered:
-            self._registered = registered
+    def note_registered(self, registered: bool) -> None:
+        if registered is not self.registered:
+            self.registered = registered
             self._touch()
 
     def disconnect(self, now: float) -> None:
@@ -95,7 +77,8 @@ class WorkerView:
         and no report has seen may be lost, and no report would say so: it is not counted any more."""
         self._placed.clear()
         self._placed_blocks = self._placed_tokens = 0
-        self.greeted, self.connected, self.disconnected_at = False, False, now
+        self.greeted, self.disconnected_at = False, now
+        self.note_connected(False)
 
     def mark_quiet(self, quiet: bool = True) -> None:
         self.quiet = quiet
@@ -104,13 +87,13 @@ class WorkerView:
     @property
     def usable_as(self) -> Role | None:
         """Its role if it can get requests, else None."""
-        usable = self._connected and self._info.state is WorkerState.READY and self.may_claim
-        return self._info.role if usable else None
+        usable = self.connected and self.info.state is WorkerState.READY and self.may_claim
+        return self.info.role if usable else None
 
     @property
     def may_claim(self) -> bool:
         """Whether jobs reach it if it is a prefill worker."""
-        return self._registered or self._info.role is not Role.PREFILL
+        return self.registered or self.info.role is not Role.PREFILL
 
     def note_placed(self, context_tokens: int, compute_tokens: int) -> int:
         """Count a submission against this worker until a load report has seen it. Returns its sequence number.
@@ -118,7 +101,7 @@ class WorkerView:
         `compute_tokens`: of the context, those to prefill there.
         """
         sequence = next(self._numbers)
-        blocks = blocks_for(context_tokens, self._info.identity.block_size)
+        blocks = blocks_for(context_tokens, self.info.identity.block_size)
         self._placed.append(_Placed(sequence, blocks, compute_tokens))
         self._placed_blocks += blocks
         self._placed_tokens += compute_tokens
@@ -151,19 +134,19 @@ class WorkerView:
         """The worker for the policies: its report corrected by what this frontend has placed since."""
         if self._candidate is None:
             load = self.load
-            total = load.blocks_total if load else self._info.blocks_total
+            total = load.blocks_total if load else self.info.blocks_total
             free = load.blocks_free if load else total
             self._candidate = Candidate(
-                worker_id=self._info.id,
+                worker_id=self.info.id,
                 blocks_total=total,
                 blocks_free=max(0, free - self._placed_blocks),
-                block_size=self._info.identity.block_size,
+                block_size=self.info.identity.block_size,
                 running=load.running if load else 0,
                 waiting=(load.waiting if load else 0) + len(self._placed),
                 waiting_tokens=load.waiting_tokens if load else 0,
                 placed_tokens=self._placed_tokens,
-                max_num_seqs=self._info.max_num_seqs,
-                group=self._info.unit if self._info.lockstep else "",
+                max_num_seqs=self.info.max_num_seqs,
+                group=self.info.unit if self.info.lockstep else "",
             )
         return self._candidate
 

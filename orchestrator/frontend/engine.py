@@ -36,7 +36,7 @@ from orchestrator.frontend import edge
 from orchestrator.frontend.plain import streaming
 from orchestrator.frontend.vllm_codec import aborted, join
 from orchestrator.frontend.wiring import FleetConnection
-from orchestrator.process.ticks import left_s
+from orchestrator.process.tasks import left_s
 from orchestrator.router.request import Batch, Failure, Overloaded, State
 from orchestrator.wire.control import METHODS, REFUSED
 

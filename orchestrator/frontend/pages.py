@@ -141,7 +141,7 @@ def fleet_routes(model: str, connection: FleetConnection, registry: CollectorReg
 
     @routes.get("/fleet")
     async def show_fleet() -> dict[str, Any]:
-        told = {"in_time": connection.history.in_time(), "rollout": msgspec.to_builtins(await connection.rollout())}
+        told = {"in_time": connection.history.in_time(), "rollout": await connection.rollout()}
         return overview(model, fleet, connection.queue) | told
 
     @routes.get("/predictions")

@@ -30,13 +30,11 @@ from orchestrator.frontend.pause import PauseCalls
 from orchestrator.policy.choices.named import decode_choice
 from orchestrator.policy.decode_choice import RankChoice
 from orchestrator.process.parent import own_identity, tell_alive
-from orchestrator.process.tasks import Turns, first_of
+from orchestrator.process.tasks import Turns, first_of, left_s, ticks
 from orchestrator.process.telemetry.metrics import Metrics, counts
-from orchestrator.process.ticks import left_s, ticks
 from orchestrator.router.request import Codec
 from orchestrator.router.router import Router
 from orchestrator.store.client import Redis, RedisAway
-from orchestrator.store.configuration import RolloutStatus
 from orchestrator.store.operator.events import EventLog
 from orchestrator.store.planned import rollout_status
 from orchestrator.store.queue import PrefillQueue
@@ -263,7 +261,7 @@ class FleetConnection:
                 tell_alive()
         self._beaten.set()
 
-    async def rollout(self) -> RolloutStatus | None:
+    async def rollout(self) -> dict[str, Any] | None:
         """The last rollout; None if there was none, or Redis is away."""
         try:
             found = await self.registry.rollout.read()

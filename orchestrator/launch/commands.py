@@ -1,10 +1,11 @@
-"""The command lines and environments of the fleet's processes. Starts nothing."""
+"""The command lines and environments of the fleet's processes, and what is in them. Starts nothing."""
 
 from __future__ import annotations
 
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 import msgspec
 
@@ -14,7 +15,6 @@ from orchestrator.config.settings import Config
 from orchestrator.launch.host.fork_servers import Forkable
 from orchestrator.launch.host.machine import Share
 from orchestrator.launch.host.process import ProcessSpec
-from orchestrator.launch.machines import Setup
 from orchestrator.process.files import make_folder
 from orchestrator.process.telemetry import logs
 from orchestrator.types import Role
@@ -29,6 +29,21 @@ _OF_FRONTENDS = ("orchestrator.frontend.models.app",)
 
 # VLLM_LOGGING_LEVEL=INFO shows vLLM's many informative lines.
 _QUIET = {"VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "WARNING")}
+
+
+class Setup(msgspec.Struct, frozen=True):
+    """What a process is started with."""
+
+    generation: int
+    config: Config  # resolved
+    config_file: Path  # that holds it here
+    model: str = ""  # its name where the fleet has several
+    others: tuple[Setup, ...] = ()  # what else a frontend is started with then
+
+    @property
+    def worker_name(self) -> str:
+        """What the ids of workers begin with: several models share a machine, and its log."""
+        return f"{self.model}-worker" if self.model else "worker"
 
 
 def resolve(config: Config, model: str, redis_url: str, port: int) -> Config:

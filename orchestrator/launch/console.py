@@ -40,8 +40,7 @@ _ERROR = re.compile(r"(^|\s)[\w.]*(Error|Exception): ")  # the last line of a tr
 
 
 class LogFile:
-    """A log file of bounded size; the older part of a long one is kept as NAME.1. That of an earlier launcher goes on:
-    one that is started again and again keeps why it ended first."""
+    """A log of bounded size; what is older is kept as NAME.1. An earlier launcher's goes on, with why that ended."""
 
     def __init__(self, path: Path, form: LogFormat = "text", max_bytes: int = _MAX_LOG_BYTES) -> None:
         """Raises OSError."""

@@ -16,19 +16,19 @@ import msgspec
 
 from orchestrator.config.server_args import needs_client_certificate, uses_tls
 from orchestrator.config.settings import Config, ConfigError
+from orchestrator.launch.commands import Setup
 from orchestrator.launch.console import Console
 from orchestrator.launch.decisions.fleet_size import FleetSize, Idleness
 from orchestrator.launch.host.leftovers import SharedMemory
 from orchestrator.launch.host.run_folder import StartedProcess
-from orchestrator.launch.machines import Machines, Setup, frontend_named
+from orchestrator.launch.machines import Machines, frontend_named
 from orchestrator.launch.pools.frontend_pool import FrontendPool, OfModel
 from orchestrator.launch.pools.worker_pool import WorkerPool
 from orchestrator.launch.registry_watch import RegistryWatch, Snapshot
 from orchestrator.launch.rollout import RolloutRunner, cannot_start
 from orchestrator.launch.supervise import Stage, Supervised, describe
 from orchestrator.process.parent import EXIT_AGAIN, has_ended, local_pid
-from orchestrator.process.tasks import Turns, cancelled
-from orchestrator.process.ticks import ticks
+from orchestrator.process.tasks import Turns, cancelled, ticks
 from orchestrator.store.planned import BY_HAND, Seen, decided, of_launchers
 from orchestrator.store.registry import Registry
 from orchestrator.types import IDLE, DesiredRatio, Role

@@ -32,9 +32,8 @@ from orchestrator.launch.host.machine import MachineShares, check_bind, hold_por
 from orchestrator.launch.host.process import adopt_orphans, whole_environment
 from orchestrator.launch.host.redis_server import RedisServer
 from orchestrator.launch.host.run_folder import RunFolder, StartedProcess
-from orchestrator.launch.pools.all_models import ModelsProcesses
 from orchestrator.launch.pools.builder import ModelBuilder, locate_model
-from orchestrator.launch.pools.model_list import ModelFollower, begin_list
+from orchestrator.launch.pools.model_list import ModelFollower, ModelsProcesses, begin_list
 from orchestrator.process.tasks import cancelled, first_of
 from orchestrator.process.telemetry.logs import LogFormat
 from orchestrator.store.client import Redis
@@ -126,12 +125,18 @@ async def _run(
         fleet.watch()
         keeping = asyncio.create_task(server.keep_running(fleet.read_soon), name="redis-keeper")
         levelled = follow_log_level(builder.levels.values(), "launcher", logging.getLogger("pd"))
-        following = asyncio.create_task(levelled, name="log-level")
-        stack.push_async_callback(cancelled, keeping, following)
+        levelling = asyncio.create_task(levelled, name="log-level")
+        stack.push_async_callback(cancelled, keeping, levelling)
         await signals.or_done(fleet.until_ready())
-        if not signals.came:
-            announce(fleet.models, builder.device, folder, console)
-            await signals.or_done(_follow_models(redis, listed, fleet, builder, tree, folder.namespace))
+        if signals.came:
+            return
+        announce(fleet.models, builder.device, folder, console)
+        if listed is None:
+            await signals.or_done(asyncio.Event().wait())
+            return
+        store, make = ModelStore(redis, folder.namespace), partial(builder.build_added, shared=shared_part(tree))
+        follower = ModelFollower(store, fleet, make, partial(builder.forget, folder.namespace), listed)
+        await signals.or_done(follower.run())
 
 
 async def _list_models(redis: Redis, models: Mapping[str, Config], tree: Mapping[str, Any]) -> ModelList | None:
@@ -155,26 +160,8 @@ def _still_listed(models: Mapping[str, Config], listed: ModelList | None) -> Map
     return there
 
 
-async def _follow_models(
-    redis: Redis,
-    listed: ModelList | None,
-    fleet: ModelsProcesses,
-    builder: ModelBuilder,
-    tree: Mapping[str, Any],
-    namespace: str,
-) -> None:
-    """Runs until cancelled."""
-    if listed is None:
-        await asyncio.Event().wait()
-        return
-    make = partial(builder.build_added, shared=shared_part(tree))
-    follower = ModelFollower(ModelStore(redis, namespace), fleet, make, partial(builder.forget, namespace), listed)
-    await follower.run()
-
-
 def _with_operator_key(models: Mapping[str, Config], folder: RunFolder) -> Mapping[str, Config]:
-    """One key for all, where there is to be one. On a cluster the frontends of a launcher that was killed serve on,
-    with the key that it made."""
+    """One key for all, where there is to be one. On a cluster, frontends of a killed launcher serve on with its key."""
     config = next(iter(models.values()))
     security = config.security
     before = folder.config() if config.launcher.kind != "local" and not folder.is_held else None
@@ -191,7 +178,7 @@ def _connected(config: Config, console: Console, signals: Signals) -> Iterator[N
     if config.launcher.kind == "local":
         yield
         return
-    from orchestrator.launch.ray.connection import connect, disconnect
+    from orchestrator.launch.ray.cluster import connect, disconnect
 
     console.stage("ray", "connecting")
     console.stage("ray", connect(config), done=True)
@@ -203,9 +190,8 @@ def _connected(config: Config, console: Console, signals: Signals) -> Iterator[N
 
 
 class Signals:
-    """What a signal that ends a fleet does, from the begin of a launcher to its end: at first it raises
-    KeyboardInterrupt, as Ctrl-C does; while the fleet runs the first ends it in order, and the second at once. Under
-    nohup a terminal that is closed ends none."""
+    """What a signal that ends a fleet does: at first it raises KeyboardInterrupt, as Ctrl-C does; while the fleet runs
+    the first ends it in order, and the second at once. Under nohup a terminal that is closed ends none."""
 
     def __init__(self) -> None:
         self.came = False

@@ -1,21 +1,23 @@
-"""What the launcher asks of the machines that a fleet runs on: this one, or a Ray cluster's."""
+"""What the launcher asks of the machines that a fleet runs on, and how this one answers. `ray/` has a cluster's."""
 
 from __future__ import annotations
 
 import abc
 import re
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 
-import msgspec
-
-from orchestrator.config.settings import Config
-from orchestrator.launch.host.process_group import ProcessGroup
+from orchestrator.config.engine_args import group_size
+from orchestrator.config.settings import Config, ConfigError
+from orchestrator.launch.commands import Setup, frontend_spec, worker_spec
+from orchestrator.launch.host.fork_servers import ForkServers
+from orchestrator.launch.host.machine import MachineShares, Share
+from orchestrator.launch.host.process import LocalProcess, ProcessGroup
 from orchestrator.types import Role
 
 FRONTEND = "frontend-"  # a frontend's name begins so; workers may not be called so
 OnLine = Callable[[str, str], None]  # the name of a process, and a line of its output
 _FRONTEND = re.compile(rf"{FRONTEND}(\d+)(?:@(.+))?")
+_NEXT = "the next worker"  # who asks this machine for room
 _WORKER = re.compile(r"(worker-\d+)(\.\d+)?")  # as `take_ids` of store/lua/registry/members.lua makes them; a rank
 
 
@@ -34,21 +36,6 @@ def unit_named(name: str) -> str | None:
 def ranks_of(unit: str, size: int) -> list[str]:
     """The ids of a unit's workers. The first has the unit's."""
     return [unit, *(f"{unit}.{rank}" for rank in range(1, size))]
-
-
-class Setup(msgspec.Struct, frozen=True):
-    """What a process is started with."""
-
-    generation: int
-    config: Config  # resolved
-    config_file: Path  # that holds it here
-    model: str = ""  # its name where the fleet has several
-    others: tuple[Setup, ...] = ()  # what else a frontend is started with then
-
-    @property
-    def worker_name(self) -> str:
-        """What the ids of workers begin with: several models share a machine, and its log."""
-        return f"{self.model}-worker" if self.model else "worker"
 
 
 class Machines(abc.ABC):
@@ -100,3 +87,70 @@ class Machines(abc.ABC):
     @abc.abstractmethod
     def frontend(self, name: str, index: int, node: str, setup: Setup, on_line: OnLine) -> ProcessGroup:
         """A process that is not started yet. Raises OSError."""
+
+
+class LocalMachine(Machines):
+    """`config`: what a worker needs, until another is used. `shares`, `forks`: for all models of this machine."""
+
+    remote = False
+
+    def __init__(self, config: Config, shares: MachineShares | None = None, forks: ForkServers | None = None) -> None:
+        self._forks = forks
+        self._shares = shares or MachineShares(config)
+        self._ranks: dict[str, list[str]] = {}  # by unit, whose shares of the machine it has
+        self.device = self._shares.device
+        self.use(config)
+
+    def use(self, config: Config) -> None:
+        self._config = config
+        self.room = self._shares.room_for(config)
+
+    def fitting(self, roles: Sequence[Role]) -> list[Role]:
+        units: list[str] = []
+        try:
+            for number, role in enumerate(roles):
+                self.take(unit := f"{_NEXT} but {number}" if number else _NEXT, role)
+                units.append(unit)
+        except ConfigError:
+            if not units:
+                raise
+        finally:
+            for unit in units:
+                self._give_back(unit)
+        return list(roles[: len(units)])
+
+    def take(self, unit: str, role: Role) -> None:
+        self._take(unit, role, self._config)
+
+    def _take(self, unit: str, role: Role, config: Config) -> list[Share]:
+        """A share for each rank. Raises ConfigError."""
+        self._ranks[unit] = ranks = ranks_of(unit, group_size(config, role))
+        try:
+            return [self._shares.take(rank, role, config) for rank in ranks]
+        except ConfigError:
+            self._give_back(unit)
+            raise
+
+    async def give_back(self, unit: str) -> None:
+        self._give_back(unit)
+
+    def _give_back(self, unit: str) -> None:
+        for rank in self._ranks.pop(unit, ()):
+            self._shares.give_back(rank)
+
+    def worker(self, unit: str, role: Role, setup: Setup, on_line: OnLine) -> ProcessGroup:
+        self._give_back(unit)
+        try:
+            shares = self._take(unit, role, setup.config)
+        except ConfigError as error:
+            raise OSError(0, str(error)) from None
+        ranks = self._ranks[unit]
+        group = ranks if len(ranks) > 1 else ()
+        specs = [worker_spec(setup, role, rank, share, group) for rank, share in zip(ranks, shares, strict=True)]
+        return ProcessGroup([LocalProcess(spec, on_line, self._forks) for spec in specs])
+
+    def frontend_nodes(self) -> Sequence[str]:
+        return ("",)
+
+    def frontend(self, name: str, index: int, node: str, setup: Setup, on_line: OnLine) -> ProcessGroup:
+        return ProcessGroup([LocalProcess(frontend_spec(setup, name, index), on_line, self._forks)])

@@ -12,8 +12,7 @@ from collections.abc import Awaitable, Callable
 
 import msgspec
 
-from orchestrator.process.tasks import Turns, cancelled
-from orchestrator.process.ticks import left_s, until_told
+from orchestrator.process.tasks import Turns, cancelled, left_s, set_whenever, until_told
 from orchestrator.store.client import RedisAway
 from orchestrator.store.configuration import Rollout
 from orchestrator.store.planned import Reading
@@ -60,7 +59,7 @@ class RegistryWatch:
 
     async def run(self) -> None:
         """Runs until cancelled."""
-        listener = asyncio.create_task(self._listen(), name="fleet-events")
+        listener = asyncio.create_task(set_whenever(self._changed, self._registry.watch()), name="fleet-events")
         try:
             while True:
                 with self._turns.turn():
@@ -87,7 +86,3 @@ class RegistryWatch:
             self.is_away = False
         except RedisAway:
             self.is_away = True
-
-    async def _listen(self) -> None:
-        async for _ in self._registry.watch():
-            self._changed.set()

@@ -13,9 +13,8 @@ from collections.abc import Awaitable, Callable
 
 from orchestrator.config.settings import Config, ConfigError
 from orchestrator.config.shared import merged, shared
-from orchestrator.launch.decisions.replacement import MissingByHand, to_replace
-from orchestrator.launch.decisions.unchanged import Unchanged
-from orchestrator.launch.machines import Setup
+from orchestrator.launch.commands import Setup
+from orchestrator.launch.decisions.replacement import MissingByHand, Unchanged, to_replace
 from orchestrator.launch.pools.frontend_pool import OfModel
 from orchestrator.launch.pools.worker_pool import WorkerPool
 from orchestrator.launch.registry_watch import Snapshot
@@ -54,9 +53,8 @@ class Replacer:
         self._by_hand = MissingByHand()
 
     async def follow(self, reading: Reading, rollout: Rollout, loading: int, now: float, leads: bool) -> bool:
-        """Whether all are replaced. If not, the one that leads restarts as many workers as may be, and gives up if
-        nothing has changed for longer than any step takes. `loading` are not registered yet; `now` is monotonic. Raises
-        RedisAway."""
+        """Whether all are replaced. If not, the one that leads restarts as many as may be, and gives up if nothing has
+        changed for longer than any step takes. `loading`: not registered yet; `now`: monotonic. Raises RedisAway."""
         units, launchers, managed = reading.units, of_launchers(reading.launchers), launched(reading.launchers)
         old = [name for name, info in units.items() if rollout.replaces(info)]
         drained = [name for name, orders in reading.orders.items() if orders.drain]

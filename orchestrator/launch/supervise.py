@@ -16,8 +16,7 @@ from typing import Any
 import msgspec
 
 from orchestrator.config.settings import LauncherConfig
-from orchestrator.launch.host.process import CannotRun, Process
-from orchestrator.launch.host.process_group import ProcessGroup
+from orchestrator.launch.host.process import CannotRun, Process, ProcessGroup
 from orchestrator.process.parent import EXIT_AGAIN
 from orchestrator.process.tasks import first_of
 
@@ -74,8 +73,7 @@ def backoff_s(crashes: int, config: LauncherConfig) -> float:
 
 
 class Supervised:
-    """One process and its successors, under one name. `make` makes the next one; it may raise OSError. `place`, where
-    given, returns when a machine has room for it."""
+    """One process and its successors, of one name. `make` makes the next, or raises OSError; `place` waits for room."""
 
     def __init__(
         self,

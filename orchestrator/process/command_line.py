@@ -1,5 +1,4 @@
-"""The command line of a program that is started with `python -m`: a mistake is one line, and exit code 2. And the type
-of an option that is a port."""
+"""Command lines of programs started with `python -m`: a mistake is one line, and exit code 2. And a port on them."""
 
 from __future__ import annotations
 

@@ -1,17 +1,22 @@
-"""What is waited for: tasks together, and what becomes of those that are not needed any more; and calls that block,
-made in threads of their own, of which one that does not answer holds up only who waits for it.
+"""What is waited for: tasks together, and what becomes of those that are not needed any more; calls that block, made in
+threads of their own, of which one that does not answer holds up only who waits for it; and the next look of a loop.
 
-Whoever waits for a call has a deadline, and says what becomes of an answer that is late.
+Whoever waits for a call has a deadline, and says what becomes of an answer that is late. Loops of one process that look
+every so often wake together, and what they ask of Redis leaves together: to wake costs an idle process more than to
+look.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
+import os
+import random
 import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator
 from concurrent.futures import Future
 from typing import Any, Generic, TypeVar
 
@@ -19,6 +24,7 @@ T = TypeVar("T")
 
 # A loop that meets an error again and again tells of it once in this time, and in it of at most so many different ones.
 SAID_FOR_S, MOST_SAID = 60.0, 8
+_NOW_S = 0.002  # a tick that is nearer is this one, woken early: uvloop rounds to milliseconds
 
 
 async def cancelled(*tasks: asyncio.Future[Any] | None) -> None:
@@ -123,3 +129,49 @@ class Asked(Generic[T]):
         if not done:
             raise TimeoutError(f"no answer within {self._within_s:g} s")
         return self._asking.result()
+
+
+@functools.cache
+def _offset_s(pid: int) -> float:
+    """Other processes tick at other times: what a thousand of them ask of Redis must not come at once. Those of
+    containers may have the same number, and forked ones the same state of `random`."""
+    return int.from_bytes(os.urandom(4)) / 1e6
+
+
+def left_s(interval_s: float) -> float:
+    """Seconds to this process's next tick of this interval. Ticks of a multiple of it are ticks of it."""
+    left = interval_s - (time.monotonic() - _offset_s(os.getpid())) % interval_s
+    return left if left > _NOW_S else left + interval_s
+
+
+def backoff_s(failures: int, first_s: float, most_s: float) -> float:
+    """The pause after so many failures in a row: about `first_s`, then twice as long each time, about `most_s` at last.
+    Half more or less by chance, not shared by forked processes: thousands that lost a server do not return together."""
+    chance: float = random.SystemRandom().uniform(0.5, 1.5)
+    return float(min(most_s, first_s * 2.0 ** min(failures - 1, 30)) * chance)
+
+
+async def until_told(event: asyncio.Event, within_s: float) -> bool:
+    """Wait until the event is set, at most so long, and clear it. Whether it was set."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(within_s):
+            await event.wait()
+    was_set = event.is_set()
+    event.clear()
+    return was_set
+
+
+async def set_whenever(event: asyncio.Event, told: AsyncGenerator[object, None]) -> None:
+    """Set the event each time that something is told. Runs until cancelled, or until no more is."""
+    async with contextlib.aclosing(told):
+        async for _ in told:
+            event.set()
+
+
+async def ticks(interval_s: float) -> AsyncGenerator[float, None]:
+    """Each `interval_s`, without end: how late this tick is, seconds. For that long this process was stopped, starved,
+    or busy with one thing, and heard nobody. What is between two ticks is not waited for: do little there."""
+    while True:
+        due = time.monotonic() + (left := left_s(interval_s))
+        await asyncio.sleep(left)
+        yield max(0.0, time.monotonic() - due)

@@ -144,7 +144,7 @@ class Dispatch:
             active.avoid_worker(worker_id)
             view.note_unsent()
             if sent is Sent.UNREACHABLE:  # else this request alone cannot be sent there, or not now
-                view.connected = False
+                view.note_connected(False)
             return False
         if prefix is not None and holder is not None:  # where it cannot be told, the wait for what it lends is bounded
             self._lend(active, holder.worker_id, prefix)

@@ -18,9 +18,8 @@ from orchestrator.fleet.queue_view import QueueView
 from orchestrator.fleet.view import Fleet
 from orchestrator.policy.decode_choice import DecodeChoice
 from orchestrator.policy.prefix_index import PrefixIndex
-from orchestrator.process.tasks import Turns
+from orchestrator.process.tasks import Turns, ticks
 from orchestrator.process.telemetry.metrics import Metrics
-from orchestrator.process.ticks import ticks
 from orchestrator.router.active_requests import ActiveRequests, OutputAction
 from orchestrator.router.decider import Decider
 from orchestrator.router.dispatch import Dispatch

@@ -19,8 +19,7 @@ from redis.exceptions import AuthenticationError, MovedError, NoPermissionError,
 
 from orchestrator.config.settings import ConfigError
 from orchestrator.config.values import masked
-from orchestrator.process.tasks import cancelled
-from orchestrator.process.ticks import backoff_s
+from orchestrator.process.tasks import backoff_s, cancelled
 from orchestrator.store.keys import Library
 from orchestrator.store.servers import Command, Pipe, Servers
 from orchestrator.store.subscriptions import Subscriptions
@@ -55,9 +54,8 @@ class NotCarriedOut(RedisAway):
 
 
 class Redis(redis.asyncio.Redis):
-    """redis-py's client over one pipelined connection. Commands that are ready together are sent together. Nothing is
-    sent twice: a command whose answer was lost may have been executed, and its caller gets RedisAway. Not for blocking
-    commands, which would hold up all others."""
+    """redis-py's client over one pipelined connection: what is ready together is sent together, and nothing twice. A
+    command whose answer was lost may have been executed; its caller gets RedisAway. Not for blocking commands."""
 
     def __init__(self, url: str, servers: Servers) -> None:
         """`servers`: that `url` means."""

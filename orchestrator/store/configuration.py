@@ -1,13 +1,14 @@
-"""The fleet's configuration, and how members come to run it: a rollout to the next generation, or a restart. Both are
-documents in Redis (`Registry.configuration`, `Registry.rollout`).
+"""The registry's documents in Redis: the fleet's configuration; how members come to run it, by a rollout to the next
+generation, or a restart; and the LoRA adapters that frontends serve.
 
-Workers and launchers of every host read it, so it has neither the URL of Redis nor the frontends' section. Not
-responsible for carrying a rollout out (`launch/rollout.py`).
+Workers and launchers of every host read the configuration, so it has neither the URL of Redis nor the frontends'
+section. `launch/rollout.py` carries a rollout out, and `fleet/adapters.py` follows the adapters.
 """
 
 from __future__ import annotations
 
 import enum
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -34,18 +35,6 @@ def refuses_local(config: Mapping[str, Any]) -> bool:
     """Whether a long prompt is refused where no worker is there to prefill it. `config`: as in `Version`."""
     routing = config.get("routing", {})
     return bool(routing.get("fallback") == "refuse")
-
-
-class RolloutStatus(msgspec.Struct, frozen=True):
-    """A rollout as `/fleet` and `orchestrator status` show it, without the configurations."""
-
-    phase: Phase
-    old: int  # generation
-    new: int
-    why: str
-    restart: list[str] = []  # units; where there are any it is a restart
-    # URLs of frontends that no launcher runs, and that kept another configuration than the rollout ended with.
-    to_restart: list[str] = []
 
 
 class Rollout(msgspec.Struct, frozen=True):
@@ -103,3 +92,27 @@ class Rollout(msgspec.Struct, frozen=True):
     def given_up(self, why: str) -> Rollout:
         """A restart has nothing to go back to."""
         return self.to(Phase.UNDONE if self.restart else Phase.BACK, why)
+
+
+class Adapter(msgspec.Struct, frozen=True):
+    """`number`: by which engines know it; see `wire.adapters`. `path`: as workers read it."""
+
+    name: str
+    path: str
+    number: int
+    base_model: str | None = None
+    is_3d: bool = False  # the layout of its MoE weights, as vLLM's `is_3d_lora_weight`
+
+
+class AdapterList(msgspec.Struct, frozen=True):
+    """Without those of frontends' configurations. Every change raises the revision; a frontend says which it serves."""
+
+    revision: int = 0
+    adapters: dict[str, Adapter] = {}  # by name
+
+    def changed(self, name: str, adapter: Adapter | None) -> AdapterList:
+        """With this adapter in the place of the one of this name, or without it (None)."""
+        others = {known: one for known, one in self.adapters.items() if known != name}
+        # Microseconds of the clock, so that it grows even when Redis has lost the earlier ones.
+        revision = max(self.revision + 1, int(time.time() * 1e6))
+        return AdapterList(revision, others if adapter is None else {**others, name: adapter})

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from orchestrator.config.settings import Refused
-from orchestrator.store.configuration import Rollout, RolloutStatus
+from orchestrator.store.configuration import Rollout
 from orchestrator.store.fields import Frontend, Launcher, WorkerOrders, launcher_to_fields, member, order_field
 from orchestrator.types import DesiredRatio, Role, WorkerInfo, WorkerState
 
@@ -129,11 +129,18 @@ def loading_by_hand(holders: Mapping[str, Launcher]) -> dict[str, Role]:
     return {name: role for held in by_hand for name, role in held.workers.items()}
 
 
-def rollout_status(rollout: Rollout, frontends: Mapping[str, Frontend]) -> RolloutStatus:
-    phase, old, new = rollout.phase, rollout.old.generation, rollout.new.generation
+def rollout_status(rollout: Rollout, frontends: Mapping[str, Frontend]) -> dict[str, Any]:
+    """As `/fleet` and `orchestrator status` show it, without the configurations."""
     by_hand = [frontend for frontend in frontends.values() if frontend.by_hand and frontend.url]
     behind = [f.url for f in by_hand if not rollout.under_way and f.generation != rollout.target.generation]
-    return RolloutStatus(phase, old, new, rollout.why, sorted(rollout.restart), sorted(behind))
+    return {
+        "phase": rollout.phase.value,
+        "old": rollout.old.generation,
+        "new": rollout.new.generation,
+        "why": rollout.why,
+        "restart": sorted(rollout.restart),  # units; where there are any it is a restart
+        "to_restart": sorted(behind),  # no launcher runs them, and they kept another configuration than it ended with
+    }
 
 
 def is_last_decode(worker_id: str, workers: Sequence[PlannedWorker]) -> bool:

@@ -16,8 +16,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from orchestrator.process.tasks import cancelled
-from orchestrator.process.ticks import until_told
+from orchestrator.process.tasks import cancelled, set_whenever, until_told
 from orchestrator.store.client import Redis, RedisAway
 from orchestrator.store.fields import text, whole
 from orchestrator.store.keys import QUEUE, Keys
@@ -262,7 +261,9 @@ class PrefillQueue:
         workers are woken before busy ones. Call it only with budget to claim."""
         deadline = time.monotonic() + timeout_s
         if self._listener is None or self._listener.done():
-            self._listener = asyncio.create_task(self._listen(), name="queue-listener")
+            # A reconnection wakes too: what was published while the connection was down is lost.
+            told = self._redis.listen(self.keys.wake(self._waiter_id))
+            self._listener = asyncio.create_task(set_whenever(self._woken, told), name="queue-listener")
         try:
             if not (self.waits or self._woken.is_set()):
                 self._listed = True
@@ -290,12 +291,6 @@ class PrefillQueue:
         await cancelled(self._listener)
         with contextlib.suppress(RedisAway):
             await self.leave()
-
-    async def _listen(self) -> None:
-        # A reconnection wakes too: what was published while the connection was down is lost.
-        async with contextlib.aclosing(self._redis.listen(self.keys.wake(self._waiter_id))) as wake_ups:
-            async for _ in wake_ups:
-                self._woken.set()
 
     async def call(self, verb: str, *args: Any) -> Any:
         """A verb of `lua/queue/`."""

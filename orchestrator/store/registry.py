@@ -14,10 +14,9 @@ from typing import Any
 
 import msgspec
 
-from orchestrator.process.tasks import Turns, cancelled
-from orchestrator.process.ticks import ticks
+from orchestrator.process.tasks import Turns, cancelled, ticks
 from orchestrator.store.client import Redis, RedisAway
-from orchestrator.store.configuration import Rollout, Version
+from orchestrator.store.configuration import AdapterList, Rollout, Version
 from orchestrator.store.documents import Document, answered
 from orchestrator.store.fields import (
     Departed,
@@ -39,7 +38,6 @@ from orchestrator.store.fields import (
     worker_to_fields,
 )
 from orchestrator.store.keys import REGISTRY, Keys
-from orchestrator.store.operator.adapters import AdapterList
 from orchestrator.store.planned import Holder, Reading, Seen, in_role_of_unit, plan
 from orchestrator.types import ALWAYS_EQUAL, DesiredRatio, EngineIdentity, Role, WorkerInfo
 
@@ -123,8 +121,7 @@ class Registry:
         return (await self.read()).workers
 
     async def read(self) -> Reading:
-        """Who is there, with which orders, and the desired ratio, at one moment: two readings could show a worker that
-        drains without its order to restart."""
+        """Workers, orders, and the desired ratio, at one moment: none drains without its order to restart."""
         for since in (self._version, b"0"):  # those that changed since they were read last
             self._version, ids, rows, holders, ratio = await self._call("read", since)
             names, seen = [text(name) for name in ids], self._seen

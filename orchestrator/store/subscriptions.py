@@ -16,8 +16,7 @@ import redis.asyncio
 from redis.asyncio.connection import AbstractConnection
 from redis.exceptions import NoPermissionError, RedisError
 
-from orchestrator.process.tasks import cancelled
-from orchestrator.process.ticks import backoff_s
+from orchestrator.process.tasks import backoff_s, cancelled
 from orchestrator.store.servers import Servers
 
 log = logging.getLogger("pd.redis")

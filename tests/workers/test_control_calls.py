@@ -232,12 +232,12 @@ async def test_lost_worker_does_not_block_pause(
     changing = asyncio.create_task(pause.begin("wait", clear_cache=False) if pausing else pause.end())
     await asked.wait()
     known = client.connection.fleet.workers[decode.id]
-    known.connected = False
+    known.note_connected(False)
     calls.worker_lost(decode.id)
     await changing
     assert pause.active is pausing
     with pytest.raises(CallFailed, match=f"{decode.id}: it is gone"):  # nobody tells it that later
-        known.connected = True
+        known.note_connected(True)
         calling = asyncio.create_task(calls.call("reset_prefix_cache", []))
         await asyncio.sleep(0.1)
         calls.worker_lost(decode.id)

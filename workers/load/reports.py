@@ -13,7 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 
-from orchestrator.process.ticks import left_s, until_told
+from orchestrator.process.tasks import left_s, until_told
 from orchestrator.types import PauseState, PrefixEvents, WorkerLoad
 from orchestrator.wire.messages import PrefixSnapshot
 from workers.attempts import Attempt, Attempts

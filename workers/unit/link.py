@@ -19,8 +19,7 @@ import time
 from collections.abc import Callable, Collection, Mapping
 
 from orchestrator.config.settings import Config, ConfigError
-from orchestrator.process.tasks import cancelled, first_of
-from orchestrator.process.ticks import ticks
+from orchestrator.process.tasks import cancelled, first_of, ticks
 from orchestrator.store.client import Redis, RedisAway
 from orchestrator.store.fields import Rendezvous
 from orchestrator.store.registry import Registry

@@ -131,7 +131,7 @@ async def fleet_status(handle: FleetHandle) -> dict[str, Any]:
         return of_one_model(handle.url, seen)
     if handle.redis_url is None:
         raise Refused(f"{handle.url}: no frontend of a fleet answers there; see `orchestrator status --redis URL`")
-    from orchestrator.store.operator.shown import WorkerStatus
+    from orchestrator.store.operator.shown import worker_status
     from orchestrator.store.planned import rollout_status
 
     async with open_fleet(handle) as fleet:
@@ -146,10 +146,10 @@ async def fleet_status(handle: FleetHandle) -> dict[str, Any]:
     return {
         "model": handle.config.name_served if handle.config is not None else named,
         "no_frontend": True,
-        "workers": msgspec.to_builtins([WorkerStatus.of(info) for info in workers]),
+        "workers": msgspec.to_builtins([worker_status(info) for info in workers]),
         "queue": msgspec.to_builtins(depth),
         "desired": msgspec.to_builtins(desired),
-        "rollout": msgspec.to_builtins(rolled),
+        "rollout": rolled,
     }
 
 

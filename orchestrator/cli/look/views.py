@@ -235,8 +235,7 @@ def at_rest(seen: dict[str, Any]) -> str:
 
 
 def set_by(desired: dict[str, Any]) -> str:
-    """Who set the desired ratio, when, and why. When by the clock of Redis, as events have it: that of this host, by
-    which it would be so long ago, may be another."""
+    """Who set the desired ratio, when, by the clock of Redis as events have it (this host's may differ), and why."""
     at = datetime.datetime.fromtimestamp(desired["set_at"])
     why = f": {desired['why']}" if desired.get("why") else ""
     return f"by {desired['set_by']} at {at:%Y-%m-%d %H:%M:%S}{why}"

@@ -33,7 +33,7 @@ from orchestrator.cli.look.views import plain_table
 from orchestrator.config.engine_args import check_engine_args
 from orchestrator.config.models import SECTION, model_config, namespace_of
 from orchestrator.config.settings import Config, Refused, WorkersConfig, overridden, read_tree
-from orchestrator.launch.decisions.unchanged import Unchanged
+from orchestrator.launch.decisions.replacement import Unchanged
 from orchestrator.store.operator.models import ListedModel, ModelList, ModelState, ModelStore
 from orchestrator.store.planned import decided, of_launchers
 from orchestrator.store.registry import Registry

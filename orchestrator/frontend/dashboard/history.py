@@ -19,11 +19,10 @@ import msgspec
 from orchestrator.fleet.queue_view import QueueView
 from orchestrator.fleet.view import Fleet
 from orchestrator.frontend.dashboard.siblings import SLOWEST, Second, Siblings, summed
-from orchestrator.process.tasks import Turns
+from orchestrator.process.tasks import Turns, ticks
 from orchestrator.process.telemetry.metrics import Metrics, counts
 from orchestrator.process.telemetry.requests import RequestLine, percentiles
-from orchestrator.process.ticks import ticks
-from orchestrator.store.operator.shown import WorkerStatus
+from orchestrator.store.operator.shown import worker_status
 from orchestrator.types import Role, WorkerState
 
 log = logging.getLogger("pd.frontend")
@@ -218,7 +217,7 @@ def overview(model: str, fleet: Fleet, queue: QueueView) -> dict[str, Any]:
     workers = sorted(fleet.workers.values(), key=lambda view: (view.info.role.value, view.info.id))
     return {
         "model": model,
-        "workers": msgspec.to_builtins([WorkerStatus.of(view.info, view.load, view.connected) for view in workers]),
+        "workers": msgspec.to_builtins([worker_status(view.info, view.load, view.connected) for view in workers]),
         "queue": msgspec.to_builtins(queue.depth),
         "desired": msgspec.to_builtins(fleet.desired),
     }

@@ -27,7 +27,7 @@ from orchestrator.fleet.adapters import AdapterFailed, AdapterRefused, AdapterVi
 from orchestrator.fleet.control_calls import CallFailed
 from orchestrator.frontend import edge
 from orchestrator.frontend.engine import FleetRefused, unavailable
-from orchestrator.store.operator.adapters import Adapter, AdapterList
+from orchestrator.store.configuration import Adapter, AdapterList
 
 log = logging.getLogger("pd.frontend")
 

@@ -29,7 +29,7 @@ import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from orchestrator.config.settings import ConfigError
-from orchestrator.process.ticks import left_s
+from orchestrator.process.tasks import left_s
 
 log = logging.getLogger("pd.frontend")
 

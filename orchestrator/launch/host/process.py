@@ -1,4 +1,5 @@
 """One child process on this machine: its own session, its output line by line, and an end that leaves nothing behind.
+And those of a unit's ranks as one: they start together, and once one has ended, all end.
 
 `supervise.py` decides whether it should run, and `commands.py` what it runs. A `Process` may be on another machine too.
 """
@@ -16,12 +17,12 @@ import signal
 import socket
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
 from orchestrator.launch.host.fork_servers import Forkable, ForkedProcess, ForkServers
-from orchestrator.process.parent import ALIVE, PARENT, ExitReason, exit_reason_in, identity_of
+from orchestrator.process.parent import ALIVE, EXIT_AGAIN, PARENT, ExitReason, exit_reason_in, identity_of
 from orchestrator.process.tasks import first_of
 
 log = logging.getLogger("pd.launcher")
@@ -34,6 +35,9 @@ _KEPT_LINES = 100  # enough for a traceback
 _GROUP_PATIENCE_S = 3.0
 ENDS_WITHIN_S = 30.0  # a process that was killed: one that waits for a device never does
 _POLL_S = 0.02
+# Ranks that leave in order wait for each other's last request. What remains then is to end their engines.
+_RANKS_PATIENCE_S = 10.0
+_IN_ORDER = (0, EXIT_AGAIN)
 # Errors of execve(2): the program does not exist, is not a program, or we may not run it.
 _NEVER = (errno.ENOENT, errno.ENOTDIR, errno.EACCES, errno.ENOEXEC)
 
@@ -99,6 +103,56 @@ class Process(abc.ABC):
         else:
             self.last_lines.append(line)
         self._on_line(self.name, line)
+
+
+class ProcessGroup:
+    """One process, or those of a unit's ranks in their order."""
+
+    def __init__(self, parts: Sequence[Process]) -> None:
+        self.parts = parts
+        self.told = parts[0]  # whose end is told: once they have ended, the one that did so first
+
+    @property
+    def running(self) -> bool:
+        return any(part.running for part in self.parts)
+
+    @property
+    def lost(self) -> bool:
+        return any(part.lost for part in self.parts)
+
+    async def start(self) -> None:
+        """Raises OSError. Nothing runs then, or if this is cancelled."""
+        for part in self.parts:
+            try:
+                await part.start()
+            except BaseException:
+                self.kill()
+                await asyncio.gather(*(other.wait() for other in self.parts if other.running))
+                raise
+
+    async def wait(self) -> int:
+        """Returns when all have ended: the exit code of the one that ended first."""
+        waits = {asyncio.create_task(part.wait()): part for part in self.parts}
+        try:
+            ended, others = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+            first = next(wait for wait in waits if wait in ended)
+            self.told = waits[first]
+            for part in (waits[wait] for wait in others):
+                if first.result() not in _IN_ORDER:
+                    part.kill()  # it waits for the step of one that takes none any more
+            ending = (waits[wait].stop(_RANKS_PATIENCE_S) for wait in others if first.result() in _IN_ORDER)
+            await asyncio.gather(*ending, *others)
+            return first.result()
+        finally:
+            for wait in waits:
+                wait.cancel()
+
+    async def stop(self, timeout_s: float, number: signal.Signals = signal.SIGTERM) -> None:
+        await asyncio.gather(*(part.stop(timeout_s, number) for part in self.parts))
+
+    def kill(self) -> None:
+        for part in self.parts:
+            part.kill()
 
 
 def adopt_orphans(adopt: bool = True) -> None:

@@ -22,13 +22,14 @@ from orchestrator.launch.supervise import backoff_s
 from orchestrator.process.control_group import find_memory
 from orchestrator.process.files import Foreign, make_folder, open_own
 from orchestrator.process.parent import kill_with
-from orchestrator.process.ticks import left_s
-from orchestrator.store.client import Redis, connect
+from orchestrator.process.tasks import left_s
+from orchestrator.store.client import Redis, RedisAway, RedisUnfit, connect
 
 log = logging.getLogger("pd.launcher")
 
 _START_DEADLINE_S = 10.0
 _STOP_DEADLINE_S = 5.0
+_ANSWER_S = 1.0
 _CHECK_EVERY_S = 0.2
 # No request waits for the launcher, and while workers load, this machine may be too busy to answer soon.
 _TIMEOUT_S = 2.0
@@ -79,8 +80,7 @@ class EmbeddedRedis:
 
     async def start(self, run_dir: Path, at: str | int) -> str:
         """Start it at a socket's path, or at a port, which every user of this host could connect to, and wait until it
-        answers. The log is `run_dir/redis.log`. Returns its URL. Raises ConfigError; OSError where its folder
-        or log cannot be written, or is not ours."""
+        answers. The log is `run_dir/redis.log`. Returns its URL. Raises ConfigError; OSError for its folder or log."""
         if self.alive:
             return self.url
         binary = server_binary()
@@ -91,8 +91,9 @@ class EmbeddedRedis:
                 f"{_SOCKET_PATH_BYTES}; set XDG_RUNTIME_DIR to a shorter folder, or redis.url to a server"
             )
         self._process = _spawn(binary, run_dir, at)
+        url = f"{_UNIX}{quote(at)}" if isinstance(at, str) else f"redis://127.0.0.1:{at}"
         try:
-            why = await _wait_ready(self._process, at, run_dir)
+            why = await _wait_ready(self._process, url, run_dir)
         except BaseException:
             await self.stop()
             raise
@@ -102,8 +103,8 @@ class EmbeddedRedis:
                 f"embedded Redis did not start at {at}: {why}; "
                 f"see {run_dir / _LOG}, or set redis.url to a running server"
             )
-        self.url = f"{_UNIX}{quote(at)}" if isinstance(at, str) else f"redis://127.0.0.1:{at}"
-        return self.url
+        self.url = url
+        return url
 
     async def stop(self) -> None:
         """End the server. Returns when the process is gone, in bounded time. Idempotent."""
@@ -198,39 +199,28 @@ def _spawn(binary: str, run_dir: Path, at: str | int) -> subprocess.Popen[bytes]
         )
 
 
-async def _wait_ready(process: subprocess.Popen[bytes], at: str | int, run_dir: Path) -> str:
-    """Wait until our own process answers at a socket or port. Returns "", or why it does not answer."""
+async def _wait_ready(process: subprocess.Popen[bytes], url: str, run_dir: Path) -> str:
+    """Wait until our own process answers there. Returns "", or why it does not answer."""
     loop = asyncio.get_running_loop()
     deadline = loop.time() + _START_DEADLINE_S
     while loop.time() < deadline:
         if process.poll() is not None:
             return f"it exited with {process.returncode} ({_last_line(run_dir / _LOG)})"
-        if await _answering_pid(at) == process.pid:
+        if await _answering_pid(url) == process.pid:
             return ""
         await asyncio.sleep(0.01)
     return f"no answer within {_START_DEADLINE_S:g} s"
 
 
-async def _answering_pid(at: str | int) -> int | None:
-    """The process id of the server at a socket or port, since another server may have taken it first."""
+async def _answering_pid(url: str) -> int | None:
+    """The process id of the server there, since another one may have taken the place first. Raises RedisUnfit."""
     try:
-        async with asyncio.timeout(1.0):
-            if isinstance(at, str):
-                reader, writer = await asyncio.open_unix_connection(at)
-            else:
-                reader, writer = await asyncio.open_connection("127.0.0.1", at)
-            try:
-                writer.write(b"INFO server\r\n")
-                while line := await reader.readline():
-                    if line.startswith(b"process_id:"):
-                        return int(line.split(b":")[1])
-                    if line.startswith(b"-"):
-                        return None
-            finally:
-                writer.close()
-    except (OSError, ValueError, TimeoutError):
+        async with await connect(url, _ANSWER_S) as redis:
+            return int((await redis.info("server"))["process_id"])
+    except RedisUnfit:
+        raise
+    except RedisAway:
         return None
-    return None
 
 
 def _last_line(path: Path) -> str:

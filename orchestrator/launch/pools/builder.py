@@ -13,15 +13,14 @@ from orchestrator.config.engine_args import check_engine_args, check_installed
 from orchestrator.config.model import find_model
 from orchestrator.config.models import model_config, namespace_of
 from orchestrator.config.settings import Config, ConfigError
-from orchestrator.launch.commands import resolve
+from orchestrator.launch.commands import Setup, resolve
 from orchestrator.launch.console import Console
 from orchestrator.launch.fleet_processes import FleetProcesses
 from orchestrator.launch.host.fork_servers import ForkServers
-from orchestrator.launch.host.local_machine import LocalMachine
 from orchestrator.launch.host.machine import MachineShares
 from orchestrator.launch.host.process import cannot_run
 from orchestrator.launch.host.run_folder import RunFolder
-from orchestrator.launch.machines import Machines, Setup
+from orchestrator.launch.machines import LocalMachine, Machines
 from orchestrator.launch.pools.frontend_pool import FrontendPool
 from orchestrator.process.tasks import in_thread
 from orchestrator.store.client import Redis

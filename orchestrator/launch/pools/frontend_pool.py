@@ -17,9 +17,10 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from orchestrator.config.settings import Config, WorkersConfig
+from orchestrator.launch.commands import Setup
 from orchestrator.launch.decisions.fleet_size import SHRINK_AFTER_S, FrontendSample, frontends_wanted
-from orchestrator.launch.host.process_group import ProcessGroup
-from orchestrator.launch.machines import FRONTEND, Machines, OnLine, Setup, frontend_named
+from orchestrator.launch.host.process import ProcessGroup
+from orchestrator.launch.machines import FRONTEND, Machines, OnLine, frontend_named
 from orchestrator.launch.registry_watch import Snapshot
 from orchestrator.launch.supervise import Stage, Supervised
 from orchestrator.store.client import RedisAway
@@ -70,10 +71,12 @@ class OfModel:
     @property
     def renewed(self) -> bool:
         """Whether all are of the generation of `setup`, and serve."""
-        return self._pool.all_of(self.setup)
+        model, generation = self.setup.model, self.setup.generation
+        return all(placed.ready and placed.generations.get(model) == generation for placed in self._pool.placed)
 
     def of_generation(self, generation: int) -> list[Supervised]:
-        return self._pool.of_generation(generation, self.setup.model)
+        placed = self._pool.placed
+        return [it.process for it in placed if it.generations.get(self.setup.model) == generation]
 
     async def close(self) -> None:
         if self.is_first:
@@ -100,19 +103,15 @@ class FrontendPool:
         self._machines = machines
         self._on_line = on_line
         self._closed, self._alone = False, True  # no frontend of another launcher, or of nobody, is in the registry
-        self._placed: list[_Placed] = []
+        self.placed: list[_Placed] = []
 
     @property
     def processes(self) -> list[Supervised]:
-        return [placed.process for placed in self._placed]
+        return [placed.process for placed in self.placed]
 
     @property
     def first(self) -> OfModel | None:
         return self.models[0] if self.models else None
-
-    def all_of(self, setup: Setup) -> bool:
-        """Whether all have this generation of this model, and serve."""
-        return all(placed.ready and placed.generations.get(setup.model) == setup.generation for placed in self._placed)
 
     @property
     def _whole(self) -> Setup:
@@ -131,13 +130,10 @@ class FrontendPool:
                 index, node = placed
                 self._start(node, index)
 
-    def of_generation(self, generation: int, model: str) -> list[Supervised]:
-        return [placed.process for placed in self._placed if placed.generations.get(model) == generation]
-
     async def update(self, snapshot: Snapshot) -> None:
         """Note what is ready; start what is missing, drain what is too many, end what is astray. Raises RedisAway."""
         registered = {frontend.process: frontend for frontend in snapshot.frontends.values()}
-        for placed in self._placed:
+        for placed in self.placed:
             frontend = registered.get(placed.process.last_identity)
             if frontend is not None and placed.process.runs_as(frontend.process):
                 placed.id, placed.generations[self.models[0].setup.model] = frontend.id, frontend.generation
@@ -146,26 +142,26 @@ class FrontendPool:
                     placed.process.mark_ready()
             else:
                 placed.process.missed(snapshot.looked_s, self._workers.timeout_s)
-        self._alone = registered.keys() <= {placed.process.last_identity for placed in self._placed}
+        self._alone = registered.keys() <= {placed.process.last_identity for placed in self.placed}
         nodes = [] if self._closed else self._machines.frontend_nodes()
         if nodes is None:
             return  # those that were taken over serve on
-        for placed in self._placed:
+        for placed in self.placed:
             if placed.node not in nodes:
                 placed.process.request_stop()
         if self._config.frontend.replicas == "auto":
             for node in nodes:
                 self._follow_load(node, snapshot)
         for node in nodes:
-            await self._fill([placed for placed in self._placed if placed.node == node and placed.stays], node)
+            await self._fill([placed for placed in self.placed if placed.node == node and placed.stays], node)
 
     async def close(self) -> None:
         """End all, at once. Returns when their processes are gone. By SIGINT those that serve are told that nobody
         else does: their clients have nowhere else to go, and idle connections are not waited for."""
         self._closed = True
-        for placed in self._placed:
+        for placed in self.placed:
             placed.process.request_stop(signal.SIGINT if self._alone and placed.ready else signal.SIGTERM)
-        await asyncio.gather(*(placed.task for placed in self._placed if placed.task), return_exceptions=True)
+        await asyncio.gather(*(placed.task for placed in self.placed if placed.task), return_exceptions=True)
 
     def _replicas(self, node: str) -> int:
         configured = self._config.frontend.replicas
@@ -173,7 +169,7 @@ class FrontendPool:
 
     def _follow_load(self, node: str, snapshot: Snapshot) -> None:
         """Each reading of the registry is a sample while as many serve as should."""
-        ours = {placed.id for placed in self._placed if placed.node == node and placed.ready and placed.stays}
+        ours = {placed.id for placed in self.placed if placed.node == node and placed.ready and placed.stays}
         serving = [frontend for frontend in snapshot.frontends.values() if frontend.id in ours and frontend.url]
         samples = self._samples.setdefault(node, deque())
         if len(serving) != self._replicas(node):
@@ -217,7 +213,7 @@ class FrontendPool:
 
     def _start(self, node: str, number: int | None = None) -> None:
         """Start a frontend there, with this number or the first one that is free."""
-        taken = {placed.index for placed in self._placed if placed.node == node}
+        taken = {placed.index for placed in self.placed if placed.node == node}
         index = next(n for n in itertools.count() if n not in taken) if number is None else number
         name = f"{FRONTEND}{index}@{node}" if node else f"{FRONTEND}{index}"
 
@@ -238,7 +234,7 @@ class FrontendPool:
 
         process = Supervised(name, make, self._config.launcher, self._workers.start_timeout_s, self._show, deregister)
         placed = _Placed(node, index, process, _generations(self._whole))
-        self._placed.append(placed)
+        self.placed.append(placed)
         placed.task = asyncio.create_task(self._run(placed), name=name)
 
     async def _run(self, placed: _Placed) -> None:
@@ -246,7 +242,7 @@ class FrontendPool:
             await placed.process.run()
         finally:
             if not self._closed:
-                self._placed.remove(placed)
+                self.placed.remove(placed)
 
     def _show(self, process: Supervised) -> None:
         if self.first is not None:

@@ -1,4 +1,4 @@
-"""Makes what this launcher runs equal to the fleet's list of models in Redis (`store/operator/models.py`).
+"""The processes of all models of a fleet, made equal to its list of models in Redis (`store/operator/models.py`).
 
 A model that is added has its workers first, and frontends after them; one that is removed loses its frontends first.
 Frontends take a model up, or leave it, by being replaced, as in a rollout. Each launcher does its own part; whichever
@@ -20,10 +20,8 @@ import msgspec
 from orchestrator.config.models import SECTION
 from orchestrator.config.settings import ConfigError
 from orchestrator.launch.fleet_processes import FleetProcesses
-from orchestrator.launch.pools.all_models import ModelsProcesses
 from orchestrator.process.parent import has_ended
-from orchestrator.process.tasks import Turns, cancelled
-from orchestrator.process.ticks import left_s
+from orchestrator.process.tasks import Turns, cancelled, left_s
 from orchestrator.store.client import Redis, RedisAway
 from orchestrator.store.operator.models import ListedModel, ModelList, ModelState, ModelStore
 from orchestrator.store.planned import decided
@@ -32,6 +30,71 @@ log = logging.getLogger("pd.launcher")
 
 _EVERY_S = 0.5
 _COME_BACK_S = 4.0  # after Redis was away; in this time all that live have told it of themselves again
+
+
+class ModelsProcesses:
+    """As `FleetProcesses`, for all models, as those of one. The first model's registry has the frontends of all."""
+
+    def __init__(self, models: Mapping[str, FleetProcesses]) -> None:
+        self.models = dict(models)
+        self._watching: dict[str, asyncio.Task[None]] = {}
+
+    @property
+    def first(self) -> FleetProcesses:
+        """Whose registry has all frontends."""
+        return next(fleet for fleet in self.models.values() if fleet.frontends.is_first)
+
+    async def start(self) -> None:
+        """Raises ConfigError, RedisAway."""
+        for fleet in self.models.values():
+            fleet.frontends.serve()
+        for fleet in reversed(self.models.values()):  # the first starts the frontends, with what all models run
+            await fleet.start()
+
+    def watch(self) -> None:
+        for name in self.models:
+            self._watch(name)
+
+    def _watch(self, name: str) -> None:
+        self._watching[name] = asyncio.create_task(self.models[name].watch.run(), name=f"watch-{name}")
+
+    async def add(self, name: str, fleet: FleetProcesses) -> None:
+        """Start the workers of one more model, while all are watched. Raises ConfigError, RedisAway."""
+        self.models[name] = fleet
+        await fleet.start()
+        self._watch(name)
+
+    async def remove(self, name: str) -> None:
+        """End the workers of a model that frontends have left. Returns when they are gone."""
+        await cancelled(self._watching.pop(name, None))
+        if (fleet := self.models.get(name)) is not None:
+            await fleet.end()
+            await fleet.remove_shared_memory()  # nobody watches them any more
+            del self.models[name]
+
+    def read_soon(self) -> None:
+        for fleet in self.models.values():
+            fleet.watch.read_soon()
+
+    async def until_ready(self) -> None:
+        """Returns when all are. Raises StartFailed."""
+        try:
+            async with asyncio.TaskGroup() as together:
+                for fleet in self.models.values():
+                    together.create_task(fleet.until_ready())
+        except ExceptionGroup as failed:
+            raise failed.exceptions[0] from None
+
+    async def end(self) -> None:
+        """Frontends first, then the workers of all models, at once. Returns when all are gone."""
+        await cancelled(*self._watching.values())
+        for fleet in self.models.values():
+            await fleet.frontends.close()
+        await asyncio.gather(*(fleet.end() for fleet in self.models.values()))
+
+    def kill(self) -> None:
+        for fleet in self.models.values():
+            fleet.kill()
 
 
 async def begin_list(redis: Redis, fleet: str, tree: Mapping[str, Any]) -> ModelList:
@@ -61,9 +124,8 @@ class ModelFollower:
         forget: Callable[[str], Awaitable[bool]],
         listed: ModelList,
     ) -> None:
-        """`make`: the processes of a model with this name and section, none started; it raises ConfigError. `forget`
-        removes what a model without processes here has left; False while it has members elsewhere. `listed`: the list
-        when the fleet started."""
+        """`make`: a model's processes, by its name and section, none started; it raises ConfigError. `forget` removes
+        what a model without processes here has left; False while others have members. `listed`: at the start."""
         self._store, self._fleet = store, fleet
         self._make, self._forget = make, forget
         self._known = listed
@@ -106,8 +168,7 @@ class ModelFollower:
             await self._end_here(name)
 
     async def _joined(self, listed: ModelList) -> ModelList:
-        """A list that another launcher has begun while Redis knew nobody of this fleet, with what runs here. Raises
-        RedisAway."""
+        """A list that another launcher began while Redis knew nobody here, with what runs here. Raises RedisAway."""
         self._away_at = time.monotonic()
         joined = self._known.over(listed)
         if joined is listed:

@@ -14,6 +14,7 @@ from functools import partial
 import msgspec
 
 from orchestrator.config.settings import Config, ConfigError
+from orchestrator.launch.commands import Setup
 from orchestrator.launch.decisions.reconcile import (
     Action,
     Drain,
@@ -25,8 +26,8 @@ from orchestrator.launch.decisions.reconcile import (
     members,
     workers_of_others,
 )
-from orchestrator.launch.host.process_group import ProcessGroup
-from orchestrator.launch.machines import Machines, Setup
+from orchestrator.launch.host.process import ProcessGroup
+from orchestrator.launch.machines import Machines
 from orchestrator.launch.registry_watch import Snapshot
 from orchestrator.launch.supervise import Stage, Supervised
 from orchestrator.process.parent import own_identity
@@ -99,9 +100,8 @@ class WorkerPool:
 
     async def start(self, seen: Seen, roles: Sequence[Role], orders: Mapping[str, WorkerOrders] = {}) -> bool:
         """Start a worker of each role under an id of its own, and give these orders. False, and nothing is done, where
-        the fleet is not the one that was seen: another launcher may have started them. Of those that find no room any
-        more, since another model has taken it meanwhile, the ids are free with the next `hold_ids`. Raises
-        RedisAway."""
+        the fleet is not the one that was seen: another launcher may have started them. Where another model has taken
+        the room meanwhile, the ids are free with the next `hold_ids`. Raises RedisAway."""
         holder = msgspec.structs.replace(self._holder, claims=roles)
         claimed = await self._registry.steer(seen, orders, holder=holder)
         for worker_id, role in zip(claimed or (), roles, strict=False):

@@ -1,4 +1,5 @@
-"""`Machines` of a fleet on a Ray cluster: a place for each unit (places.py), frontends on every node.
+"""A fleet on a Ray cluster: the connection, what is there in its namespace, and its `Machines`: a place for each unit
+(places.py), frontends on every node.
 
 What an earlier launcher left running is taken over as it is, whatever this one's configuration says: it is served, and
 gets a place of another size when it starts again.
@@ -7,35 +8,134 @@ gets a place of another size when it starts again.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
+import os
+import socket
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
-import ray
+from orchestrator.config.engine_args import group_size, ranks
+from orchestrator.config.explain import missing
+from orchestrator.config.settings import Config, ConfigError
+from orchestrator.launch.commands import Setup
+from orchestrator.launch.host.machine import has_cuda_vllm
+from orchestrator.launch.host.process import ProcessGroup
+from orchestrator.launch.machines import Machines, OnLine, frontend_named, ranks_of, unit_named
+from orchestrator.process.tasks import Asked, in_thread
+from orchestrator.types import Role
+
+try:
+    import ray
+except ModuleNotFoundError:
+    raise ConfigError(missing("launcher.kind: ray", "Ray", "ray")) from None
+
 from ray.exceptions import ActorUnavailableError, RayError
+from ray.util import list_named_actors
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from orchestrator.config.engine_args import group_size, ranks
-from orchestrator.config.settings import Config, ConfigError
-from orchestrator.launch.host.machine import has_cuda_vllm
-from orchestrator.launch.host.process_group import ProcessGroup
-from orchestrator.launch.machines import Machines, OnLine, Setup, ranks_of, unit_named
-from orchestrator.launch.ray.connection import left_running, names_begin
 from orchestrator.launch.ray.places import Bundles, Places, first_line, shown
 from orchestrator.launch.ray.process import RayProcess, Runners
 from orchestrator.launch.ray.runner import Order
-from orchestrator.process.tasks import Asked, in_thread
-from orchestrator.types import Role
 
 log = logging.getLogger("pd.launcher")
 
 T = TypeVar("T")
 
+_CONNECT_TIMEOUT_S = 5.0
+_AUTH_MODE = "RAY_AUTH_MODE"  # Ray's processes read it
 _SAY_AFTER = 5  # checks for room, of a second each
 _ASK_AGAIN_S = 1.0
 _ANSWERS_WITHIN_S = 30.0  # a cluster without its head does not
 _RUNNER_ANSWERS_S = 30.0  # one on a node that is gone never does
+
+
+def connect(config: Config) -> str:
+    """Connect to the cluster that the configuration names. Returns its address. Raises ConfigError."""
+    if config.launcher.ray_auth == "token":
+        os.environ[_AUTH_MODE] = "token"
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    asked = config.launcher.address or "auto"
+    _check_address(asked)
+    try:
+        context = ray.init(
+            address=asked,
+            namespace=_namespace(config),
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+            configure_logging=False,
+        )
+    except (ConnectionError, RuntimeError, ValueError, RayError) as error:
+        said = str(error).strip().splitlines()[0]
+        raise ConfigError(
+            f"launcher.address: no Ray cluster can be used at {asked!r} ({said}); name one that runs, and where it "
+            "asks for a token, have its token in RAY_AUTH_TOKEN or ~/.ray/auth_token"
+        ) from None
+    return str(context.address_info["gcs_address"])  # type: ignore[attr-defined]  # of the class that is returned
+
+
+def _check_address(address: str) -> None:
+    """Raises ConfigError if no server answers there. Ray itself would try for minutes."""
+    if address == "auto":
+        return
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal():
+        raise ConfigError(f"launcher.address: expected HOST:PORT of the cluster's head, got {address!r}")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), _CONNECT_TIMEOUT_S).close()
+    except (OSError, UnicodeError) as error:
+        raise ConfigError(
+            f"launcher.address: no Ray cluster answers at {address!r} ({error}); start one with `ray start --head`"
+        ) from None
+
+
+def disconnect() -> None:
+    ray.shutdown()
+
+
+def end_fleet(config: Config, timeout_s: float) -> list[str]:
+    """End every process of the fleet, whichever launcher started it. Returns their names. Raises ConfigError."""
+    connect(config)
+    try:
+        names, runners = left_running(), []
+        for name in names:
+            with contextlib.suppress(ValueError):  # it has ended since
+                runners.append(ray.get_actor(name))
+        stops: list[Any] = [runner.stop.remote(timeout_s) for runner in runners]
+        if stops:
+            ray.wait(stops, num_returns=len(stops), timeout=2 * timeout_s)
+        for runner in runners:
+            ray.kill(runner)
+        Places(names_begin(config)).remove_all()
+        return names
+    except (RayError, RuntimeError) as error:
+        raise ConfigError(
+            f"launcher.address: the cluster does not end the fleet ({first_line(error)}); see whether its head "
+            "answers, and run `orchestrator down` again"
+        ) from None
+    finally:
+        disconnect()
+
+
+def left_running() -> list[str]:
+    """Names of the fleet's processes on the cluster that we are connected to. Other actors in its namespace, which
+    anybody with access to the cluster can make, are left alone. Raises RayError, RuntimeError."""
+    found = sorted(list_named_actors())
+    ours = [name for name in found if frontend_named(name) is not None or unit_named(name) is not None]
+    if len(ours) < len(found):
+        others = ", ".join(name for name in found if name not in ours)
+        log.warning("actors in this fleet's namespace that are none of its processes are left alone: %s", others)
+    return ours
+
+
+def names_begin(config: Config) -> str:
+    """What the names of this fleet's placement groups begin with: they are common to all namespaces of a cluster."""
+    return f"{_namespace(config)}/"
+
+
+def _namespace(config: Config) -> str:
+    return f"pd-{config.namespace}"
 
 
 class RayCluster(Machines):

@@ -18,12 +18,11 @@ import ray
 from orchestrator.config.model import find_model
 from orchestrator.config.server_args import check_server_args
 from orchestrator.config.settings import Config, ConfigError
-from orchestrator.launch.commands import frontend_spec, resolve, worker_spec
+from orchestrator.launch.commands import Setup, frontend_spec, resolve, worker_spec
 from orchestrator.launch.host.leftovers import SharedMemory
 from orchestrator.launch.host.machine import Share
 from orchestrator.launch.host.process import CannotRun, LocalProcess, adopt_orphans
 from orchestrator.launch.host.run_folder import base_folder
-from orchestrator.launch.machines import Setup
 from orchestrator.process.files import make_folder, write_text
 from orchestrator.types import Role
 

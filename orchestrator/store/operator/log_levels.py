@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections.abc import Iterable
 
-from orchestrator.process.ticks import left_s
+from orchestrator.process.tasks import left_s
 from orchestrator.store.client import Redis, RedisAway
 from orchestrator.store.keys import LEVELS_S, Keys
 

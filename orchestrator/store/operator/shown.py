@@ -4,69 +4,39 @@ from __future__ import annotations
 
 from typing import Any
 
-import msgspec
-
 from orchestrator.store.fields import fields_of, text
 from orchestrator.store.queue import PrefillQueue
-from orchestrator.types import Role, StepCounters, WorkerInfo, WorkerLoad
+from orchestrator.types import WorkerInfo, WorkerLoad
 
 
-class WorkerStatus(msgspec.Struct, frozen=True):
+def worker_status(info: WorkerInfo, load: WorkerLoad | None = None, connected: bool = True) -> dict[str, Any]:
     """One worker as `/fleet` and `orchestrator status` show it. None stands for an unknown load."""
-
-    id: str
-    role: Role
-    state: str  # a WorkerState, or "unreachable"
-    engine: str
-    host: str
-    pid: int
-    blocks_total: int
-    blocks_free: int | None
-    running: int | None
-    waiting: int | None
-    step_ms: float | None
-    generation: int = 0  # of its configuration
-    unit: str = ""  # by which operators steer it
-    rank: int = 0  # its place in the unit
-    ranks: int = 1  # of the unit
-    group: StepCounters | None = None  # of the first of the ranks that step together
-    labels: tuple[str, ...] = ()  # where it is, as zone=a
-    block_size: int = 0  # tokens
-    max_num_seqs: int = 0
-    max_num_batched_tokens: int = 0
-    max_model_len: int = 0  # tokens
-    adapter_slots: int = 0
-    kv_bytes_per_token: int = 0
-    link_bytes_per_s: float | None = None  # as `KVCounters` has it
-
-    @classmethod
-    def of(cls, info: WorkerInfo, load: WorkerLoad | None = None, connected: bool = True) -> WorkerStatus:
-        return cls(
-            id=info.id,
-            role=info.role,
-            state=info.state.value if connected else "unreachable",
-            engine=info.identity.engine,
-            host=info.host,
-            pid=info.pid,
-            blocks_total=load.blocks_total if load else info.blocks_total,
-            blocks_free=load.blocks_free if load else None,
-            running=load.running if load else None,
-            waiting=load.waiting if load else None,
-            step_ms=round(load.step_ms, 2) if load else None,
-            generation=info.generation,
-            unit=info.unit,
-            rank=info.ranks.index(info.id) if info.ranks else 0,
-            ranks=max(1, len(info.ranks)),
-            group=load.group if load else None,
-            labels=info.labels,
-            block_size=info.identity.block_size,
-            max_num_seqs=info.max_num_seqs,
-            max_num_batched_tokens=info.max_num_batched_tokens,
-            max_model_len=info.identity.max_model_len,
-            adapter_slots=info.adapter_slots,
-            kv_bytes_per_token=info.kv_bytes_per_token,
-            link_bytes_per_s=load.kv.link_bytes_per_s if load else None,
-        )
+    return {
+        "id": info.id,
+        "role": info.role,
+        "state": info.state if connected else "unreachable",
+        "engine": info.identity.engine,
+        "host": info.host,
+        "pid": info.pid,
+        "blocks_total": load.blocks_total if load else info.blocks_total,
+        "blocks_free": load.blocks_free if load else None,
+        "running": load.running if load else None,
+        "waiting": load.waiting if load else None,
+        "step_ms": round(load.step_ms, 2) if load else None,
+        "generation": info.generation,  # of its configuration
+        "unit": info.unit,  # by which operators steer it
+        "rank": info.ranks.index(info.id) if info.ranks else 0,  # its place in the unit
+        "ranks": max(1, len(info.ranks)),  # of the unit
+        "group": load.group if load else None,  # of the first of the ranks that step together
+        "labels": info.labels,  # where it is, as zone=a
+        "block_size": info.identity.block_size,  # tokens
+        "max_num_seqs": info.max_num_seqs,
+        "max_num_batched_tokens": info.max_num_batched_tokens,
+        "max_model_len": info.identity.max_model_len,  # tokens
+        "adapter_slots": info.adapter_slots,
+        "kv_bytes_per_token": info.kv_bytes_per_token,
+        "link_bytes_per_s": load.kv.link_bytes_per_s if load else None,  # as `KVCounters` has it
+    }
 
 
 MAX_PEEK = 1000  # one call holds up every other client

@@ -11,8 +11,8 @@ from support_wait import until
 from orchestrator.fleet import adapters
 from orchestrator.fleet.adapters import AdapterFailed, AdapterRefused, AdapterView, refusal
 from orchestrator.store.client import NotCarriedOut, Redis, RedisAway, connect
+from orchestrator.store.configuration import Adapter, AdapterList
 from orchestrator.store.documents import Document
-from orchestrator.store.operator.adapters import Adapter, AdapterList
 from orchestrator.store.registry import Frontend, Registry
 
 X, Y = Adapter("x", "/a/x", 100_001), Adapter("y", "/a/y", 100_002)

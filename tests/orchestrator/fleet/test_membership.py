@@ -466,7 +466,7 @@ async def test_reports_of_many_workers_are_applied_before_requests(workers, befo
         info = worker_info(f"d{number}", f"e{number}")
         fleet.upsert(info, 0.0)
         fleet.take_load(WorkerLoad(info.id, 1, 100, 90, 0, 0, 0, 1.0), 0.0)
-        fleet.workers[info.id].connected = True
+        fleet.workers[info.id].note_connected(True)
     assert fleet.ready(Role.DECODE) == workers
     ranked.clear()
     lost: list[str] = []

@@ -89,7 +89,8 @@ def test_lost_submissions_stop_counting_after_reconnect():
     lost = [view.note_placed(160, 160) for _ in range(200)][-1]
     assert view.candidate.blocks_free == 0 and view.candidate.waiting == 200
     view.disconnect(now=1.5)
-    view.greeted = view.connected = True
+    view.greeted = True
+    view.note_connected(True)
     fleet.take_load(load("d", 2, free=90), now=2.0)
     assert view.candidate.blocks_free == 90 and view.candidate.waiting == 0 and view.candidate.placed_tokens == 0
     assert view.note_placed(160, 160) > lost
@@ -147,7 +148,7 @@ def test_large_fleet_shortlist_follows_changes():
     fleet.workers["d150"].note_placed(16 * 60, 0)  # no longer the emptiest, before any report says so
     assert choose(request, fleet.candidates().decode).worker_id != "d150"
     fleet.take_load(load("d7", 2, free=98), now=1.0)
-    fleet.workers["d7"].connected = False
+    fleet.workers["d7"].note_connected(False)
     assert "d7" not in {c.worker_id for c in fleet.candidates().decode} and fleet.ready(Role.DECODE) == 199
     fleet.upsert(worker("d8", state=WorkerState.DRAINING), now=1.0)
     fleet.remove("d9")

@@ -20,7 +20,8 @@ from orchestrator.fleet.view import Fleet
 from orchestrator.frontend import edge, pages
 from orchestrator.frontend.access import Access
 from orchestrator.policy.predict.predictor import Predictor
-from orchestrator.store.configuration import Phase, RolloutStatus
+from orchestrator.store.configuration import Phase, Rollout, Version
+from orchestrator.store.planned import rollout_status
 from orchestrator.types import (
     DesiredRatio,
     EngineIdentity,
@@ -57,7 +58,8 @@ def app(fleet):
     registry.register(pages.FleetCollector(fleet, queue))
 
     async def rollout():
-        return RolloutStatus(Phase.BACK, 0, 1, "it cannot start")
+        back = Rollout(Version(0, {}), Version(1, {}), phase=Phase.BACK, why="it cannot start")
+        return rollout_status(back, {})
 
     connection = SimpleNamespace(
         fleet=fleet,
@@ -204,12 +206,12 @@ async def test_a_stream_refused_before_its_first_event_is_a_refusal_not_a_200(cl
 
 async def test_ready_requires_decode_worker(client, fleet):
     assert (await client.get("/ready")).status_code == 503
-    fleet.workers["d0"].connected = True
+    fleet.workers["d0"].note_connected(True)
     assert (await client.get("/ready")).status_code == 200
 
 
 async def test_the_fleet_page_has_the_promised_fields(client, fleet):
-    fleet.workers["d0"].connected = True
+    fleet.workers["d0"].note_connected(True)
     page = (await client.get("/fleet")).json()
     assert page["model"] == "demo" and page["queue"] == {"requests": 3, "tokens": 4000, "claimed": 1}
     assert page["desired"] == {"prefill": 1, "decode": 2, "set_by": "ratio", "set_at": 5.0, "why": ""}

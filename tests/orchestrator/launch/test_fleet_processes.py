@@ -17,12 +17,11 @@ from support_wait import until
 
 from orchestrator.config.settings import Config, LauncherConfig, ScaleConfig, parse_config
 from orchestrator.launch import fleet_processes
+from orchestrator.launch.commands import Setup
 from orchestrator.launch.console import Console
 from orchestrator.launch.fleet_processes import FleetProcesses, StartFailed, StartLater
-from orchestrator.launch.host.local_machine import LocalMachine
-from orchestrator.launch.host.process import LocalProcess, ProcessSpec
-from orchestrator.launch.host.process_group import ProcessGroup
-from orchestrator.launch.machines import Setup
+from orchestrator.launch.host.process import LocalProcess, ProcessGroup, ProcessSpec
+from orchestrator.launch.machines import LocalMachine
 from orchestrator.launch.pools.frontend_pool import FrontendPool
 from orchestrator.launch.pools.worker_pool import WorkerPool
 from orchestrator.launch.registry_watch import Snapshot
@@ -322,6 +321,6 @@ async def test_a_model_waits_for_frontends_though_another_answers_for_them(tmp_p
     type(frontend).stage = PropertyMock(side_effect=lambda: stages.pop() if stages else Stage.READY)
     pool = fleet.frontends._pool
     pool.models.insert(0, Mock())
-    pool._placed.append(Mock(process=frontend))
+    pool.placed.append(Mock(process=frontend))
     await fleet.until_ready()
     assert not stages and not caplog.messages

@@ -148,8 +148,8 @@ def test_signals_are_heard_though_ray_sets_handlers_of_its_own(monkeypatch: pyte
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(15))
         return "here"
 
-    monkeypatch.setattr("orchestrator.launch.ray.connection.connect", connect)
-    monkeypatch.setattr("orchestrator.launch.ray.connection.disconnect", lambda: None)
+    monkeypatch.setattr("orchestrator.launch.ray.cluster.connect", connect)
+    monkeypatch.setattr("orchestrator.launch.ray.cluster.disconnect", lambda: None)
     before = signal.getsignal(signal.SIGTERM)
     with launcher.Signals() as signals, launcher._connected(config, Console(), signals):
         signals.ignore()

@@ -13,7 +13,7 @@ from support_redis import fresh_namespace, worker
 
 from orchestrator.config.settings import Config, ConfigError, parse_config
 from orchestrator.config.shared import shared
-from orchestrator.launch.machines import Setup
+from orchestrator.launch.commands import Setup
 from orchestrator.launch.registry_watch import Snapshot
 from orchestrator.launch.rollout import RolloutRunner
 from orchestrator.launch.supervise import Exit

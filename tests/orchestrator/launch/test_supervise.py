@@ -17,11 +17,11 @@ from orchestrator.launch import supervise as supervise_module
 from orchestrator.launch.host import process as process_module
 from orchestrator.launch.host.process import (
     LocalProcess,
+    ProcessGroup,
     ProcessSpec,
     adopt_orphans,
     group_alive,
 )
-from orchestrator.launch.host.process_group import ProcessGroup
 from orchestrator.launch.machines import OnLine
 from orchestrator.launch.supervise import SUCCESSORS, Exit, Stage, Supervised, backoff_s, describe
 from orchestrator.process.parent import started_ticks

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from orchestrator.process import ticks
+from orchestrator.process import tasks
 
 
 def test_ticks_of_a_multiple_are_ticks_and_other_processes_have_others(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -14,7 +14,7 @@ def test_ticks_of_a_multiple_are_ticks_and_other_processes_have_others(monkeypat
 
     def of_process(pid: int, interval_s: float) -> float:
         monkeypatch.setattr(os, "getpid", lambda: pid)
-        return now + ticks.left_s(interval_s)
+        return now + tasks.left_s(interval_s)
 
     second = of_process(77, 1.0)
     tenths = [of_process(77, 0.1)]

@@ -47,16 +47,16 @@ class CrashBench(Bench):
 
 async def all_on_one_worker(bench, *names):
     for name in ("d1", "d2", "d3"):
-        bench.fleet.workers[name].connected = False
+        bench.fleet.workers[name].note_connected(False)
     await bench.ask(*names)
     for name in ("d1", "d2", "d3"):
-        bench.fleet.workers[name].connected = True
+        bench.fleet.workers[name].note_connected(True)
 
 
 def only(bench, worker_id):
     """No other worker is to be had."""
     for name in ("d1", "d2", "d3"):
-        bench.fleet.workers[name].connected = name == worker_id
+        bench.fleet.workers[name].note_connected(name == worker_id)
 
 
 async def test_a_suspect_waits_no_longer_than_others_for_a_worker():
@@ -199,10 +199,10 @@ async def test_crashed_worker_gets_no_requests():
     bench = CrashBench()
     await all_on_one_worker(bench, "a")
     for name in ("d1", "d2", "d3"):
-        bench.fleet.workers[name].connected = False
+        bench.fleet.workers[name].note_connected(False)
     bench.say("d0", EngineCrashed("a kernel failed"))
     for name in ("d1", "d2", "d3"):
-        bench.fleet.workers[name].connected = True
+        bench.fleet.workers[name].note_connected(True)
     await bench.ask(*(f"r{number}" for number in range(8)))
     await bench.settle()
     assert bench.on("d0") == set(), "though it is still in the registry"
@@ -304,12 +304,12 @@ async def test_answering_request_continues_and_is_suspect_of_second_crash():
     for name in "ab":
         bench.tokens(bench.where(name), name, [2], attempt=2)
     for number in (1, 2, 3):
-        bench.fleet.workers[f"d{number}"].connected = number == 3
+        bench.fleet.workers[f"d{number}"].note_connected(number == 3)
     for name in "ab":  # they meet again
         bench.say(bench.where(name), Rejected(name, 2, "draining", leaving=True))
         await bench.settle()
         bench.tokens("d3", name, [3], attempt=3)
-    bench.fleet.workers["d1"].connected = True
+    bench.fleet.workers["d1"].note_connected(True)
     await bench.crash("d3")
     assert bench.failed() == []
     assert [bench.where(name) is not None for name in "ab"] == [True, False], "one after the other"

@@ -270,10 +270,10 @@ async def test_queued_requests_go_local_when_no_worker_claims(gone, monkeypatch)
     view = bench.fleet.workers["p0"]
     running = asyncio.create_task(bench.router.run())
     try:
-        view.connected = False  # for a moment: it claims through Redis all the same
+        view.note_connected(False)  # for a moment: it claims through Redis all the same
         await asyncio.sleep(0.05)
         assert bench.router.requests["r"].state is State.QUEUED
-        view.info = msgspec.structs.replace(view.info, **gone)
+        view.note_info(msgspec.structs.replace(view.info, **gone))
         await until(bench.submits)
     finally:
         running.cancel()
@@ -293,7 +293,7 @@ async def test_duplicate_claims_bind_once():
 async def test_a_worker_that_computes_a_prompt_and_takes_decodes_now_does_not_get_its_own_kv():
     bench = await Bench.asked(FakeRequest("r"))
     view = bench.fleet.workers["p0"]
-    view.info = msgspec.structs.replace(view.info, role=Role.DECODE)
+    view.note_info(msgspec.structs.replace(view.info, role=Role.DECODE))
     for name in ("d0", "d1"):  # by load it would be the choice
         bench.fleet.take_load(WorkerLoad(name, 1, 1000, 0, 50, 50, 0, 1.0), time.monotonic())
     bench.claim("r")
@@ -600,10 +600,10 @@ async def test_a_defect_that_one_request_meets_keeps_no_other_with_what_is_lost(
     """Another would wait ten minutes for its next token. The defect is there also when that request is ended for it."""
     bench, names = Bench(), ("r0", "r1", "r2")
     router, now = bench.router, time.monotonic()
-    bench.fleet.workers["d1"].connected = False
+    bench.fleet.workers["d1"].note_connected(False)
     for name in names:
         await router.submit(FakeRequest(name, prompt_tokens=10 if event in OF_A_WORKER else 1000))
-    bench.fleet.workers["d1"].connected = True
+    bench.fleet.workers["d1"].note_connected(True)
     withdraw = router._dispatch.withdraw
     monkeypatch.setattr(router._dispatch, "withdraw", lambda active: withdraw(active) if active.id != "r1" else 1 // 0)
     if event == "engine_crashed":
@@ -633,10 +633,10 @@ async def test_a_defect_that_one_request_meets_keeps_no_other_with_what_is_lost(
 
 async def test_a_request_whose_client_cannot_be_told_of_its_defect_keeps_no_other_with_a_lost_worker(monkeypatch):
     bench, names = Bench(), ("r0", "r1", "r2")
-    bench.fleet.workers["d1"].connected = False
+    bench.fleet.workers["d1"].note_connected(False)
     for name in names:
         await bench.router.submit(FakeRequest(name, prompt_tokens=10))
-    bench.fleet.workers["d1"].connected = True
+    bench.fleet.workers["d1"].note_connected(True)
     withdraw = bench.router._dispatch.withdraw
     monkeypatch.setattr(
         bench.router._dispatch, "withdraw", lambda active: withdraw(active) if active.id != "r1" else 1 // 0
@@ -1099,7 +1099,7 @@ async def test_requests_wait_for_prefill_worker_that_becomes_decode():
     assert not any(task.done() for task in waiting) and not bench.submits()
     waiting[1].cancel()
     view = bench.fleet.workers["p0"]
-    view.info = msgspec.structs.replace(view.info, role=Role.DECODE)
+    view.note_info(msgspec.structs.replace(view.info, role=Role.DECODE))
     await waiting[0]
     assert [(worker, submit.request_id) for worker, submit in bench.submits()] == [("p0", "a")]
     bench.tokens("p0", "a", [7], finish=1)
@@ -1122,7 +1122,7 @@ async def test_request_does_not_wait_for_engine_that_cannot_decode():
     for name in ("d0", "d1"):
         bench.fleet.remove(name)
     view = bench.fleet.workers["p0"]
-    view.info = msgspec.structs.replace(view.info, kv=msgspec.structs.replace(view.info.kv, pp_size=2))
+    view.note_info(msgspec.structs.replace(view.info, kv=msgspec.structs.replace(view.info.kv, pp_size=2)))
     with pytest.raises(Overloaded):
         bench.router.check_admission()
 
@@ -1131,7 +1131,7 @@ async def test_unsent_request_is_not_counted_as_load():
     bench = Bench()
     bench.transport.unreachable = {"d0"}
     for number in range(3):
-        bench.fleet.workers["d0"].connected = True
+        bench.fleet.workers["d0"].note_connected(True)
         await bench.router.submit(FakeRequest(f"r{number}", prompt_tokens=10))
         assert bench.fleet.workers["d0"].candidate.waiting == 0
     assert bench.fleet.workers["d1"].candidate.waiting == 3
@@ -1141,7 +1141,7 @@ async def test_unsent_request_is_not_counted_as_load():
 async def test_an_adapter_is_expected_only_where_its_request_was_sent(unreachable):
     bench = Bench()
     for view in bench.fleet.workers.values():
-        view.info = msgspec.structs.replace(view.info, adapter_slots=1)
+        view.note_info(msgspec.structs.replace(view.info, adapter_slots=1))
         bench.fleet.take_load(load_of(view.info.id), time.monotonic())
     await bench.router.submit(FakeRequest("r", adapter=7))
     bench.transport.unreachable = set(unreachable)

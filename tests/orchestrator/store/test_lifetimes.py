@@ -12,9 +12,8 @@ from support_wait import until
 from orchestrator.process.tasks import cancelled
 from orchestrator.store import keys
 from orchestrator.store.client import Redis
-from orchestrator.store.configuration import Rollout, Version
+from orchestrator.store.configuration import Adapter, AdapterList, Rollout, Version
 from orchestrator.store.keys import Keys
-from orchestrator.store.operator.adapters import Adapter, AdapterList
 from orchestrator.store.operator.events import EventLog
 from orchestrator.store.operator.log_levels import LogLevels
 from orchestrator.store.queue import PrefillQueue

@@ -16,7 +16,7 @@ def test_rollout_status_names_frontends_left_behind():
     }
 
     def named(phase: Phase) -> list[str]:
-        return rollout_status(Rollout(Version(0, {}), Version(1, {}), 1, phase), frontends).to_restart
+        return rollout_status(Rollout(Version(0, {}), Version(1, {}), 1, phase), frontends)["to_restart"]
 
     assert named(Phase.DONE) == ["http://behind"]
     assert named(Phase.UNDONE) == ["http://restarted"]

@@ -25,7 +25,7 @@ from support_redis import (
 )
 from support_wait import until
 
-from orchestrator.process.tasks import cancelled
+from orchestrator.process.tasks import cancelled, set_whenever
 from orchestrator.store.client import connect
 from orchestrator.store.operator.shown import peek
 from orchestrator.store.queue import PrefillQueue, QueueFull
@@ -234,7 +234,8 @@ class WaitersMachine(Machine):
 
     async def hears(self, name, lives):
         if lives:
-            self.listening[name] = asyncio.create_task(self.workers[name]._listen())
+            told = self.redis.listen(self.queue.keys.wake(name))
+            self.listening[name] = asyncio.create_task(set_whenever(self.workers[name]._woken, told))
         else:
             await cancelled(self.listening.pop(name))
         channel = self.queue.keys.wake(name)

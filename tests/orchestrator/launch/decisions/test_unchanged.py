@@ -1,6 +1,6 @@
 """What is waited for is given up by the time in which it could have happened."""
 
-from orchestrator.launch.decisions.unchanged import Unchanged
+from orchestrator.launch.decisions.replacement import Unchanged
 
 
 def test_the_time_begins_anew_with_each_change():

@@ -13,9 +13,8 @@ import pytest
 from orchestrator.config.engine_args import ranks
 from orchestrator.config.settings import ConfigError, parse_config
 from orchestrator.frontend.untrusted.connections import listen
-from orchestrator.launch.commands import frontend_spec, resolve, to_import, worker_spec
+from orchestrator.launch.commands import Setup, frontend_spec, resolve, to_import, worker_spec
 from orchestrator.launch.host import machine
-from orchestrator.launch.host.local_machine import LocalMachine
 from orchestrator.launch.host.machine import (
     CoreShares,
     GpuShares,
@@ -27,7 +26,7 @@ from orchestrator.launch.host.machine import (
 )
 from orchestrator.launch.host.run_folder import RunFolder
 from orchestrator.launch.launcher import _with_operator_key
-from orchestrator.launch.machines import Setup
+from orchestrator.launch.machines import LocalMachine
 from orchestrator.types import Role
 
 

@@ -9,8 +9,7 @@ from unittest.mock import AsyncMock
 import pytest
 from support_wait import DEADLINE_S, until
 
-from orchestrator.launch.host.process import LocalProcess, ProcessSpec, group_alive
-from orchestrator.launch.host.process_group import ProcessGroup
+from orchestrator.launch.host.process import LocalProcess, ProcessGroup, ProcessSpec, group_alive
 from orchestrator.process.parent import EXIT_AGAIN
 
 WAITS = "import signal; signal.signal(signal.SIGTERM, lambda *_: exit(0)); print('up', flush=True); signal.pause()"

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from orchestrator.launch.fleet_processes import StartFailed
-from orchestrator.launch.pools.all_models import ModelsProcesses
+from orchestrator.launch.pools.model_list import ModelsProcesses
 
 
 class OfOneModel:

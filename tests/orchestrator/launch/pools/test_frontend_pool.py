@@ -13,9 +13,9 @@ import pytest
 from support_wait import until
 
 from orchestrator.config.settings import Config, parse_config
-from orchestrator.launch.host.process import LocalProcess, ProcessSpec, adopt_orphans
-from orchestrator.launch.host.process_group import ProcessGroup
-from orchestrator.launch.machines import OnLine, Setup
+from orchestrator.launch.commands import Setup
+from orchestrator.launch.host.process import LocalProcess, ProcessGroup, ProcessSpec, adopt_orphans
+from orchestrator.launch.machines import OnLine
 from orchestrator.launch.pools.frontend_pool import FrontendPool, OfModel
 from orchestrator.launch.registry_watch import Snapshot
 from orchestrator.launch.supervise import Stage

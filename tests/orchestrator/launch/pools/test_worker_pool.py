@@ -22,13 +22,13 @@ from orchestrator.cli.handle import FleetHandle, open_fleet
 from orchestrator.cli.look.frontend import fleet_status
 from orchestrator.config.settings import Config, Refused, parse_config
 from orchestrator.launch import supervise
+from orchestrator.launch.commands import Setup
 from orchestrator.launch.decisions.reconcile import Drain, Flip, PlannedWorker
 from orchestrator.launch.host import machine
-from orchestrator.launch.host.local_machine import LocalMachine
 from orchestrator.launch.host.machine import MachineShares
 from orchestrator.launch.host.process import adopt_orphans, group_alive
 from orchestrator.launch.host.run_folder import RunFolder
-from orchestrator.launch.machines import Setup
+from orchestrator.launch.machines import LocalMachine
 from orchestrator.launch.pools.worker_pool import WorkerPool
 from orchestrator.launch.registry_watch import RegistryWatch, Snapshot
 from orchestrator.process.parent import started_ticks

@@ -15,8 +15,8 @@ import pytest
 from support_wait import DEADLINE_S, until
 
 from orchestrator.config.settings import Config, ConfigError, load_config, parse_config
+from orchestrator.launch.commands import Setup
 from orchestrator.launch.host.process import ProcessSpec
-from orchestrator.launch.machines import Setup
 from orchestrator.process.files import make_folder
 from orchestrator.types import Role
 
@@ -24,7 +24,6 @@ pytestmark = pytest.mark.slow  # imports Ray
 
 ray = pytest.importorskip("ray")
 from orchestrator.launch.ray import cluster as module  # noqa: E402
-from orchestrator.launch.ray import connection as connection_module  # noqa: E402
 from orchestrator.launch.ray import places as places_module  # noqa: E402
 from orchestrator.launch.ray import process as process_module  # noqa: E402
 from orchestrator.launch.ray import runner as runner_module  # noqa: E402
@@ -159,7 +158,7 @@ async def test_a_foreign_actor_is_none_of_the_fleets_processes(monkeypatch, grou
         "frontend-a@b",
         "trainer-0",
     ]
-    monkeypatch.setattr(connection_module, "list_named_actors", lambda: ours + foreign)
+    monkeypatch.setattr(module, "list_named_actors", lambda: ours + foreign)
     left = await module.RayCluster(CONFIG).left_running()
     assert left == dict.fromkeys(ours[:-1], True), "a group is taken over as one"
     assert "counter" in caplog.text and "left alone" in caplog.text
@@ -175,20 +174,20 @@ async def test_a_foreign_actor_is_none_of_the_fleets_processes(monkeypatch, grou
                 raise ValueError("it has ended since")
             self.name = name
 
-    monkeypatch.setattr(connection_module, "connect", lambda config: "")
-    monkeypatch.setattr(connection_module.ray, "get_actor", Actor)
-    monkeypatch.setattr(connection_module.ray, "wait", lambda *_, **__: None)
-    monkeypatch.setattr(connection_module.ray, "kill", lambda actor: ended.append(actor.name))
+    monkeypatch.setattr(module, "connect", lambda config: "")
+    monkeypatch.setattr(module.ray, "get_actor", Actor)
+    monkeypatch.setattr(module.ray, "wait", lambda *_, **__: None)
+    monkeypatch.setattr(module.ray, "kill", lambda actor: ended.append(actor.name))
     groups.there = {name: Group(name, [BUNDLE]) for name in ("pd-default/worker-7", "pd-other/worker-7")}
-    assert connection_module.end_fleet(CONFIG, 1.0) == ours and ended == ours[:-1]
+    assert module.end_fleet(CONFIG, 1.0) == ours and ended == ours[:-1]
     assert groups.there.keys() == {"pd-other/worker-7"}
 
     def away() -> None:
         raise ray.exceptions.RaySystemError("no head")
 
-    monkeypatch.setattr(connection_module, "list_named_actors", away)
+    monkeypatch.setattr(module, "list_named_actors", away)
     with pytest.raises(ConfigError, match=r"does not end the fleet .*no head.*orchestrator down"):
-        connection_module.end_fleet(CONFIG, 1.0)
+        module.end_fleet(CONFIG, 1.0)
 
 
 async def test_what_runs_is_taken_over_as_it_is_and_takes_another_place_when_it_starts_again(monkeypatch, groups):
@@ -308,7 +307,7 @@ async def test_a_process_that_cannot_be_started_leaves_no_password_on_its_node(r
 @pytest.mark.parametrize("address", ["127.0.0.1:²", "127.0.0.1", "a..b:6379"])
 def test_an_address_that_no_cluster_can_have_is_refused(address: str):
     with pytest.raises(ConfigError, match="^launcher.address: "):
-        connection_module._check_address(address)
+        module._check_address(address)
 
 
 @pytest.mark.parametrize("had", [None, [BUNDLE], [BUNDLE] * 2, [{"CPU": 1.0, "GPU": 4.0}]])

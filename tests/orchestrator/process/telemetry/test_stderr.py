@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.process.telemetry.stderr import LossyStderr
+from orchestrator.process.telemetry.logs import LossyStderr
 
 ROOT = Path(__file__).parents[4]
 LOGS = (
