@@ -20,6 +20,7 @@ T = TypeVar("T")
 # A loop that meets an error again and again tells of it once in this time, and in it of at most so many different ones.
 SAID_FOR_S, MOST_SAID = 60.0, 8
 PIECE_S = 0.005  # of work that comes at once: so long, at most, a stream waits for the next token
+_FEW = 16  # tasks, of which each waits for others, as for Redis
 
 
 async def cancelled(*tasks: asyncio.Future[Any] | None) -> None:
@@ -48,7 +49,7 @@ class Pieces:
     """Work that many tasks begin at once, in pieces: between two of them the loop serves others."""
 
     def __init__(self) -> None:
-        self._until, self._turn = 0.0, asyncio.Lock()
+        self._until, self._turn, self._few = 0.0, asyncio.Lock(), asyncio.Semaphore(_FEW)
 
     async def begin(self) -> None:
         """To be awaited before each step of each of these tasks. It returns at once while the present piece lasts, else
@@ -59,6 +60,13 @@ class Pieces:
             if self._until:
                 await asyncio.sleep(0)
             self._until = time.monotonic() + PIECE_S
+
+    @contextlib.asynccontextmanager
+    async def few(self) -> AsyncIterator[None]:
+        """In this context are few of these tasks at a time, which begin in pieces: the others cost nothing yet."""
+        async with self._few:
+            await self.begin()
+            yield
 
 
 async def in_thread(call: Callable[[], T], unwanted: Callable[[T], object] = lambda result: None) -> T:
