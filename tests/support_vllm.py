@@ -207,7 +207,11 @@ class Driver:
         )
         engine = VllmEngine(setup, profile, warm)
         with contextlib.nullcontext() if given_port else _kept_for_who_listens(kv_port):
-            driver = cls(engine, await engine.start(group))
+            try:
+                driver = cls(engine, await engine.start(group))
+            except ValueError:  # it runs, and cannot serve
+                await engine.stop()
+                raise
         cls.running.append(driver)
         return driver
 

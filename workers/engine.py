@@ -86,11 +86,12 @@ class EngineRequest(msgspec.Struct, frozen=True):
 
 
 class Refusal(msgspec.Struct, frozen=True):
-    """Why a request was not taken. `final`: no worker would take it. `leaving`: as in `wire.messages.Rejected`."""
+    """Why a request was not taken. `final`: no worker would take it. The others: as in `wire.messages.Rejected`."""
 
     why: str
     final: bool = False
     leaving: bool = False
+    late: bool = False
 
 
 class EngineOutput(Protocol):
@@ -221,6 +222,10 @@ class AdapterUnavailable(RuntimeError):
     """The LoRA adapter of a request cannot be loaded here, or is not the one that the request means."""
 
 
+class AdapterLate(AdapterUnavailable):
+    """It was not loaded in time, and may be another time."""
+
+
 class Engine(Protocol):
     """Every method may raise EngineDead. `submit` raises InvalidEngineRequest for a request that cannot run, and
     AdapterUnavailable for one that cannot run here."""
@@ -305,7 +310,7 @@ async def submit(engine: Engine, request: EngineRequest) -> Refusal | None:
     except InvalidEngineRequest as error:
         return Refusal(f"invalid: {error}", final=True)
     except AdapterUnavailable as error:
-        return Refusal(str(error))
+        return Refusal(str(error), late=isinstance(error, AdapterLate))
     except EngineDead:
         raise
     except Exception as error:  # a defect in one request must not end all others

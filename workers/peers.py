@@ -92,7 +92,7 @@ class Frontends:
         """Give an attempt back to its frontend."""
         level = logging.DEBUG if refusal.why == "draining" else logging.WARNING
         log.log(level, "rejected %s#%d: %s", request_id, number, refusal.why)
-        rejected = Rejected(request_id, number, refusal.why, refusal.final, refusal.leaving)
+        rejected = Rejected(request_id, number, refusal.why, refusal.final, refusal.leaving, refusal.late)
         self.send(frontend_id, rejected)
 
     def on_hello(self, frontend_id: str, hello: Hello) -> None:

@@ -211,7 +211,7 @@ class Prefills:
         refusal = await submit(self._engine, EngineRequest(attempt.key, Phase.PREFILL, frames))
         attempt.submitted = refusal is None
         if refusal is not None:
-            await self._fail(attempt, refusal.why, refusal.final, by_engine=True)
+            await self._fail(attempt, refusal.why, refusal.final, by_engine=not refusal.late)
         elif not self._attempts.holds(attempt):
             await self._engine.abort([attempt.key])
 

@@ -198,11 +198,12 @@ class Serving:
                 raise ValueError("its answer is larger than a message may be")
             if call.method == "reset_prefix_cache" and result:
                 self._prefix.cleared()
-        except EngineDead:
-            return  # this worker leaves, and what it did not do its successor makes up for: no failure of the call
+        except (EngineDead, TimeoutError):
+            # No failure of the call. This worker leaves, and its successor makes up for what it did not do; or it is
+            # late, and the frontend waits hardly longer.
+            return
         except Exception as error:  # every error of the engine goes to the caller
-            why = "no answer in time" if isinstance(error, TimeoutError) else str(error) or type(error).__name__
-            failed = CallReply(call.call_id, error=f"{call.method}: {why}")
+            failed = CallReply(call.call_id, error=f"{call.method}: {str(error) or type(error).__name__}")
             self._frontends.send(frontend_id, failed)
 
     async def _carry_out(self, call: Call) -> Any:

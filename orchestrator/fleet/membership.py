@@ -228,6 +228,8 @@ class Membership:
             self._transport.connect(info.id, info.request_address, info.load_address, info.mesh_key)
             if self._fleet.upsert(info, time.monotonic()) and known is not None:
                 lost.append(info.id)
+                # If it has its predecessor's address, the connection stays: it was greeted before it was known here.
+                self._transport.greet(info.id)
         except Exception as error:  # of an address, or of anything else in a damaged entry: the others are taken
             if self._left_out.get(info.id) != str(error):
                 self._left_out[info.id] = str(error)

@@ -90,6 +90,7 @@ class Pause:
 log = logging.getLogger("pd.frontend")
 
 _LOOK_EVERY_S = 0.1
+_DRAINED_S = 5.0  # after a rest has ended the workers of before it may still seem ready, though they drain
 
 
 class Rest:
@@ -149,6 +150,8 @@ class Rest:
         if (desired := self._desired()) is not None:
             if not desired.idle and self._wakes(desired):
                 self._noted, self._woken_at = desired.set_at, time.monotonic()
+            elif time.monotonic() - self._woken_at > _DRAINED_S and self._serves():
+                self._woken_at = -math.inf  # it is awake: what is missing from now on is not loading
             self._rested = desired.idle
         if self._asked:
             self._asked = False

@@ -7,12 +7,13 @@ and the Gateway API's predictor use too, or a class of the configuration.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import math
 import re
 import time
 import uuid
-from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, MutableMapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from http import HTTPStatus
@@ -41,6 +42,7 @@ TTFT, TPOT, CLASS, TENANT = b"x-slo-ttft-ms", b"x-slo-tpot-ms", b"x-slo-class", 
 MIN_MS, MAX_MS = 1e-3, 86_400_000.0  # to a day; what is divided by less may have no result
 _SHOWN = 100
 PIECE_S = 0.005  # of work that comes at once: so long, at most, a stream waits for the next token
+_FEW = 16  # prompts of a request, of which each waits for others, as for Redis
 
 
 class Objectives(NamedTuple):
@@ -87,7 +89,7 @@ class Pieces:
     """A request's prompts and choices, which come at once, in pieces: between two of them the loop serves others."""
 
     def __init__(self) -> None:
-        self._until, self._turn = 0.0, asyncio.Lock()
+        self._until, self._turn, self._few = 0.0, asyncio.Lock(), asyncio.Semaphore(_FEW)
 
     async def begin(self) -> None:
         """To be awaited before each step of each of these tasks. It returns at once while the present piece lasts, else
@@ -98,6 +100,13 @@ class Pieces:
             if self._until:
                 await asyncio.sleep(0)
             self._until = time.monotonic() + PIECE_S
+
+    @contextlib.asynccontextmanager
+    async def few(self) -> AsyncIterator[None]:
+        """In this context are few of these tasks at a time, which begin in pieces: the others cost nothing yet."""
+        async with self._few:
+            await self.begin()
+            yield
 
 
 @dataclass(slots=True, eq=False)

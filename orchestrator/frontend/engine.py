@@ -114,10 +114,9 @@ async def _counted(completions: int) -> AsyncIterator[None]:
         admission.made(completions)
 
 
-async def _in_pieces() -> None:
+def _pieces() -> edge.Pieces:
     """The prompts and choices of one HTTP request come in one turn of the loop: let others be served between them."""
-    if (context := edge.current.get()) is not None:
-        await context.pieces.begin()
+    return context.pieces if (context := edge.current.get()) is not None else edge.Pieces()
 
 
 class FleetCore:
@@ -172,7 +171,7 @@ class FleetCore:
             raise FleetRefused(error) from None
 
     async def add_request_async(self, request: EngineCoreRequest) -> None:
-        await _in_pieces()
+        await _pieces().begin()
         await self._fleet.pause.ended.wait()
         if not self.is_wanted(request.request_id):
             return  # it was aborted while it waited here, or for those of the same `n` before it
@@ -293,8 +292,8 @@ class FleetLLM(AsyncLLM):
             self.engine_core.check_admission()
 
     async def add_request(self, request_id: str, *args: Any, **kwargs: Any) -> RequestOutputCollector:
-        await _in_pieces()
-        return await super().add_request(edge.plain_id(request_id), *args, **kwargs)
+        async with _pieces().few():  # vLLM makes all choices of a prompt, of which the fleet may refuse the first
+            return await super().add_request(edge.plain_id(request_id), *args, **kwargs)
 
     async def generate(
         self, prompt: Any, sampling_params: SamplingParams, *args: Any, **kwargs: Any

@@ -11,7 +11,7 @@ import contextlib
 import logging
 import signal
 import time
-from collections.abc import Callable, Coroutine, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
 from functools import partial
 from itertools import chain
 from typing import Any, TypeVar
@@ -33,12 +33,14 @@ from orchestrator.launch.host.process import adopt_orphans, whole_environment
 from orchestrator.launch.host.redis_server import RedisServer
 from orchestrator.launch.host.run_folder import RunFolder, StartedProcess
 from orchestrator.launch.pools.builder import ModelBuilder, locate_model
-from orchestrator.launch.pools.model_list import ModelFollower, ModelsProcesses, begin_list
+from orchestrator.launch.pools.model_list import COME_BACK_S, ModelFollower, ModelsProcesses, begin_list
+from orchestrator.process.parent import has_ended
 from orchestrator.process.tasks import cancelled, first_of
 from orchestrator.process.telemetry.logs import LogFormat
 from orchestrator.store.client import Redis
 from orchestrator.store.operator.log_levels import follow_log_level
 from orchestrator.store.operator.models import ModelList, ModelStore
+from orchestrator.store.registry import Registry
 
 T = TypeVar("T")
 # One Ctrl-C can arrive twice: from the terminal, and from the program that started us.
@@ -141,10 +143,26 @@ async def _run(
 
 async def _list_models(redis: Redis, models: Mapping[str, Config], tree: Mapping[str, Any]) -> ModelList | None:
     """None for a file of one model. Raises Refused, RedisAway."""
+    await _until_known(Registry(redis, config.namespace) for config in models.values())
+    fleet = fleet_namespace(models)
     if SECTION in tree:
-        return await begin_list(redis, fleet_namespace(models), tree)
-    await ModelStore(redis, fleet_namespace(models)).delete()  # of a fleet that ran under this name before
+        return await begin_list(redis, fleet, tree)
+    store = ModelStore(redis, fleet)
+    if (listed := await store.read()) is not None and await store.is_followed(listed, has_ended):
+        names = ", ".join(listed.present)
+        raise Refused(f"namespace: under {fleet!r} runs a fleet of several models ({names}); choose another")
+    await store.delete()  # of a fleet that ran under this name before
     return None
+
+
+async def _until_known(registries: Iterable[Registry]) -> None:
+    """Where Redis was away for longer than an entry lives, members of a fleet that runs come back one by one: what that
+    has set is not to be replaced by a launcher that takes itself for the only one. Raises RedisAway."""
+    known_s = COME_BACK_S
+    for registry in registries:
+        if await registry.has_settings() and not await registry.launchers():
+            known_s = min(known_s, await registry.known_for_s())
+    await asyncio.sleep(COME_BACK_S - known_s)
 
 
 def _still_listed(models: Mapping[str, Config], listed: ModelList | None) -> Mapping[str, Config]:

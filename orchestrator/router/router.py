@@ -207,6 +207,8 @@ class Router:
         log.warning("worker %s rejected request %s: %s", by, active.parsed.label, rejected.why)
         if rejected.final:  # every worker would refuse this request
             self._dispatch.fail_withdrawn(active, Failure(rejected.why, by_client=True))
+        elif rejected.late:
+            self._dispatch.retry(active, "not_ready", by, said=rejected.why)
         else:
             self._dispatch.retry(active, "rejected", by, not rejected.leaving, rejected.why)
 
@@ -244,10 +246,8 @@ class Router:
     def _precedes_prefill(self, active: ActiveRequest, output: Any) -> bool:
         """Whether the output arrived before `Prefilled`, which has the cached token count and another connection."""
         prefill, answer = active.prefill, active.answer
-        if answer.held:
-            return True
         unsaid = prefill is not None and prefill.ended_at is None and prefill.worker_id in self._fleet.workers
-        return unsaid and bool(output.new_token_ids) and not answer.tokens
+        return bool(answer.held) or (unsaid and bool(output.new_token_ids) and not answer.tokens)
 
     def _release_late(self, now: float) -> None:
         for active in self._requests.all():

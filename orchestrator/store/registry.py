@@ -113,8 +113,14 @@ class Registry:
         await self._call("remove_member", "worker", worker_id, engine_id)
 
     async def known_for_s(self) -> float:
-        """For how long Redis has known the fleet, seconds; after it has lost its data, since the first came back."""
+        """For how long Redis has known the fleet, seconds; after it has lost its data, or no member could renew its
+        entry, since the first came back."""
         return float(await self._call("known_for"))
+
+    async def has_settings(self) -> bool:
+        """Whether there is something that a launcher replaces that starts alone."""
+        names = (self.keys.prefix + name for name in ("desired", "rollout", "log_levels"))
+        return bool(await self._redis.execute_command("EXISTS", *names))
 
     async def workers(self) -> dict[str, WorkerInfo]:
         """All live workers. One whose hash cannot be read is logged and left out."""

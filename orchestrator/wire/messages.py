@@ -152,6 +152,7 @@ class Rejected(msgspec.Struct, tag="rejected", frozen=True):
     why: str
     final: bool = False  # every worker would refuse this request: it cannot be decoded, or is too long
     leaving: bool = False  # it drains, has prefilled it, or tries a suspect: does not count as an attempt
+    late: bool = False  # it was not ready for it in time: its engine has not refused it
 
 
 class EngineCrashed(msgspec.Struct, tag="engine_crashed", frozen=True):

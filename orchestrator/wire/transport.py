@@ -175,7 +175,7 @@ class FrontendTransport:
             self._requests,
             self._published,
             encrypted=keys is not None,
-            on_open=lambda connection: self._greet(connection.worker_id),
+            on_open=lambda connection: self.greet(connection.worker_id),
             on_broken=lambda connection: self._note_broken(connection.worker_id),
         )
         self._broken: deque[str] = deque()  # workers whose `Disconnected` has not been received yet
@@ -201,7 +201,8 @@ class FrontendTransport:
         self._reader.look()
         self._reports.look()
 
-    def _greet(self, worker_id: str) -> None:
+    def greet(self, worker_id: str) -> None:
+        """Have it say `Welcome`, if it is connected."""
         self.send(worker_id, Hello())
         self._look()
 

@@ -17,7 +17,7 @@ from orchestrator.store.queue import MAX_DELIVERIES, PrefillQueue
 from orchestrator.types import FinishReason, JobState, Role
 from orchestrator.wire.messages import Claimed, Prefilled, PrefillFailed
 from workers.claims import claim_budget, claim_limits, claims_as
-from workers.engine import AdapterUnavailable, EngineRequest, EngineStep
+from workers.engine import AdapterLate, AdapterUnavailable, EngineRequest, EngineStep
 from workers.sim.codec import WireOutput
 
 PROMPT = list(range(100, 400))
@@ -467,29 +467,29 @@ async def test_prefills_left_at_drain_deadline_are_given_back(redis_server: Embe
         await frontend.finished(request)  # decode was told through the KV link, and computed it
 
 
-@pytest.mark.parametrize("how", [FinishReason.ERROR, FinishReason.ABORT, None])
+@pytest.mark.parametrize("how", [FinishReason.ERROR, FinishReason.ABORT, AdapterUnavailable, AdapterLate])
 async def test_a_prefill_that_its_engine_failed_on_is_told_from_one_that_was_given_up(
-    workers: Workers, monkeypatch: pytest.MonkeyPatch, how: FinishReason | None
+    workers: Workers, monkeypatch: pytest.MonkeyPatch, how: FinishReason | type[AdapterUnavailable]
 ) -> None:
-    """`how`: its engine ended it; None: its engine could not take it."""
+    """`how`: its engine ended it, or could not take it."""
     prefill, frontend = await workers.served(Role.PREFILL, speed=1.0, prefill_us_per_token=20_000.0)
     submitted = asyncio.Event()
 
     async def submit(request: EngineRequest) -> None:
         submitted.set()
-        if how is None:
-            raise AdapterUnavailable("its files have changed")
+        if not isinstance(how, FinishReason):
+            raise how("its adapter")
 
     monkeypatch.setattr(prefill.engine, "submit", submit)
     request = frontend.new(PROMPT)
     await frontend.enqueue(request)
     await submitted.wait()
-    if how is not None:
+    if isinstance(how, FinishReason):
         (attempt,) = prefill.agent._attempts.prefills()
         output = WireOutput(attempt.key, [], finish_reason=how)
         await prefill.agent._serving.deliver(EngineStep([output], None, 0.0))
     failed = await until(lambda: request.got(PrefillFailed))
-    assert failed.by_engine is (how is not FinishReason.ABORT) and not failed.refused
+    assert failed.by_engine is (how in (FinishReason.ERROR, AdapterUnavailable)) and not failed.refused
 
 
 @pytest.mark.slow

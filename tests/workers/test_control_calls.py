@@ -16,6 +16,7 @@ from orchestrator.launch.host.redis_server import EmbeddedRedis
 from orchestrator.policy.prefix_keys import reusable_keys
 from orchestrator.types import Role
 from orchestrator.wire.messages import Call
+from workers import serving
 from workers.engine import EngineDead
 
 SECTIONS = {"routing": {"remote_prefill_min_tokens": 100, "first_token": "prefill"}}
@@ -152,6 +153,19 @@ async def test_a_call_that_nobody_has_failed_is_told_from_one_that_an_engine_has
     with pytest.raises(CallFailed, match=r"no answer within 1 s") as raised:
         await client.connection.calls.call("add_lora", [Adapter("x", 7)], timeout_s=1.0)
     assert type(raised.value) is kind
+
+
+async def test_an_engine_that_does_not_answer_has_not_failed(workers: Workers, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The worker waits for it a little less long than the frontend, whose client may ask again."""
+    monkeypatch.setattr(serving, "CALL_TIMEOUT_S", 0.2)
+    (client, other), prefill, decode = await fleet(workers)
+
+    async def silent(*_: Any) -> None:
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(decode.engine, "call", silent)
+    with pytest.raises(Unanswered, match="no answer within 1 s"):
+        await client.connection.calls.call("reset_prefix_cache", [], timeout_s=1.0)
 
 
 async def test_worker_refuses_unknown_method(workers: Workers, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -93,6 +93,10 @@ class VllmEngine:
         self._cached_block_tokens = kv.block_size if (kv := config.cache_config).enable_prefix_caching else 0
         self._reader = asyncio.create_task(self._read())
         facts = await self.call_engine("pd_describe")
+        if facts["kv_bytes_per_token"] and not facts["connected"]:
+            name = config.parallel_config.worker_cls
+            why = f"{name} makes no KV connector, so that no KV could be sent or received; remove it"
+            raise ValueError(f"workers.engine_args.worker_cls: {why}")
         self._ranks = RankWatch([*facts["rank_pids"], *coordinators(self._client)], self._rank_ended)
         tasks = await self.call_engine("get_supported_tasks")
         self._blocks_total, self._all_ranks = facts["blocks_total"], config.parallel_config.world_size

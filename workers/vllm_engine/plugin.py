@@ -137,7 +137,8 @@ def _shards(engine: Any) -> int:
 
 def _pd_describe(engine: Any) -> dict[str, Any]:
     """Its id as peers know it, usable KV blocks, bytes of KV per token over all layers and ranks of the engine,
-    attention backend, the process ids of ranks in other processes, and whether its KV can go block by block."""
+    attention backend, the process ids of ranks in other processes, whether its KV can go block by block, and whether
+    each rank can send and receive it."""
     config = engine.scheduler.kv_cache_config
     blocks = config.num_blocks * _shards(engine)
     tokens = blocks * engine.vllm_config.cache_config.block_size
@@ -145,18 +146,20 @@ def _pd_describe(engine: Any) -> dict[str, Any]:
     # All layers' caches lie in one memory, whose blocks the groups share: right for one group and equal groups,
     # an estimate for padded groups, recurrent states, which do not grow with tokens, and unequal stages of a pipeline.
     memory = max((tensor.size for tensor in config.kv_cache_tensors), default=0)
+    backends = engine.model_executor.collective_rpc(_attention_backend)
     return {
         "engine_id": engine.vllm_config.kv_transfer_config.engine_id,
         "blocks_total": blocks - _shards(engine),
         "kv_bytes_per_token": memory * len(config.kv_cache_groups) * ranks // max(1, tokens),
         "rank_pids": [rank.proc.pid for rank in getattr(engine.model_executor, "workers", []) if hasattr(rank, "proc")],
         "lends": bool(getattr(_push_scheduler(engine), "lends", False)),
-        "attention_backend": engine.model_executor.collective_rpc(_attention_backend)[0],
+        "attention_backend": backends[0],
+        "connected": all(backends),
     }
 
 
 def _attention_backend(worker: Any) -> str:
-    """Runs in a rank: the attention backend that its KV connector found."""
+    """Runs in a rank: the attention backend that its KV connector found; empty where it has none."""
     return str(get_kv_transfer_group().connector_worker.backend_name) if has_kv_transfer_group() else ""
 
 

@@ -30,6 +30,7 @@ log = logging.getLogger("pd.launcher")
 _PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 _READ_BYTES = 1 << 16
 _MAX_LINE_BYTES = 1 << 16
+_CONTINUED = b"    "  # before the rest of a longer line, as of what has several lines: a client may have written it
 _KEPT_LINES = 100  # enough for a traceback
 # The helpers of a dead process (its engine, Python's resource tracker) have this long to end by themselves.
 _GROUP_PATIENCE_S = 3.0
@@ -275,7 +276,7 @@ class LocalProcess(Process):
             while data := await output.read(_READ_BYTES):
                 *lines, rest = (rest + data).split(b"\n")
                 if len(rest) > _MAX_LINE_BYTES:
-                    lines, rest = [*lines, rest], b""
+                    lines, rest = [*lines, rest], _CONTINUED
                 for line in lines:
                     self._pass_on(line)
         if rest:
@@ -283,7 +284,10 @@ class LocalProcess(Process):
 
     def _pass_on(self, line: bytes) -> None:
         # A progress bar redraws itself in one line: keep its last state.
-        text = line.rstrip(b"\r").rpartition(b"\r")[2].decode(errors="replace").rstrip()
+        shown = line.rstrip(b"\r").rpartition(b"\r")[2]
+        if line.startswith(_CONTINUED) and not shown.startswith(_CONTINUED):
+            shown = _CONTINUED + shown
+        text = shown.decode(errors="replace").rstrip()
         if (said := exit_reason_in(text)) is not None:
             self.exit_reason = said
         elif text:

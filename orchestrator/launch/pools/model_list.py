@@ -29,7 +29,7 @@ from orchestrator.store.planned import decided
 log = logging.getLogger("pd.launcher")
 
 _EVERY_S = 0.5
-_COME_BACK_S = 4.0  # after Redis was away; in this time all that live have told it of themselves again
+COME_BACK_S = 4.0  # after Redis was away; in this time all that live have told it of themselves again
 
 
 class ModelsProcesses:
@@ -225,7 +225,7 @@ class ModelFollower:
             self._fleet.first.watch.read_soon()
         # Also of a model that does not run here: without it on the list all others end it.
         known_s = min(time.monotonic() - self._away_at, await self._fleet.first.registry.known_for_s())
-        if known_s < _COME_BACK_S:
+        if known_s < COME_BACK_S:
             return  # frontends that Redis has lost may have requests of it
         if fleet is not None:
             if await fleet.registry.frontends():

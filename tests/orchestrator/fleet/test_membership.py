@@ -179,6 +179,9 @@ class Unconnected:
     def connect(self, worker_id, *_):
         pass
 
+    def greet(self, worker_id):
+        pass
+
     def disconnect(self, worker_id):
         pass
 
@@ -316,6 +319,26 @@ async def test_restarted_worker_loses_requests_of_old_process(scene):
     old.die()
     await until(lambda: scene.fleet.workers["d"].load)
     assert scene.fleet.workers["d"].usable_as is Role.DECODE and scene.lost == ["d"]
+
+
+async def test_a_worker_that_took_its_predecessors_ports_is_used_once_it_is_registered(scene, monkeypatch):
+    """It was greeted before: without keys, the connection was made again to another process than was known."""
+    old = await scene.start("d", "e1")
+    ports = [int(each.rpartition(":")[2]) for each in (old.info.request_address, old.info.load_address)]
+    old.die()
+
+    def bind_again(socket, listening):
+        socket.bind(f"tcp://{listening.bind}:{ports[0]}")
+        return ports.pop(0)
+
+    monkeypatch.setattr("orchestrator.wire.transport.bind", bind_again)
+    fresh = LivingWorker("d", "e2")
+    scene.living.append(fresh)
+    await until(lambda: scene.reset == ["d"])
+    scene.registry.registered["d"] = fresh.info
+    await scene.changed()
+    await until(lambda: scene.lost == ["d"] and scene.fleet.ready(Role.DECODE))
+    assert scene.fleet.workers["d"].info.kv.engine_id == "e2"
 
 
 @pytest.mark.slow

@@ -49,6 +49,17 @@ async def test_requests_wait_for_workers_whoever_ends_the_rest(by: str, monkeypa
     assert not model.rest.away
 
 
+async def test_of_a_model_that_is_awake_nobody_waits_for_workers_that_are_lost(monkeypatch: pytest.MonkeyPatch):
+    """With `routing.fallback: refuse` long prompts would wait for minutes, where those of others get 503 at once."""
+    model = Resting(monkeypatch)
+    assert await model.is_set(DesiredRatio(1, 1, WAKE, 2.0))
+    for now, served, waits in ((1, True, True), (10, False, True), (20, True, False), (30, False, False)):
+        model.now, model.serves = 5.0 + now, served  # at first by those that drain
+        await model.rest._look()
+        model.serves = False
+        assert model.rest.away is waits
+
+
 async def test_another_ratio_is_no_reason_not_to_wait_while_a_model_wakes(monkeypatch: pytest.MonkeyPatch):
     model = Resting(monkeypatch)
     assert await model.is_set(DesiredRatio(1, 1, WAKE, 2.0))

@@ -184,6 +184,40 @@ async def test_many_prompts_and_choices_of_one_request_hold_up_nobody() -> None:
     assert max(Counter(submitted).values()) < 20
 
 
+async def test_few_prompts_of_one_request_cost_anything_before_those_ahead_have_a_place(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """vLLM makes all choices of a prompt before the first is placed: of 1,024 prompts with `n: 128` a gigabyte."""
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    from orchestrator.frontend import edge
+    from orchestrator.frontend.engine import FleetLLM
+
+    made, placed = 0, asyncio.Event()
+
+    async def add_request(llm: AsyncLLM, *_: Any) -> None:
+        nonlocal made
+        made += 1
+        await placed.wait()
+
+    monkeypatch.setattr(AsyncLLM, "add_request", add_request)
+    llm = FleetLLM.__new__(FleetLLM)
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        asking = asyncio.gather(*(llm.add_request(str(number)) for number in range(200)))
+        await asyncio.sleep(0.1)
+        ahead = made
+        placed.set()
+        await asking
+        assert edge.current.get() is not None and 1 < ahead < 100 < made == 200
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b""})
+
+    served = EdgeMiddleware(app, 1000, Access(SecurityConfig(), LimitsConfig()))
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(served), base_url="http://test") as client:
+        assert (await client.post("/v1/completions")).status_code == 200
+
+
 async def test_load_is_reported_after_last_output() -> None:
     """A request that is aborted puts nothing out any more; vLLM's gauges must not show it as running for ever."""
     fleet, batches = Fleet("f"), asyncio.Queue[Batch]()

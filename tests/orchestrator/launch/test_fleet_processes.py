@@ -15,8 +15,9 @@ from support_redis import Server, fresh_namespace, worker
 from support_steering import set_desired
 from support_wait import until
 
-from orchestrator.config.settings import Config, LauncherConfig, ScaleConfig, parse_config
-from orchestrator.launch import fleet_processes
+from orchestrator.config.models import namespace_of
+from orchestrator.config.settings import Config, LauncherConfig, Refused, ScaleConfig, parse_config
+from orchestrator.launch import fleet_processes, launcher
 from orchestrator.launch.commands import Setup
 from orchestrator.launch.console import Console
 from orchestrator.launch.fleet_processes import FleetProcesses, StartFailed, StartLater
@@ -29,7 +30,10 @@ from orchestrator.launch.rollout import cannot_start
 from orchestrator.launch.supervise import Exit, Stage, Supervised
 from orchestrator.process.parent import EXIT_AGAIN, own_identity
 from orchestrator.store.client import Redis
+from orchestrator.store.configuration import Phase, Rollout, Version
 from orchestrator.store.fields import Frontend, Launcher
+from orchestrator.store.operator.log_levels import LogLevels
+from orchestrator.store.operator.models import ListedModel, ModelList, ModelStore
 from orchestrator.store.planned import BY_HAND
 from orchestrator.store.registry import Registry
 from orchestrator.types import DesiredRatio, Offered, Role, WorkerInfo
@@ -123,14 +127,84 @@ async def test_launcher_takes_over_workers_of_dead_launcher(redis: Redis, tmp_pa
     assert machine.ended == ["worker-3"], "worker-2 is another launcher's"
 
 
+async def test_what_is_set_survives_a_launcher_that_starts_when_all_entries_have_run_out(
+    redis: Redis, tmp_path: Path, monkeypatch
+):
+    """Redis was away for longer than an entry lives, and the fleet's own launcher comes back a moment later."""
+    monkeypatch.setattr(launcher, "COME_BACK_S", 2.0)
+    config = parse_config({"model": "m", "engine": "sim", "namespace": fresh_namespace()})
+    registry, levels = Registry(redis, config.namespace), LogLevels(redis, config.namespace)
+    first, runs_on = Launcher({"worker-0": Role.DECODE}), asyncio.Event()
+    await registry.refresh_launcher("other/1/1", first, 0.1)
+    rollout = Rollout(Version(0, {}), Version(1, {}), phase=Phase.DONE)
+    await registry.rollout.write(rollout)
+    await levels.set("DEBUG")
+    await set_desired(registry, 3, 1, "scale")
+    await asyncio.sleep(0.2)
+
+    async def come_back() -> None:
+        await until(lambda: registry.has_settings())
+        await asyncio.sleep(0.5)
+        await registry.refresh_launcher("other/1/1", first, 60)
+        runs_on.set()
+
+    async with asyncio.TaskGroup() as together:
+        together.create_task(come_back())
+        assert await launcher._list_models(redis, {"": config}, {}) is None
+        fleet = processes_of(config, registry, LocalMachine(config), tmp_path)
+        await fleet._begin_version()
+        await fleet._pool.begin(fleet.desired)
+    assert await registry.rollout.read() == rollout and await levels.of("worker-0") == [None, "DEBUG"]
+    desired = await registry.desired()
+    assert desired is not None and (desired.prefill, desired.set_by) == (3, "scale")
+
+
+async def test_a_launcher_that_starts_where_nothing_is_set_or_all_have_left_waits_for_nobody(redis: Redis, monkeypatch):
+    monkeypatch.setattr(launcher, "COME_BACK_S", 600.0)
+    config = parse_config({"model": "m", "engine": "sim", "namespace": fresh_namespace()})
+    registry = Registry(redis, config.namespace)
+    await launcher._list_models(redis, {"": config}, {})
+    monkeypatch.setattr(launcher, "COME_BACK_S", 0.5)
+    await registry.refresh_launcher("other/1/1", Launcher(), 60)
+    await set_desired(registry, 3, 1, "scale")
+    await asyncio.sleep(0.6)
+    monkeypatch.setattr(launcher, "COME_BACK_S", 600.0)
+    await launcher._list_models(redis, {"": config}, {})  # a launcher is there
+    monkeypatch.setattr(launcher, "COME_BACK_S", 0.5)
+    await registry.leave_launcher("other/1/1")
+    await launcher._list_models(redis, {"": config}, {})
+
+
+async def test_the_list_of_a_fleet_that_runs_is_no_other_files_to_delete(redis: Redis):
+    config = parse_config({"model": "m", "engine": "sim", "namespace": fresh_namespace()})
+    store = ModelStore(redis, config.namespace)
+    listed = ModelList(1, {"a": ListedModel({"model": "demo"})})
+    assert await store.change(None, listed)
+    of_model = Registry(redis, namespace_of(config.namespace, "a"))
+    await of_model.refresh_launcher("other/1/1", Launcher(), 60)
+    with pytest.raises(Refused, match=r"namespace: under .* runs a fleet of several models \(a\); choose another"):
+        await launcher._list_models(redis, {"": config}, {})
+    assert await store.read() == listed
+    await of_model.leave_launcher("other/1/1")
+    await launcher._list_models(redis, {"": config}, {})
+    assert await store.read() is None
+
+
 @pytest.mark.parametrize(
     ("left", "alone"),
-    [({}, True), ({"worker-0": False}, True), ({"worker-0": False, "frontend-0@10.0.0.2": True}, False)],
+    [
+        ({}, True),
+        ({"worker-0": False}, True),
+        ({"worker-0": False, "frontend-0@10.0.0.2": True}, False),
+        (None, False),
+    ],
 )
-async def test_a_place_on_which_nothing_runs_is_no_fleet(tmp_path: Path, left: dict[str, bool], alone: bool):
-    """It would go on with what was rolled out last, instead of what it is started with."""
+async def test_a_place_on_which_nothing_runs_is_no_fleet(tmp_path: Path, left: dict[str, bool] | None, alone: bool):
+    """It would go on with what was rolled out last, instead of what it is started with. None: another launcher runs the
+    fleet, whose model is idle."""
     config = parse_config({"model": "m", "engine": "sim"})
-    registry = AsyncMock(launchers=AsyncMock(return_value={}), workers=AsyncMock(return_value={}))
+    others, left = ({}, left) if left is not None else ({"other/1/1": Launcher()}, {})
+    registry = AsyncMock(launchers=AsyncMock(return_value=others), workers=AsyncMock(return_value={}))
     machine = LocalMachine(config)
     machine.left_running = AsyncMock(return_value=left)
     fleet = processes_of(config, registry, machine, tmp_path)

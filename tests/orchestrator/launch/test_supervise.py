@@ -16,6 +16,7 @@ from orchestrator.launch import supervise
 from orchestrator.launch import supervise as supervise_module
 from orchestrator.launch.host import process as process_module
 from orchestrator.launch.host.process import (
+    _MAX_LINE_BYTES,
     LocalProcess,
     ProcessGroup,
     ProcessSpec,
@@ -24,7 +25,7 @@ from orchestrator.launch.host.process import (
 )
 from orchestrator.launch.machines import OnLine
 from orchestrator.launch.supervise import SUCCESSORS, Exit, Stage, Supervised, backoff_s, describe
-from orchestrator.process.parent import started_ticks
+from orchestrator.process.parent import _FINAL, ALIVE, started_ticks
 
 FAST = LauncherConfig(restart_backoff_max_s=0.05, stop_timeout_s=1.0)
 
@@ -215,8 +216,24 @@ async def test_lines_of_any_length_arrive_and_progress_bars_as_their_last_state(
     process = LocalProcess(python(code), lambda name, line: lines.append(line))
     await process.start()
     assert await process.wait() == 0
-    assert sum(map(len, lines[:-2])) == 200_000
+    assert "".join(lines[:-2]).replace(" ", "") == "x" * 200_000
     assert lines[-2:] == ["100%", "no newline"]
+
+
+@pytest.mark.parametrize("rest", ["2026-01-31 23:59:59.123 INFO f pd.request: {}", f"10%\r{ALIVE}", f"{_FINAL}no"])
+async def test_the_rest_of_a_long_line_is_no_line_of_its_own(rest: str):
+    """A client may have written it."""
+    lines: list[str] = []
+    process = LocalProcess(python(""), lambda name, line: lines.append(line))
+    output = asyncio.StreamReader()
+    output.feed_data(b"x" * (_MAX_LINE_BYTES + 1))
+    reading = asyncio.create_task(process._read(output, Mock()))
+    await until(lambda: lines)
+    output.feed_data(f"{rest}\nnext\n".encode())
+    output.feed_eof()
+    await reading
+    assert lines[1:] == ["    " + rest.rpartition("\r")[2], "next"]
+    assert process.exit_reason is None and not process.told_alive_at
 
 
 async def test_exit_reason_goes_before_last_output():

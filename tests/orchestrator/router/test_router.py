@@ -877,6 +877,9 @@ async def test_max_attempts_bounds_retries(monkeypatch):
         (["prefill given back", "error", "error", "error"], 503),
         (["reset", "error", "error", "error", "error"], None),  # which does not count as an attempt that failed
         (["lost", "error after much", "error", "error", "error"], None),  # nor does what was before a sound one
+        (["refused"] * 4, None),
+        (["late"] * 4, 503),
+        (["refused"] * 3 + ["late"], 503),
     ],
 )
 async def test_a_request_whose_workers_were_lost_may_be_asked_again(fails, status):
@@ -892,6 +895,8 @@ async def test_a_request_whose_workers_were_lost_may_be_asked_again(fails, statu
             bench.say("p0", PrefillFailed("r", attempt, how, by_engine=how == "prefill failed"))
         elif how == "reset":
             bench.router.connection_reset(worker)
+        elif how in ("refused", "late"):
+            bench.say(worker, Rejected("r", attempt, "its adapter", late=how == "late"))
         else:
             if how == "error after much":
                 bench.tokens(worker, "r", [5] * SOUND_TOKENS, attempt=attempt)

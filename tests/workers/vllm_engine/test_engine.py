@@ -517,6 +517,14 @@ async def test_an_engine_that_does_not_start_says_why(tmp_path: Path, ranks: int
         await Driver.start(empty, name="empty", tensor_parallel_size=ranks)
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+async def test_an_engine_whose_ranks_make_no_connector_does_not_start(model: Path, ranks: int) -> None:
+    """It would serve, and each prompt would be computed again where it is decoded, or wait for KV in vain."""
+    name = "support_unconnected.UnconnectedWorker"
+    with pytest.raises(ValueError, match=f"workers.engine_args.worker_cls: {name} makes no KV connector.*; remove it"):
+        await Driver.start(model, name="unconnected", worker_cls=name, tensor_parallel_size=ranks)
+
+
 @pytest.mark.parametrize(("how", "ranks"), [("killed", 1), ("a rank killed", 2), ("tells", 1), ("tells", 2)])
 async def test_an_engine_that_is_killed_ends_suddenly_and_one_that_tells_does_not(
     model: Path, how: str, ranks: int

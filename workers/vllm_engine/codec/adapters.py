@@ -21,7 +21,7 @@ from vllm.lora.utils import get_adapter_absolute_path
 from xxhash import xxh3_128
 
 from orchestrator.wire.adapters import adapter_number, unique_name
-from workers.engine import AdapterUnavailable, AdapterUse, EngineDead, InvalidEngineRequest
+from workers.engine import AdapterLate, AdapterUnavailable, AdapterUse, EngineDead, InvalidEngineRequest
 
 LOAD_TIMEOUT_S = 20.0  # of one that a request brings; those that are loaded before it do not count
 _FILES = "adapter_*"  # its configuration and weights
@@ -64,7 +64,7 @@ class Adapters:
             async with asyncio.timeout(LOAD_TIMEOUT_S):
                 await self._add(adapter)
         except TimeoutError:
-            raise AdapterUnavailable(f"{_described(adapter)} was not loaded in {LOAD_TIMEOUT_S:g} s") from None
+            raise AdapterLate(f"{_described(adapter)} was not loaded in {LOAD_TIMEOUT_S:g} s") from None
         except RuntimeError as error:
             if isinstance(error, AdapterUnavailable | EngineDead):
                 raise

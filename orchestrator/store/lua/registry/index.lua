@@ -70,7 +70,8 @@ local function may_come_back(prefix, kind, expired, alive)
   return false
 end
 
--- The live members of a kind; those whose key has expired are taken off the index and announced once.
+-- The live members of a kind; those whose key has expired are taken off the index and announced once. Where none is left
+-- Redis may have been away: those who live come back, and the fleet is known from now on.
 local function live(prefix, kind)
   local ids, expired = {}, {}
   for _, id in ipairs(redis.call('SMEMBERS', typed(index_key(prefix, kind), 'set'))) do
@@ -84,6 +85,7 @@ local function live(prefix, kind)
     publish(prefix)
     note(prefix, 'type', 'lost', 'kind', kind, 'id', id, 'why', 'silent')
   end
+  if #ids == 0 then redis.call('SET', prefix .. 'begun', SECONDS:format(clock()), 'EX', INDEX_S) end
   return ids
 end
 

@@ -145,13 +145,15 @@ local function remove_member(keys, args)
 end
 
 -- Returns for how many seconds Redis has known the fleet: 0 where it knows nobody. `begun` expires after INDEX_S, and the next
--- one to join sets it again; between the two, a fleet with workers or frontends is known for INDEX_S. So it is where that was
--- set by a host whose clock is ahead, from which Redis has moved with all it knows.
+-- one to join sets it again; between the two, a fleet with members is known for INDEX_S. So it is where that was set by a
+-- host whose clock is ahead, from which Redis has moved with all it knows.
 local function known_for(keys)
+  local there = 0
+  for _, kind in ipairs({ 'worker', 'frontend', 'launcher' }) do there = there + #live(keys[1], kind) end
   local begun = tonumber(redis.call('GET', typed(keys[1] .. 'begun', 'string')))
   local known_s = begun and clock() - begun or -1
   if known_s >= 0 then return SECONDS:format(known_s) end
-  return #live(keys[1], 'worker') + #live(keys[1], 'frontend') > 0 and tostring(INDEX_S) or '0'
+  return there > 0 and tostring(INDEX_S) or '0'
 end
 
 -- args: kind. Returns the live ones as rows of id and of the hash's fields and values.

@@ -108,7 +108,7 @@ class World:
 @pytest.fixture
 def world(redis: Redis, monkeypatch: pytest.MonkeyPatch) -> World:
     monkeypatch.setattr("orchestrator.launch.pools.model_list._EVERY_S", 0.02)
-    monkeypatch.setattr("orchestrator.launch.pools.model_list._COME_BACK_S", 0.0)
+    monkeypatch.setattr("orchestrator.launch.pools.model_list.COME_BACK_S", 0.0)
     return World(redis)
 
 
@@ -132,7 +132,7 @@ async def test_workers_come_first_and_frontends_leave_first(world: World) -> Non
 
 
 async def test_workers_wait_for_frontends_that_redis_has_lost(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("orchestrator.launch.pools.model_list._COME_BACK_S", 600.0)
+    monkeypatch.setattr("orchestrator.launch.pools.model_list.COME_BACK_S", 600.0)
     for name in ("a", "b"):
         await world.frontend(name)
     async with world.launcher():
@@ -142,7 +142,7 @@ async def test_workers_wait_for_frontends_that_redis_has_lost(world: World, monk
         await world.registry("b").leave_frontend("f")
         await asyncio.sleep(0.3)
         await world.frontend("b")
-        monkeypatch.setattr("orchestrator.launch.pools.model_list._COME_BACK_S", 0.0)
+        monkeypatch.setattr("orchestrator.launch.pools.model_list.COME_BACK_S", 0.0)
         await asyncio.sleep(0.1)
         assert "b: no workers" not in world.seen
         await world.registry("b").leave_frontend("f")
@@ -153,7 +153,7 @@ async def test_workers_wait_for_frontends_that_redis_has_lost(world: World, monk
 async def test_workers_wait_though_another_launcher_has_put_the_lost_list_back(
     world: World, monkeypatch: pytest.MonkeyPatch, here: bool
 ) -> None:
-    monkeypatch.setattr("orchestrator.launch.pools.model_list._COME_BACK_S", 600.0)
+    monkeypatch.setattr("orchestrator.launch.pools.model_list.COME_BACK_S", 600.0)
     await begin_list(world.redis, world.fleet, TREE)
     await world.change("b", ListedModel({}, ModelState.REMOVING))
     await world.registry("a").refresh_launcher("another", Launcher(), 60)  # whose list counts
@@ -161,7 +161,7 @@ async def test_workers_wait_though_another_launcher_has_put_the_lost_list_back(
     async with world.launcher(without="" if here else "b"):
         await asyncio.sleep(0.3)
         assert await world.state("b") == "removing" and "b: no workers" not in world.seen
-        monkeypatch.setattr("orchestrator.launch.pools.model_list._COME_BACK_S", 0.0)
+        monkeypatch.setattr("orchestrator.launch.pools.model_list.COME_BACK_S", 0.0)
         await _until(world, "b", "gone")
 
 

@@ -4,12 +4,21 @@ import asyncio
 import itertools
 import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from orchestrator.wire.adapters import adapter_number, unique_name
-from workers.engine import AdapterUnavailable, EngineDead, EngineLoad, InvalidEngineRequest
+from workers.engine import (
+    AdapterUnavailable,
+    EngineDead,
+    EngineLoad,
+    EngineRequest,
+    InvalidEngineRequest,
+    Phase,
+    submit,
+)
 
 pytestmark = pytest.mark.vllm
 
@@ -124,6 +133,24 @@ async def test_an_adapter_that_cannot_be_loaded_fails_its_request_only(tmp_path:
     engine.fails = ""
     await engine.prepare(adapter)
     assert engine.loaded == ["x"]
+
+
+async def test_an_adapter_that_is_late_is_told_from_one_that_cannot_be_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine may be busy: the client is told to ask again, and not that something is wrong."""
+    from workers.vllm_engine.codec import adapters as module
+
+    monkeypatch.setattr(module, "LOAD_TIMEOUT_S", 0.05)
+    engine, late = Engine(load_s=60.0), list[bool]()
+    adapter = await engine.request("x", written(tmp_path / "a"))
+    for fails in ("", "rank 64 is greater than max_lora_rank 8"):
+        engine.fails, engine.load_s = fails, 0.0 if fails else 60.0
+        taking: Any = SimpleNamespace(submit=lambda request: engine.prepare(adapter))
+        refusal = await submit(taking, EngineRequest("r", Phase.DECODE, []))
+        assert refusal is not None and not refusal.final
+        late.append(refusal.late)
+    assert late == [True, False]
 
 
 async def test_a_fingerprint_is_of_the_weights_and_their_configuration(tmp_path: Path) -> None:
