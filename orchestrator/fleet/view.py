@@ -195,9 +195,7 @@ class Fleet:
         at_prefill: dict[str, int] = {}
         if hits:
             within = _Within(usable, self.workers, domain) if mixed else usable
-            decode_blocks, prefill_blocks = hits.longest_hits_by_kind(MAX_HIT_WORKERS, within, self._prefill)
-            at_decode = {worker_id: blocks * block_size for worker_id, blocks in decode_blocks.items()}
-            at_prefill = {worker_id: blocks * block_size for worker_id, blocks in prefill_blocks.items()}
+            at_decode, at_prefill = hits.longest_hits_by_kind(MAX_HIT_WORKERS, within, self._prefill, block_size)
         if self._shortlist is not None and len(self._decode) >= SHORTLIST_FROM:  # it has none that is quiet
             some = dict.fromkeys(self.adapters.places[Role.DECODE].some(adapter), 0) if adapter else {}
             places = (*self.places.names(near), domain) if mixed else self.places.names(near)
