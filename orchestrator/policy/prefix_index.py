@@ -266,9 +266,11 @@ class PrefixIndex:
         return dict(islice(self.look_up(keys).longest(), max_workers))
 
     def holders(self, mask: int) -> list[str]:
-        """The workers of a mask, at most `MAX_HOLDERS`. With more than four, each call begins with another one."""
-        if not mask & (mask - 1):  # one worker or none; most depths have one
-            return [self._worker_at[mask.bit_length() - 1]] if mask else []
+        """The workers of a mask that has any, at most `MAX_HOLDERS`. With more than four, each call begins with another
+        one."""
+        last = mask.bit_length() - 1
+        if mask == 1 << last:  # most depths have one worker
+            return [self._worker_at[last]]
         parts: tuple[int, ...] = (mask,)
         if mask.bit_count() > 4:
             self._turn += 1
