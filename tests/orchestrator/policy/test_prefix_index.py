@@ -196,6 +196,8 @@ def test_a_look_up_finds_what_its_rule_says(depths, asked):
     assert hits.longest_hits_by_kind(30, expected, [], 16)[0] == {
         name: 16 * blocks for name, blocks in expected.items()
     }
+    found = [blocks for _, blocks in hits.longest()]
+    assert found == sorted(found, reverse=True)
 
 
 def test_workers_of_the_wanted_kind_are_found_among_others():
