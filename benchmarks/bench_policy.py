@@ -161,6 +161,7 @@ def bench_decision(results: dict[str, Any]) -> None:
                 started = time.perf_counter()
                 fleet.take_load(load, 0.0)
                 prefixes.take_load(load, 0.0)
+                fleet.apply_changes()  # by whoever reads reports, so that no request waits for that
                 updated.append(time.perf_counter() - started)
             found[f"{what}median_us"], found[f"{what}p99_us"] = percentiles(decided)
             found["load_update_median_us"], _ = percentiles(updated)

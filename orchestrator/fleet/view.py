@@ -204,9 +204,7 @@ class Fleet:
         at_prefill: dict[str, int] = {}
         if hits:
             within = _Within(usable, self.workers, domain) if mixed else usable
-            decode_blocks, prefill_blocks = hits.longest_hits_by_kind(MAX_HIT_WORKERS, within, self._prefill)
-            at_decode = {worker_id: blocks * block_size for worker_id, blocks in decode_blocks.items()}
-            at_prefill = {worker_id: blocks * block_size for worker_id, blocks in prefill_blocks.items()}
+            at_decode, at_prefill = hits.longest_hits_by_kind(MAX_HIT_WORKERS, within, self._prefill, block_size)
         if self._shortlist is not None and len(self._decode) >= SHORTLIST_FROM:  # it has none that is quiet
             some = dict.fromkeys(self.adapters.places[Role.DECODE].some(adapter), 0) if adapter else {}
             places = (*self.places.names(near), domain) if mixed else self.places.names(near)
@@ -298,10 +296,12 @@ class Fleet:
             candidate = view.candidate if view is not None and role is Role.DECODE else None
             if view is not None and view.info.adapter_slots:
                 self.adapters.update(view.info, view.load, None if quiet else role)
-            changed = _set_or_drop(self._prefill, worker_id, True if role is Role.PREFILL and not quiet else None)
-            changed |= _set_or_drop(self._decode, worker_id, None if quiet else candidate)
-            changed |= _set_or_drop(self._quiet, worker_id, candidate if quiet else None)
-            if changed:
+            # Nearly all changes are load reports of workers that stay what they are.
+            if candidate is not None and not quiet and worker_id in self._decode:
+                self._decode[worker_id] = candidate
+            elif role is Role.PREFILL and not quiet and worker_id in self._prefill:
+                continue
+            elif self._move(worker_id, role, candidate, quiet):
                 self._paired = None
             if self._shortlist is not None:
                 if view is not None and candidate is not None and not quiet:
@@ -309,6 +309,12 @@ class Fleet:
                     self._shortlist.update(candidate, (*self.places.names(worker_id), *domain))
                 else:
                     self._shortlist.remove(worker_id)
+
+    def _move(self, worker_id: str, role: Role | None, candidate: Candidate | None, quiet: bool) -> bool:
+        """Where it belongs now. Returns whether it has come or gone anywhere."""
+        changed = _set_or_drop(self._prefill, worker_id, True if role is Role.PREFILL and not quiet else None)
+        changed |= _set_or_drop(self._decode, worker_id, None if quiet else candidate)
+        return changed | _set_or_drop(self._quiet, worker_id, candidate if quiet else None)
 
 
 class _Within:

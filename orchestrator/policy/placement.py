@@ -244,7 +244,8 @@ def _by_cost(
     # The gain must exceed the error of the transfer time: on a tie a new request is local, and a queued one waits on.
     error_s = predictor.transfer_error_s(prompt_tokens)
     remote_s = ttft_s - error_s if prefill.queued else ttft_s + error_s
-    cost, itl = predictor.local_s(open_ones, prompt_tokens, by_sequences=remote_s <= SURE_SHARE * slo.ttft_s)
+    by_sequences = remote_s <= SURE_SHARE * slo.ttft_s
+    cost, itl = predictor.local_s(open_ones, prompt_tokens, by_sequences, most_s=remote_s)
     ahead_tokens = predictor.ahead_tokens
     itl_bound_s, price_s = ITL_MARGIN * slo.tpot_s, SLACK_PRICE * slo.ttft_s
     delay_price = 2 * max(0.0, 1 - wait_s / (ROOM_SHARE * slo.ttft_s)) / itl_bound_s
@@ -253,6 +254,8 @@ def _by_cost(
     come_per_s = predictor.arrivals_per_s / 2  # what comes during a prefill is delayed by half of it in the mean
     # A plain loop over locals, as in `_lateness`.
     for index, (candidate, itl_s) in enumerate(zip(open_ones, itl, strict=True)):
+        if cost[index] > remote_s:
+            continue  # its TTFT alone costs more
         running = candidate.running
         if running and itl_s >= itl_bound_s:
             cost[index] = math.inf

@@ -68,18 +68,20 @@ class Hits:
                 yield worker_id, depth
 
     def longest_hits_by_kind(
-        self, max_workers: int, one: Container[str], other: Collection[str]
+        self, max_workers: int, one: Container[str], other: Collection[str], block_size: int = 1
     ) -> tuple[dict[str, int], dict[str, int]]:
-        """The `max_workers` workers of each of two kinds that hold most, in one walk over all holders."""
+        """The `max_workers` workers of each of two kinds that hold most, in one walk over all holders, and how many
+        leading blocks each holds, or tokens with a `block_size`."""
         ones: dict[str, int] = {}
         others: dict[str, int] = {}
+        holders = self._index.holders
         for depth, mask in self._levels:
-            for worker_id in self._index.holders(mask):
+            for worker_id in holders(mask):
                 if worker_id in one:
                     if len(ones) < max_workers:
-                        ones[worker_id] = depth
+                        ones[worker_id] = depth * block_size
                 elif len(others) < max_workers and worker_id in other:
-                    others[worker_id] = depth
+                    others[worker_id] = depth * block_size
             if len(ones) == max_workers and (not other or len(others) == max_workers):
                 break
         return ones, others
@@ -238,34 +240,37 @@ class PrefixIndex:
         if not first:
             return Hits(self, 0, [])
         levels: list[tuple[int, int]] = []
-        parts: list[tuple[int, int, int]] = []  # (least depth, greatest depth, mask) still to be bisected, deepest last
-        low, high, mask = 1, len(keys), first
-        probes = len(keys).bit_length() + MORE_PROBES
-        while True:
-            while low < high and probes:
-                middle = (low + high + 1) // 2
-                probes -= 1
-                deeper = holders_of(keys[middle - 1], 0) & mask
-                if not deeper:
-                    high = middle - 1
-                    continue
-                if deeper != mask:
-                    parts.append((low, middle - 1, mask ^ deeper))
-                    mask = deeper
-                low = middle
-            levels.append((low, mask))
-            if not parts:
-                return Hits(self, first, levels)
-            low, high, mask = parts.pop()
+        # Still to be bisected, deepest last: (a key that these workers hold, a later one that none of them does, mask).
+        parts: list[tuple[int, int, int]] = []
+        low, high, mask = 0, len(keys), first
+        for _ in range(len(keys).bit_length() + MORE_PROBES):
+            while low == (middle := (low + high) >> 1):
+                levels.append((low + 1, mask))
+                if not parts:
+                    return Hits(self, first, levels)
+                low, high, mask = parts.pop()
+            deeper = holders_of(keys[middle], 0) & mask
+            if not deeper:
+                high = middle
+                continue
+            if deeper != mask:
+                parts.append((low, middle, mask ^ deeper))
+                mask = deeper
+            low = middle
+        parts.append((low, high, mask))
+        levels += [(low + 1, mask) for low, _, mask in reversed(parts)]
+        return Hits(self, first, levels)
 
     def match(self, keys: Sequence[int], max_workers: int = 8) -> dict[str, int]:
         """Leading blocks by worker, for the (at most `max_workers`) workers that hold most."""
         return dict(islice(self.look_up(keys).longest(), max_workers))
 
     def holders(self, mask: int) -> list[str]:
-        """The workers of a mask, at most `MAX_HOLDERS`. With more than four, each call begins with another one."""
-        if not mask & (mask - 1):  # one worker or none; most depths have one
-            return [self._worker_at[mask.bit_length() - 1]] if mask else []
+        """The workers of a mask that has any, at most `MAX_HOLDERS`. With more than four, each call begins with another
+        one."""
+        last = mask.bit_length() - 1
+        if mask == 1 << last:  # most depths have one worker
+            return [self._worker_at[last]]
         parts: tuple[int, ...] = (mask,)
         if mask.bit_count() > 4:
             self._turn += 1

@@ -8,15 +8,17 @@ the best static score of each pool size. The policies see only those.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from heapq import nsmallest
 from itertools import count
 
-import msgspec
+from msgspec.structs import replace
 
 from orchestrator.policy.decode_choice import Candidate
 
-_Entry = tuple[float, int, Candidate]  # (negative static score, version, candidate); every version is unique
+# (negative static score, version, candidate, where it is); every version is unique.
+_Entry = tuple[float, int, Candidate, tuple[str, ...]]
 
 
 # With fewer workers it is as fast to rank all of them, and exact also where pools differ in size by a few percent.
@@ -31,22 +33,26 @@ class _Ranking:
     __slots__ = ("_all", "_best", "_others_from")
 
     def __init__(self) -> None:
-        self._all: dict[int, _Entry] = {}  # by version
+        self._all: dict[str, _Entry] = {}  # by worker
         self._best: list[_Entry] = []
         self._others_from: _Entry | None = None  # the least one that is not among the best; None: all are
 
     def __bool__(self) -> bool:
         return bool(self._all)
 
-    def add(self, entry: _Entry) -> None:
-        self._all[entry[1]] = entry
-        if self._others_from is None or entry < self._others_from:
-            insort(self._best, entry)
-            if len(self._best) > 2 * _SORTED:
+    def put(self, entry: _Entry, before: _Entry | None) -> None:
+        """Add an entry, in place of the one that its worker had before."""
+        others_from, best = self._others_from, self._best
+        if before is not None and (others_from is None or before < others_from):
+            del best[bisect_left(best, before)]
+        self._all[entry[2].worker_id] = entry
+        if others_from is None or entry < others_from:
+            insort(best, entry)
+            if len(best) > 2 * _SORTED:
                 self._keep(_SORTED)
 
     def remove(self, entry: _Entry) -> None:
-        del self._all[entry[1]]
+        del self._all[entry[2].worker_id]
         if self._others_from is None or entry < self._others_from:
             del self._best[bisect_left(self._best, entry)]
 
@@ -71,7 +77,7 @@ class Shortlist:
     def __init__(self, static_score: Callable[[Candidate], float], per_class: int = 4) -> None:
         self._static_score = static_score
         self._per_class = per_class
-        self._current: dict[str, tuple[_Entry, tuple[str, ...]]] = {}  # by worker, with its places
+        self._current: dict[str, _Entry] = {}  # by worker
         self._places: dict[str, dict[int, _Ranking]] = {}
         self._groups: dict[str, set[str]] = {}  # the workers of each group that steps together
         self._versions = count()
@@ -81,25 +87,27 @@ class Shortlist:
 
     def update(self, candidate: Candidate, places: Iterable[str] = ()) -> None:
         """Add a worker, or replace its load. `places`: where it is, as `rack=r1`."""
-        self.remove(candidate.worker_id)
-        entry = (-self._static_score(candidate), next(self._versions), candidate)
-        self._current[candidate.worker_id] = entry, (_EVERYWHERE, *places)
+        worker_id, where = candidate.worker_id, (_EVERYWHERE, *places)
+        before = self._current.get(worker_id)
+        if before is not None and not _has_same_rankings(before, candidate, where):
+            self.remove(worker_id)
+            before = None
+        entry = (-self._static_score(candidate), next(self._versions), candidate, where)
+        self._current[worker_id] = entry
         size_class = _size_class(candidate.blocks_total)
-        for place in (_EVERYWHERE, *places):
-            classes = self._places.setdefault(place, {})
-            if (ranking := classes.get(size_class)) is None:
-                ranking = classes[size_class] = _Ranking()
-            ranking.add(entry)
-        if candidate.group:
-            self._groups.setdefault(candidate.group, set()).add(candidate.worker_id)
+        for place in where:
+            if (classes := self._places.get(place)) is None:
+                classes = self._places[place] = defaultdict(_Ranking)
+            classes[size_class].put(entry, before)
+        if before is None and candidate.group:
+            self._groups.setdefault(candidate.group, set()).add(worker_id)
 
     def remove(self, worker_id: str) -> None:
-        current = self._current.pop(worker_id, None)
-        if current is None:
+        entry = self._current.pop(worker_id, None)
+        if entry is None:
             return
-        entry, places = current
         size_class = _size_class(entry[2].blocks_total)
-        for place in places:
+        for place in entry[3]:
             classes = self._places[place]
             ranking = classes[size_class]
             ranking.remove(entry)
@@ -117,19 +125,24 @@ class Shortlist:
         of those in each of these places, and all ranks of their groups."""
         current = self._current
         picked = {
-            worker_id: msgspec.structs.replace(current[worker_id][0][2], cached_tokens=tokens)
+            worker_id: replace(current[worker_id][2], cached_tokens=tokens)
             for worker_id, tokens in cached_tokens.items()
             if worker_id in current
         }
         for place in (_EVERYWHERE, *places):
             for ranking in self._places.get(place, {}).values():
-                for _, _, candidate in ranking.best(self._per_class):
+                for _, _, candidate, _ in ranking.best(self._per_class):
                     picked.setdefault(candidate.worker_id, candidate)
         if self._groups:
             groups = {candidate.group for candidate in picked.values() if candidate.group}
             for worker_id in sorted(worker_id for group in groups for worker_id in self._groups[group]):
-                picked.setdefault(worker_id, current[worker_id][0][2])
+                picked.setdefault(worker_id, current[worker_id][2])
         return list(picked.values())
+
+
+def _has_same_rankings(entry: _Entry, candidate: Candidate, where: tuple[str, ...]) -> bool:
+    known = entry[2]
+    return known.blocks_total == candidate.blocks_total and entry[3] == where and known.group == candidate.group
 
 
 def _size_class(blocks_total: int) -> int:

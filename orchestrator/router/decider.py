@@ -116,7 +116,7 @@ class Decider:
             )
         backlog_s = self._predictor.backlog_s(pool.queue, pool.workers_ready) if pool.queue is not None else 0.0
         cached = dict(cached_at_prefill) | {PrefillJob.ADAPTER + name: tokens for name, tokens in saved.items()}
-        if lent_tokens := next((tokens for _, _, tokens in self._lenders(active, hits)), 0):
+        for _, _, lent_tokens in islice(self._lenders(active, hits), 1):
             cached[PrefillJob.LENT] = lent_tokens
         job = self._job(active, uncached_tokens, cached, placement.later_s)
         return Placed(

@@ -237,7 +237,7 @@ class Predictor:
 
     def _line(self, fit: LineFit) -> tuple[float, float]:
         """Intercept and slope to predict by."""
-        return fit.prior if self._is_stale(fit) else (fit.intercept, fit.slope)
+        return fit.prior if fit.is_stale(self._now, self._decisions) else (fit.intercept, fit.slope)
 
     def itl_s(self, worker_id: str) -> float:
         smoothed = self._itl.get(worker_id)
@@ -262,13 +262,14 @@ class Predictor:
         return self.local_s(candidates, prompt_tokens)[0]
 
     def local_s(
-        self, candidates: Iterable[Candidate], prompt_tokens: int, by_sequences: bool = False
+        self, candidates: Iterable[Candidate], prompt_tokens: int, by_sequences: bool = False, most_s: float = math.inf
     ) -> tuple[list[float], list[float]]:
         """`local_ttft_s`, and for each candidate the ITL of the sequences that decode there: a prefill delays each of
         them by its seconds, spread over `ahead_tokens`.
 
         The ITL is measured, and so as old as answers are long. `by_sequences`: where more sequences are than by chance
-        (their number is about Poisson), it is at least the ITL of so many (`tpot_line`).
+        (their number is about Poisson), it is at least the ITL of so many (`tpot_line`). Where the TTFT is above
+        `most_s` no ITL is worked out: it is infinite.
         """
         ttfts_s: list[float] = []
         itls_s: list[float] = []
@@ -294,7 +295,11 @@ class Predictor:
                 itl_s = prior_itl_s
             else:
                 itl_s = smoothed.value
-            ttfts_s.append(fixed_s + s_per_token * pending_tokens + itl_s)
+            ttft_s = fixed_s + s_per_token * pending_tokens + itl_s
+            ttfts_s.append(ttft_s)
+            if ttft_s > most_s:
+                itls_s.append(math.inf)
+                continue
             sequences = candidate.running + candidate.waiting
             if sequences > burst and step_s + each_s * sequences > itl_s:
                 itl_s = step_s + each_s * sequences

@@ -151,6 +151,21 @@ def test_cost_takes_lower_ttft():
     assert by_cost(1000, waiting, queued=0) == Remote("cost", pytest.approx(1.02))
 
 
+def test_a_worker_on_which_the_prompt_takes_longer_than_remotely_changes_no_decision():
+    rng, local = random.Random(7), 0
+    for _ in range(500):
+        tokens, queued = rng.randrange(10, 4000), rng.choice((0, 200, 2000))
+        workers = [
+            msgspec.structs.replace(decoding(f"d{n}", rng.randrange(4), rng.randrange(3000)), cached_tokens=cached)
+            for n, cached in enumerate(rng.choices(range(tokens), k=4))
+        ]
+        sooner = [it for it in workers if it.waiting_tokens - it.cached_tokens <= queued + 20]
+        decision = by_cost(tokens, *workers, queued=queued)
+        local += isinstance(decision, Local)
+        assert decision == by_cost(tokens, *sooner, queued=queued) if sooner else remote_by_cost(decision)
+    assert 50 < local < 450
+
+
 def test_a_tie_is_local():
     for tokens in (10, 300, 8000):
         assert by_cost(tokens, worker()) == Local("d0", "cost")

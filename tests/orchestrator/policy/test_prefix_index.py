@@ -165,6 +165,41 @@ def test_look_up_cost_is_bounded():
     assert all(depth <= 40 * int(name[1:]) + 1 for name, depth in found.items())
 
 
+def by_sets(depths: dict[str, int], asked: int) -> dict[str, int]:
+    """The rule of a look-up, in sets of workers and numbers of blocks."""
+    found: dict[str, int] = {}
+    parts = [(1, asked, {name for name, depth in depths.items() if depth})]
+    probes = asked.bit_length() + MORE_PROBES
+    while parts:
+        least, most, those = parts.pop()
+        while those and least < most and probes:
+            middle, probes = (least + most + 1) // 2, probes - 1
+            deeper = {name for name in those if depths[name] >= middle}
+            if not deeper:
+                most = middle - 1
+                continue
+            if deeper != those:
+                parts.append((least, middle - 1, those - deeper))
+            least, those = middle, deeper
+        found |= dict.fromkeys(those, least)
+    return found
+
+
+@given(st.lists(st.integers(0, 900), min_size=1, max_size=30), st.integers(1, 900))
+def test_a_look_up_finds_what_its_rule_says(depths, asked):
+    index, keys = PrefixIndex(), list(range(900))
+    for n, depth in enumerate(depths):
+        index.stored(f"w{n}", keys[:depth])
+    expected = by_sets({f"w{n}": depth for n, depth in enumerate(depths)}, asked)
+    hits = index.look_up(keys[:asked])
+    assert hits.blocks_of([f"w{n}" for n in range(len(depths))]) == expected == index.match(keys[:asked], 30)
+    assert hits.longest_hits_by_kind(30, expected, [], 16)[0] == {
+        name: 16 * blocks for name, blocks in expected.items()
+    }
+    found = [blocks for _, blocks in hits.longest()]
+    assert found == sorted(found, reverse=True)
+
+
 def test_workers_of_the_wanted_kind_are_found_among_others():
     index = PrefixIndex()
     for n in range(20):

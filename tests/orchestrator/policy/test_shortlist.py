@@ -77,3 +77,31 @@ def test_the_best_of_each_place_is_offered_too():
     for n in range(60):
         shortlist.remove(f"w{n}")
     assert not shortlist._places, "nothing of a place without workers stays"
+
+
+def test_a_load_report_leaves_what_a_shortlist_made_anew_has():
+    """It puts a worker's new entry in the place of the one before, unless the worker's places, pool or group change."""
+    rng = random.Random(4)
+    score = KVBlocks().static_score
+    shortlist, fleet = Shortlist(score), {}
+    for turn in range(2000):
+        worker_id = f"w{rng.randrange(200)}"
+        before = fleet.get(worker_id)
+        moves = before is None or rng.random() < 0.05
+        total = rng.choice((4_000_000, 9_000_000)) if moves else before[0].blocks_total
+        group = rng.choice(("", "g1", "g2")) if moves else before[0].group
+        places = (f"rack=r{rng.randrange(3)}", "zone=a")[: rng.randrange(3)] if moves else before[1]
+        fleet[worker_id] = Candidate(worker_id, total, rng.randrange(total), 16, 1, 0, 0, group=group), places
+        shortlist.update(*fleet[worker_id])
+        if rng.random() < 0.05:
+            shortlist.remove(gone := rng.choice(sorted(fleet)))
+            del fleet[gone]
+        if turn % 20 == 0:
+            anew = Shortlist(score)
+            for candidate, places in fleet.values():
+                anew.update(candidate, places)
+            for asked in ((), ("rack=r1",), ("rack=r2", "zone=a")):
+                hits = dict.fromkeys(rng.sample(sorted(fleet), min(4, len(fleet))), 32)
+                found, expected = ({c.worker_id: c for c in it.pick(hits, asked)} for it in (shortlist, anew))
+                assert found == expected
+    assert len(shortlist) == len(fleet)

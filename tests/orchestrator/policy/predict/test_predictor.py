@@ -1,5 +1,7 @@
 """Coefficients fitted online."""
 
+import math
+
 import pytest
 
 from orchestrator.policy.decode_choice import Candidate
@@ -44,6 +46,14 @@ def test_local_prefill_delays_decoding_sequences():
     for _ in range(1000):
         predictor.observe_output(64)
     assert predictor.local_s([worker], 1280)[1][0] == pytest.approx(0.02 + 1.28 / 32, rel=0.01)
+
+
+def test_no_itl_is_worked_out_where_the_first_token_comes_too_late():
+    predictor = Predictor(prior_s_per_token=0.001, prior_itl_s=0.02)
+    workers = [Candidate(f"d{n}", 1000, 1000, 16, n, 0, waiting_tokens=100 * n) for n in range(10)]
+    ttfts_s, itls_s = predictor.local_s(workers, 500)
+    found = predictor.local_s(workers, 500, most_s=1.0)
+    assert found == (ttfts_s, itls_s[:5] + [math.inf] * 5)
 
 
 NO_QUEUE = QueueDepth(0, 0, 0)
