@@ -257,6 +257,9 @@ class Simulation:
         self.left -= 1
         self.router.ended(job, worker)
 
+    def computing_beside(self, worker: Worker) -> int:
+        return sum(other.busy for other in self.workers.values() if other is not worker)
+
     def on_load(self, worker: Worker, stay: Stay, tokens: int, now: float) -> None:
         self.fetches.load(stay, worker, tokens)
 

@@ -24,6 +24,9 @@ class WorkerEvents(Events, Protocol):
     def on_boundary(self, worker: Any, tokens: int, seconds: float, now: float) -> None:
         """A step of `seconds` that computed this many prompt tokens has ended."""
 
+    def computing_beside(self, worker: Any) -> int:
+        """Other workers that compute a step now."""
+
     def on_load(self, worker: Any, stay: Stay, tokens: int, now: float) -> None:
         """A stay that has its blocks waits for so many tokens of the worker's host tier."""
 
@@ -54,7 +57,9 @@ class Worker(Engine):
         self.link_free_at = self.loads_end_at = 0.0
         self.fetching: dict[Stay, None] = {}  # submitted once their prefixes have come; in `pending_tokens`, too
         self.version = 0
-        self._busy = False
+        self.busy = False
+        if profile.neighbour_slows:
+            self.batch.max_run_steps = 1  # the neighbours of each step are its own
 
     # ---- called by the simulation ----------------------------------------------------------------------------
 
@@ -85,7 +90,7 @@ class Worker(Engine):
 
     def fail(self) -> list[Stay]:
         """Die. Returns the stays that had work left here."""
-        self.alive = self._busy = False
+        self.alive = self.busy = False
         self.version += 1
         self.fetching.clear()
         return self.clear()
@@ -117,15 +122,19 @@ class Worker(Engine):
         s_per_token = profile.prefill_s_per_token + profile.attention_s * prompt.computed
         return prompt_tokens_beside(self.tpot_s, beside_s + profile.prompt_s, s_per_token)
 
+    def slowed(self) -> float:
+        slows = self.profile.neighbour_slows
+        return 1.0 + slows * self._sim.computing_beside(self) if slows else 1.0
+
     def _next_step(self, now: float, behind: int) -> int:
         """The step, counted from the worker's start, after the current one and `behind` more."""
-        if not self._busy:
+        if not self.busy:
             return 0
         ended = self.steps_ended + (self.run.steps_by(now) if self._can_be_cut() else 0)
         return ended + 1 + behind
 
     def _kick(self, now: float) -> None:
-        if not self._busy:
+        if not self.busy:
             self._begin(now)
         elif self._can_be_cut():
             # Cut the run at the end of its last scheduled step.
@@ -136,11 +145,11 @@ class Worker(Engine):
 
     def _can_be_cut(self) -> bool:
         """Whether the current run has several steps, which then only decode."""
-        return self._busy and self.run.steps > 1 and not self.chunks
+        return self.busy and self.run.steps > 1 and not self.chunks
 
     def _begin(self, now: float) -> None:
         if self.next_step(now) is not None:
-            self._busy = True
+            self.busy = True
             self._wake_at_end()
 
     def _wake_at_end(self) -> None:
@@ -160,8 +169,8 @@ class Worker(Engine):
                 bucket = floor(log2(duration / steps) * ITL_BUCKETS_PER_OCTAVE)
                 self.itl_buckets[bucket] = self.itl_buckets.get(bucket, 0) + decoding * steps
         computed = self.finish(steps, now)
-        self._busy = False
+        self.busy = False
         if not plain:
             self._sim.on_boundary(self, computed, duration, now)
-        if not self._busy:
+        if not self.busy:
             self._begin(now)

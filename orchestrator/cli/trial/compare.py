@@ -42,7 +42,7 @@ def profile_command(
     name: Annotated[str, option("--name", "Name of the profile.")] = "measured",
     lengths: Annotated[str, option("--lengths", "Prompt lengths to measure.")] = "32,128,256,512,1024",
 ) -> None:
-    """Measure a worker's timing on a running server, for the simulator. The server needs one worker, aggregated."""
+    """Measure a worker's timing on a running server, for the simulator. Its workers need to be aggregated."""
     check_writable(out)
     try:
         sizes = sorted({int(length) for length in lengths.split(",")})
@@ -56,7 +56,8 @@ def profile_command(
             handle = find_fleet(None, None, url)
             fleet = await get(handle, handle.url or url, "/fleet") or {}
             engines = with_engines_of(url, fleet, default)
-            return await measure_profile(target, sizes, say=typer.echo), engines, target.model
+            decode = sum(worker["role"] == "decode" for worker in fleet.get("workers", ()))
+            return await measure_profile(target, sizes, typer.echo, max(1, decode)), engines, target.model
 
     default = load_profile(PROFILES / "h100-llama-8b.json")
     measured, engines, model = asyncio.run(measure())

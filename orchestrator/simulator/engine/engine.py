@@ -121,6 +121,10 @@ class Engine:
         """The most prompt tokens of the next step, which takes `beside_s` without any; None: as many as fit."""
         return None
 
+    def slowed(self) -> float:
+        """By which factor the next step takes longer than its worker's alone."""
+        return 1.0
+
     def load_prefix(self, stay: Stay, tokens: int, now: float) -> None:
         """Begin to load so many tokens of a stay from the host tier; call `receive` once they have come."""
         raise NotImplementedError
@@ -157,7 +161,7 @@ class Engine:
                 self.kv.used -= needed  # `finish` counts them
             step_s += prompts_s
         loading_s = (self.running.loads - loads) * profile.adapter_load_s
-        step_s += loading_s
+        step_s = (step_s + loading_s) * self.slowed()
         if self.chunks:
             self.run.start(now, step_s, 0.0, 1)
         elif decoding:

@@ -1,7 +1,7 @@
 """A simulator's profile from measurements on a real server.
 
-`measure_profile` times prompts by length, and tokens by batch size and by context, on a server with *one* worker that
-prefills and decodes (`configs/aggregated-cpu.yaml` with one replica). `fit_profile` computes the coefficients. Memory
+`measure_profile` times prompts by length, and tokens by batch size and by context, on a server whose workers all
+prefill and decode (`configs/aggregated-cpu.yaml`), and keep doing so. `fit_profile` computes the coefficients. Memory
 and link are not measured: they are those of `base`.
 """
 
@@ -17,7 +17,7 @@ from itertools import accumulate
 import msgspec
 
 from orchestrator.simulator.engine.profile import Profile
-from orchestrator.simulator.real.client import MeasureError, Target
+from orchestrator.simulator.real.client import MeasureError, Target, Timing
 from orchestrator.simulator.real.drive import Prompts
 
 DECODE_TOKENS = 48
@@ -32,17 +32,22 @@ MEASURE_S = 1.0  # at least, for each figure: a quick engine's first steps are s
 
 
 class Measured(msgspec.Struct, frozen=True):
-    """`ttft`: (prompt tokens, TTFT in s). `batches`: (sequences at once, s per token). `contexts`: (context tokens, s
-    per token). `beside`: (TTFT in s, s of the step that computes it) of a short prompt beside a running sequence."""
+    """`ttft`: (prompt tokens, TTFT in s). `batches`: (sequences at once on each worker, s per token). `contexts`:
+    (context tokens, s per token). `beside`: (TTFT in s, s of the step that computes it) of a short prompt beside a
+    running sequence. `crowded`: how many times as long steps take while each of `workers` computes."""
 
     ttft: list[tuple[int, float]]
     batches: list[tuple[int, float]]
     contexts: list[tuple[int, float]]
     beside: tuple[float, float]
+    workers: int = 1
+    crowded: float = 1.0
 
 
-async def measure_profile(target: Target, lengths: Sequence[int], say: Callable[[str], None]) -> Measured:
-    """Measure a server. Every figure is a median, and every prompt is new, so that none is cached.
+async def measure_profile(
+    target: Target, lengths: Sequence[int], say: Callable[[str], None], workers: int = 1
+) -> Measured:
+    """Measure a server of so many workers. Every figure is a median, and every prompt is new, so that none is cached.
     Raises MeasureError."""
     seed, prompts = 0, Prompts()
 
@@ -65,19 +70,37 @@ async def measure_profile(target: Target, lengths: Sequence[int], say: Callable[
     for length in lengths:
         by_length.append((length, await _median(partial(ttft, length), REPEATS)))
         say(f"prompt of {length} tokens: TTFT {by_length[-1][1] * 1e3:.1f} ms")
-    by_batch = []
-    for batch in BATCHES:
-        by_batch.append((batch, await _median(partial(gaps, batch, SHORT_PROMPT))))
-        say(f"{batch} sequences at once: {by_batch[-1][1] * 1e3:.1f} ms per token")
     contexts = []
     for length in (SHORT_PROMPT, max(lengths)):
         contexts.append((length + DECODE_TOKENS // 2, await _median(partial(gaps, 1, length))))
         say(f"context of {contexts[-1][0]} tokens: {contexts[-1][1] * 1e3:.1f} ms per token")
+    by_batch = []
+    for batch in BATCHES:  # the router gives each worker as many
+        by_batch.append((batch, await _median(partial(gaps, batch * workers, SHORT_PROMPT))))
+        say(f"{batch} sequences at once on each worker: {by_batch[-1][1] * 1e3:.1f} ms per token")
+
+    async def slowed() -> list[float]:
+        # One after the other, then at once: a shared machine changes within seconds by more than neighbours do.
+        alone = [
+            await target.complete(fresh(max(lengths)), 1),
+            await target.complete(fresh(SHORT_PROMPT), DECODE_TOKENS),
+        ]
+        prompt, *others = (fresh(max(lengths)), *(fresh(SHORT_PROMPT) for _ in range(workers - 1)))
+        beside = await asyncio.gather(
+            target.complete(prompt, 1), *(target.complete(other, DECODE_TOKENS) for other in others)
+        )
+        return [beside[0].ttft_s / alone[0].ttft_s, _gap_s(beside[1:]) / _gap_s(alone[1:])]
+
+    crowded = 1.0
+    if workers > 1:
+        crowded = await _median(slowed, REPEATS)
+        say(f"while all {workers} workers compute: {crowded:.2f} times as long")
     steps_s: list[float] = []
 
     async def beside() -> list[float]:
-        before_s = by_length[0][1] + (DECODE_TOKENS // 4 + seed * _GOLDEN % 1.0) * by_batch[0][1]
-        ttft_s, step_s = await _beside(target, fresh(SHORT_PROMPT), fresh(SHORT_PROMPT), before_s)
+        before_s = by_length[0][1] + (DECODE_TOKENS // 4 + seed * _GOLDEN % 1.0) * contexts[0][1]
+        running = [fresh(SHORT_PROMPT) for _ in range(workers)]
+        ttft_s, step_s = await _beside(target, running, fresh(SHORT_PROMPT), before_s)
         steps_s.append(step_s)
         return [ttft_s]
 
@@ -85,12 +108,12 @@ async def measure_profile(target: Target, lengths: Sequence[int], say: Callable[
     step_s = statistics.median(steps_s)
     told = f"TTFT {ttft_s * 1e3:.1f} ms, their step {step_s * 1e3:.1f} ms"
     say(f"prompt of {SHORT_PROMPT} tokens beside a running sequence: {told}")
-    return Measured(by_length, by_batch, contexts, (ttft_s, step_s))
+    return Measured(by_length, by_batch, contexts, (ttft_s, step_s), workers, crowded)
 
 
-async def _beside(target: Target, running: list[int], prompt: list[int], before_s: float) -> tuple[float, float]:
-    """Send `prompt` so many seconds after `running`. Returns its TTFT and the gap of the other's tokens that it made,
-    in seconds."""
+async def _beside(target: Target, running: list[list[int]], prompt: list[int], before_s: float) -> tuple[float, float]:
+    """Send `prompt` so many seconds after `running`, one for each worker. Returns its TTFT and the gap of another's
+    tokens that it made, in seconds."""
 
     async def later() -> tuple[float, float]:
         await asyncio.sleep(before_s)
@@ -98,13 +121,27 @@ async def _beside(target: Target, running: list[int], prompt: list[int], before_
         return sent, (await target.complete(prompt, 1)).ttft_s
 
     began = time.perf_counter()
-    timing, (sent, first_s) = await asyncio.gather(target.complete(running, DECODE_TOKENS), later())
-    if not timing.gaps_s:
+    others = asyncio.gather(*(target.complete(other, DECODE_TOKENS) for other in running))
+    timings, (sent, first_s) = await asyncio.gather(others, later())
+    ends = [
+        (abs(end - sent - first_s), gap_s)
+        for timing in timings
+        for end, gap_s in zip(
+            accumulate(timing.gaps_s, initial=began + timing.ttft_s), (0.0, *timing.gaps_s), strict=True
+        )
+        if gap_s
+    ]
+    if not ends:
         raise MeasureError(_IN_ONE_PIECE)
-    # One step ends with a token of both.
-    ends = list(accumulate(timing.gaps_s, initial=began + timing.ttft_s))[1:]
-    nearest = min(range(len(ends)), key=lambda at: abs(ends[at] - sent - first_s))
-    return first_s, timing.gaps_s[nearest]
+    return first_s, min(ends)[1]  # one step ends with a token of both
+
+
+def _gap_s(timings: Sequence[Timing]) -> float:
+    """The median gap between tokens. Raises MeasureError."""
+    gaps_s = [gap_s for timing in timings for gap_s in timing.gaps_s]
+    if not gaps_s:
+        raise MeasureError(_IN_ONE_PIECE)
+    return max(1e-6, statistics.median(gaps_s))
 
 
 async def _median(measure: Callable[[], Awaitable[list[float]]], at_least: int = 1) -> float:
@@ -122,10 +159,11 @@ async def _median(measure: Callable[[], Awaitable[list[float]]], at_least: int =
 def fit_profile(measured: Measured, base: Profile, name: str, origin: str) -> Profile:
     """A profile by least squares of relative errors. No coefficient is negative. `base` has what was not measured."""
     fixed, per_token, curve = _quadratic(measured.ttft)
-    step, per_sequence = _line(measured.batches)
+    slowed = max(1.0, measured.crowded)  # what follows was measured while all workers computed
+    step, per_sequence = _line([(batch, seconds / slowed) for batch, seconds in measured.batches])
     (near, near_s), (far, far_s) = measured.contexts[0], measured.contexts[-1]
     per_context = max(0.0, (far_s - near_s) / (far - near)) if far > near else 0.0
-    loaded_s, mixed_s = measured.beside
+    loaded_s, mixed_s = (seconds / slowed for seconds in measured.beside)
     alone_s = max(1e-6, step + per_sequence)
     prompt_s = max(0.0, mixed_s - alone_s - SHORT_PROMPT * per_token)
     # A prompt arrives in the middle of a step, on average.
@@ -139,6 +177,7 @@ def fit_profile(measured: Measured, base: Profile, name: str, origin: str) -> Pr
         attention_s=2 * curve,  # a prompt of n tokens costs n * (n / 2) of it
         prompt_s=prompt_s,
         steps_ahead=min(2, max(0, round(waited))),
+        neighbour_slows=(slowed - 1.0) / max(1, measured.workers - 1),
         decode_s_per_seq=per_sequence,
         kv_s_per_token=per_context,
         router_s=max(0.0, fixed - step - prompt_s),

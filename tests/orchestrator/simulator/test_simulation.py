@@ -106,6 +106,21 @@ def test_runs_of_steps_cost_what_single_steps_cost(ahead):
         assert a.first_at == pytest.approx(b.first_at, abs=1e-6) and a.done_at == pytest.approx(b.done_at, abs=1e-6)
 
 
+def test_workers_that_compute_at_once_slow_each_other():
+    profile = msgspec.structs.replace(PROFILE, neighbour_slows=0.25, kv_s_per_token=0.0)
+    step_s = PROFILE.step_s + PROFILE.decode_s_per_seq
+    one, two = [
+        simulate(Load("few", [Arrival(0.0, 100, tokens) for tokens in outputs]), "round_robin", 0, 2, profile=profile)
+        for outputs in ([101], [101, 21])
+    ]
+    (alone,), (long, short) = one.run().jobs, two.run().jobs
+    assert alone.done_at - alone.first_at == pytest.approx(100 * step_s)
+    assert short.done_at - short.first_at == pytest.approx(20 * 1.25 * step_s)
+    assert long.done_at - long.first_at == pytest.approx((20 * 1.25 + 80) * step_s, rel=0.01), (
+        "alone once the other ends"
+    )
+
+
 @pytest.mark.parametrize(("ahead", "waits"), [(0, 0.5), (1, 1.5), (2, 2.5)])
 def test_what_arrives_waits_for_scheduled_steps(ahead, waits):
     """A prompt comes in the middle of the eleventh step of a running sequence; one that comes to an idle worker waits

@@ -50,6 +50,17 @@ def test_steps_with_prompts_and_scheduled_steps_are_found_again(ahead):
     assert profile.prefill_s_per_token == pytest.approx(2e-5)
 
 
+def test_what_was_measured_while_all_workers_computed_is_told_apart():
+    alone = [(n, 0.012 + 0.0004 * n) for n in (32, 512, 2048)]
+    batches = [(n, 1.3 * (0.01 + 0.002 * n)) for n in (1, 2, 4, 8)]
+    beside = (1.3 * (0.5 * 0.012 + 0.012 + 32 * 0.0004), 1.3 * (0.012 + 32 * 0.0004))
+    measured = Measured(alone, batches, [(50, 0.012), (2050, 0.012)], beside, workers=4, crowded=1.3)
+    profile = fit_profile(measured, BASE, "x", "made up")
+    assert profile.neighbour_slows == pytest.approx(0.1), "each of three others by a tenth"
+    assert profile.step_s == pytest.approx(0.01) and profile.decode_s_per_seq == pytest.approx(0.002)
+    assert profile.prompt_s == pytest.approx(0.0, abs=1e-9) and profile.steps_ahead == 0
+
+
 class Engine:
     """Answers as `Target` does: a step takes 10 ms, one with a prompt 60 ms, and each ends with a token of all."""
 
@@ -82,10 +93,33 @@ class Engine:
 async def test_a_prompt_is_measured_beside_a_running_sequence():
     engine = Engine()
     steps = asyncio.create_task(engine.run())
-    first_s, step_s = await calibrate._beside(engine, [1] * 32, [2] * 32, 0.2)
+    first_s, step_s = await calibrate._beside(engine, [[1] * 32], [2] * 32, 0.2)
     steps.cancel()
     assert [step_s] == pytest.approx(engine.mixed_s), "the gap that ended with the prompt's first token"
     assert first_s >= 0.06
+
+
+async def test_workers_are_measured_beside_each_other(monkeypatch):
+    """Two workers that take 1.5 times as long while both compute."""
+    computing = 0
+
+    class Two:
+        async def complete(self, prompt, output_tokens):
+            nonlocal computing
+            computing += 1
+            await asyncio.sleep(0)  # until all that were sent together are there
+            factor = 1.5 if computing > 1 else 1.0
+            await asyncio.sleep(0)
+            computing -= 1
+            gaps = [0.01 * factor] * (output_tokens - 1)
+            return Timing(len(prompt), output_tokens, 1e-4 * len(prompt) * factor, 0.0, gaps)
+
+    monkeypatch.setattr(calibrate, "PAUSE_S", 0.0)
+    monkeypatch.setattr(calibrate, "MEASURE_S", 0.0)
+    measured = await calibrate.measure_profile(Two(), [32, 64], say=lambda line: None, workers=2)
+    assert measured.workers == 2 and measured.crowded == pytest.approx(1.5)
+    assert measured.batches == [(batch, pytest.approx(0.015)) for batch in calibrate.BATCHES]
+    assert measured.contexts[0][1] == pytest.approx(0.01) and measured.ttft[1][1] == pytest.approx(0.0064)
 
 
 async def test_an_answer_in_one_piece_is_refused(monkeypatch):
@@ -100,7 +134,7 @@ async def test_an_answer_in_one_piece_is_refused(monkeypatch):
     with pytest.raises(MeasureError, match="in one piece"):
         await calibrate.measure_profile(Buffered(), [32, 64], say=lambda line: None)
     with pytest.raises(MeasureError, match="in one piece"):
-        await calibrate._beside(Buffered(), [1] * 32, [2] * 32, 0.0)
+        await calibrate._beside(Buffered(), [[1] * 32], [2] * 32, 0.0)
 
 
 def test_steps_too_quick_to_measure_are_no_error():
