@@ -258,7 +258,9 @@ class Simulation:
         self.router.ended(job, worker)
 
     def computing_beside(self, worker: Worker) -> int:
-        return sum(other.busy for other in self.workers.values() if other is not worker)
+        rack = self.racks.labels(worker.name)  # without racks all are on one host
+        others = (other for other in self.workers.values() if other is not worker)
+        return sum(other.busy and self.racks.labels(other.name) == rack for other in others)
 
     def on_load(self, worker: Worker, stay: Stay, tokens: int, now: float) -> None:
         self.fetches.load(stay, worker, tokens)

@@ -56,7 +56,8 @@ def profile_command(
             handle = find_fleet(None, None, url)
             fleet = await get(handle, handle.url or url, "/fleet") or {}
             engines = with_engines_of(url, fleet, default)
-            decode = sum(worker["role"] == "decode" for worker in fleet.get("workers", ()))
+            workers = fleet.get("workers", ())
+            decode = sum(worker["role"] == "decode" and worker["state"] == "ready" for worker in workers)
             return await measure_profile(target, sizes, typer.echo, max(1, decode)), engines, target.model
 
     default = load_profile(PROFILES / "h100-llama-8b.json")

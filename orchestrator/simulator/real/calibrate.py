@@ -17,7 +17,7 @@ from itertools import accumulate
 import msgspec
 
 from orchestrator.simulator.engine.profile import Profile
-from orchestrator.simulator.real.client import MeasureError, Target, Timing
+from orchestrator.simulator.real.client import MeasureError, Target
 from orchestrator.simulator.real.drive import Prompts
 
 DECODE_TOKENS = 48
@@ -28,6 +28,10 @@ _GOLDEN = 0.618  # its multiples are spread evenly over a step
 # processes sleeps. Users' requests come to one that has done something else, or nothing.
 PAUSE_S = 0.1
 _IN_ONE_PIECE = f"{DECODE_TOKENS} tokens came in one piece: the server, or a proxy before it, does not stream"
+_NEAR_S = 0.002  # tokens of different workers that come within it may be of either
+# Workers that slow each other by less count as alone: it is noise, and steps whose length depends on others make a
+# simulation slow.
+_LEAST_SLOWED = 1.05
 MEASURE_S = 1.0  # at least, for each figure: a quick engine's first steps are slow
 
 
@@ -80,20 +84,13 @@ async def measure_profile(
         say(f"{batch} sequences at once on each worker: {by_batch[-1][1] * 1e3:.1f} ms per token")
 
     async def slowed() -> list[float]:
-        # One after the other, then at once: a shared machine changes within seconds by more than neighbours do.
-        alone = [
-            await target.complete(fresh(max(lengths)), 1),
-            await target.complete(fresh(SHORT_PROMPT), DECODE_TOKENS),
-        ]
-        prompt, *others = (fresh(max(lengths)), *(fresh(SHORT_PROMPT) for _ in range(workers - 1)))
-        beside = await asyncio.gather(
-            target.complete(prompt, 1), *(target.complete(other, DECODE_TOKENS) for other in others)
-        )
-        return [beside[0].ttft_s / alone[0].ttft_s, _gap_s(beside[1:]) / _gap_s(alone[1:])]
+        # In turns: a shared machine changes within seconds by more than neighbours do.
+        alone_s = statistics.median(await gaps(1, SHORT_PROMPT))
+        return [statistics.median(await gaps(workers, SHORT_PROMPT)) / max(1e-6, alone_s)]
 
     crowded = 1.0
     if workers > 1:
-        crowded = await _median(slowed, REPEATS)
+        crowded = await _median(slowed, 2 * REPEATS + 1)
         say(f"while all {workers} workers compute: {crowded:.2f} times as long")
     steps_s: list[float] = []
 
@@ -133,15 +130,9 @@ async def _beside(target: Target, running: list[list[int]], prompt: list[int], b
     ]
     if not ends:
         raise MeasureError(_IN_ONE_PIECE)
-    return first_s, min(ends)[1]  # one step ends with a token of both
-
-
-def _gap_s(timings: Sequence[Timing]) -> float:
-    """The median gap between tokens. Raises MeasureError."""
-    gaps_s = [gap_s for timing in timings for gap_s in timing.gaps_s]
-    if not gaps_s:
-        raise MeasureError(_IN_ONE_PIECE)
-    return max(1e-6, statistics.median(gaps_s))
+    # One step ends with a token of both. Another worker's may end as near by chance, and is shorter.
+    nearest_s = min(ends)[0]
+    return first_s, max(gap_s for away_s, gap_s in ends if away_s <= nearest_s + _NEAR_S)
 
 
 async def _median(measure: Callable[[], Awaitable[list[float]]], at_least: int = 1) -> float:
@@ -159,7 +150,9 @@ async def _median(measure: Callable[[], Awaitable[list[float]]], at_least: int =
 def fit_profile(measured: Measured, base: Profile, name: str, origin: str) -> Profile:
     """A profile by least squares of relative errors. No coefficient is negative. `base` has what was not measured."""
     fixed, per_token, curve = _quadratic(measured.ttft)
-    slowed = max(1.0, measured.crowded)  # what follows was measured while all workers computed
+    slowed = (
+        measured.crowded if measured.crowded >= _LEAST_SLOWED else 1.0
+    )  # what follows was measured while all workers computed
     step, per_sequence = _line([(batch, seconds / slowed) for batch, seconds in measured.batches])
     (near, near_s), (far, far_s) = measured.contexts[0], measured.contexts[-1]
     per_context = max(0.0, (far_s - near_s) / (far - near)) if far > near else 0.0

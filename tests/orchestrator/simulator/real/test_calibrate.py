@@ -112,7 +112,7 @@ async def test_workers_are_measured_beside_each_other(monkeypatch):
             await asyncio.sleep(0)
             computing -= 1
             gaps = [0.01 * factor] * (output_tokens - 1)
-            return Timing(len(prompt), output_tokens, 1e-4 * len(prompt) * factor, 0.0, gaps)
+            return Timing(len(prompt), output_tokens, 1e-4 * len(prompt), 0.0, gaps)
 
     monkeypatch.setattr(calibrate, "PAUSE_S", 0.0)
     monkeypatch.setattr(calibrate, "MEASURE_S", 0.0)
