@@ -254,7 +254,7 @@ def _by_cost(
     come_per_s = predictor.arrivals_per_s / 2  # what comes during a prefill is delayed by half of it in the mean
     # A plain loop over locals, as in `_lateness`.
     for index, (candidate, itl_s) in enumerate(zip(open_ones, itl, strict=True)):
-        if cost[index] > remote_s:
+        if itl_s == math.inf:
             continue  # its TTFT alone costs more
         running = candidate.running
         if running and itl_s >= itl_bound_s:

@@ -127,7 +127,7 @@ class Registry:
         return (await self.read()).workers
 
     async def read(self) -> Reading:
-        """Workers, orders, and the desired ratio, at one moment: none drains without its order to restart."""
+        """Workers, orders, and the desired ratio, in one reading: of two, one could show a drain without its order."""
         for since in (self._version, b"0"):  # those that changed since they were read last
             self._version, ids, rows, holders, ratio = await self._call("read", since)
             names, seen = [text(name) for name in ids], self._seen

@@ -213,10 +213,11 @@ async def _wait_ready(process: subprocess.Popen[bytes], url: str, run_dir: Path)
 
 
 async def _answering_pid(url: str) -> int | None:
-    """The process id of the server there, since another one may have taken the place first. Raises RedisUnfit."""
+    """The process id of the server there, if it tells: another one may have taken the place. Raises RedisUnfit."""
     try:
         async with await connect(url, _ANSWER_S) as redis:
-            return int((await redis.info("server"))["process_id"])
+            pid: int | None = (await redis.info("server")).get("process_id")
+            return pid
     except RedisUnfit:
         raise
     except RedisAway:

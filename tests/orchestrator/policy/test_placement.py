@@ -128,8 +128,15 @@ def test_no_worker_at_all_rejects():
     assert isinstance(decision, Reject) and decision.reason == "no_decode_worker"
 
 
-def by_cost(tokens: int, *workers: Candidate, queued: int = 0, prefill: PrefillView | None = None, itl_s: float = 0.02):
-    predictor = Predictor(prior_s_per_token=0.001, prior_itl_s=itl_s)
+def by_cost(
+    tokens: int,
+    *workers: Candidate,
+    queued: int = 0,
+    prefill: PrefillView | None = None,
+    itl_s: float = 0.02,
+    kind: type[Predictor] = Predictor,
+):
+    predictor = kind(prior_s_per_token=0.001, prior_itl_s=itl_s)
     routing = RoutingConfig()
     view = prefill or PrefillView(1, QueueDepth(1, queued, 0))
     slo = SLOConfig(ttft_s=2.0, tpot_s=0.1)
@@ -151,6 +158,13 @@ def test_cost_takes_lower_ttft():
     assert by_cost(1000, waiting, queued=0) == Remote("cost", pytest.approx(1.02))
 
 
+class Thorough(Predictor):
+    """Works out the ITL of every candidate."""
+
+    def local_s(self, candidates, prompt_tokens, by_sequences=False, most_s=0.0):
+        return super().local_s(candidates, prompt_tokens, by_sequences)
+
+
 def test_a_worker_on_which_the_prompt_takes_longer_than_remotely_changes_no_decision():
     rng, local = random.Random(7), 0
     for _ in range(500):
@@ -159,10 +173,9 @@ def test_a_worker_on_which_the_prompt_takes_longer_than_remotely_changes_no_deci
             msgspec.structs.replace(decoding(f"d{n}", rng.randrange(4), rng.randrange(3000)), cached_tokens=cached)
             for n, cached in enumerate(rng.choices(range(tokens), k=4))
         ]
-        sooner = [it for it in workers if it.waiting_tokens - it.cached_tokens <= queued + 20]
         decision = by_cost(tokens, *workers, queued=queued)
         local += isinstance(decision, Local)
-        assert decision == by_cost(tokens, *sooner, queued=queued) if sooner else remote_by_cost(decision)
+        assert decision == by_cost(tokens, *workers, queued=queued, kind=Thorough)
     assert 50 < local < 450
 
 
