@@ -58,7 +58,7 @@ class Worker(Engine):
         self.fetching: dict[Stay, None] = {}  # submitted once their prefixes have come; in `pending_tokens`, too
         self.version = 0
         self.busy = False
-        if profile.neighbour_slows:
+        if profile.slowed_beside:
             self.batch.max_run_steps = 1  # the neighbours of each step are its own
 
     # ---- called by the simulation ----------------------------------------------------------------------------
@@ -123,8 +123,9 @@ class Worker(Engine):
         return prompt_tokens_beside(self.tpot_s, beside_s + profile.prompt_s, s_per_token)
 
     def slowed(self) -> float:
-        slows = self.profile.neighbour_slows
-        return 1.0 + slows * self._sim.computing_beside(self) if slows else 1.0
+        factors = self.profile.slowed_beside
+        others = self._sim.computing_beside(self) if factors else 0
+        return factors[min(others, len(factors)) - 1] if others else 1.0
 
     def _next_step(self, now: float, behind: int) -> int:
         """The step, counted from the worker's start, after the current one and `behind` more."""

@@ -27,8 +27,8 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 
     and `prompt_s` more if p > 0: CUDA graphs, for example, are for steps that only decode. `steps_ahead`: how many more
     steps are scheduled while one runs. What arrives comes after them. With asynchronous scheduling, vLLM's default on
-    GPUs, it is one. `neighbour_slows`: by which part a step takes longer for each other worker that computes at the
-    same time, as on CPUs, where all share a host's cores and memory.
+    GPUs, it is one. `slowed_beside`: how many times as long a step takes while 1, 2, 3 and so on other workers compute,
+    as on CPUs, where all share a host's cores and memory; the last counts for more of them, too.
     """
 
     name: str
@@ -38,7 +38,7 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     attention_s: Seconds = 0.0
     prompt_s: Seconds = 0.0
     steps_ahead: Annotated[int, Meta(ge=0, le=2)] = 0
-    neighbour_slows: Annotated[float, Meta(ge=0)] = 0.0
+    slowed_beside: tuple[Annotated[float, Meta(ge=1)], ...] = ()
     decode_s_per_seq: Seconds = 0.0
     kv_s_per_token: Seconds = 0.0
     blocks: Count

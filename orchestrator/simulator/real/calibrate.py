@@ -38,14 +38,13 @@ MEASURE_S = 1.0  # at least, for each figure: a quick engine's first steps are s
 class Measured(msgspec.Struct, frozen=True):
     """`ttft`: (prompt tokens, TTFT in s). `batches`: (sequences at once on each worker, s per token). `contexts`:
     (context tokens, s per token). `beside`: (TTFT in s, s of the step that computes it) of a short prompt beside a
-    running sequence. `crowded`: how many times as long steps take while each of `workers` computes."""
+    running sequence. `crowded`: how many times as long steps take while 2, 3 and so on up to all workers compute."""
 
     ttft: list[tuple[int, float]]
     batches: list[tuple[int, float]]
     contexts: list[tuple[int, float]]
     beside: tuple[float, float]
-    workers: int = 1
-    crowded: float = 1.0
+    crowded: tuple[float, ...] = ()
 
 
 async def measure_profile(
@@ -83,15 +82,15 @@ async def measure_profile(
         by_batch.append((batch, await _median(partial(gaps, batch * workers, SHORT_PROMPT))))
         say(f"{batch} sequences at once on each worker: {by_batch[-1][1] * 1e3:.1f} ms per token")
 
-    async def slowed() -> list[float]:
+    async def slowed(computing: int) -> list[float]:
         # In turns: a shared machine changes within seconds by more than neighbours do.
         alone_s = statistics.median(await gaps(1, SHORT_PROMPT))
-        return [statistics.median(await gaps(workers, SHORT_PROMPT)) / max(1e-6, alone_s)]
+        return [statistics.median(await gaps(computing, SHORT_PROMPT)) / max(1e-6, alone_s)]
 
-    crowded = 1.0
-    if workers > 1:
-        crowded = await _median(slowed, 2 * REPEATS + 1)
-        say(f"while all {workers} workers compute: {crowded:.2f} times as long")
+    crowded: list[float] = []
+    for computing in range(2, workers + 1):  # the router gives each of so many workers one
+        crowded.append(await _median(partial(slowed, computing), 2 * REPEATS - 1))
+        say(f"while {computing} workers compute: {crowded[-1]:.2f} times as long")
     steps_s: list[float] = []
 
     async def beside() -> list[float]:
@@ -105,7 +104,7 @@ async def measure_profile(
     step_s = statistics.median(steps_s)
     told = f"TTFT {ttft_s * 1e3:.1f} ms, their step {step_s * 1e3:.1f} ms"
     say(f"prompt of {SHORT_PROMPT} tokens beside a running sequence: {told}")
-    return Measured(by_length, by_batch, contexts, (ttft_s, step_s), workers, crowded)
+    return Measured(by_length, by_batch, contexts, (ttft_s, step_s), tuple(crowded))
 
 
 async def _beside(target: Target, running: list[list[int]], prompt: list[int], before_s: float) -> tuple[float, float]:
@@ -150,9 +149,9 @@ async def _median(measure: Callable[[], Awaitable[list[float]]], at_least: int =
 def fit_profile(measured: Measured, base: Profile, name: str, origin: str) -> Profile:
     """A profile by least squares of relative errors. No coefficient is negative. `base` has what was not measured."""
     fixed, per_token, curve = _quadratic(measured.ttft)
-    slowed = (
-        measured.crowded if measured.crowded >= _LEAST_SLOWED else 1.0
-    )  # what follows was measured while all workers computed
+    beside = tuple(accumulate((max(1.0, factor) for factor in measured.crowded), max))
+    beside = beside if beside and beside[-1] >= _LEAST_SLOWED else ()
+    slowed = beside[-1] if beside else 1.0  # what follows was measured while all workers computed
     step, per_sequence = _line([(batch, seconds / slowed) for batch, seconds in measured.batches])
     (near, near_s), (far, far_s) = measured.contexts[0], measured.contexts[-1]
     per_context = max(0.0, (far_s - near_s) / (far - near)) if far > near else 0.0
@@ -170,7 +169,7 @@ def fit_profile(measured: Measured, base: Profile, name: str, origin: str) -> Pr
         attention_s=2 * curve,  # a prompt of n tokens costs n * (n / 2) of it
         prompt_s=prompt_s,
         steps_ahead=min(2, max(0, round(waited))),
-        neighbour_slows=(slowed - 1.0) / max(1, measured.workers - 1),
+        slowed_beside=beside,
         decode_s_per_seq=per_sequence,
         kv_s_per_token=per_context,
         router_s=max(0.0, fixed - step - prompt_s),

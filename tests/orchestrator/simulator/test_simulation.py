@@ -107,7 +107,7 @@ def test_runs_of_steps_cost_what_single_steps_cost(ahead):
 
 
 def test_workers_that_compute_at_once_slow_each_other():
-    profile = msgspec.structs.replace(PROFILE, neighbour_slows=0.25, kv_s_per_token=0.0)
+    profile = msgspec.structs.replace(PROFILE, slowed_beside=(1.25,), kv_s_per_token=0.0)
     step_s = PROFILE.step_s + PROFILE.decode_s_per_seq
     one, two = [
         simulate(Load("few", [Arrival(0.0, 100, tokens) for tokens in outputs]), "round_robin", 0, 2, profile=profile)

@@ -5,6 +5,7 @@ import itertools
 import time
 from types import SimpleNamespace
 
+import msgspec
 import pytest
 from support_openai import Server
 
@@ -54,11 +55,13 @@ def test_what_was_measured_while_all_workers_computed_is_told_apart():
     alone = [(n, 0.012 + 0.0004 * n) for n in (32, 512, 2048)]
     batches = [(n, 1.3 * (0.01 + 0.002 * n)) for n in (1, 2, 4, 8)]
     beside = (1.3 * (0.5 * 0.012 + 0.012 + 32 * 0.0004), 1.3 * (0.012 + 32 * 0.0004))
-    measured = Measured(alone, batches, [(50, 0.012), (2050, 0.012)], beside, workers=4, crowded=1.3)
+    measured = Measured(alone, batches, [(50, 0.012), (2050, 0.012)], beside, crowded=(1.02, 0.99, 1.3))
     profile = fit_profile(measured, BASE, "x", "made up")
-    assert profile.neighbour_slows == pytest.approx(0.1), "each of three others by a tenth"
+    assert profile.slowed_beside == (1.02, 1.02, 1.3), "two cores are enough for two workers"
     assert profile.step_s == pytest.approx(0.01) and profile.decode_s_per_seq == pytest.approx(0.002)
     assert profile.prompt_s == pytest.approx(0.0, abs=1e-9) and profile.steps_ahead == 0
+    noise = msgspec.structs.replace(measured, crowded=(1.02, 0.99, 1.04))
+    assert fit_profile(noise, BASE, "x", "made up").slowed_beside == ()
 
 
 class Engine:
@@ -117,7 +120,7 @@ async def test_workers_are_measured_beside_each_other(monkeypatch):
     monkeypatch.setattr(calibrate, "PAUSE_S", 0.0)
     monkeypatch.setattr(calibrate, "MEASURE_S", 0.0)
     measured = await calibrate.measure_profile(Two(), [32, 64], say=lambda line: None, workers=2)
-    assert measured.workers == 2 and measured.crowded == pytest.approx(1.5)
+    assert measured.crowded == (pytest.approx(1.5),)
     assert measured.batches == [(batch, pytest.approx(0.015)) for batch in calibrate.BATCHES]
     assert measured.contexts[0][1] == pytest.approx(0.01) and measured.ttft[1][1] == pytest.approx(0.0064)
 
