@@ -28,7 +28,7 @@ class Unanswered(CallFailed):
 
 
 class WorkerLost(Unanswered):
-    """The worker left the fleet, or its connection was broken, before it had answered."""
+    """The worker left the fleet, or was not connected, before it had answered."""
 
 
 class ControlCalls:
@@ -111,4 +111,4 @@ class ControlCalls:
     def worker_lost(self, worker_id: str) -> None:
         for (_, waited_for), future in self._waiting.items():
             if waited_for == worker_id and not future.done():
-                future.set_exception(WorkerLost("it is gone, or its connection broke"))
+                future.set_exception(WorkerLost("it is gone"))

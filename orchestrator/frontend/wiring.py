@@ -201,7 +201,6 @@ class FleetConnection:
     ) -> None:
         if isinstance(message, Disconnected):
             self.membership.disconnected(worker_id)
-            self.calls.worker_lost(worker_id)  # what it answers may be lost, or asked of the process before it
         elif isinstance(message, Unreadable):
             self.router.outputs_lost(worker_id)
         elif isinstance(message, Welcome):

@@ -227,7 +227,8 @@ class FleetProcesses:
 
     async def _begin_version(self) -> None:
         """Start with the version of the fleet's last rollout, if there was one. Raises ConfigError, RedisAway."""
-        others = (await self.registry.launchers()).keys() - {self._pool.launcher_id}  # of an idle model without workers
+        launchers = of_launchers(await self.registry.launchers())  # also of an idle model without workers
+        others = launchers.keys() - {self._pool.launcher_id}
         runs = any((await self._machines.left_running()).values())  # a place without processes runs nothing
         alone = not others and not runs and not await self.registry.workers()
         if alone:

@@ -40,6 +40,7 @@ from orchestrator.process.telemetry.logs import LogFormat
 from orchestrator.store.client import Redis
 from orchestrator.store.operator.log_levels import follow_log_level
 from orchestrator.store.operator.models import ModelList, ModelStore
+from orchestrator.store.planned import of_launchers
 from orchestrator.store.registry import Registry
 
 T = TypeVar("T")
@@ -160,8 +161,9 @@ async def _until_known(registries: Iterable[Registry]) -> None:
     has set is not to be replaced by a launcher that takes itself for the only one. Raises RedisAway."""
     known_s = COME_BACK_S
     for registry in registries:
-        if await registry.has_settings() and not await registry.launchers():
-            known_s = min(known_s, await registry.known_for_s())
+        if await registry.has_settings() and not of_launchers(await registry.launchers()):
+            registry_s = await registry.known_for_s()  # which notes it where entries have run out just now
+            known_s = min(known_s, registry_s if await registry.is_known() else COME_BACK_S)
     await asyncio.sleep(COME_BACK_S - known_s)
 
 

@@ -117,6 +117,10 @@ class Registry:
         entry, since the first came back."""
         return float(await self._call("known_for"))
 
+    async def is_known(self) -> bool:
+        """Whether the time since when is kept: not where all members left long ago."""
+        return bool(await self._redis.execute_command("EXISTS", self.keys.prefix + "begun"))
+
     async def has_settings(self) -> bool:
         """Whether there is something that a launcher replaces that starts alone."""
         names = (self.keys.prefix + name for name in ("desired", "rollout", "log_levels"))

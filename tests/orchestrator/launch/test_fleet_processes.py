@@ -170,9 +170,10 @@ async def test_a_launcher_that_starts_where_nothing_is_set_or_all_have_left_wait
     await asyncio.sleep(0.6)
     monkeypatch.setattr(launcher, "COME_BACK_S", 600.0)
     await launcher._list_models(redis, {"": config}, {})  # a launcher is there
-    monkeypatch.setattr(launcher, "COME_BACK_S", 0.5)
     await registry.leave_launcher("other/1/1")
-    await launcher._list_models(redis, {"": config}, {})
+    await redis.delete(registry.keys.prefix + "begun")  # an hour after the last one joined
+    async with asyncio.timeout(30):
+        await launcher._list_models(redis, {"": config}, {})
 
 
 async def test_the_list_of_a_fleet_that_runs_is_no_other_files_to_delete(redis: Redis):
