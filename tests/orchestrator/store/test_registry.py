@@ -889,10 +889,11 @@ async def test_redis_knows_the_fleet_since_the_first_came_back(redis, registry):
 async def test_a_fleet_whose_members_have_all_fallen_silent_is_known_anew(redis, registry):
     """Nobody could renew an entry: what is there next is a part of it."""
     await redis.set(registry.keys.prefix + "begun", time.time() - 600)
-    await registry.refresh_launcher("l", Launcher(), 0.05)
+    await registry.refresh_launcher("l", Launcher(), 60)
     await registry.refresh_frontend(Frontend("f", "http://f", "p"), 60)  # back before all others
-    await registry.join(worker("a"), TTL_S)
+    await registry.join(worker("a"), 60)
     assert await registry.known_for_s() > 60
+    await registry.refresh_launcher("l", Launcher(), 0.05)
     await asyncio.sleep(0.1)
     assert await registry.known_for_s() < 60
     await registry.leave("a")
