@@ -16,8 +16,7 @@ from connectors.push.actions import Connect, Finish, Send
 from connectors.push.inbound import Inbound
 from connectors.push.outbound import Outbound
 from connectors.push.records import Pings, Pongs
-from connectors.push.wire import Computing, Gone, Hello, Landed, Message, Ping, Pong, Register, Unregister
-from orchestrator.types import KVEndpoint
+from connectors.push.wire import Computing, Endpoint, Gone, Hello, Landed, Message, Ping, Pong, Register, Unregister
 
 TIMEOUT_S = 10.0
 MAX_DELAY_S = 5.0  # a link that is whole loses what is older, and a WRITE over it takes no longer
@@ -292,7 +291,7 @@ class Prefill:
 class PrefillEngine:
     def __init__(self, world: World, name: str, ranks: int) -> None:
         self.world, self.name, self.dead = world, name, False
-        self.endpoint = KVEndpoint(name, "host", 2, ranks)
+        self.endpoint = Endpoint(name, "host", 2, ranks)
         self.ranks = [PrefillRank(world, self, index) for index in range(ranks)]
         self.requests: dict[str, Prefill] = {}
         # Event, request, its epoch, its blocks then, and the regions in which it has them
@@ -376,7 +375,7 @@ class DecodeEngine:
 
     def __init__(self, world: World, name: str, ranks: int) -> None:
         self.world, self.name, self.dead = world, name, False
-        self.endpoint = KVEndpoint(name, "host", 1, ranks)
+        self.endpoint = Endpoint(name, "host", 1, ranks)
         self.ranks = [DecodeRank(world, self, index) for index in range(ranks)]
         self.free = list(range(DECODE_BLOCKS))
         self.owner: dict[int, str] = {}

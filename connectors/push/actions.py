@@ -8,8 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from connectors.push.wire import Message, Register
-from orchestrator.types import KVEndpoint
+from connectors.push.wire import Endpoint, Message, Register
 
 NO_BLOCK = 0  # vLLM's null block stands for one outside of a window: nobody reads it
 
@@ -18,7 +17,7 @@ NO_BLOCK = 0  # vLLM's null block stands for one outside of a window: nobody rea
 class Connect:
     """Make `engine` reachable; answered by `connected` or `unreachable`."""
 
-    peer: KVEndpoint
+    peer: Endpoint
 
 
 @dataclass(frozen=True)

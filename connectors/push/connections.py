@@ -1,5 +1,6 @@
-"""A worker's connections to its peers, and the messages over them. `worker.py` builds on it. Nothing is decided here:
-each connection and each message is an event for the state machines.
+"""A worker's connections to its peers, and the messages over them.
+
+`worker.py` builds on it. Nothing is decided here: each connection and each message is an event for the state machines.
 """
 
 from __future__ import annotations
@@ -24,7 +25,6 @@ from connectors.push.inbound import Inbound
 from connectors.push.metadata import PushOptions, PushStats
 from connectors.push.outbound import Outbound
 from connectors.push.records import Pings, Pongs, Unwritable
-from orchestrator.types import KVEndpoint
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -60,7 +60,7 @@ class Connections(verify.Verifying):
         self._connecting: set[str] = set()
         self._unwritable: dict[str, Unwritable] = {}  # connected for messages only
         self._to_forget: set[str] = set()
-        self._endpoints: dict[str, KVEndpoint] = {}  # of engines that are connected, or being so
+        self._endpoints: dict[str, wire.Endpoint] = {}  # of engines that are connected, or being so
         self._lost: set[str] = set()  # connected anew as soon as no WRITE uses the old connection
         self._undelivered: dict[str, list[tuple[str | None, wire.Message]]] = {}
         self._pings, self._pongs = Pings(), Pongs()
@@ -197,21 +197,21 @@ class Connections(verify.Verifying):
         """Whether a connection is being made, or was made just now: UCX has messages of its own then."""
         return bool(self._connecting) or time.monotonic() < self._connected_at + _FIRST_MESSAGES_S
 
-    def _meet(self, peer: KVEndpoint, here: KVEndpoint | None, now: float) -> Iterable[Any]:
+    def _meet(self, peer: wire.Endpoint, here: wire.Endpoint | None, now: float) -> Iterable[Any]:
         """Connects ahead. The peer is told to do so too where it has `here`: it may not look for a worker whose role
         has changed. However many send `Meet`, they fill no more than this with connections that may never be used."""
         if peer.engine_id in self._endpoints or len(self._endpoints) >= MEET_MOST:
             return []
         return [do.Connect(peer), *([do.Tell(peer.engine_id, wire.Meet(here))] if here is not None else [])]
 
-    def _connect(self, peer: KVEndpoint) -> None:
+    def _connect(self, peer: wire.Endpoint) -> None:
         if peer.engine_id not in self._connecting:
             self._connecting.add(peer.engine_id)
             self._endpoints[peer.engine_id] = peer
             # Full handshakes wherever possible: today's decode peer writes to us once roles have changed.
             self._handshake(peer, messages_only=peer.pp_size > 1)
 
-    def _handshake(self, peer: KVEndpoint, messages_only: bool) -> None:
+    def _handshake(self, peer: wire.Endpoint, messages_only: bool) -> None:
         try:
             where = (peer.engine_id, peer.host, peer.port, peer.tp_size)
             with self._handshake_lock:  # it ends behind this: `_handshake_done` is called after vLLM's own callback
@@ -234,7 +234,7 @@ class Connections(verify.Verifying):
             with self._handshake_lock:  # the writer has both callbacks in place
                 pass
 
-    def _handshake_done(self, peer: KVEndpoint, messages_only: bool, future: Future[Any]) -> None:
+    def _handshake_done(self, peer: wire.Endpoint, messages_only: bool, future: Future[Any]) -> None:
         error = future.exception()
         if error is None:
             if not messages_only:
@@ -249,7 +249,7 @@ class Connections(verify.Verifying):
             # what we cannot do.
             self._submit(functools.partial(self._handshake_for_messages, peer, why))
 
-    def _handshake_for_messages(self, peer: KVEndpoint, why: str, now: float) -> Iterable[Any]:
+    def _handshake_for_messages(self, peer: wire.Endpoint, why: str, now: float) -> Iterable[Any]:
         self._cleanup_remote_engine(peer.engine_id, log_eviction=False)
         self._endpoints[peer.engine_id], self._unwritable[peer.engine_id] = peer, Unwritable(why, since=now)
         self._handshake(peer, messages_only=True)

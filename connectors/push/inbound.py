@@ -14,8 +14,7 @@ import msgspec
 from connectors.push.actions import Connect, Cut, Finish, Send
 from connectors.push.records import RESEND_S, Awaited, PeerConnections, Waiting
 from connectors.push.states import INBOX, INBOX_ENDS, Inbox, InboxEvent
-from connectors.push.wire import Message, Register, Unregister
-from orchestrator.types import KVEndpoint
+from connectors.push.wire import Endpoint, Message, Register, Unregister
 
 Action = Union[Connect, Send, Cut, Finish]
 
@@ -66,13 +65,13 @@ class Inbound:
 
     # ---- from the scheduler ------------------------------------------------------------------------------------
 
-    def register(self, order: Register, source: KVEndpoint, now: float) -> list[Action]:
+    def register(self, order: Register, source: Endpoint, now: float) -> list[Action]:
         """The scheduler has reserved blocks: ask `source` to push `order.stream` into them."""
         self._waiting[order.request] = waiting = Waiting(order, source, deadline=now + self._timeout_s)
         self.registered_at = now
         return self._open(waiting, now)
 
-    def release_unused(self, order: Unregister, source: KVEndpoint, now: float) -> list[Action]:
+    def release_unused(self, order: Unregister, source: Endpoint, now: float) -> list[Action]:
         """No blocks are reserved for it and none will be: let the prefill engine free the KV that it keeps."""
         if order.request in self._waiting or self._is_dead(source.engine_id, now):
             return []

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.stats import NixlKVConnectorStats
 
-from connectors.push.wire import Register, Unregister
-from orchestrator.types import KVEndpoint
+from connectors.push.wire import Endpoint, Register, Unregister
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -106,7 +105,7 @@ class Reserved:
     """Decode blocks wait for the KV of `order.stream` from `source`."""
 
     order: Register
-    source: KVEndpoint
+    source: Endpoint
 
 
 @dataclass(frozen=True)
@@ -114,15 +113,15 @@ class Unused:
     """A decode request ended before it reserved blocks: `source` need not keep anything for it."""
 
     order: Unregister
-    source: KVEndpoint
+    source: Endpoint
 
 
 @dataclass(frozen=True)
 class Met:
     """Connect with `peer`, and have it connect with `here`, before a request needs that."""
 
-    peer: KVEndpoint
-    here: KVEndpoint
+    peer: Endpoint
+    here: Endpoint
 
 
 class PushMetadata(KVConnectorMetadata):

@@ -17,8 +17,7 @@ import msgspec
 
 from connectors.push.actions import Chunk, Ended, Renew, Send, Tell
 from connectors.push.states import Inbox, Stream
-from connectors.push.wire import Hello, Ping, Pong, Register
-from orchestrator.types import KVEndpoint
+from connectors.push.wire import Endpoint, Hello, Ping, Pong, Register
 
 _RENEW_AFTER = 1 / 3  # of a registration's time
 # Between two repeats of what is not answered, at first and at most: a link may have lost it, or the answer.
@@ -217,7 +216,7 @@ class Waiting:
     """A decode request whose blocks wait for KV. Times are monotonic seconds."""
 
     order: Register
-    source: KVEndpoint
+    source: Endpoint
     deadline: float
     state: Inbox = Inbox.CONNECTING
     silent: bool = False  # it holds no blocks here, so the scheduler is not told how it ends

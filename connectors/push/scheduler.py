@@ -34,8 +34,7 @@ from connectors.push.metadata import (
     Started,
     Unused,
 )
-from connectors.push.wire import Register, Unregister
-from orchestrator.types import KVEndpoint, KVSource
+from connectors.push.wire import Endpoint, Register, Source, Unregister
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -74,7 +73,7 @@ class PushScheduler(NixlPushConnectorScheduler):
         parallel, key = vllm_config.parallel_config, handshake.public_key()
         ranks, stages = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
         shards = parallel.decode_context_parallel_size
-        self._endpoint = KVEndpoint(engine_id, host, self.side_channel_port, ranks, stages, shards, key)
+        self._endpoint = Endpoint(engine_id, host, self.side_channel_port, ranks, stages, shards, key)
         # What is known by position, and computed on one pipeline stage, is shipped as it grows. Anything else is
         # shipped whole, when vLLM hands over the final block lists. So is the KV of drafters that read several tokens
         # ahead: the last tokens of a chunk are not final. And so is that of a model whose prefill stops short of the
@@ -312,9 +311,9 @@ class PushScheduler(NixlPushConnectorScheduler):
             self._next.dead_engines.append(engine_id)
 
     def meet(self, given: dict[str, Any]) -> None:
-        """Connect with the engine of this `KVEndpoint`, given by its fields. The next step, which this call causes,
-        tells the worker half."""
-        peer = msgspec.convert(given, KVEndpoint)
+        """Connect with the engine of this `Endpoint`, given by its fields. The next step, which this call causes, tells
+        the worker half."""
+        peer = msgspec.convert(given, Endpoint)
         if peer.engine_id != self.engine_id and not self._is_dead(peer.engine_id):
             self._next.met.append(Met(peer, self._endpoint))
 
@@ -327,5 +326,5 @@ class PushScheduler(NixlPushConnectorScheduler):
         return self._next.has_news() or bool(self.lending.pinned)
 
 
-def _source(params: dict[str, Any]) -> KVSource:
-    return msgspec.convert(params["kv_source"], KVSource)
+def _source(params: dict[str, Any]) -> Source:
+    return msgspec.convert(params["kv_source"], Source)

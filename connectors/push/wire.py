@@ -9,16 +9,34 @@ from typing import ClassVar, Union
 
 import msgspec
 
-from orchestrator.types import KVEndpoint
-
-# Raise it with any change below, or of `KVEndpoint`: peers of another version are refused at the handshake and at each
-# message.
+# Raise it with any change below: peers of another version are refused at the handshake and at each message.
 VERSION = 11
 PREFIX = b"PDKV%d:" % VERSION
 
 
 class WireError(ValueError):
     """A notification that is no message of this protocol and version."""
+
+
+class Endpoint(msgspec.Struct, frozen=True):
+    """Where an engine answers NIXL handshakes. Has the fields of `orchestrator.types.KVEndpoint`. `engine_id` is unique
+    per process start."""
+
+    engine_id: str
+    host: str
+    port: int
+    tp_size: int = 1
+    pp_size: int = 1
+    shards: int = 1
+    key: str = ""
+
+
+class Source(msgspec.Struct, frozen=True):
+    """Where the KV of one request comes from: `kv_source` in a decode request's KV transfer parameters. Has the fields
+    of `orchestrator.types.KVSource`."""
+
+    endpoint: Endpoint
+    key: str  # the request's id in the prefill engine
 
 
 class Register(msgspec.Struct, tag="reg", frozen=True):
@@ -32,7 +50,7 @@ class Register(msgspec.Struct, tag="reg", frozen=True):
 
     stream: str  # the request's id in the prefill engine
     request: str  # the request's id in the decode engine
-    decode: KVEndpoint
+    decode: Endpoint
     blocks: list[list[int]]
     prompt_tokens: int
     valid_s: float = 0.0  # this and what follows are set when it is sent
@@ -50,7 +68,7 @@ class Unregister(msgspec.Struct, tag="unreg", frozen=True):
 
     stream: str
     request: str
-    decode: KVEndpoint
+    decode: Endpoint
 
 
 class _OfNoRequest(msgspec.Struct, frozen=True):
@@ -72,7 +90,7 @@ class Hello(_OfNoRequest, tag="hello", frozen=True):
 class Meet(_OfNoRequest, tag="meet", frozen=True):
     """To an engine that may exchange KV with `sender` later: connect with it now. Not answered."""
 
-    sender: KVEndpoint
+    sender: Endpoint
 
 
 class Ping(_OfNoRequest, tag="ping", frozen=True):

@@ -12,7 +12,6 @@ from typing import Protocol
 
 from connectors.push import wire
 from orchestrator.process.tasks import cancelled
-from orchestrator.types import KVEndpoint
 
 log = logging.getLogger("pd.sim")
 
@@ -50,7 +49,7 @@ class SimConnections:
         self._server = await asyncio.start_server(self._accept, host, port)
         return int(self._server.sockets[0].getsockname()[1])
 
-    def connect(self, peer: KVEndpoint) -> None:
+    def connect(self, peer: wire.Endpoint) -> None:
         """Connect to a peer. Reports `connected` or `unreachable`, after `CONNECT_TIMEOUT_S` at the latest."""
         if peer.engine_id in self._writers:
             self._events.connected(peer.engine_id)
@@ -79,7 +78,7 @@ class SimConnections:
             self._server.close()
         await cancelled(*self._tasks)
 
-    async def _hold(self, peer: KVEndpoint) -> None:
+    async def _hold(self, peer: wire.Endpoint) -> None:
         """Connect, and keep the connection until the other end closes it."""
         engine = peer.engine_id
         try:
@@ -101,7 +100,7 @@ class SimConnections:
             writer.close()
         self._events.lost(engine)
 
-    async def _open(self, peer: KVEndpoint) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    async def _open(self, peer: wire.Endpoint) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         """Connect, and exchange engine ids. Raises EOFError, OSError; ConnectionError if another engine answers."""
         async with asyncio.timeout(CONNECT_TIMEOUT_S):
             reader, writer = await asyncio.open_connection(peer.host, peer.port)

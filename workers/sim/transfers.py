@@ -12,11 +12,13 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
 
+import msgspec
+
 from connectors.push import actions as do
 from connectors.push import inbound, outbound, wire
 from orchestrator.config.settings import KVConfig
 from orchestrator.policy.predict.estimates import LINK_AGE_S, RecentMaximum
-from orchestrator.types import KVCounters, KVEndpoint
+from orchestrator.types import KVCounters, KVEndpoint, KVSource
 from workers.engine import Phase, link_rate
 from workers.sim.connections import SimConnections
 from workers.sim.request import SimRequest
@@ -35,7 +37,7 @@ class SimTransfers:
         self._connections = SimConnections(engine_id, self)
         self._inbound = inbound.Inbound(kv.transfer_timeout_s)
         self._outbound = outbound.Outbound(kv.transfer_timeout_s)
-        self._here = KVEndpoint(engine_id, "", 0)
+        self._here = wire.Endpoint(engine_id, "", 0)
         self._tick_s = min(_TICK_S, kv.transfer_timeout_s / _TICKS_PER_TIMEOUT)
         self._tick_timer: asyncio.TimerHandle | None = None
         self._handles = itertools.count(1)
@@ -48,7 +50,7 @@ class SimTransfers:
     async def listen(self, host: str, port: int, advertise: str) -> int:
         """Listen for peers, which connect to `advertise`. Returns the port. Raises OSError."""
         port = await self._connections.listen(host, port)
-        self._here = KVEndpoint(self._here.engine_id, advertise, port)
+        self._here = wire.Endpoint(self._here.engine_id, advertise, port)
         return port
 
     async def close(self) -> None:
@@ -78,7 +80,7 @@ class SimTransfers:
         # The simulated engine counts blocks and has no block ids: positions serve as ids.
         blocks = list(range(self._scheduler.blocks_for(len(request.prompt))))
         order = wire.Register(source.key, request.key, self._here, [blocks], len(request.prompt))
-        self._carry_out(self._inbound.register(order, source.endpoint, time.monotonic()))
+        self._carry_out(self._inbound.register(order, _endpoint(source), time.monotonic()))
 
     def start(self, request: SimRequest) -> None:
         """Called when a prefill is scheduled for the first time."""
@@ -135,7 +137,7 @@ class SimTransfers:
             self._scheduler.forget(request)
             if source is not None:
                 order = wire.Unregister(source.key, request.key, self._here)
-                self._carry_out(self._inbound.release_unused(order, source.endpoint, now))
+                self._carry_out(self._inbound.release_unused(order, _endpoint(source), now))
 
     def fail_peer(self, engine: str) -> None:
         """Called when the fleet has found `engine` dead."""
@@ -144,7 +146,7 @@ class SimTransfers:
         self._carry_out(self._outbound.declared_dead(engine, now))
 
     def meet(self, peer: KVEndpoint) -> None:
-        self._carry_out([do.Connect(peer)])
+        self._carry_out([do.Connect(msgspec.convert(peer, wire.Endpoint, from_attributes=True))])
 
     # ---- from the connections ----------------------------------------------------------------------------------
 
@@ -263,3 +265,7 @@ class SimTransfers:
         now = time.monotonic()
         self._carry_out(self._inbound.tick(now))
         self._carry_out(self._outbound.tick(now))
+
+
+def _endpoint(source: KVSource) -> wire.Endpoint:
+    return msgspec.convert(source.endpoint, wire.Endpoint, from_attributes=True)

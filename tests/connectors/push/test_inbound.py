@@ -6,11 +6,10 @@ import pytest
 from connectors.push.actions import Connect, Cut, Finish, Send
 from connectors.push.inbound import Inbound
 from connectors.push.states import INBOX, INBOX_ENDS, Inbox, InboxEvent
-from connectors.push.wire import Register, Unregister
-from orchestrator.types import KVEndpoint
+from connectors.push.wire import Endpoint, Register, Unregister
 
-HERE = KVEndpoint("D", "host", 1)
-SOURCE = KVEndpoint("P", "host", 2)
+HERE = Endpoint("D", "host", 1)
+SOURCE = Endpoint("P", "host", 2)
 ORDER = Register("s", "r", HERE, [[1, 2]], 50)
 BACK = Unregister("s", "r", HERE)
 
@@ -242,9 +241,7 @@ def test_the_repeats_of_many_requests_to_a_silent_peer_are_spread_over_turns() -
 def test_long_dead_engines_are_forgotten(end: Inbound) -> None:
     for number in range(1000):
         end.declared_dead(f"engine-{number}", float(number))
-    assert end.register(ORDER, KVEndpoint("engine-0", "host", 3), 1000.0)[0] == Connect(
-        KVEndpoint("engine-0", "host", 3)
-    )
+    assert end.register(ORDER, Endpoint("engine-0", "host", 3), 1000.0)[0] == Connect(Endpoint("engine-0", "host", 3))
     assert len(end._dead) <= 16
 
 

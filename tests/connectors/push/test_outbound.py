@@ -9,11 +9,10 @@ from support_transfers import DeviceEvent
 from connectors.push.actions import Chunk, Connect, Ended, Post, Release, Tell
 from connectors.push.outbound import Outbound
 from connectors.push.states import STREAM, STREAM_ENDS, Stream, StreamEvent
-from connectors.push.wire import Computing, Gone, Hello, Landed, Register, Unregister
-from orchestrator.types import KVEndpoint
+from connectors.push.wire import Computing, Endpoint, Gone, Hello, Landed, Register, Unregister
 
-DECODE = KVEndpoint("D", "host", 1)
-OTHER = KVEndpoint("D2", "host", 2)
+DECODE = Endpoint("D", "host", 1)
+OTHER = Endpoint("D2", "host", 2)
 ORDER = Register("s", "r", DECODE, [[10, 11, 12, 13]], 100, valid_s=30.0, epoch=1)
 ORDER_OF_OTHER = Register("s", "r2", OTHER, [[5, 6, 7, 8]], 100, valid_s=30.0, epoch=1)
 BACK = Unregister("s", "r", DECODE)

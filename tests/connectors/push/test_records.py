@@ -5,8 +5,7 @@ import pytest
 from connectors.push.actions import Chunk, Ended
 from connectors.push.records import PushStream
 from connectors.push.states import Stream
-from connectors.push.wire import Register
-from orchestrator.types import KVEndpoint
+from connectors.push.wire import Endpoint, Register
 
 
 def chunk(start: int, blocks: int, *regions: int, whole: bool = False) -> Chunk:
@@ -38,7 +37,7 @@ def test_stream_is_covered_once_all_regions_are_shipped(chunks: list[Chunk], cov
 
 
 def test_a_registration_is_extended_never_shortened_and_not_revived() -> None:
-    order = Register("s", "r", KVEndpoint("D", "host", 1), [[1]], 10, valid_s=30.0)
+    order = Register("s", "r", Endpoint("D", "host", 1), [[1]], 10, valid_s=30.0)
     stream = PushStream("s", Stream.STREAMING, order=order)
     stream.validate(order, 100.0)
     assert (stream.valid_until, stream.renew_at) == (130.0, 110.0)

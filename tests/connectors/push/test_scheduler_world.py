@@ -214,7 +214,7 @@ class World:
         self.prefixes = [[self.random.randrange(60, 500) for _ in range(length)] for length in (48, 100, 160)]
 
     def act(self) -> None:
-        from orchestrator.types import KVEndpoint, KVSource
+        from connectors.push.wire import Endpoint, Source
 
         draw, key = self.random, f"r{next(self.numbers)}"
         prefill, decode = draw.sample(list(self.engines.values()), 2)
@@ -224,7 +224,7 @@ class World:
         adapter, tokens = draw.choice([0, 0, 1, 2]), draw.choice([1, 2, 5, 40])
         match draw.choice(["remote", "remote", "local", "abort"]):
             case "remote":
-                source = msgspec.to_builtins(KVSource(KVEndpoint(prefill.name, "h", 1), f"{key}p"))
+                source = msgspec.to_builtins(Source(Endpoint(prefill.name, "h", 1), f"{key}p"))
                 decode.add(f"{key}d", prompt, adapter, tokens, RECEIVE | {"kv_source": source})
                 if draw.random() < 0.6:  # else it has crashed
                     prefill.add(f"{key}p", prompt, adapter, 1, SEND | {"do_remote_prefill": False})

@@ -26,11 +26,10 @@ from connectors.push.metadata import (
     Reserved,
     Started,
 )
-from orchestrator.types import KVEndpoint
 
 pytestmark = pytest.mark.vllm
 
-DECODE = KVEndpoint("D", "host", 1, 4)
+DECODE = wire.Endpoint("D", "host", 1, 4)
 FORWARD = object()  # a forward pass
 
 
@@ -39,11 +38,11 @@ def push() -> Any:
     return pytest.importorskip("support_push")  # imports vLLM, which takes seconds
 
 
-def order(stream: str, *blocks: int, decode: KVEndpoint = DECODE) -> wire.Register:
+def order(stream: str, *blocks: int, decode: wire.Endpoint = DECODE) -> wire.Register:
     return wire.Register(stream, f"r-{stream}", decode, [list(blocks)], 32, valid_s=30.0)
 
 
-def prefill(worker: Any, stream: str, decode: KVEndpoint = DECODE) -> None:
+def prefill(worker: Any, stream: str, decode: wire.Endpoint = DECODE) -> None:
     """Prefill `stream` of two blocks in one step."""
     worker.step(started=[Started(stream, 2, 32)])
     for agent in worker._agents(decode.engine_id).values() or (f"{decode.engine_id}/0",):
@@ -106,7 +105,7 @@ def test_several_ranks_push_to_one_of_a_decode_engine_with_fewer(push: Any) -> N
     """Rank 3 of 4 has half of the heads of decode's rank 1 of 2, which waits for rank 2 as well."""
     worker = push.FakeWorker(3, 4)
     worker.know("D", 2, [1])
-    decode = KVEndpoint("D", "host", 1, 2)
+    decode = wire.Endpoint("D", "host", 1, 2)
     worker.step(started=[Started("s", 2, 32)])
     worker.hear("D/1", order("s", 7, 8, decode=decode))
     worker.step(computed=[Computed("s", 0, 0, ((1, 2),), True)], finished=[Finished("s", True, True)])
@@ -220,7 +219,7 @@ def test_vllms_own_completion_notice_ends_nothing(push: Any) -> None:
     """It comes even when the prefill worker gave its blocks back with the WRITE in flight."""
     worker = push.FakeWorker(0, 2)
     worker.know("P2", 2, [0])
-    source = KVEndpoint("P2", "host", 2, 2)
+    source = wire.Endpoint("P2", "host", 2, 2)
     worker.step(reserved=[Reserved(order("s", 7, 8), source)])
     assert len(worker.nixl_wrapper.told()) == 1
     worker.nixl_wrapper.heard["P2/0"] = [b"r-s:2"]
@@ -235,7 +234,7 @@ def test_a_write_that_ends_after_a_preemption_does_not_count(push: Any) -> None:
     """Its blocks are given to others in the step that begins with the preemption."""
     worker = push.FakeWorker(0, 2)
     worker.know("D", 2, [0])
-    decode = KVEndpoint("D", "host", 1, 2)
+    decode = wire.Endpoint("D", "host", 1, 2)
     worker.step(started=[Started("s", 2, 32)])
     worker.hear("D/0", order("s", 7, 8, decode=decode))
     worker.step(computed=[Computed("s", 0, 0, ((1, 2),), True)])
@@ -259,7 +258,7 @@ def test_a_write_that_ends_after_a_preemption_does_not_count(push: Any) -> None:
 
 def test_an_engine_that_was_met_needs_no_handshake_for_its_first_request(push: Any) -> None:
     """It has had `Hello`, so its first registration names the connection."""
-    worker, near, here = push.FakeWorker(0, 1), KVEndpoint("D", "host", 1, 1), KVEndpoint("P", "host", 2, 1)
+    worker, near, here = push.FakeWorker(0, 1), wire.Endpoint("D", "host", 1, 1), wire.Endpoint("P", "host", 2, 1)
     worker.handshakes = [None]
     worker.step(met=[Met(near, here)])
     worker.turn()
@@ -286,7 +285,7 @@ def test_an_engine_that_is_told_of_another_connects_with_it(push: Any) -> None:
 
 def test_decode_looks_less_often_the_longer_it_waits(push: Any, monkeypatch: Any) -> None:
     """Each look costs CPU time of the model; one that comes 1% of the wait late does not matter."""
-    worker, source = push.FakeWorker(0, 1), KVEndpoint("P2", "host", 1, 1)
+    worker, source = push.FakeWorker(0, 1), wire.Endpoint("P2", "host", 1, 1)
     worker.know("P2", 1, [0])
     worker.step(reserved=[Reserved(order("old", 7), source)])
     began = worker._inbound.registered_at
@@ -306,7 +305,7 @@ def test_however_many_ask_to_meet_a_transfer_connects_beyond_the_bound(push: Any
 
     worker = push.FakeWorker(0, 1)
     worker.handshakes = [None] * (MEET_MOST + 1)
-    strangers = [KVEndpoint(f"S{number}", "host", 1, 1) for number in range(2 * MEET_MOST)]
+    strangers = [wire.Endpoint(f"S{number}", "host", 1, 1) for number in range(2 * MEET_MOST)]
     worker.hear("S0/0", *(wire.Meet(peer) for peer in strangers))
     assert len(worker.handshakes) == 1 and len(worker._endpoints) == MEET_MOST
     worker.step(reserved=[Reserved(order("s", 7, 8), strangers[-1])])
@@ -317,7 +316,7 @@ def test_a_write_is_looked_after_each_millisecond_also_while_prefill_computes(pu
     """Without a progress thread NIXL moves on only when it is asked."""
     worker = push.FakeWorker(0, 1)
     worker.know("D", 1, [0])
-    near = KVEndpoint("D", "host", 1, 1)
+    near = wire.Endpoint("D", "host", 1, 1)
     worker.step(started=[Started("s", 2, 32)])
     worker.hear("D/0", order("s", 7, 8, decode=near))
     assert worker._poll_s() == 0.004
@@ -343,7 +342,7 @@ def equal(push: Any) -> Any:
     return worker
 
 
-NEAR = KVEndpoint("D", "host", 1, 1)
+NEAR = wire.Endpoint("D", "host", 1, 1)
 
 
 def test_after_a_write_failed_on_a_cut_link_the_next_request_is_transferred(equal: Any) -> None:
@@ -362,7 +361,7 @@ def test_what_is_said_over_a_new_connection_leaves_at_once_though_nothing_else_i
     """UCX sends it when both ends have looked a few times, and a lost connection is dropped by a turn of the thread."""
     worker = push.FakeWorker(0, 1)
     worker.handshakes = [None]
-    worker.step(met=[Met(NEAR, KVEndpoint("P", "host", 2, 1))])
+    worker.step(met=[Met(NEAR, wire.Endpoint("P", "host", 2, 1))])
     worker.turn()
     assert not worker._outbound.busy and worker._poll_s() == 0.004
     worker._connected_at = 0.0
@@ -454,7 +453,7 @@ def test_a_failed_write_that_nixl_keeps_is_told_of_once(equal: Any, caplog: Any,
     assert nixl.removed == ["D/0"] and equal._failed == set()
 
 
-SOURCE = KVEndpoint("P2", "host", 2, 1)
+SOURCE = wire.Endpoint("P2", "host", 2, 1)
 
 
 @pytest.fixture
@@ -492,7 +491,7 @@ def test_kv_that_has_arrived_counts_though_its_sender_is_disconnected_before_the
 def test_a_rank_reports_what_it_has_given_up_and_how_many_blocks_wait_for_a_silent_peer(push: Any) -> None:
     worker = push.FakeWorker(0, 2)
     worker.handshakes = [zmq.Again(), None]
-    peer = KVEndpoint("P2", "host", 2, 2)
+    peer = wire.Endpoint("P2", "host", 2, 2)
     worker.step(reserved=[Reserved(order("s", 7, 8), peer)])
     worker.get_transfer_results()
     assert worker.reports.take() == RankReport(unreceived=frozenset({"r-s"}))
@@ -526,7 +525,7 @@ def test_what_could_not_be_said_to_an_engine_that_is_gone_ends_no_later_handshak
     worker._engine_last_active = dict.fromkeys(worker._engine_last_active, -7200.0)
     worker.nixl_wrapper.told()
     worker.handshakes = [None]
-    worker.step(reserved=[Reserved(order("t", 7, 8), KVEndpoint("P3", "host", 3, 1))])
+    worker.step(reserved=[Reserved(order("t", 7, 8), wire.Endpoint("P3", "host", 3, 1))])
     worker.turn()
     assert [message.stream for message in worker.nixl_wrapper.told()] == ["t"]
 
@@ -538,14 +537,14 @@ def test_a_lost_engine_that_was_not_used_for_an_hour_is_connected_anew(equal: An
     equal._engine_last_active["D"] -= 7200.0
     equal._lose("D", "its kernel says so")
     equal.handshakes = [None, None]
-    equal.step(met=[Met(KVEndpoint("P2", "host", 2, 1), None)])
+    equal.step(met=[Met(wire.Endpoint("P2", "host", 2, 1), None)])
     equal.turn()
     assert equal.handshakes == [] and set(equal._remote_agents) == {"D", "P2"}
 
 
 def test_a_handshake_that_raises_is_tried_again(push: Any) -> None:
     worker = push.FakeWorker(0, 1)
-    source = KVEndpoint("P2", "host", 2, 1)
+    source = wire.Endpoint("P2", "host", 2, 1)
     worker.handshakes = []  # it will raise
     worker.step(reserved=[Reserved(order("s", 7, 8), source)])
     assert worker.get_transfer_results() == ended(failed="r-s")
@@ -629,7 +628,7 @@ def test_a_handshake_that_ends_at_once_has_ended_for_vllm_before_anybody_hears_o
     monkeypatch.setattr(vllms, "_nixl_handshake", fail)
     monkeypatch.setattr(worker, "_ensure_handshake", begin)
     monkeypatch.setattr(worker, "_handshake_done", lambda *args: heard.put("P2" in worker._handshake_futures))
-    worker.step(reserved=[Reserved(order("s", 7, 8), KVEndpoint("P2", "host", 2, 1))])
+    worker.step(reserved=[Reserved(order("s", 7, 8), wire.Endpoint("P2", "host", 2, 1))])
     lock.__exit__()
     assert not heard.get(timeout=DEADLINE_S)
 
@@ -747,7 +746,7 @@ def test_where_no_checksum_can_be_made_decode_hears_it_unsigned(equal: Any, monk
 def test_decode_begins_when_the_checksum_of_what_came_is_known(push: Any, late: Any, digest: int) -> None:
     worker = push.FakeWorker(0, 1)
     worker.know("P2", 1, [0])
-    worker.step(reserved=[Reserved(order("s", 8, 7), KVEndpoint("P2", "host", 2, 1))])
+    worker.step(reserved=[Reserved(order("s", 8, 7), wire.Endpoint("P2", "host", 2, 1))])
     worker.hear("P2/0", wire.Landed("r-s", digest))
     assert late.of == [[[7, 8]]]
     assert worker.get_transfer_results() == ended()
@@ -759,7 +758,7 @@ def test_decode_begins_when_the_checksum_of_what_came_is_known(push: Any, late: 
 def test_checksum_of_freed_blocks_is_ignored(push: Any, late: Any) -> None:
     worker = push.FakeWorker(0, 1)
     worker.know("P2", 1, [0])
-    worker.step(reserved=[Reserved(order("s", 7, 8), KVEndpoint("P2", "host", 2, 1))])
+    worker.step(reserved=[Reserved(order("s", 7, 8), wire.Endpoint("P2", "host", 2, 1))])
     worker.hear("P2/0", wire.Landed("r-s", 8))
     worker.step(withdrawn={"r-s": "aborted"})
     worker.hear("P2/0", wire.Gone("r-s", "withdrawn by decode"))

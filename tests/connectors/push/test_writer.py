@@ -5,8 +5,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 
 from connectors.push.actions import Chunk, Post
-from connectors.push.wire import Register
-from orchestrator.types import KVEndpoint
+from connectors.push.wire import Endpoint, Register
 
 pytestmark = pytest.mark.vllm
 
@@ -47,7 +46,7 @@ def test_each_group_goes_into_its_regions(
         src_xfer_handles_by_block_size={16: "mine"},
         nixl_wrapper=nixl,
     )
-    order = Register("s", "r", KVEndpoint("D", "host", 1), [[14, 13], [16]], 64)
+    order = Register("s", "r", Endpoint("D", "host", 1), [[14, 13], [16]], 64)
     recorded: list[object] = []
     writer.post_chunks(worker, Post("s", order, (Chunk(2, ((4, 3), (0, 6))),), 4), recorded.append)
     assert posted == [(mine, theirs)] and len(recorded) == 1, "upwards, for NIXL to join neighbours"
@@ -56,7 +55,7 @@ def test_each_group_goes_into_its_regions(
 
 
 def test_a_streamed_prompt_is_sent_whole_to_an_engine_of_other_ranks(writer: ModuleType) -> None:
-    order = Register("s", "r", KVEndpoint("D", "host", 1), [[11, 12, 13], [16]], 48)
+    order = Register("s", "r", Endpoint("D", "host", 1), [[11, 12, 13], [16]], 48)
     post = Post("s", order, (Chunk(0, ((1, 2), (0, 0))), Chunk(2, ((3,), (6,)))), 3)
     assert writer._all_blocks(post) == ([1, 2, 3], [6])
 

@@ -13,11 +13,10 @@ from connectors.push import wire
 from connectors.push.blocks.chunks import StepLayers
 from connectors.push.metadata import Computed, Finished, PushMetadata
 from connectors.wake import MessageEvent
-from orchestrator.types import KVEndpoint
 
 pytestmark = pytest.mark.vllm
 
-DECODE = KVEndpoint("D", "host", 1)
+DECODE = wire.Endpoint("D", "host", 1)
 FORWARD = object()  # a forward pass
 AGENT = "D/0"
 SOON_S = 5.0  # a turn of the thread takes milliseconds

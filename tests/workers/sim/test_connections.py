@@ -8,7 +8,6 @@ from support_sim import SimFixture, collect, request_of
 from support_wait import until
 
 from connectors.push import wire
-from orchestrator.types import KVEndpoint
 from workers.sim import connections
 from workers.sim.connections import SimConnections
 
@@ -35,8 +34,8 @@ class End:
     def received(self, engine: str, data: bytes) -> None:
         self.messages.append((engine, wire.parse(data)))
 
-    def endpoint(self, engine: str | None = None) -> KVEndpoint:
-        return KVEndpoint(engine or self.engine, "127.0.0.1", self.port)
+    def endpoint(self, engine: str | None = None) -> wire.Endpoint:
+        return wire.Endpoint(engine or self.engine, "127.0.0.1", self.port)
 
 
 @pytest.fixture
@@ -87,7 +86,7 @@ async def test_other_engine_at_address_is_refused(pair: tuple[End, End]) -> None
 @pytest.mark.parametrize(("host", "port"), [("127.0.0.1", 1 << 20), ("x" * 70, 1)])
 async def test_peer_that_names_no_address_is_unreachable(pair: tuple[End, End], host: str, port: int) -> None:
     one, _ = pair
-    one.connections.connect(KVEndpoint("odd", host, port))
+    one.connections.connect(wire.Endpoint("odd", host, port))
     await until(lambda: one.events)
     assert one.events[0][:2] == ("unreachable", "odd")
 
@@ -97,7 +96,7 @@ async def test_silent_peer_is_given_up(pair: tuple[End, End], monkeypatch: pytes
     accepted: list[asyncio.StreamWriter] = []
     silent = await asyncio.start_server(lambda reader, writer: accepted.append(writer), "127.0.0.1", 0)
     one, _ = pair
-    one.connections.connect(KVEndpoint("silent", "127.0.0.1", silent.sockets[0].getsockname()[1]))
+    one.connections.connect(wire.Endpoint("silent", "127.0.0.1", silent.sockets[0].getsockname()[1]))
     await until(lambda: one.events)
     ((event, _, why),) = one.events
     assert event == "unreachable" and why.endswith("no answer")

@@ -4,8 +4,7 @@ import pytest
 
 from connectors.push.actions import Chunk, Post
 from connectors.push.blocks.chunks import LayoutError, pair_blocks, pairs_of
-from connectors.push.wire import Register
-from orchestrator.types import KVEndpoint
+from connectors.push.wire import Endpoint, Register
 
 
 def chunk(start: int, *blocks: int) -> Chunk:
@@ -47,9 +46,9 @@ def test_blocks_that_do_not_line_up_are_refused() -> None:
 
 
 def test_blocks_pair_by_position_or_from_the_end() -> None:
-    order = Register("s", "r", KVEndpoint("D", "host", 1), [[13, 14]], 64)
+    order = Register("s", "r", Endpoint("D", "host", 1), [[13, 14]], 64)
     by_position = Post("s", order, (chunk(0, 1, 2), chunk(2, 3, 4)), 4)
     assert pairs_of(by_position) == [([3, 4], [13, 14])]
-    both = Register("s", "r", KVEndpoint("D", "host", 1), [[13, 14], [15]], 64)
+    both = Register("s", "r", Endpoint("D", "host", 1), [[13, 14], [15]], 64)
     whole = Post("s", both, (Chunk(0, ((1, 2, 3, 4), (5, 6)), whole=True),), 4)
     assert pairs_of(whole) == [([3, 4], [13, 14]), ([6], [15])]

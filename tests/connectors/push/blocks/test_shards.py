@@ -13,8 +13,7 @@ import pytest
 
 from connectors.push.actions import Chunk
 from connectors.push.blocks.chunks import Shard, pair_blocks
-from connectors.push.wire import Landed, Register
-from orchestrator.types import KVEndpoint
+from connectors.push.wire import Endpoint, Landed, Register
 
 pytestmark = pytest.mark.vllm
 
@@ -116,7 +115,7 @@ def test_what_a_rank_writes_to(
 
 
 TOTAL, RANKS = 10, 4  # blocks of the prompt, the last one not full; ranks of decode
-ORDER = Register("s", "r", KVEndpoint("D", "host", 1, RANKS), [[21, 20]], 16 * TOTAL - 11)  # its first block is cached
+ORDER = Register("s", "r", Endpoint("D", "host", 1, RANKS), [[21, 20]], 16 * TOTAL - 11)  # its first block is cached
 
 
 class Crc:
@@ -145,7 +144,7 @@ def test_each_rank_of_decode_compares_what_it_has_got(monkeypatch: pytest.Monkey
         decode = push.FakeWorker(rank, RANKS)
         decode.dcp_size, decode.dcp_rank, decode.memory = RANKS, rank, {20: b"old", 21: b"old"}
         decode.know("P2", 1, [0])
-        decode.step(reserved=[Reserved(ORDER, KVEndpoint("P2", "host", 2, 1))])
+        decode.step(reserved=[Reserved(ORDER, Endpoint("P2", "host", 2, 1))])
         decodes.append(decode)
         prefill.hear(f"D/{rank}", msgspec.structs.replace(ORDER, valid_s=60.0, epoch=1))
     blocks = tuple(range(1, TOTAL + 1))
