@@ -13,7 +13,7 @@ import msgspec
 import pytest
 from support_redis import Server, fresh_namespace, worker
 from support_steering import set_desired
-from support_wait import until
+from support_wait import DEADLINE_S, until
 
 from orchestrator.config.models import namespace_of
 from orchestrator.config.settings import Config, LauncherConfig, Refused, ScaleConfig, parse_config
@@ -172,7 +172,7 @@ async def test_a_launcher_that_starts_where_nothing_is_set_or_all_have_left_wait
     await launcher._list_models(redis, {"": config}, {})  # a launcher is there
     await registry.leave_launcher("other/1/1")
     await redis.delete(registry.keys.prefix + "begun")  # an hour after the last one joined
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(DEADLINE_S):
         await launcher._list_models(redis, {"": config}, {})
 
 
