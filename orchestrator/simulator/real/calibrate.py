@@ -50,8 +50,8 @@ class Measured(msgspec.Struct, frozen=True):
 async def measure_profile(
     target: Target, lengths: Sequence[int], say: Callable[[str], None], workers: int = 1
 ) -> Measured:
-    """Measure a server of so many workers. Every figure is a median, and every prompt is new, so that none is cached.
-    Raises MeasureError."""
+    """Measure a server of so many workers. Every figure but `crowded` is a median, and every prompt is new, so that
+    none is cached. Raises MeasureError."""
     seed, prompts = 0, Prompts()
 
     def fresh(tokens: int) -> list[int]:
@@ -62,11 +62,14 @@ async def measure_profile(
     async def ttft(length: int) -> list[float]:
         return [(await target.complete(fresh(length), 1)).ttft_s]
 
-    async def gaps(batch: int, length: int) -> list[float]:
+    async def gaps_by_sequence(batch: int, length: int) -> list[list[float]]:
         asked = [fresh(length) for _ in range(batch)]
         timings = await asyncio.gather(*(target.complete(prompt, DECODE_TOKENS) for prompt in asked))
         # Without the first quarter of the gaps, which contains the prefills of the others.
-        return [gap for timing in timings for gap in timing.gaps_s[len(timing.gaps_s) // 4 :]]
+        return [timing.gaps_s[len(timing.gaps_s) // 4 :] for timing in timings]
+
+    async def gaps(batch: int, length: int) -> list[float]:
+        return [gap_s for of_one in await gaps_by_sequence(batch, length) for gap_s in of_one]
 
     await _median(partial(gaps, 1, SHORT_PROMPT))  # lets the server compile, allocate and connect
     by_length = []
@@ -85,11 +88,13 @@ async def measure_profile(
     async def slowed(computing: int) -> list[float]:
         # In turns: a shared machine changes within seconds by more than neighbours do.
         alone_s = statistics.median(await gaps(1, SHORT_PROMPT))
-        return [statistics.median(await gaps(computing, SHORT_PROMPT)) / max(1e-6, alone_s)]
+        together = await gaps_by_sequence(computing, SHORT_PROMPT)
+        return [statistics.median(of_one) / max(1e-6, alone_s) for of_one in together if of_one]
 
     crowded: list[float] = []
     for computing in range(2, workers + 1):  # the router gives each of so many workers one
-        crowded.append(await _median(partial(slowed, computing), 2 * REPEATS - 1))
+        # The mean, of other workers each time: two on one core take twice as long, and two on two cores do not.
+        crowded.append(statistics.fmean(await _found(partial(slowed, computing), 2 * workers)))
         say(f"while {computing} workers compute: {crowded[-1]:.2f} times as long")
     steps_s: list[float] = []
 
@@ -135,7 +140,12 @@ async def _beside(target: Target, running: list[list[int]], prompt: list[int], b
 
 
 async def _median(measure: Callable[[], Awaitable[list[float]]], at_least: int = 1) -> float:
-    """The median of what so many measurements find, and as many more as begin within MEASURE_S. Raises MeasureError."""
+    """Raises MeasureError."""
+    return statistics.median(await _found(measure, at_least))
+
+
+async def _found(measure: Callable[[], Awaitable[list[float]]], at_least: int) -> list[float]:
+    """What so many measurements find, and as many more as begin within MEASURE_S. Raises MeasureError."""
     found, until = [], time.monotonic() + MEASURE_S
     while at_least > 0 or time.monotonic() < until:
         await asyncio.sleep(PAUSE_S)
@@ -143,7 +153,7 @@ async def _median(measure: Callable[[], Awaitable[list[float]]], at_least: int =
         at_least -= 1
     if not found:
         raise MeasureError(_IN_ONE_PIECE)
-    return statistics.median(found)
+    return found
 
 
 def fit_profile(measured: Measured, base: Profile, name: str, origin: str) -> Profile:

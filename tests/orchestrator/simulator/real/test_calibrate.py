@@ -125,6 +125,33 @@ async def test_workers_are_measured_beside_each_other(monkeypatch):
     assert measured.contexts[0][1] == pytest.approx(0.01) and measured.ttft[1][1] == pytest.approx(0.0064)
 
 
+async def test_workers_that_share_a_core_count_as_often_as_they_are_met(monkeypatch):
+    """Four workers, two for each core, which are chosen in turn: of the pairs a third slows each other twice."""
+    pairs = itertools.cycle([(0, 1), (0, 2), (0, 3), (1, 2), (1, 3), (2, 3)])
+    waiting = []
+
+    class TwoCores:
+        async def complete(self, prompt, output_tokens):
+            together = asyncio.get_running_loop().create_future()
+            waiting.append(together)
+            await asyncio.sleep(0)
+            if not together.done():  # the first of those that were sent together
+                chosen = next(pairs) if len(waiting) == 2 else range(len(waiting))
+                busy = [worker % 2 for worker in chosen]
+                for core, each in zip(busy, waiting, strict=True):
+                    each.set_result(busy.count(core))
+                waiting.clear()
+            gaps = [0.01 * await together] * (output_tokens - 1)
+            return Timing(len(prompt), output_tokens, 1e-4 * len(prompt), 0.0, gaps)
+
+    monkeypatch.setattr(calibrate, "PAUSE_S", 0.0)
+    monkeypatch.setattr(calibrate, "MEASURE_S", 0.0)
+    measured = await calibrate.measure_profile(TwoCores(), [32, 64], say=lambda line: None, workers=4)
+    # Two of three in the same way each time: the median would be 1 or 2.
+    assert measured.crowded[0] == pytest.approx(4 / 3, abs=0.1)
+    assert measured.crowded[1:] == (pytest.approx(5 / 3), pytest.approx(2.0))
+
+
 async def test_an_answer_in_one_piece_is_refused(monkeypatch):
     """As from a server whose events a proxy holds back."""
 
