@@ -94,8 +94,8 @@ class Predictor:
 
     def placed_remotely(self, tokens: int) -> None:
         """Take note that the decision was for a remote prefill of so many tokens."""
-        self._put_on_trial(self._pool)
-        self.prefill_line = self._line(self._pool)
+        if self._put_on_trial(self._pool):
+            self.prefill_line = self._line(self._pool)
         self._put_on_trial(self._transfer)
         self._put_on_trial(self._wait.get(tokens.bit_length()), len(self._wait))
 
@@ -104,9 +104,10 @@ class Predictor:
         self._put_on_trial(self._local.get(worker_id), len(self._local))
         self._put_on_trial(self._itl.get(worker_id), len(self._itl))
 
-    def _put_on_trial(self, estimate: Estimate | None, kinds: int = 1) -> None:
-        if estimate is not None:
-            estimate.put_on_trial(self._now, self._decisions, kinds)
+    def _put_on_trial(self, estimate: Estimate | None, kinds: int = 1) -> bool:
+        if estimate is None or self._now - estimate.renewed_at < STALE_S:
+            return False
+        return estimate.put_on_trial(self._now, self._decisions, kinds)
 
     # ---- measured --------------------------------------------------------------------------------------------
 
@@ -227,17 +228,19 @@ class Predictor:
 
     def transfer_error_s(self, tokens: int) -> float:
         """The mean error (seconds) of the predicted time of a KV transfer of this many tokens."""
-        if self._is_stale(self._transfer):
-            fixed_s, s_per_token = self._transfer.prior
-            return fixed_s + s_per_token * tokens
-        return self._transfer.error_at(tokens)
+        fit = self._transfer
+        if self._now - fit.renewed_at < STALE_S or not self._is_stale(fit):
+            return fit.error_at(tokens)
+        fixed_s, s_per_token = fit.prior
+        return fixed_s + s_per_token * tokens
 
     def _is_stale(self, estimate: Estimate, kinds: int = 1) -> bool:
         return estimate.is_stale(self._now, self._decisions, kinds)
 
     def _line(self, fit: LineFit) -> tuple[float, float]:
         """Intercept and slope to predict by."""
-        return fit.prior if fit.is_stale(self._now, self._decisions) else (fit.intercept, fit.slope)
+        fresh = self._now - fit.renewed_at < STALE_S or not self._is_stale(fit)
+        return (fit.intercept, fit.slope) if fresh else fit.prior
 
     def itl_s(self, worker_id: str) -> float:
         smoothed = self._itl.get(worker_id)
