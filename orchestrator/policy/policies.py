@@ -339,5 +339,5 @@ def delay_s(
 
     Each step of `priority`, up to `MAX_STEPS`, adds one TTFT objective; lower numbers are more important, as in vLLM.
     """
-    steps = max(-MAX_STEPS, min(MAX_STEPS, priority))
+    steps = max(-MAX_STEPS, min(MAX_STEPS, priority)) if priority else 0
     return weight * compute_s + steps * ttft_slo_s
