@@ -86,7 +86,11 @@ class Candidates(msgspec.Struct, frozen=True):
     """The workers among which a placement chooses."""
 
     decode: list[Candidate]
-    cached_at_prefill: dict[str, int]  # prompt tokens, by prefill worker, of the few that have most
+    cached_at_prefill: dict[str, int]  # prompt tokens, by prefill worker, of the few that have most, most first
+
+    @property
+    def most_at_prefill(self) -> int:
+        return next(iter(self.cached_at_prefill.values()), 0)
 
 
 class Fleet:

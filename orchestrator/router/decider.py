@@ -96,7 +96,7 @@ class Decider:
         found = self._fleet.candidates(active.avoid, hits, adapter=info.adapter)
         cached_at_prefill, candidates = found.cached_at_prefill, self._priced(info.adapter, found.decode)
         saved, adapter_tokens = self._adapter_at_prefill(info.adapter)
-        pool = self._prefill_pool(max(cached_at_prefill.values(), default=0), blocked, adapter_tokens)
+        pool = self._prefill_pool(found.most_at_prefill, blocked, adapter_tokens)
         new, counted = active.attempt == 1, active.placed is not None
         placement = self._policies.decide(info, candidates, pool, time.monotonic(), admission=new, counted=counted)
         decision = placement.decision
@@ -164,9 +164,9 @@ class Decider:
     def _waiting(self, active: ActiveRequest, uncached_tokens: int) -> Waiting:
         info, hits = active.parsed.info, self._prefixes.look_up(active.parsed.prefix_keys)
         found = self._fleet.candidates(active.avoid, hits, adapter=info.adapter)
-        cached_tokens = max(found.cached_at_prefill.values(), default=0)
+        cached_tokens, candidates = found.most_at_prefill, self._priced(info.adapter, found.decode)
         _, adapter_tokens = self._adapter_at_prefill(info.adapter)
-        return Waiting(info, uncached_tokens, self._priced(info.adapter, found.decode), cached_tokens, adapter_tokens)
+        return Waiting(info, uncached_tokens, candidates, cached_tokens, adapter_tokens)
 
     def bind(self, active: ActiveRequest, domain: str) -> Candidate | None:
         """The decode worker for a request whose prefill begins now on a prefill worker of this domain, by the latest
