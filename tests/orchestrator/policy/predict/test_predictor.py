@@ -110,6 +110,7 @@ def test_one_request_tries_a_stale_estimate():
     predictor = learned()
     predictor.begin(STALE_S)
     predictor.placed_remotely(1000)
+    assert remote_s(predictor) == pytest.approx(15), "what else is predicted for it"
     predictor.placed_locally("d")
     for _ in range(STALE_DECISIONS - 1):
         predictor.begin(2 * STALE_S)
