@@ -153,7 +153,8 @@ def bench_decision(results: dict[str, Any]) -> None:
             decided, updated = [], []
             for number in islice(numbers, 20_000):
                 info = RequestInfo(f"r{number}", 12_001, 4096, 0.0)
-                request = ActiveRequest(ParsedRequest(info, [], "", True, rng.choice(prompts)), 0.0)
+                keys = [key + 0 for key in rng.choice(prompts)]  # just made, and not the index's own integers
+                request = ActiveRequest(ParsedRequest(info, [], "", True, keys), 0.0)
                 asker, load = rng.choice(names), load_of_worker(rng.choice(names), number)
                 started = time.perf_counter()
                 decision(request, asker)

@@ -21,6 +21,7 @@ from orchestrator.types import PrefixEvents, Role, WorkerInfo, WorkerLoad, Worke
 from orchestrator.wire.messages import PrefixResync, PrefixSnapshot
 from orchestrator.wire.sockets import Sent
 
+_READY, _PREFILL = WorkerState.READY, Role.PREFILL  # as in `fleet.view`
 LOAD_WEIGHT = 0.1  # of a newly reported load time in the mean
 EXPECTED_S = 5.0  # after which what was sent, and no report shows, is not expected any more
 RESYNC_RETRY_S = 2.0
@@ -87,13 +88,13 @@ class WorkerView:
     @property
     def usable_as(self) -> Role | None:
         """Its role if it can get requests, else None."""
-        usable = self.connected and self.info.state is WorkerState.READY and self.may_claim
+        usable = self.connected and self.info.state is _READY and self.may_claim
         return self.info.role if usable else None
 
     @property
     def may_claim(self) -> bool:
         """Whether jobs reach it if it is a prefill worker."""
-        return self.registered or self.info.role is not Role.PREFILL
+        return self.registered or self.info.role is not _PREFILL
 
     def note_placed(self, context_tokens: int, compute_tokens: int) -> int:
         """Count a submission against this worker until a load report has seen it. Returns its sequence number.

@@ -50,7 +50,7 @@ class RequestInfo(msgspec.Struct, frozen=True):
     adapter: int = 0  # the number of its LoRA adapter; 0: none
 
 
-class Candidate(msgspec.Struct, frozen=True):
+class Candidate(msgspec.Struct, frozen=True, gc=False):
     """The state of a decode worker, as a policy sees it for one request.
 
     `blocks_free` is that of the last report, less the blocks of the requests that this router has placed there since;

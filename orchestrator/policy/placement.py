@@ -240,39 +240,40 @@ def _by_cost(
         least_tokens = min([candidate.adapter_tokens for candidate in open_ones])
         # Where it waits for a slot everywhere, it better has its first token by then.
         needed_tokens = least_tokens if least_tokens <= DEAREST_LOAD * predictor.adapter_load_tokens else 0
-    ttft_s = wait_s + rest_s + predictor.s_per_token * (prefill.adapter_tokens + needed_tokens)
+    fixed_s, s_per_token = predictor.prefill_line
+    ttft_s = wait_s + rest_s + s_per_token * (prefill.adapter_tokens + needed_tokens)
     # The gain must exceed the error of the transfer time: on a tie a new request is local, and a queued one waits on.
     error_s = predictor.transfer_error_s(prompt_tokens)
     remote_s = ttft_s - error_s if prefill.queued else ttft_s + error_s
     by_sequences = remote_s <= SURE_SHARE * slo.ttft_s
-    cost, itl = predictor.local_s(open_ones, prompt_tokens, by_sequences, most_s=remote_s)
+    sooner = predictor.local_s(open_ones, prompt_tokens, by_sequences, most_s=remote_s)
+    if not sooner:
+        return Remote("cost", ttft_s)
     ahead_tokens = predictor.ahead_tokens
     itl_bound_s, price_s = ITL_MARGIN * slo.tpot_s, SLACK_PRICE * slo.ttft_s
     delay_price = 2 * max(0.0, 1 - wait_s / (ROOM_SHARE * slo.ttft_s)) / itl_bound_s
     empty_slack_s = EMPTY_SLACK * itl_bound_s * ahead_tokens
-    fixed_s, s_per_token = predictor.prefill_line
     come_per_s = predictor.arrivals_per_s / 2  # what comes during a prefill is delayed by half of it in the mean
+    cost: list[float] = []
     # A plain loop over locals, as in `_lateness`.
-    for index, (candidate, itl_s) in enumerate(zip(open_ones, itl, strict=True)):
-        if itl_s == math.inf:
-            continue  # its TTFT alone costs more
+    for candidate, local_s, itl_s in sooner:
         running = candidate.running
         if running and itl_s >= itl_bound_s:
-            cost[index] = math.inf
-        else:
-            tokens = prompt_tokens - candidate.cached_tokens
-            tokens = candidate.adapter_tokens - needed_tokens + (tokens if tokens > 0 else 0)
-            delay_s = fixed_s + s_per_token * tokens
-            coming = come_per_s * delay_s
-            delayed = running if running > coming else coming
-            slack_s, least_s = (itl_bound_s - itl_s) * ahead_tokens, 1e-3 if running else empty_slack_s
-            used = delayed * price_s / (slack_s if slack_s > least_s else least_s)
-            cost[index] += delay_s * (running * delay_price * itl_s + used)
+            cost.append(math.inf)
+            continue
+        tokens = prompt_tokens - candidate.cached_tokens
+        tokens = candidate.adapter_tokens - needed_tokens + (tokens if tokens > 0 else 0)
+        delay_s = fixed_s + s_per_token * tokens
+        coming = come_per_s * delay_s
+        delayed = running if running > coming else coming
+        slack_s, least_s = (itl_bound_s - itl_s) * ahead_tokens, 1e-3 if running else empty_slack_s
+        used = delayed * price_s / (slack_s if slack_s > least_s else least_s)
+        cost.append(local_s + delay_s * (running * delay_price * itl_s + used))
     least = min(cost)
     if least > remote_s:
         return Remote("cost", ttft_s)
     bound = min(remote_s, max(least * TTFT_TOLERANCE, least + predictor.itl_s(open_ones[0].worker_id)))
-    near = [c for c, cost_s in zip(open_ones, cost, strict=True) if cost_s <= bound]
+    near = [candidate for (candidate, _, _), cost_s in zip(sooner, cost, strict=True) if cost_s <= bound]
     return _local(request, near, choose, "cost")
 
 

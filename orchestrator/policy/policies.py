@@ -111,10 +111,10 @@ class Policies:
         placed = self._admitted(request, candidates, prefill, admission)
         if admission and self._shares is not None:
             placed = self._shared(self._shares, placed, request, candidates, prefill, now, counted)
-        if isinstance(placed.decision, Local):
-            self.predictor.placed_locally(placed.decision.worker_id)
-        elif isinstance(placed.decision, Remote):
+        if isinstance(placed.decision, Remote):
             self.predictor.placed_remotely(max(0, request.prompt_tokens - prefill.cached_tokens))
+        elif isinstance(placed.decision, Local):
+            self.predictor.placed_locally(placed.decision.worker_id)
         return placed
 
     def priced(self, adapter: int, candidates: list[Candidate], places: AdapterPlaces) -> list[Candidate]:
@@ -282,7 +282,7 @@ def admit(
     objective to the bound once more, and each step above 0 takes a quarter off the bound, so that unimportant requests
     are refused first.
     """
-    if isinstance(decision, Reject) or slo.admission == "off":
+    if slo.admission == "off" or isinstance(decision, Reject):
         return PlacementDecision(decision)
     ttft_s = predicted_ttft_s(decision, request, candidates, prefill, predictor)
     bound_s = slo.ttft_s * (1.0 - request.priority if request.priority <= 0 else 0.75**request.priority)
@@ -339,5 +339,5 @@ def delay_s(
 
     Each step of `priority`, up to `MAX_STEPS`, adds one TTFT objective; lower numbers are more important, as in vLLM.
     """
-    steps = max(-MAX_STEPS, min(MAX_STEPS, priority))
+    steps = max(-MAX_STEPS, min(MAX_STEPS, priority)) if priority else 0
     return weight * compute_s + steps * ttft_slo_s

@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Collection, Container, Iterable, Iterator, Sequence
 from itertools import islice
 
+import msgspec
+
 from orchestrator.policy.prefix_keys import ExpectedPrefixes
 from orchestrator.types import PrefixEvents
 
@@ -25,14 +27,12 @@ EXPECTED_STEP = 16  # keys: of prompts that are not computed yet, one in so many
 MANY_RETIRED, SWEPT_AT_ONCE = 64, 1024
 
 
-class Hits:
+class Hits(msgspec.Struct, frozen=True):
     """How many leading blocks of one prompt each worker holds. Valid until the index takes the next event."""
 
-    __slots__ = ("_all", "_index", "_levels")
-
-    def __init__(self, index: PrefixIndex, holders: int, levels: list[tuple[int, int]]) -> None:
-        """`levels`: (blocks, mask of the workers that hold so many), most blocks first. `holders`: mask of all."""
-        self._index, self._all, self._levels = index, holders, levels
+    _index: PrefixIndex
+    _all: int  # mask of all workers that hold any
+    _levels: list[tuple[int, int]]  # (blocks, mask of the workers that hold so many), most blocks first
 
     def __bool__(self) -> bool:
         return bool(self._levels)
@@ -74,9 +74,10 @@ class Hits:
         leading blocks each holds, or tokens with a `block_size`."""
         ones: dict[str, int] = {}
         others: dict[str, int] = {}
-        holders = self._index.holders
+        worker_at, holders = self._index.worker_at, self._index.holders
         for depth, mask in self._levels:
-            for worker_id in holders(mask):
+            last = mask.bit_length() - 1  # most depths have one worker: a call would take as long as all of the rest
+            for worker_id in (worker_at[last],) if mask == 1 << last else holders(mask):
                 if worker_id in one:
                     if len(ones) < max_workers:
                         ones[worker_id] = depth * block_size
@@ -106,7 +107,7 @@ class PrefixIndex:
         self._holders: dict[int, int] = {}
         self._hosted: dict[int, int] = {}  # of these, the holders of which host memory alone has the key
         self.bits: dict[str, int] = {}
-        self._worker_at: dict[int, str] = {}
+        self.worker_at: list[str] = []  # by bit; one that is retired still has its worker's
         self._sequence: dict[str, int] = {}
         self._live = 0
         self._free_bits: list[int] = []
@@ -236,29 +237,33 @@ class PrefixIndex:
         with more than they have.
         """
         holders_of = self._holders.get
-        first = holders_of(keys[0], 0) & self._live if keys else 0
+        at_low = holders_of(keys[0], 0) if keys else 0
+        first = at_low & self._live
         if not first:
             return Hits(self, 0, [])
         levels: list[tuple[int, int]] = []
-        # Still to be bisected, deepest last: (a key that these workers hold, a later one that none of them does, mask).
-        parts: list[tuple[int, int, int]] = []
-        low, high, mask = 0, len(keys), first
+        # Still to be bisected, deepest last: a key that these workers hold, a later one that none of them does, mask,
+        # and what the index has at both keys. Neighbours share it where they have the same holders.
+        parts: list[tuple[int, int, int, int, int]] = []
+        low, high, mask, at_high = 0, len(keys), first, 0
         for _ in range(len(keys).bit_length() + MORE_PROBES):
             while low == (middle := (low + high) >> 1):
                 levels.append((low + 1, mask))
                 if not parts:
                     return Hits(self, first, levels)
-                low, high, mask = parts.pop()
-            deeper = holders_of(keys[middle], 0) & mask
-            if not deeper:
-                high = middle
-                continue
-            if deeper != mask:
-                parts.append((low, middle, mask ^ deeper))
-                mask = deeper
-            low = middle
-        parts.append((low, high, mask))
-        levels += [(low + 1, mask) for low, _, mask in reversed(parts)]
+                low, high, mask, at_low, at_high = parts.pop()
+            held = holders_of(keys[middle], 0)
+            if held is at_low:
+                low = middle
+            elif held is at_high or not (deeper := held & mask):
+                high, at_high = middle, held
+            else:
+                if deeper != mask:
+                    parts.append((low, middle, mask ^ deeper, at_low, held))
+                    mask = deeper
+                low, at_low = middle, held
+        parts.append((low, high, mask, at_low, at_high))
+        levels += [(low + 1, mask) for low, _, mask, _, _ in reversed(parts)]
         return Hits(self, first, levels)
 
     def match(self, keys: Sequence[int], max_workers: int = 8) -> dict[str, int]:
@@ -270,14 +275,14 @@ class PrefixIndex:
         one."""
         last = mask.bit_length() - 1
         if mask == 1 << last:  # most depths have one worker
-            return [self._worker_at[last]]
+            return [self.worker_at[last]]
         parts: tuple[int, ...] = (mask,)
         if mask.bit_count() > 4:
             self._turn += 1
             split = self._turn % mask.bit_length()
             parts = (mask & ((1 << split) - 1), mask >> split << split)
         found: list[str] = []
-        worker_at = self._worker_at
+        worker_at = self.worker_at
         for part in parts:
             while part and len(found) < MAX_HOLDERS:
                 bit = part.bit_length() - 1
@@ -290,10 +295,13 @@ class PrefixIndex:
         if bit is None:
             if not (self._free_bits or self._sweeping) and len(self._retired) >= MANY_RETIRED:
                 self._sweeping, self._retired, self._unswept = self._retired, [], list(self._holders)
-            used = len(self.bits) + len(self._retired) + len(self._sweeping)
-            bit = self._free_bits.pop() if self._free_bits else used
+            if self._free_bits:
+                bit = self._free_bits.pop()
+                self.worker_at[bit] = worker_id
+            else:
+                bit = len(self.worker_at)
+                self.worker_at.append(worker_id)
             self.bits[worker_id] = bit
-            self._worker_at[bit] = worker_id
             self._live |= 1 << bit
         return bit
 
@@ -302,7 +310,6 @@ class PrefixIndex:
         # keys.
         bit = self.bits.pop(worker_id, None)
         if bit is not None:
-            del self._worker_at[bit]
             self._live &= ~(1 << bit)
             self._retired.append(bit)
 

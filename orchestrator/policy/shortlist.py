@@ -123,12 +123,10 @@ class Shortlist:
     def pick(self, cached_tokens: Mapping[str, int], places: Iterable[str] = ()) -> list[Candidate]:
         """The workers in `cached_tokens`, with their hits filled in, of each class the best other workers, of all and
         of those in each of these places, and all ranks of their groups."""
-        current = self._current
-        picked = {
-            worker_id: replace(current[worker_id][2], cached_tokens=tokens)
-            for worker_id, tokens in cached_tokens.items()
-            if worker_id in current
-        }
+        picked: dict[str, Candidate] = {}
+        for worker_id, tokens in cached_tokens.items():
+            if (entry := self._current.get(worker_id)) is not None:
+                picked[worker_id] = replace(entry[2], cached_tokens=tokens)
         for place in (_EVERYWHERE, *places):
             for ranking in self._places.get(place, {}).values():
                 for _, _, candidate, _ in ranking.best(self._per_class):
@@ -136,7 +134,7 @@ class Shortlist:
         if self._groups:
             groups = {candidate.group for candidate in picked.values() if candidate.group}
             for worker_id in sorted(worker_id for group in groups for worker_id in self._groups[group]):
-                picked.setdefault(worker_id, current[worker_id][2])
+                picked.setdefault(worker_id, self._current[worker_id][2])
         return list(picked.values())
 
 

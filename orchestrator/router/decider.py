@@ -35,6 +35,8 @@ from orchestrator.router.request import ActiveRequest, Placed
 from orchestrator.types import PrefillJob, Role, WorkerLoad
 from orchestrator.wire.messages import pack_frames
 
+# As in `fleet.view`.
+_PREFILL, _DECODE = Role.PREFILL, Role.DECODE
 # Why an attempt that may be refused is not queued (again). After any other failure it is placed as if it were new.
 NOT_QUEUED = frozenset({"claim_timeout", "queue_full", "queue_unavailable", "no_paired_worker"})
 # Local whatever `routing.fallback` is: the policies prefer it, or no queue or prefill worker would ever take the job.
@@ -68,7 +70,7 @@ class Decider:
     def look(self, now: float) -> None:
         """Note whether a decode worker is ready. Call it several times in `routing.placement_timeout_s`. `now`:
         monotonic seconds."""
-        if self._fleet.ready(Role.DECODE):
+        if self._fleet.ready(_DECODE):
             self._decoded_until = now + self._routing.placement_timeout_s
 
     def is_temporary(self, rejected: Reject) -> bool:
@@ -87,14 +89,14 @@ class Decider:
 
     def decide(self, active: ActiveRequest) -> Placed | Reject:
         """Where this attempt goes. A retry is never refused for its predicted latency: it was accepted once."""
-        if not self._fleet.ready(Role.DECODE):  # a short cut, since all waiting requests ask again and again
+        if not self._fleet.ready(_DECODE):  # a short cut, since all waiting requests ask again and again
             return Reject("no_decode_worker", RETRY_AFTER_S)
         info, blocked = self._restrictions(active)
         hits = self._prefixes.look_up(active.parsed.prefix_keys)
         found = self._fleet.candidates(active.avoid, hits, adapter=info.adapter)
         cached_at_prefill, candidates = found.cached_at_prefill, self._priced(info.adapter, found.decode)
         saved, adapter_tokens = self._adapter_at_prefill(info.adapter)
-        pool = self._prefill_pool(max(cached_at_prefill.values(), default=0), blocked, adapter_tokens)
+        pool = self._prefill_pool(found.most_at_prefill, blocked, adapter_tokens)
         new, counted = active.attempt == 1, active.placed is not None
         placement = self._policies.decide(info, candidates, pool, time.monotonic(), admission=new, counted=counted)
         decision = placement.decision
@@ -115,9 +117,11 @@ class Decider:
                 adapter_tokens=sum([one.adapter_tokens for one in candidates if one.worker_id == chosen]),
             )
         backlog_s = self._predictor.backlog_s(pool.queue, pool.workers_ready) if pool.queue is not None else 0.0
-        cached = dict(cached_at_prefill) | {PrefillJob.ADAPTER + name: tokens for name, tokens in saved.items()}
-        for _, _, lent_tokens in islice(self._lenders(active, hits), 1):
-            cached[PrefillJob.LENT] = lent_tokens
+        cached = dict(cached_at_prefill)
+        if saved:
+            cached |= {PrefillJob.ADAPTER + name: tokens for name, tokens in saved.items()}
+        if (lender := next(self._lenders(active, hits), None)) is not None:
+            cached[PrefillJob.LENT] = lender[2]
         job = self._job(active, uncached_tokens, cached, placement.later_s)
         return Placed(
             decision.reason,
@@ -154,15 +158,15 @@ class Decider:
         # Assumes that the other frontends' jobs are spread evenly among this frontend's, in proportion to its tokens.
         others = max(0.0, depth.tokens / own_tokens - 1) if own_tokens else 0.0
         waiting = ((active, self._waiting(active, job.uncached_tokens)) for job, active in jobs)
-        found = self._policies.recalled(waiting, depth, self._fleet.ready(Role.PREFILL), others)
+        found = self._policies.recalled(waiting, depth, self._fleet.ready(_PREFILL), others)
         return [active for active, _, _ in found]
 
     def _waiting(self, active: ActiveRequest, uncached_tokens: int) -> Waiting:
         info, hits = active.parsed.info, self._prefixes.look_up(active.parsed.prefix_keys)
         found = self._fleet.candidates(active.avoid, hits, adapter=info.adapter)
-        cached_tokens = max(found.cached_at_prefill.values(), default=0)
+        cached_tokens, candidates = found.most_at_prefill, self._priced(info.adapter, found.decode)
         _, adapter_tokens = self._adapter_at_prefill(info.adapter)
-        return Waiting(info, uncached_tokens, self._priced(info.adapter, found.decode), cached_tokens, adapter_tokens)
+        return Waiting(info, uncached_tokens, candidates, cached_tokens, adapter_tokens)
 
     def bind(self, active: ActiveRequest, domain: str) -> Candidate | None:
         """The decode worker for a request whose prefill begins now on a prefill worker of this domain, by the latest
@@ -225,14 +229,14 @@ class Decider:
         if not adapter:
             return candidates
         self._predictor.adapter_load_s = self._fleet.adapters.load_s
-        return self._policies.priced(adapter, candidates, self._fleet.adapters.places[Role.DECODE])
+        return self._policies.priced(adapter, candidates, self._fleet.adapters.places[_DECODE])
 
     def _adapter_at_prefill(self, adapter: int) -> tuple[dict[str, int], int]:
-        return self._policies.at_prefill(adapter, self._fleet.adapters.places[Role.PREFILL])
+        return self._policies.at_prefill(adapter, self._fleet.adapters.places[_PREFILL]) if adapter else ({}, 0)
 
     def _prefill_pool(self, cached_tokens: int = 0, blocked: str | None = None, adapter_tokens: int = 0) -> PrefillView:
-        ready, depth = self._fleet.ready(Role.PREFILL), self._queue.depth
-        decode = self._fleet.ready(Role.DECODE)
+        ready, depth = self._fleet.ready(_PREFILL), self._queue.depth
+        decode = self._fleet.ready(_DECODE)
         return PrefillView(
             ready, depth, cached_tokens, blocked=blocked, adapter_tokens=adapter_tokens, decode_ready=decode
         )

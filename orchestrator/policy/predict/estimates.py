@@ -42,7 +42,7 @@ class Estimate:
 
     def __init__(self) -> None:
         self.samples = 0
-        self._on_trial, self.renewed_at, self.renewed_after = False, 0.0, 0
+        self._on_trial, self.renewed_at, self.renewed_after = False, math.inf, 0  # never stale before it is observed
 
     def age(self, now: float, decisions: int, kinds: int = 1) -> float:
         """How old it is: stale from 1 on, and always 0 before the first observation.
@@ -55,14 +55,16 @@ class Estimate:
         return min((now - self.renewed_at) / STALE_S, (decisions - self.renewed_after) / (STALE_DECISIONS * kinds))
 
     def is_stale(self, now: float, decisions: int, kinds: int = 1) -> bool:
-        """Whether its age is 1 or more, sooner told."""
-        old = now - self.renewed_at >= STALE_S and decisions - self.renewed_after >= STALE_DECISIONS * kinds
-        return old and self.samples > 0
+        """Whether its age is 1 or more, sooner told. It is not if it was renewed less than `STALE_S` ago."""
+        return now - self.renewed_at >= STALE_S and decisions - self.renewed_after >= STALE_DECISIONS * kinds
 
-    def put_on_trial(self, now: float, decisions: int, kinds: int = 1) -> None:
-        """A request was placed that will measure it. If it is stale, the measurement replaces what is known."""
-        if self.is_stale(now, decisions, kinds):
+    def put_on_trial(self, now: float, decisions: int, kinds: int = 1) -> bool:
+        """A request was placed that will measure it. If it is stale, which is returned, the measurement replaces what
+        is known."""
+        stale = self.is_stale(now, decisions, kinds)
+        if stale:
             self._on_trial, self.renewed_at, self.renewed_after = True, now, decisions
+        return stale
 
     def renew(self, now: float, decisions: int, kinds: int = 1) -> None:
         """Call it before each observation of an estimate that can become stale."""

@@ -94,8 +94,8 @@ class Predictor:
 
     def placed_remotely(self, tokens: int) -> None:
         """Take note that the decision was for a remote prefill of so many tokens."""
-        self._put_on_trial(self._pool)
-        self.prefill_line = self._line(self._pool)
+        if self._put_on_trial(self._pool):
+            self.prefill_line = self._line(self._pool)
         self._put_on_trial(self._transfer)
         self._put_on_trial(self._wait.get(tokens.bit_length()), len(self._wait))
 
@@ -104,9 +104,10 @@ class Predictor:
         self._put_on_trial(self._local.get(worker_id), len(self._local))
         self._put_on_trial(self._itl.get(worker_id), len(self._itl))
 
-    def _put_on_trial(self, estimate: Estimate | None, kinds: int = 1) -> None:
-        if estimate is not None:
-            estimate.put_on_trial(self._now, self._decisions, kinds)
+    def _put_on_trial(self, estimate: Estimate | None, kinds: int = 1) -> bool:
+        if estimate is None or self._now - estimate.renewed_at < STALE_S:
+            return False
+        return estimate.put_on_trial(self._now, self._decisions, kinds)
 
     # ---- measured --------------------------------------------------------------------------------------------
 
@@ -227,17 +228,19 @@ class Predictor:
 
     def transfer_error_s(self, tokens: int) -> float:
         """The mean error (seconds) of the predicted time of a KV transfer of this many tokens."""
-        if self._is_stale(self._transfer):
-            fixed_s, s_per_token = self._transfer.prior
-            return fixed_s + s_per_token * tokens
-        return self._transfer.error_at(tokens)
+        fit = self._transfer
+        if self._now - fit.renewed_at < STALE_S or not self._is_stale(fit):
+            return fit.error_at(tokens)
+        fixed_s, s_per_token = fit.prior
+        return fixed_s + s_per_token * tokens
 
     def _is_stale(self, estimate: Estimate, kinds: int = 1) -> bool:
         return estimate.is_stale(self._now, self._decisions, kinds)
 
     def _line(self, fit: LineFit) -> tuple[float, float]:
         """Intercept and slope to predict by."""
-        return fit.prior if fit.is_stale(self._now, self._decisions) else (fit.intercept, fit.slope)
+        fresh = self._now - fit.renewed_at < STALE_S or not self._is_stale(fit)
+        return (fit.intercept, fit.slope) if fresh else fit.prior
 
     def itl_s(self, worker_id: str) -> float:
         smoothed = self._itl.get(worker_id)
@@ -245,66 +248,70 @@ class Predictor:
             return self._prior_itl_s
         return smoothed.value
 
-    # Plain loops over locals: these run for every request, and over every worker of a small fleet. So `_is_stale` and
-    # `itl_s` are written out.
-
-    @property
-    def _stale_before(self) -> tuple[float, int, int]:
-        """Of what is stale: the latest time, and the latest decision for local TTFT and for ITL."""
-        return (
-            self._now - STALE_S,
-            self._decisions - STALE_DECISIONS * len(self._local),
-            self._decisions - STALE_DECISIONS * len(self._itl),
-        )
-
     def local_ttft_s(self, candidates: Iterable[Candidate], prompt_tokens: int) -> list[float]:
         """For each candidate, the TTFT if it prefills the uncached part of a prompt after the prompts waiting there."""
-        return self.local_s(candidates, prompt_tokens)[0]
+        return [ttft_s for _, ttft_s, _, _ in self._local_s(candidates, prompt_tokens, math.inf)]
 
     def local_s(
         self, candidates: Iterable[Candidate], prompt_tokens: int, by_sequences: bool = False, most_s: float = math.inf
-    ) -> tuple[list[float], list[float]]:
-        """`local_ttft_s`, and for each candidate the ITL of the sequences that decode there: a prefill delays each of
-        them by its seconds, spread over `ahead_tokens`.
+    ) -> list[tuple[Candidate, float, float]]:
+        """The candidates whose `local_ttft_s` is at most `most_s`, each with that, and with the ITL of the sequences
+        that decode there: a prefill delays each of them by its seconds, spread over `ahead_tokens`.
 
         The ITL is measured, and so as old as answers are long. `by_sequences`: where more sequences are than by chance
-        (their number is about Poisson), it is at least the ITL of so many (`tpot_line`). Where the TTFT is above
-        `most_s` no ITL is worked out: it is infinite.
+        (their number is about Poisson), it is at least the ITL of so many (`tpot_line`).
         """
-        ttfts_s: list[float] = []
-        itls_s: list[float] = []
-        pool, prior_itl_s, fit_of, itl_of = self.prefill_line, self._prior_itl_s, self._local.get, self._itl.get
-        long_ago, fits_before, itls_before = self._stale_before
-        delay_s_per_token = pool[1] / self.ahead_tokens
+        sooner = self._local_s(candidates, prompt_tokens, most_s)
+        if not sooner:
+            return []
+        delay_s_per_token = self.prefill_line[1] / self.ahead_tokens
         step_s, each_s, burst = 0.0, 0.0, math.inf
         if by_sequences:
             (step_s, each_s), usual = self.tpot_line, self._sequences.value
             burst = usual + Z_95 * math.sqrt(usual)
+        found = []
+        for candidate, ttft_s, itl_s, pending_tokens in sooner:
+            sequences = candidate.running + candidate.waiting
+            if sequences > burst and step_s + each_s * sequences > itl_s:
+                itl_s = step_s + each_s * sequences
+            found.append((candidate, ttft_s, itl_s + delay_s_per_token * pending_tokens))
+        return found
+
+    def _local_s(
+        self, candidates: Iterable[Candidate], prompt_tokens: int, most_s: float
+    ) -> list[tuple[Candidate, float, float, int]]:
+        """The candidates whose TTFT is at most `most_s`, each with that, its measured ITL, and the tokens to prefill
+        there, those of the prompt included."""
+        # A plain loop over locals: it runs for every request, and over every worker of a small fleet. `_is_stale` and
+        # `itl_s` are written out.
+        found = []
+        pool, prior_itl_s, fit_of, itl_of = self.prefill_line, self._prior_itl_s, self._local.get, self._itl.get
+        long_ago = self._now - STALE_S
+        fits_before = self._decisions - STALE_DECISIONS * len(self._local)
+        itls_before = self._decisions - STALE_DECISIONS * len(self._itl)
         for candidate in candidates:
             worker_id = candidate.worker_id
             tokens = prompt_tokens - candidate.cached_tokens
             pending_tokens = candidate.waiting_tokens + candidate.placed_tokens + (tokens if tokens > 0 else 0)
-            fit, smoothed = fit_of(worker_id), itl_of(worker_id)
+            fit = fit_of(worker_id)
             if fit is None or fit.samples < MIN_FIT_SAMPLES:
                 fixed_s, s_per_token = pool
             elif fit.renewed_at <= long_ago and fit.renewed_after <= fits_before:
                 fixed_s, s_per_token = pool
             else:
                 fixed_s, s_per_token = fit.intercept, fit.slope
+            ttft_s = fixed_s + s_per_token * pending_tokens
+            if ttft_s > most_s:
+                continue  # with its ITL it is longer still
+            smoothed = itl_of(worker_id)
             if smoothed is None or (smoothed.renewed_at <= long_ago and smoothed.renewed_after <= itls_before):
                 itl_s = prior_itl_s
             else:
                 itl_s = smoothed.value
-            ttft_s = fixed_s + s_per_token * pending_tokens + itl_s
-            ttfts_s.append(ttft_s)
-            if ttft_s > most_s:
-                itls_s.append(math.inf)
-                continue
-            sequences = candidate.running + candidate.waiting
-            if sequences > burst and step_s + each_s * sequences > itl_s:
-                itl_s = step_s + each_s * sequences
-            itls_s.append(itl_s + delay_s_per_token * pending_tokens)
-        return ttfts_s, itls_s
+            ttft_s += itl_s
+            if ttft_s <= most_s:
+                found.append((candidate, ttft_s, itl_s, pending_tokens))
+        return found
 
     @property
     def tpot_line(self) -> tuple[float, float]:

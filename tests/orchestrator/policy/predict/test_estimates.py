@@ -85,7 +85,7 @@ def test_a_mean_is_restarted_by_a_trial():
 
 
 def test_nothing_is_stale_before_it_is_observed():
-    assert LineFit(1.0).age(1e9, 10**9) == 0
+    assert LineFit(1.0).age(1e9, 10**9) == 0 and not LineFit(1.0).is_stale(1e9, 10**9)
 
 
 def test_maximum_is_of_the_last_one_to_two_ages():

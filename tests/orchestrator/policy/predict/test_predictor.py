@@ -13,7 +13,7 @@ from orchestrator.types import EngineSpeed, QueueDepth
 def test_predictions_come_from_priors_and_then_from_measurements():
     predictor = Predictor(prior_s_per_token=0.001, prior_itl_s=0.02)
     worker = Candidate("d", 1000, 1000, 16, 0, 0, waiting_tokens=500)
-    assert predictor.local_s([worker], 500)[0][0] == pytest.approx(1.02)
+    assert predictor.local_ttft_s([worker], 500)[0] == pytest.approx(1.02)
     assert predictor.remote_ttft_s(1000, 1000, QueueDepth(2, 4000, 0), 2) == pytest.approx(3.02), (
         "a transfer is a step of decode, until one is measured"
     )
@@ -21,7 +21,7 @@ def test_predictions_come_from_priors_and_then_from_measurements():
         predictor.observe_prefill("p", tokens, 0.01 + tokens * 0.0002)
         predictor.observe_local("d", tokens, 0.05 + tokens * 0.0003)
         predictor.observe_itl("d", 0.03)
-    assert predictor.local_s([worker], 500)[0][0] == pytest.approx(0.05 + 0.3 + 0.03, rel=0.05)
+    assert predictor.local_ttft_s([worker], 500)[0] == pytest.approx(0.05 + 0.3 + 0.03, rel=0.05)
     assert predictor.prefill_s(1000) == pytest.approx(0.21, rel=0.05)
     shown = predictor.coefficients()
     assert shown.prefill_s["p"] == pytest.approx((0.01, 0.0002), rel=0.05)
@@ -42,18 +42,21 @@ def test_tpot_depends_on_decoding_sequences():
 def test_local_prefill_delays_decoding_sequences():
     predictor = Predictor(prior_s_per_token=0.001, prior_itl_s=0.02)
     worker = Candidate("d", 1000, 1000, 16, 8, 0, waiting_tokens=0)
-    assert predictor.local_s([worker], 1280)[1][0] == pytest.approx(0.02 + 1.28 / 128)
+    assert predictor.local_s([worker], 1280)[0][2] == pytest.approx(0.02 + 1.28 / 128)
     for _ in range(1000):
         predictor.observe_output(64)
-    assert predictor.local_s([worker], 1280)[1][0] == pytest.approx(0.02 + 1.28 / 32, rel=0.01)
+    assert predictor.local_s([worker], 1280)[0][2] == pytest.approx(0.02 + 1.28 / 32, rel=0.01)
 
 
-def test_no_itl_is_worked_out_where_the_first_token_comes_too_late():
+def test_workers_where_the_first_token_comes_too_late_are_left_out():
     predictor = Predictor(prior_s_per_token=0.001, prior_itl_s=0.02)
     workers = [Candidate(f"d{n}", 1000, 1000, 16, n, 0, waiting_tokens=100 * n) for n in range(10)]
-    ttfts_s, itls_s = predictor.local_s(workers, 500)
-    found = predictor.local_s(workers, 500, most_s=1.0)
-    assert found == (ttfts_s, itls_s[:5] + [math.inf] * 5)
+    everyone = predictor.local_s(workers, 500)
+    assert [found[:2] for found in everyone] == list(zip(workers, predictor.local_ttft_s(workers, 500), strict=True))
+    ttft_s = everyone[4][1]
+    assert predictor.local_s(workers, 500, most_s=ttft_s) == everyone[:5], "as late is not too late"
+    for most_s in (math.nextafter(ttft_s, 0), ttft_s - 0.01):  # less by one bit, and by a part of the ITL
+        assert predictor.local_s(workers, 500, most_s=most_s) == everyone[:4]
 
 
 NO_QUEUE = QueueDepth(0, 0, 0)
@@ -107,6 +110,7 @@ def test_one_request_tries_a_stale_estimate():
     predictor = learned()
     predictor.begin(STALE_S)
     predictor.placed_remotely(1000)
+    assert remote_s(predictor) == pytest.approx(15), "what else is predicted for it"
     predictor.placed_locally("d")
     for _ in range(STALE_DECISIONS - 1):
         predictor.begin(2 * STALE_S)
