@@ -177,11 +177,11 @@ class Bench:
 
     def lose(self, worker_id):
         self.fleet.remove(worker_id)
-        self.router.worker_lost(worker_id)
+        self.router.lost.worker_lost(worker_id)
 
     def silence(self, worker_id):
         self.fleet.workers[worker_id].mark_quiet()
-        self.router.worker_quiet(worker_id)
+        self.router.lost.worker_quiet(worker_id)
 
     def claim(self, request_id, attempt=1, worker="p0", cached_tokens=None):
         source = KVSource(KVEndpoint(f"{worker}-engine", "127.0.0.1", 1), f"{request_id}#{attempt}")

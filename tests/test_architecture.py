@@ -24,7 +24,7 @@ STARTING, IDLE, AFTER, FIRST_TRY = range(4)  # phases of the trace; each try of 
 # One call that lasts as long as the process: its loop receives every message.
 LOOPS = {"orchestrator/frontend/wiring.py"}
 # A look at deadlines meets only a request that takes longer than `CHECK_S` of `router/router.py`, as on a busy machine.
-DEADLINES = {"orchestrator/router/overdue.py", "orchestrator/fleet/pause.py"}
+DEADLINES = {"orchestrator/router/lost.py", "orchestrator/fleet/pause.py"}
 
 
 def walk() -> str:

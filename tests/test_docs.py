@@ -222,7 +222,7 @@ def test_messages_that_troubleshooting_explains_are_said():
 
 def test_troubleshooting_has_every_reason_of_another_attempt():
     code = "".join(file.read_text() for file in (ROOT / "orchestrator" / "router").glob("*.py"))
-    calls = r"(?:\.retry\(active, |_give_up\(active, |leave_queue\(|_retry_decoding\(worker_id, )"
+    calls = r"(?:\.retry\(active, |\.give_up\(active, |leave_queue\(|_retry_decoding\(worker_id, )"
     calls += r'"(\w+)"(?:.* else "(\w+)")?'
     whys = {why for found in re.findall(calls, code) for why in found if why} | {*GIVEN_UP.values()}
     whys |= {f"{role}_worker_{how}" for how in re.findall(r'_leave\("(\w+)"', code) for role in ("prefill", "decode")}

@@ -63,7 +63,7 @@ class Started:
 
 @dataclass(frozen=True)
 class Computed:
-    """This step computes blocks `start ..` of a prefill. `closed`: they are the last.
+    """A step computes blocks `start ..` of a prefill. `closed`: they are the last.
 
     `epoch` counts the prefill's restarts. `blocks` are logical ids per KV cache group. `whole`: they are all that
     is to be pushed, in groups that `start` and block positions do not describe. `lent`: they are of the prefix cache.
@@ -76,11 +76,6 @@ class Computed:
     closed: bool
     whole: bool = False
     lent: bool = False
-
-    @property
-    def earlier(self) -> bool:
-        """Whether steps before this one computed them."""
-        return self.whole or self.lent
 
 
 @dataclass(frozen=True)
@@ -128,7 +123,8 @@ class PushMetadata(KVConnectorMetadata):
     def __init__(self) -> None:
         self.arrived: set[str] = set()  # prefills, which have not been scheduled
         self.started: list[Started] = []
-        self.computed: list[Computed] = []
+        self.earlier: list[Computed] = []  # by steps before this one: whole prompts, and prefixes that are lent
+        self.computed: list[Computed] = []  # by this step
         self.preempted: list[Preempted] = []
         self.finished: list[Finished] = []
         self.unwanted: list[str] = []  # prefills that ended well

@@ -233,7 +233,7 @@ class PushScheduler(NixlPushConnectorScheduler):
             assert prefill is not None
             of_prompt = self._positions.of_prompt(block_ids, prefill.request.num_prompt_tokens)
             blocks = tuple(tuple(group) for group in self.get_exchange_clipped_blocks(of_prompt))
-            self._next.computed.append(Computed(key, prefill.epoch, 0, blocks, closed=True, whole=True))
+            self._next.earlier.append(Computed(key, prefill.epoch, 0, blocks, closed=True, whole=True))
         # Also when it failed: WRITEs of its blocks may be in flight, and decode must hear of it.
         self._next.finished.append(Finished(key, ok, held))
         if held:
@@ -259,7 +259,7 @@ class PushScheduler(NixlPushConnectorScheduler):
     def _send_lent(self, started: Started, computed: Computed) -> None:
         self._held.add(started.key)
         self._next.started.append(started)
-        self._next.computed.append(computed)
+        self._next.earlier.append(computed)
         self._next.finished.append(Finished(started.key, ok=True, held=True))
 
     def _refuse(self, keys: Iterable[str]) -> None:

@@ -100,16 +100,15 @@ class PushWorker(Connections):
         The last token of a whole prompt is known, so the device has computed it; a drafter may still be running. A
         prefix that is lent may be of a step that is queued.
         """
-        for computed in metadata.computed:
-            if computed.earlier:
-                ready = self.device_event() if self.drafts or not computed.whole else None
-                chunk = do.Chunk(computed.start, computed.blocks, None, ready, whole=computed.whole)
-                chunks = chunk.pieces(self._lent_blocks) if computed.lent else [chunk]
-                self._submit(functools.partial(self._outbound.computed, computed.key, chunks, computed.epoch, True))
+        for it in metadata.earlier:
+            ready = self.device_event() if self.drafts or not it.whole else None
+            chunk = do.Chunk(it.start, it.blocks, None, ready, whole=it.whole)
+            chunks = chunk.pieces(self._lent_blocks) if it.lent else [chunk]
+            self._submit(functools.partial(self._outbound.computed, it.key, chunks, it.epoch, True))
 
     def on_layer(self, layer_name: str, metadata: PushMetadata, forward: object) -> None:
         """A forward pass has written a layer's KV, or queued it on the device: send what is due of each last chunk."""
-        closing = {it.key: len(it.blocks[0]) for it in metadata.computed if it.closed and not it.earlier}
+        closing = {it.key: len(it.blocks[0]) for it in metadata.computed if it.closed}
         if closing and (due := self._layers.report(layer_name, closing, forward)):
             self._begin(metadata)
             ready = self.device_event()
@@ -119,11 +118,10 @@ class PushWorker(Connections):
 
     def on_computed(self, metadata: PushMetadata) -> None:
         """Called after the forward pass was launched (CUDA) or has run (CPU), perhaps twice: send what has not gone."""
-        by_position = [computed for computed in metadata.computed if not computed.earlier]
-        metadata.computed = [computed for computed in metadata.computed if computed.earlier]
+        news, metadata.computed = metadata.computed, []
         self._begin(metadata)
-        ready = self.device_event() if by_position else None
-        for computed in by_position:
+        ready = self.device_event() if news else None
+        for computed in news:
             self._submit_chunk(computed, self._layers.rest(computed.key), ready, computed.closed)
         self._layers.end()
 

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from orchestrator.fleet.view import Fleet
-from orchestrator.wire.control import METHODS, CallTarget
+from orchestrator.wire.control import METHODS
 from orchestrator.wire.messages import Call, CallReply
 from orchestrator.wire.sockets import Sent
 from orchestrator.wire.transport import FrontendTransport
@@ -49,7 +49,7 @@ class ControlCalls:
             idle = self._fleet.rest is not None and self._fleet.rest.away
             why = "the model is idle and has no worker; send it a request first" if idle else "no worker is connected"
             raise Unanswered(f"{method}: {why}")
-        if row.target is CallTarget.ONE:
+        if row.of_one:
             workers = workers[:1]
         results, failures = await self._ask(workers, method, args, kwargs or {}, timeout_s)
         if row.made_up_for and results:

@@ -108,8 +108,8 @@ class FleetConnection:
             self.prefixes,
             config.workers.timeout_s,
             on_lost=self._worker_lost,
-            on_quiet=self.router.worker_quiet,
-            on_reset=self.router.connection_reset,
+            on_quiet=self.router.lost.worker_quiet,
+            on_reset=self.router.lost.connection_reset,
         )
         self.pause = PauseCalls(self.fleet, self.calls, self.router, self.queue)
         self.ratio_controller = RatioController(
@@ -142,7 +142,7 @@ class FleetConnection:
         await self._send_heartbeat()  # workers accept only frontends that are in the registry
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self.membership.run())
-            tasks.create_task(self.queue.run(self.router.queue_lost, self.router.job_failed))
+            tasks.create_task(self.queue.run(self.router.lost.queue_lost, self.router.lost.job_failed))
             tasks.create_task(self.router.run())
             tasks.create_task(self._receive())
             tasks.create_task(self._heartbeat())
@@ -202,7 +202,7 @@ class FleetConnection:
         if isinstance(message, Disconnected):
             self.membership.disconnected(worker_id)
         elif isinstance(message, Unreadable):
-            self.router.outputs_lost(worker_id)
+            self.router.lost.outputs_lost(worker_id)
         elif isinstance(message, Welcome):
             self.membership.on_welcome(worker_id)
         elif isinstance(message, CallReply):
@@ -279,7 +279,7 @@ class FleetConnection:
         with contextlib.ExitStack() as told:  # each is, the last one first, whatever another one meets
             for worker_id in worker_ids:
                 told.callback(self.calls.worker_lost, worker_id)
-            told.callback(self.router.worker_lost, *worker_ids)
+            told.callback(self.router.lost.worker_lost, *worker_ids)
             for worker_id in worker_ids:
                 told.callback(self.prefixes.forget, worker_id)
 

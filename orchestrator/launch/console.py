@@ -18,7 +18,6 @@ from collections import deque
 from pathlib import Path
 from typing import IO
 
-import msgspec
 from rich.console import Console as RichConsole
 from rich.live import Live
 from rich.spinner import Spinner
@@ -28,7 +27,7 @@ from rich.text import Text
 from orchestrator.process.files import make_folder, open_own
 from orchestrator.process.parent import ALIVE
 from orchestrator.process.telemetry.logs import LogFormat, common_log_line, formatter, request_in
-from orchestrator.process.telemetry.requests import RequestLine
+from orchestrator.process.telemetry.requests import read_request
 
 _COLOURS = {"worker": 32, "frontend": 35, "launcher": 33}  # ANSI
 _REFRESH_PER_S = 8
@@ -180,7 +179,13 @@ class Console:
             took = f" after {now - since:.1f} s" if done and now - since >= 0.1 else ""
             self.say(f"{name}: {stage}{took}")
 
-    def say(self, line: str) -> None:
+    def say(self, line: str, name: str = "") -> None:
+        """`name`: of the process whose line it is."""
+        if name:
+            prefix = f"[{name}]"
+            if self._colour:
+                prefix = f"\x1b[{_COLOURS.get(name.partition('-')[0], 34)}m{prefix}\x1b[0m"
+            line = f"{prefix} {line}"
         if self._live is not None:
             self._live.console.print(Text.from_ansi(line), soft_wrap=True)
         else:
@@ -189,32 +194,27 @@ class Console:
     def note(self, shown: str, logged: str) -> None:
         """A line of the launcher's own log, as it is shown and as it stands in the log file."""
         self._write_log("launcher", logged)
-        self._write_named("launcher", shown)
+        self.say(shown, "launcher")
 
     def log(self, name: str, line: str) -> None:
         if line == ALIVE:
             return
         self._write_log(name, line)
         if self._verbose:
-            self._write_named(name, line)
-        elif shown := shown_request(line):
-            self._write_named(name, shown)
+            self.say(line, name)
+        elif (encoded := request_in(line)) is not None:
+            request = read_request(encoded)
+            self.say(line if request is None else request.for_people(), name)
 
     def show_failure(self, name: str, lines: list[str]) -> None:
         """A failed process's errors, else its last lines. A verbose console has shown them already."""
         errors = [line for line in lines if _ERROR.search(line)]
         for line in [] if self._verbose else (errors or lines)[-_SHOWN_AFTER_FAILURE:]:
-            self._write_named(name, line)
+            self.say(line, name)
 
     def _write_log(self, name: str, line: str) -> None:
         if self.log_file is not None:
             self.log_file.write(name, line)
-
-    def _write_named(self, name: str, line: str) -> None:
-        prefix = f"[{name}]"
-        if self._colour:
-            prefix = f"\x1b[{_COLOURS.get(name.partition('-')[0], 34)}m{prefix}\x1b[0m"
-        self.say(f"{prefix} {line}")
 
     def _table(self) -> Table:
         table = Table.grid(padding=(0, 2))
@@ -237,22 +237,3 @@ class ConsoleHandler(logging.Handler):
             self._console.note(self._shown.format(record), self._logged.format(record))
         except Exception:  # logging's contract: a line that cannot be formatted must not end the program
             self.handleError(record)
-
-
-def shown_request(line: str) -> str | None:
-    """A frontend's `pd.request` line for a person; one that is cut off as it is; None for any other line."""
-    if (encoded := request_in(line)) is None:
-        return None
-    try:
-        it = msgspec.json.decode(encoded, type=RequestLine)
-    except (msgspec.DecodeError, RecursionError):
-        return line
-    by = f"prefilled by {it.prefill_worker}, decoded by" if it.prefill_worker else "prefilled and decoded by"
-    where = f", {by} {it.decode_worker}" if it.decode_worker else ""
-    cached = f" ({it.cached_tokens} cached)" if it.cached_tokens else ""
-    took = {"queued": it.queued_ms, "prefill": it.prefill_ms, "exposed transfer": it.exposed_ms, "decode": it.decode_ms}
-    stages = ", ".join(f"{name} {ms:.0f} ms" for name, ms in took.items() if ms is not None)
-    return (
-        f"pd.request {it.id}: {it.outcome}, {it.prompt_tokens}{cached} prompt and {it.output_tokens} output tokens"
-        f"{where} ({it.reason}){'; ' if stages else ''}{stages}"
-    )

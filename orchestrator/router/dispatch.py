@@ -3,7 +3,7 @@ worker; one that failed is withdrawn, and the next one begins on another worker,
 
 A retry waits for room on a worker, since the request was accepted already. With `routing.fallback: refuse` it is
 refused all the same where only a local prefill is left and the client has no token. What has failed say `router` and
-`overdue`.
+`lost`.
 """
 
 from __future__ import annotations
@@ -24,12 +24,21 @@ from orchestrator.policy.decode_choice import Holder
 from orchestrator.policy.placement import RETRY_AFTER_S, Reject
 from orchestrator.policy.prefix_index import PrefixIndex
 from orchestrator.process.telemetry.metrics import Metrics
-from orchestrator.router.active_requests import ActiveRequests
 from orchestrator.router.decider import Decider
+from orchestrator.router.learning import Learning
 from orchestrator.router.quarantine import TRIAL_S, Quarantine
-from orchestrator.router.request import ActiveRequest, Failure, Placed, State, Submitted
+from orchestrator.router.request import (
+    ActiveRequest,
+    ActiveRequests,
+    Batch,
+    Codec,
+    Failure,
+    Placed,
+    State,
+    Submitted,
+)
 from orchestrator.types import KVSource, Role
-from orchestrator.wire.messages import Abort, EngineCrashed, Fetch, Lend, Prefix, Submit, engine_key
+from orchestrator.wire.messages import Abort, Fetch, Lend, Prefix, Submit, engine_key
 from orchestrator.wire.sockets import Sent
 from orchestrator.wire.transport import FrontendTransport
 
@@ -53,11 +62,14 @@ class Dispatch:
         queue: QueueView,
         prefixes: PrefixIndex,
         requests: ActiveRequests,
+        codec: Codec,
+        learning: Learning,
         metrics: Metrics,
     ) -> None:
         self._routing, self._decider, self._fleet, self._transport = routing, decider, fleet, transport
         self._queue, self._prefixes, self._requests, self._metrics = queue, prefixes, requests, metrics
-        self._quarantine = Quarantine(fleet.pause)
+        self._codec, self._learning, self.quarantine = codec, learning, Quarantine(fleet.pause)
+        self.batches: asyncio.Queue[Batch] = asyncio.Queue()  # what clients get
         self._tasks: set[asyncio.Task[None]] = set()
         self._waiting = 0  # requests that will ask again
 
@@ -205,13 +217,13 @@ class Dispatch:
         remote = active.state in (State.QUEUED, State.TRANSFERRING) and self._routing.fallback == "refuse"
         if active.ended:
             return
-        self._give_up(active, why)
+        self.give_up(active, why)
         if len(active.answer.tokens) - active.resumed >= SOUND_TOKENS:
             active.charged.clear()
         if charge or remote:
             active.charged.append(why)
         if len(active.charged) >= MAX_ATTEMPTS:
-            self._end_as(active, active.exhausted(said))
+            self.fail(active, active.exhausted(said))
             return
         again = avoid in active.avoid
         if avoid is not None:
@@ -228,7 +240,7 @@ class Dispatch:
         """The engines sampled different first tokens: continue after the one that the client has, if possible on the
         same decode worker, where the prompt is cached. `MAX_ATTEMPTS` does not apply, since nothing failed."""
         worker_id, placed, parsed = active.decode_worker, active.placed, active.parsed
-        self._give_up(active, "first_token_mismatch")
+        self.give_up(active, "first_token_mismatch")
         active.next_attempt("first_token_mismatch")
         if worker_id in self._fleet.workers and placed is not None:
             cached_tokens = len(parsed.prefix_keys) * self._fleet.block_size
@@ -239,84 +251,7 @@ class Dispatch:
             active.placed = None  # it is placed nowhere
         self.background(self._place_again(active))
 
-    def leave_queue(self, why: str) -> None:
-        """Place all queued requests elsewhere: in the queue they would wait until their claim deadline."""
-        for active in self._requests.all():
-            with self.guarding(active):
-                if active.state is State.QUEUED:
-                    self.retry(active, why)
-
-    @contextlib.contextmanager
-    def guarding(self, active: ActiveRequest) -> Iterator[None]:
-        """A defect that this request meets in the context fails it, and must not cost the others theirs."""
-        try:
-            yield
-        except Exception:
-            self.fail_defective(active, active.id)
-
-    def fail_withdrawn(self, active: ActiveRequest, failure: Failure) -> None:
-        """Fail a request that no worker can answer: withdraw it from all workers and tell the client."""
-        self.withdraw(active)
-        self._end_as(active, failure)
-
-    def fail_defective(self, active: ActiveRequest | None, request_id: str) -> None:
-        """Fail a request one of whose outputs could not be taken, since its answer would have a gap, or that could not
-        be looked after. Call it in the handling of that exception. Raises nothing, also where the same defect is met
-        again: workers that could not be told keep what they have of it until it ends there."""
-        self._metrics.dropped.labels("error").inc()
-        log.exception("request %s met a defect", request_id)
-        if active is not None and not active.ended:
-            for step in (self.withdraw, partial(self._end_as, failure=Failure("it met a defect"))):
-                try:
-                    step(active)
-                except Exception:
-                    log.exception("request %s met another one while it was ended", request_id)
-
-    # ---- engines that crash ------------------------------------------------------------------------------------
-
-    def engine_crashed(self, there: str, crash: EngineCrashed) -> None:
-        """Retry the requests of the worker `there`. Those that may have caused the crash go to quarantine. The attempt
-        of the others counts only where another rank is blamed, which may be wrong: none goes on without end."""
-        if (view := self._fleet.workers.get(there)) is not None:
-            view.disconnect(time.monotonic())  # the worker leaves, whatever its last report says
-        victims = [one for one in self._requests.of(there) if there in (one.decode_worker, one.computing_worker)]
-        guilty = self._quarantine.crashed(victims, crash)
-        for active in victims:
-            with self.guarding(active):
-                suspected = crash.suspect is None and self._quarantine.suspects(active, there)
-                if active in guilty:
-                    said = f"it crashed {active.crashes} engines, the last on {there}: {crash.why}"
-                    self.fail_withdrawn(active, Failure(said))
-                elif suspected:
-                    self._give_up(active, "engine_crashed")
-                    active.avoid_worker(there)  # has no effect if that worker prefilled
-                    active.next_attempt("engine_crashed")
-                    self._quarantine.add(active)
-                else:
-                    self.retry(active, "engine_crashed", there, charge=crash.suspect == "", said=crash.why)
-        self._release_next()
-
-    def clear_suspect(self, active: ActiveRequest) -> None:
-        """The request has produced a token or has ended, so it does not crash its engine."""
-        if active.crashes and self._quarantine.cleared(active):
-            self._release_next()
-
-    def check(self, now: float) -> None:
-        """Release the next suspect when a trial takes too long, and fail those that have waited too long for one."""
-        if self._quarantine.overdue(now):
-            self._release_next()
-        why = "it may have crashed an engine, and no worker could try it alone within its deadline"
-        for active in self._quarantine.expired(now, self._routing.placement_timeout_s):
-            with self.guarding(active):
-                self._end_as(active, Failure.of_fleet(why))
-
-    def _release_next(self) -> None:
-        for active in self._quarantine.release(self._fleet.ready(Role.DECODE)):
-            self.background(self._place_again(active))
-
-    # ---- shared ------------------------------------------------------------------------------------------------
-
-    def _give_up(self, active: ActiveRequest, why: str) -> None:
+    def give_up(self, active: ActiveRequest, why: str) -> None:
         """End the current attempt."""
         self._metrics.retries.labels(why).inc()
         active.retries.append(why)
@@ -330,15 +265,63 @@ class Dispatch:
                     return
             rejected = await self.place(active, wait_for_room=True)
             if rejected is not None and rejected.no_fallback:
-                self._requests.refuse(active, rejected)
-                self.clear_suspect(active)
+                self._metrics.placements.labels("reject", rejected.reason).inc()
+                self.end(active, State.REJECTED, Failure(rejected.reason, rejected=rejected))
             elif rejected is not None:
                 why = f"no decode worker took it over within its deadline ({rejected.reason})"
-                self._end_as(active, Failure(why, rejected=rejected))  # the client may ask again
+                self.fail(active, Failure(why, rejected=rejected))  # the client may ask again
 
-    def _end_as(self, active: ActiveRequest, failure: Failure) -> None:
-        self._requests.fail(active, failure)
+    def release_suspects(self) -> None:
+        """Place those that may have crashed an engine, as many as there are workers to try them."""
+        for active in self.quarantine.release(self._fleet.ready(Role.DECODE)):
+            self.background(self._place_again(active))
+
+    def clear_suspect(self, active: ActiveRequest) -> None:
+        """The request has produced a token or has ended, so it does not crash its engine."""
+        if active.crashes and self.quarantine.cleared(active):
+            self.release_suspects()
+
+    # ---- the end -----------------------------------------------------------------------------------------------
+
+    def fail(self, active: ActiveRequest, failure: Failure) -> None:
+        """End a request as failed, and send the reason to its client."""
+        level = logging.WARNING if failure.by_client else logging.ERROR
+        log.log(level, "request %s failed: %s", active.parsed.label, failure.why)
+        self.end(active, State.FAILED, failure)
+
+    def end(self, active: ActiveRequest, state: State, failure: Failure | None = None) -> None:
+        """End a request. `failure`: what its client is told. Raises IllegalTransition."""
+        if failure is not None:
+            self.batches.put_nowait(Batch([self._codec.failure(active.parsed, failure)], time.monotonic()))
+        active.move(state)
+        self._requests.remove(active)
+        self._prefixes.expected.settled(active.id)
+        try:
+            self._learning.ended(active, state, time.monotonic())
+        except Exception:  # its client gets its end all the same
+            log.exception("request %s ended as %s, and was not counted", active.parsed.label, state.value)
         self.clear_suspect(active)
+
+    @contextlib.contextmanager
+    def guarding(self, active: ActiveRequest) -> Iterator[None]:
+        """A defect that this request meets in the context fails it, and must not cost the others theirs."""
+        try:
+            yield
+        except Exception:
+            self.fail_defective(active, active.id)
+
+    def fail_defective(self, active: ActiveRequest | None, request_id: str) -> None:
+        """Fail a request one of whose outputs could not be taken, since its answer would have a gap, or that could not
+        be looked after. Call it in the handling of that exception. Raises nothing, also where the same defect is met
+        again: workers that could not be told keep what they have of it until it ends there."""
+        self._metrics.dropped.labels("error").inc()
+        log.exception("request %s met a defect", request_id)
+        if active is not None and not active.ended:
+            for step in (self.withdraw, partial(self.fail, failure=Failure("it met a defect"))):
+                try:
+                    step(active)
+                except Exception:
+                    log.exception("request %s met another one while it was ended", request_id)
 
     def background(self, coroutine: Coroutine[Any, Any, None]) -> None:
         """Run the coroutine as a task of its own."""

@@ -1,10 +1,15 @@
 """What is measured of requests: feeds the predictor, the metrics and the dashboard's figures with the times of each
-stage, when the stage ends, and counts who met their objectives.
+stage, when the stage ends, and counts who met their objectives. Each end is a log line, logger `pd.request`.
 
 Reads requests and decides nothing. Times are seconds of the router's monotonic clock.
 """
 
 from __future__ import annotations
+
+import logging
+import time
+
+import msgspec
 
 from orchestrator.config.settings import SLOConfig
 from orchestrator.fleet.view import Fleet
@@ -15,9 +20,11 @@ from orchestrator.policy.predict.estimates import LatePairs
 from orchestrator.policy.predict.predictor import Predictor
 from orchestrator.policy.prefix_keys import ReuseCounter
 from orchestrator.process.telemetry.metrics import Metrics
-from orchestrator.process.telemetry.requests import Recent
+from orchestrator.process.telemetry.requests import Recent, RequestLine
 from orchestrator.router.request import ActiveRequest, Prefilling, State, Submitted
 from orchestrator.types import Link, Offered
+
+ended_log = logging.getLogger("pd.request")
 
 
 class Learning:
@@ -52,9 +59,20 @@ class Learning:
         )
 
     def ended(self, request: ActiveRequest, state: State, now: float) -> None:
-        """Call once for each request that was taken or refused. One whose client left says nothing about the fleet."""
-        if state is State.ABORTED:
-            return
+        """Count it, and write its line. Call it once for each request that was taken or refused."""
+        if state is State.FINISHED:
+            self._finished(request, now)
+        if state is not State.ABORTED:  # whose client left: it says nothing about the fleet
+            self._judge_ended(request, state, now)
+        self._metrics.requests.labels(state.value).inc()
+        line = describe(request, now)
+        self.recent.ended(line, now)
+        if ended_log.isEnabledFor(logging.INFO):
+            ended_log.info("%s", msgspec.json.encode(line).decode())
+        if request.parsed.on_request_ended is not None:
+            request.parsed.on_request_ended(line)
+
+    def _judge_ended(self, request: ActiveRequest, state: State, now: float) -> None:
         late_first, late_tokens = True, False
         first, count = request.answer.first_token_at, len(request.answer.tokens)
         if state is State.FINISHED and first is not None:
@@ -181,7 +199,7 @@ class Learning:
         for connected in self._connected.values():
             connected.discard(worker_id)
 
-    def finished(self, request: ActiveRequest, now: float) -> None:
+    def _finished(self, request: ActiveRequest, now: float) -> None:
         answer = request.answer
         count = len(answer.tokens)
         if count == 0:
@@ -192,3 +210,42 @@ class Learning:
             tpot_s = (now - answer.decoding_at) / (count - 1)
             concurrent_requests = request.decode.concurrent_requests if request.decode is not None else 0
             self.predictor.observe_itl(request.decode_worker, tpot_s, concurrent_requests + 1)
+
+
+def describe(request: ActiveRequest, now: float) -> RequestLine:
+    """The line of a request that has just ended. `now`: the router's monotonic clock, seconds."""
+    parsed, answer = request.parsed, request.answer
+    placed, prefill, decode = request.placed, request.prefill, request.decode
+    first, decoding = answer.first_token_at, answer.decoding_at
+    ended = prefill.ended_at if prefill is not None else None
+    local_prefill_s = first - decode.at if first and decode is not None else None
+    accepted_at = time.time() - (now - request.accepted_at)  # unix seconds
+    received_at = parsed.received_at or accepted_at
+    return RequestLine(
+        id=parsed.label,
+        outcome=request.state.value,
+        decision=placed.decision if placed is not None else "",
+        reason=placed.reason if placed is not None else "",
+        prompt_tokens=parsed.info.prompt_tokens,
+        output_tokens=len(answer.tokens),
+        attempts=request.attempt,
+        decode_worker=request.decode_worker,
+        prefill_worker=request.prefill_worker,
+        total_ms=_ms(now - request.accepted_at) or 0.0,
+        ttft_ms=_ms(first - request.accepted_at) if first else None,
+        queued_ms=_ms(prefill.queued_s) if prefill is not None else None,
+        claim_ms=_ms(prefill.claim_s) if prefill is not None else None,
+        prefill_ms=_ms(prefill.compute_s if prefill is not None else local_prefill_s),
+        exposed_ms=_ms(decoding - ended) if decoding and ended else None,
+        decode_ms=_ms(now - first) if first else None,
+        cached_tokens=request.cached_tokens,
+        retries=request.retries,
+        arrived_at=round(received_at, 3),
+        frontend_ms=_ms(accepted_at - received_at),
+        sent_ms=_ms(decode.at - request.accepted_at) if decode is not None else None,
+        chunks_ms=[_ms(end_s) or 0.0 for end_s in prefill.chunk_ends_s] if prefill is not None else [],
+    )
+
+
+def _ms(seconds: float | None) -> float | None:
+    return None if seconds is None else round(max(0.0, seconds) * 1e3, 2)

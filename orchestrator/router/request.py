@@ -155,7 +155,7 @@ class Submitted(msgspec.Struct, frozen=True):
 
 @dataclass(slots=True)
 class Answer:
-    """The part of the answer that the client has. Written by `active_requests`."""
+    """The part of the answer that the client has. Written by `router`."""
 
     tokens: list[int] = field(default_factory=list)
     early_token: int | None = None  # the prefill engine's token, until the decode engine has sampled the same one
@@ -191,9 +191,7 @@ class ActiveRequest:
     avoid: dict[str, None] = field(default_factory=dict)  # decode workers that refused or lost it, the latest last
     retries: list[str] = field(default_factory=list)  # why each attempt but the first began
     moved_at: float = field(default_factory=time.monotonic)  # when its present state began
-    # Of all requests of this frontend, those that a worker has, by its id and theirs: one that is lost or reset among
-    # hundreds concerns few of them.
-    by_worker: dict[str, dict[str, ActiveRequest]] = field(default_factory=dict)
+    by_worker: dict[str, dict[str, ActiveRequest]] = field(default_factory=dict)  # as in `ActiveRequests`
 
     @property
     def id(self) -> str:
@@ -270,6 +268,38 @@ class ActiveRequest:
         self.give_to(None, None)
         self.placed = self.answer.early_token = None
         self.answer.held, self.answer.held_since = [], 0.0
+
+
+class ActiveRequests:
+    """The requests of one frontend that have not ended."""
+
+    def __init__(self) -> None:
+        self.by_id: dict[str, ActiveRequest] = {}
+        # Those that a worker has, by its id and theirs: one that is lost or reset among hundreds concerns few of them.
+        self._by_worker: dict[str, dict[str, ActiveRequest]] = {}
+
+    def add(self, active: ActiveRequest) -> None:
+        self.by_id[active.id], active.by_worker = active, self._by_worker
+
+    def remove(self, active: ActiveRequest) -> None:
+        del self.by_id[active.id]
+        active.leave_workers()
+
+    def all(self) -> list[ActiveRequest]:
+        """A copy, so that a loop over it may end requests."""
+        return list(self.by_id.values())
+
+    def of(self, *worker_ids: str) -> list[ActiveRequest]:
+        """Those that one of these workers prefills, has prefilled or decodes. A copy too."""
+        found: dict[str, ActiveRequest] = {}
+        for worker_id in worker_ids:
+            found |= self._by_worker.get(worker_id, {})
+        return list(found.values())
+
+    def current(self, request_id: str, attempt: int) -> ActiveRequest | None:
+        """The request, if it has not ended and this attempt is its current one; else None."""
+        active = self.by_id.get(request_id)
+        return active if active is not None and active.attempt == attempt else None
 
 
 class Batch(msgspec.Struct):

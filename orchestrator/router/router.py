@@ -1,8 +1,11 @@
 """The life of a request: placed, queued or sent, bound to a decode worker, streamed, retried, ended.
 
 Replaces an engine core client: takes engine requests and returns engine outputs. `decider` chooses where a request
-goes, `dispatch` sends it there, again if need be, `active_requests` chooses what the client gets, and `request` has the
+goes, `dispatch` sends it there, again if need be, and ends it, `lost` knows what it has lost, and `request` has the
 states and their transitions. The router reads engine requests and outputs through `Codec` only.
+
+Both engines sample the first token of a remote prefill. Where the client gets prefill's at once, decode's own is
+removed if it is the same. If it differs, the attempt is given up, since a sent token cannot be taken back.
 """
 
 from __future__ import annotations
@@ -20,12 +23,20 @@ from orchestrator.policy.decode_choice import DecodeChoice
 from orchestrator.policy.prefix_index import PrefixIndex
 from orchestrator.process.tasks import Turns, ticks
 from orchestrator.process.telemetry.metrics import Metrics
-from orchestrator.router.active_requests import ActiveRequests, OutputAction
 from orchestrator.router.decider import Decider
 from orchestrator.router.dispatch import Dispatch
 from orchestrator.router.learning import Learning
-from orchestrator.router.overdue import Overdue
-from orchestrator.router.request import ActiveRequest, Batch, Codec, Failure, Overloaded, Prefilling, State
+from orchestrator.router.lost import Lost
+from orchestrator.router.request import (
+    ActiveRequest,
+    ActiveRequests,
+    Batch,
+    Codec,
+    Failure,
+    Overloaded,
+    Prefilling,
+    State,
+)
 from orchestrator.types import FinishReason
 from orchestrator.wire.messages import (
     Claimed,
@@ -65,13 +76,12 @@ class Router:
         self._routing, self._fleet, self._codec, self._prefixes = config.routing, fleet, codec, prefixes
         self.learning = Learning(fleet, choose, config.slo, metrics)
         self._decider = Decider(transport.frontend_id, config, fleet, queue, prefixes, choose, self.learning)
-        early = config.routing.first_token == "prefill"
-        self._requests = ActiveRequests(codec, early, self.learning, prefixes, metrics)
+        self._requests = requests = ActiveRequests()
         self._dispatch = Dispatch(
-            config.routing, self._decider, fleet, transport, queue, prefixes, self._requests, metrics
+            config.routing, self._decider, fleet, transport, queue, prefixes, requests, codec, self.learning, metrics
         )
-        self._overdue = Overdue(config, fleet, queue, self._requests, self._decider, self._dispatch, self.learning)
-        self.requests, self.batches = self._requests.by_id, self._requests.batches
+        self.lost = Lost(config, fleet, queue, requests, self._decider, self._dispatch, self.learning)
+        self.requests, self.batches = requests.by_id, self._dispatch.batches
 
     # ---- what the server calls ---------------------------------------------------------------------------------
 
@@ -96,7 +106,7 @@ class Router:
             raise
         if rejected is not None:
             self._metrics.placements.labels("reject", rejected.reason).inc()
-            self._requests.end(active, State.REJECTED)
+            self._dispatch.end(active, State.REJECTED)
             raise Overloaded(rejected)
 
     def abort(self, request_ids: Iterable[str], to: State = State.ABORTED) -> None:
@@ -105,7 +115,7 @@ class Router:
             if active := self.requests.get(request_id):
                 with self._dispatch.guarding(active):
                     self._dispatch.withdraw(active)
-                    self._end(active, to)
+                    self._dispatch.end(active, to)
 
     async def run(self) -> None:
         """Enforce the deadlines of all states. Runs until cancelled."""
@@ -127,13 +137,13 @@ class Router:
         if self._fleet.pause.frozen:
             return
         parts: tuple[Callable[[float], None], ...] = (
-            self._release_late,  # first: `overdue` may retry a request whose last tokens are held back
-            self._overdue.check,
+            self._release_late,  # first: `lost` may retry a request whose last tokens are held back
+            self.lost.check,
             lambda _: self.learning.predictor.set_prior(self._fleet.speed),
-            lambda _: self._overdue.check_claimers(),
+            lambda _: self.lost.check_claimers(),
             self._decider.look,
-            self._overdue.recall,
-            self._dispatch.check,
+            self.lost.recall,
+            self.lost.check_suspects,
         )
         for part in parts:
             with self._turns.turn():  # a defect that lasts in one of them must not keep the others off
@@ -143,7 +153,7 @@ class Router:
         """The same for requests whose job was lost, or whose prefill worker does not report. A defect is logged."""
         with self._turns.turn():
             if not self._fleet.pause.frozen:
-                await self._overdue.check_queue(now)
+                await self.lost.check_queue(now)
 
     # ---- what workers say --------------------------------------------------------------------------------------
 
@@ -152,7 +162,7 @@ class Router:
         if isinstance(message, Outputs):
             self._on_outputs(worker_id, message, payload, now)
         elif isinstance(message, EngineCrashed):
-            self._dispatch.engine_crashed(worker_id, message)
+            self.lost.engine_crashed(worker_id, message)
         elif isinstance(message, (Claimed, Prefilled, PrefillFailed, Rejected)):
             active = self._requests.current(message.request_id, message.attempt)
             if active is None:
@@ -194,11 +204,39 @@ class Router:
         self.learning.prefilled(active, self._fleet.workers.get(active.prefill.worker_id))
         if active.answer.held:
             self._release_held(active, now)
-        elif (batch := self._requests.from_prefill(active, said, payload, now)) is not None:
-            self.batches.put_nowait(batch)
+        elif payload and self._may_come_early(active):
+            self._give_early(active, said, payload, now)
 
-    def _prefill_failed(self, active: ActiveRequest, by: str = "", refused: bool = False, ended: bool = False) -> None:
-        """`by`: who says so; empty: the queue. Another worker that computes it goes on. `ended`: by its engine."""
+    def _may_come_early(self, active: ActiveRequest) -> bool:
+        """Whether decode will sample the same token, more tokens follow, and nothing was sent yet."""
+        return (
+            self._routing.first_token == "prefill"
+            and active.parsed.early_token
+            and active.parsed.info.max_new_tokens > 1
+            and active.state is State.TRANSFERRING
+            and not active.answer.tokens
+        )
+
+    def _give_early(self, active: ActiveRequest, said: Prefilled, payload: list[bytes], now: float) -> None:
+        """Give the client the prefill engine's token."""
+        try:
+            batch = self._codec.decode_outputs(payload, said.sent_at, now)
+        except MessageError as error:
+            self._metrics.dropped.labels("corrupt").inc()
+            log.error("worker %s sent a first token that cannot be read: %s", active.prefill_worker, error)
+            return
+        (output,) = batch.outputs
+        if output.finish_reason != FinishReason.LENGTH or not output.new_token_ids:
+            return  # the token is the last one, or was withheld. The decode engine reports the finish reason.
+        (token,) = output.new_token_ids
+        batch.outputs = [self._codec.as_first(output)]  # if that fails, nothing is noted that the client has not got
+        active.answer.early_token, active.answer.first_token_at = token, now
+        active.answer.tokens.append(token)
+        self.learning.came_early(active, now)
+        self.batches.put_nowait(batch)
+
+    def _prefill_failed(self, active: ActiveRequest, by: str, refused: bool, ended: bool) -> None:
+        """`by`: who says so. Another worker that computes it goes on. `ended`: by its engine."""
         if active.state is not State.QUEUED and (active.state is not State.TRANSFERRING or active.prefill_worker != by):
             return
         self._dispatch.retry(active, "prefill_refused" if refused else "engine_error" if ended else "prefill_failed")
@@ -206,7 +244,8 @@ class Router:
     def _on_rejected(self, active: ActiveRequest, by: str, rejected: Rejected) -> None:
         log.warning("worker %s rejected request %s: %s", by, active.parsed.label, rejected.why)
         if rejected.final:  # every worker would refuse this request
-            self._dispatch.fail_withdrawn(active, Failure(rejected.why, by_client=True))
+            self._dispatch.withdraw(active)
+            self._dispatch.fail(active, Failure(rejected.why, by_client=True))
         elif rejected.late:
             self._dispatch.retry(active, "not_ready", by, said=rejected.why)
         else:
@@ -219,7 +258,7 @@ class Router:
         except (MessageError, ValueError) as error:  # ValueError: there are not as many of both
             self._metrics.dropped.labels("corrupt").inc()
             log.error("worker %s sent outputs that cannot be read: %s", worker_id, error)
-            self.outputs_lost(worker_id)
+            self.lost.outputs_lost(worker_id)
             return
         batch.outputs = [output for output, attempt in each if self._delivers(worker_id, output, attempt, now)]
         if batch.outputs:
@@ -262,25 +301,41 @@ class Router:
 
     def _take(self, active: ActiveRequest, output: Any, now: float) -> bool:
         """Whether the output goes to the client."""
+        answer, tokens = active.answer, output.new_token_ids
         if active.state is not State.DECODING:
             return self._begin(active, output, now)
-        if output.new_token_ids:
-            self.learning.streamed(len(output.new_token_ids), now - active.answer.last_output_at)
-        self._requests.record_output(active.answer, output, now)
+        if tokens:
+            self.learning.streamed(len(tokens), now - answer.last_output_at)
+        answer.last_output_at = now
+        answer.tokens.extend(tokens)
         if output.finish_reason is not None:
-            self._end(active, State.FINISHED)
+            self._dispatch.end(active, State.FINISHED)
         return True
 
     def _begin(self, active: ActiveRequest, output: Any, now: float) -> bool:
-        """The same, for the first outputs of an attempt."""
-        began = bool(output.new_token_ids)
-        first = began and active.answer.decoding_at is None
+        """The same, for outputs up to the attempt's first token, which the client may have already."""
+        answer, prefill, began = active.answer, active.prefill, bool(output.new_token_ids)
+        first, had_first = began and answer.decoding_at is None, answer.first_token_at is not None
         computed = self._codec.computed_alone(output) if first else None  # before what it says of that is dropped
-        had_first = active.answer.first_token_at is not None
-        action = self._requests.from_decode(active, output, now)
-        if action is OutputAction.DIVERGED:
-            self._dispatch.diverged(active)
-            return False
+        answer.last_output_at = now
+        if began and answer.early_token is not None:
+            if output.new_token_ids[0] != answer.early_token:
+                self._metrics.first_token_mismatches.inc()
+                self._dispatch.diverged(active)
+                return False
+            answer.early_token = None
+            self._codec.drop_told(output, 1)
+        elif active.resumed:
+            self._codec.drop_told(output, 0)
+        known = began and not output.new_token_ids and output.finish_reason is None
+        if output.new_token_ids and not answer.tokens and prefill is not None:
+            if prefill.ended_at is not None or answer.held_since:
+                # Without `Prefilled` the counts are unknown, and a cache hit must not be counted as created.
+                self._codec.count_prompt(output, prefill.cached_tokens, prefill.created_cache_tokens)
+        if began:
+            answer.decoding_at = answer.decoding_at or now
+            answer.first_token_at = answer.first_token_at or now
+            answer.tokens.extend(output.new_token_ids)
         self.learning.began(active, len(output.new_token_ids), had_first, now)
         if first:
             self._prefixes.expected.settled(active.id)
@@ -289,61 +344,6 @@ class Router:
         if began:
             active.move(State.DECODING)
             self._dispatch.clear_suspect(active)
-        if action is OutputAction.DELIVER and output.finish_reason is not None:
-            self._end(active, State.FINISHED)
-        return action is OutputAction.DELIVER
-
-    # ---- when something is lost --------------------------------------------------------------------------------
-
-    def worker_lost(self, *lost: str) -> None:
-        """Retry the requests of workers that are gone. Those that they decoded continue on another worker; the prompts
-        that they were computing, or had claimed unheard, are prefilled locally. Where one had ended, its KV may be
-        there already: `overdue` waits a moment. Call it once for all that go together."""
-        self._leave("lost", frozenset(lost), frozenset(lost))
-        for worker_id in lost:
-            self.learning.forget(worker_id)
-
-    def worker_quiet(self, *quiet: str) -> None:
-        """Move requests away from workers that are slow, stopped or cut off: of all that become so together."""
-        self._leave("quiet", frozenset(quiet), frozenset(filter(self._fleet.has_other_decode_worker, quiet)))
-
-    def _leave(self, how: str, away: frozenset[str], decoding: frozenset[str]) -> None:
-        lost = how == "lost"
-        for active in self._requests.of(*away):
-            with self._dispatch.guarding(active):
-                prefills = active.computing_worker if lost else active.prefill_worker
-                if active.decode_worker in decoding:
-                    self._dispatch.retry(active, f"decode_worker_{how}", avoid=active.decode_worker, charge=lost)
-                elif active.state is State.TRANSFERRING and prefills in away:
-                    self._dispatch.retry(active, f"prefill_worker_{how}", charge=False)
-        self._dispatch.background(self._overdue.leave_claimers(away, f"prefill_worker_{how}"))
-        self._overdue.check_claimers()
-
-    def connection_reset(self, worker_id: str) -> None:
-        """A worker's connection was made again: requests or tokens may be lost with the old one."""
-        self._retry_decoding(worker_id, "connection_reset", charge=False)
-
-    def outputs_lost(self, worker_id: str) -> None:
-        """A message of a worker is lost, and whose tokens it had is unknown."""
-        self._retry_decoding(worker_id, "corrupt_outputs", avoid=worker_id)
-
-    def _retry_decoding(self, worker_id: str, why: str, charge: bool = True, avoid: str | None = None) -> None:
-        """Retry all requests that a worker decodes: an answer must not have a gap."""
-        for active in self._requests.of(worker_id):
-            with self._dispatch.guarding(active):
-                if active.decode_worker == worker_id:
-                    self._dispatch.retry(active, why, avoid=avoid, charge=charge)
-
-    def queue_lost(self) -> None:
-        """Take all requests out of the queue: while Redis is away no worker can claim their jobs."""
-        self._dispatch.leave_queue("queue_unavailable")
-
-    def job_failed(self, request_id: str, attempt: int) -> None:
-        """The queue gave this job up, because too many workers that had claimed it died."""
-        if (active := self._requests.current(request_id, attempt)) is not None:
-            with self._dispatch.guarding(active):
-                self._prefill_failed(active)
-
-    def _end(self, active: ActiveRequest, state: State) -> None:
-        self._requests.end(active, state)
-        self._dispatch.clear_suspect(active)
+        if output.finish_reason is not None:
+            self._dispatch.end(active, State.FINISHED)
+        return not known

@@ -6,16 +6,10 @@ Workers refuse all others.
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
-
-
-class CallTarget(enum.Enum):
-    ALL = "all"  # every connected worker; the call fails if one of them fails
-    ONE = "one"  # any worker: all give the same answer
 
 
 def _intersection(results: Sequence[Any]) -> set[Any]:
@@ -27,9 +21,10 @@ def _first(results: Sequence[Any]) -> Any:
 
 
 class ControlMethod(msgspec.Struct, frozen=True):
-    """`combine` makes one answer of the workers' answers. `undo` takes the id of the method's first argument."""
+    """Called on every connected worker; it fails if one of them fails. `combine` makes one answer of theirs. `undo`
+    takes the id of the method's first argument."""
 
-    target: CallTarget = CallTarget.ALL
+    of_one: bool = False  # called on any worker: all give the same answer
     combine: Callable[[Sequence[Any]], Any] = _first
     undo: str | None = None  # called on the workers that succeeded when another one failed
     alike: bool = False  # the call fails where workers give different answers
@@ -53,8 +48,8 @@ METHODS: dict[str, ControlMethod] = {
     "reset_encoder_cache": ControlMethod(),
     "profile": ControlMethod(),
     "set_weight_version": ControlMethod(),
-    "get_weight_version": ControlMethod(target=CallTarget.ONE),
-    "compute_weight_checksums": ControlMethod(target=CallTarget.ONE),
+    "get_weight_version": ControlMethod(of_one=True),
+    "compute_weight_checksums": ControlMethod(of_one=True),
 }
 # The methods that a worker calls on its engine: the same ones, with these two in place of `set_pause`.
 ENGINE_METHODS = (METHODS.keys() - {"set_pause"}) | {"pause_scheduler", "resume_scheduler"}

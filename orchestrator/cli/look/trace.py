@@ -23,7 +23,7 @@ from orchestrator.config.settings import Refused
 from orchestrator.launch.host.run_folder import RunFolder
 from orchestrator.process.files import Foreign, open_own
 from orchestrator.process.telemetry.logs import request_in
-from orchestrator.process.telemetry.requests import RequestLine, Stage, stages
+from orchestrator.process.telemetry.requests import RequestLine, Stage, read_request, stages
 
 _NAMES_WIDTH = 10
 _COLOURS = {
@@ -120,11 +120,9 @@ def request_lines(path: Path) -> Iterator[RequestLine]:
     try:
         with open_own(path, errors="replace") as file:
             for text in file:
-                if (encoded := request_in(text)) is not None:
-                    try:
-                        yield msgspec.json.decode(encoded, type=RequestLine)
-                    except (msgspec.DecodeError, RecursionError):
-                        continue  # cut off, or of another release
+                encoded = request_in(text)
+                if encoded is not None and (line := read_request(encoded)) is not None:
+                    yield line
     except Foreign as error:
         raise Refused(str(error)) from None
     except OSError:

@@ -58,9 +58,30 @@ class RequestLine(msgspec.Struct, frozen=True, omit_defaults=True):
         """Unix seconds."""
         return self.arrived_at + self.took_ms / 1e3
 
+    def for_people(self) -> str:
+        """As the launcher shows it."""
+        by = f"prefilled by {self.prefill_worker}, decoded by" if self.prefill_worker else "prefilled and decoded by"
+        where = f", {by} {self.decode_worker}" if self.decode_worker else ""
+        cached = f" ({self.cached_tokens} cached)" if self.cached_tokens else ""
+        times = (self.queued_ms, self.prefill_ms, self.exposed_ms, self.decode_ms)
+        named = zip(("queued", "prefill", "exposed transfer", "decode"), times, strict=True)
+        took = ", ".join(f"{name} {ms:.0f} ms" for name, ms in named if ms is not None)
+        return (
+            f"pd.request {self.id}: {self.outcome}, {self.prompt_tokens}{cached} prompt and {self.output_tokens} "
+            f"output tokens{where} ({self.reason}){'; ' if took else ''}{took}"
+        )
+
     def with_stages(self) -> dict[str, Any]:
         """As types of JSON."""
         return {**msgspec.to_builtins(self), "stages": msgspec.to_builtins(stages(self))}
+
+
+def read_request(encoded: str | bytes) -> RequestLine | None:
+    """From a log; None for a line that is cut off, or of another release."""
+    try:
+        return msgspec.json.decode(encoded, type=RequestLine)
+    except (msgspec.DecodeError, RecursionError):
+        return None
 
 
 class Stage(msgspec.Struct, frozen=True):

@@ -152,7 +152,7 @@ def test_blocks_reserved_for_tokens_to_come_are_not_shipped() -> None:
     """A drafter has some; decode reserves none, and takes the last blocks for the prompt's."""
     prefill, request = prefilling(32, stages=2)
     assert ended(prefill, request, 4, 5, 6) == (True, None)
-    (computed,) = prefill._next.computed
+    (computed,) = prefill._next.earlier
     assert computed.whole and computed.blocks == ((4, 5),)
 
 
@@ -380,9 +380,9 @@ def test_a_cached_prefix_is_lent_and_given_back_once_it_is_sent() -> None:
     lends, pool, hashes = lender()
     free = pool.get_num_free_blocks()
     lends.lend("k", hashes, 64)
-    (started,), (computed,), (finished,) = lends._next.started, lends._next.computed, lends._next.finished
+    (started,), (computed,), (finished,) = lends._next.started, lends._next.earlier, lends._next.finished
     assert (started.key, started.total_blocks, started.prompt_tokens) == ("k", 4, 64)
-    assert computed.closed and computed.earlier and len(computed.blocks[0]) == 4
+    assert computed.closed and computed.lent and len(computed.blocks[0]) == 4
     assert finished.ok and finished.held
     assert pool.get_num_free_blocks() == free - 4 and lends.has_pending_push_work()
     lends.lend("k", hashes, 64)
@@ -411,7 +411,7 @@ def test_what_cannot_be_lent_is_refused_at_once(lost: str) -> None:
         tokens = 60
     lends.lend("k", hashes, tokens)
     (finished,) = lends._next.finished
-    assert not finished.ok and not finished.held and not lends._next.started and not lends._next.computed
+    assert not finished.ok and not finished.held and not lends._next.started and not lends._next.earlier
     assert pool.get_num_free_blocks() == free
 
 
@@ -475,11 +475,11 @@ def test_what_only_host_memory_has_is_lent_once_it_is_loaded(wanted: bool) -> No
     loaded(lends, tier, "k")
     assert not tier.loading_blocks and tier.cpu_block_pool.get_num_free_blocks() == host_free
     if wanted:
-        (computed,), (finished,) = lends._next.computed, lends._next.finished
+        (computed,), (finished,) = lends._next.earlier, lends._next.finished
         assert finished.ok and finished.held and list(computed.blocks[0][2:]) == targets
         sent = SimpleNamespace(finished_recving=None, finished_sending={"k"}, kv_connector_worker_meta=None)
         lends.update_connector_output(sent)
-    assert not lends._next.computed or wanted
+    assert not lends._next.earlier or wanted
     assert pool.get_num_free_blocks() == free and not lends.lending.pinned
 
 

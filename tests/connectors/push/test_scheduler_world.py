@@ -148,8 +148,7 @@ class Engine:
             step.sampled.append([sampled_after(tokens[:end])] if samples else [])
         meta = step.scheduled.kv_connector_metadata
         for computed in meta.computed if meta is not None else ():
-            if not computed.earlier:
-                self._computed(computed)
+            self._computed(computed)
 
     def _finish(self, step: Step) -> None:
         from vllm.v1.outputs import ModelRunnerOutput
@@ -168,9 +167,8 @@ class Engine:
                 self.streams[lost.key].preempted(lost.epoch)
         for started in meta.started:
             self.streams[started.key] = Stream(started.total_blocks)
-        for computed in meta.computed:
-            if computed.earlier:
-                self._computed(computed)
+        for computed in meta.earlier:
+            self._computed(computed)
         for reserved in meta.reserved:
             self.awaited[reserved.order.request] = reserved
         for unused in meta.unused:

@@ -134,7 +134,7 @@ def test_the_last_blocks_of_a_long_prompt_in_a_window_are_written(equal: Any) ->
     equal.step(started=[Started("s", 8, 256)])
     equal.hear("D/0", wire.Register("s", "r-s", NEAR, [[7, 8]], 256, valid_s=30.0))
     whole = Computed("s", 0, 0, ((1, 2),), True, whole=True)
-    equal.step(computed=[whole], finished=[Finished("s", True, True)])
+    equal.step(earlier=[whole], finished=[Finished("s", True, True)])
     (written,) = equal.nixl_wrapper.posted
     assert [ids.tolist() for ids in written] == [[1, 2], [7, 8]]
     equal.end_writes()

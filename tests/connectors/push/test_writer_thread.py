@@ -121,7 +121,8 @@ def all_of_a(worker: Any, nixl: Any, **how: bool) -> PushMetadata:
     begin(worker, "a")
     register(nixl, "a")
     metadata = PushMetadata()
-    metadata.computed.append(Computed("a", 0, 0, ((1, 2),), closed=True, **how))
+    computed = metadata.earlier if how else metadata.computed
+    computed.append(Computed("a", 0, 0, ((1, 2),), closed=True, **how))
     return metadata
 
 

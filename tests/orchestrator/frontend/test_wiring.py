@@ -100,7 +100,7 @@ async def test_a_message_that_cannot_be_read_leaves_no_gap_in_an_answer(monkeypa
     """It may have had the next tokens of any request there: each goes on from those before."""
     connection = FleetConnection("f", parse_config({"model": "demo", "namespace": "t"}), Away(), SimRouterCodec())
     lost, messages = asyncio.Queue[str](), asyncio.Queue[object]()
-    monkeypatch.setattr(connection.router, "outputs_lost", lost.put_nowait)
+    monkeypatch.setattr(connection.router.lost, "outputs_lost", lost.put_nowait)
     monkeypatch.setattr(connection.transport, "receive", messages.get)
     messages.put_nowait(("w", Unreadable("w"), []))
     receiving = asyncio.create_task(connection._receive())
@@ -116,7 +116,7 @@ async def test_a_defect_in_the_handling_of_a_message_ends_no_frontend(message, m
     for part, name in (
         (connection.membership, "disconnected"),
         (connection.membership, "on_welcome"),
-        (connection.router, "outputs_lost"),
+        (connection.router.lost, "outputs_lost"),
         (connection.router, "handle"),
     ):
         monkeypatch.setattr(part, name, lambda *_: 1 // 0)
@@ -131,7 +131,7 @@ async def test_a_defect_in_the_handling_of_a_message_ends_no_frontend(message, m
     connection.transport.close()
 
 
-@pytest.mark.parametrize("defective", ["prefixes.forget", "router.worker_lost", "calls.worker_lost"])
+@pytest.mark.parametrize("defective", ["prefixes.forget", "router.lost.worker_lost", "calls.worker_lost"])
 async def test_all_parts_are_told_of_lost_workers_whatever_one_of_them_meets(defective, monkeypatch):
     connection = FleetConnection("f", parse_config({"model": "demo", "namespace": "t"}), Away(), SimRouterCodec())
     told = []
@@ -140,13 +140,13 @@ async def test_all_parts_are_told_of_lost_workers_whatever_one_of_them_meets(def
         told.append((path, *ids))
         return 1 // 0 if path == defective else None
 
-    for path in ("prefixes.forget", "router.worker_lost", "calls.worker_lost"):
-        part, name = path.split(".")
-        monkeypatch.setattr(getattr(connection, part), name, partial(tell, path))
+    for path in ("prefixes.forget", "router.lost.worker_lost", "calls.worker_lost"):
+        part, _, name = path.rpartition(".")
+        monkeypatch.setattr(attrgetter(part)(connection), name, partial(tell, path))
     with pytest.raises(ZeroDivisionError):
         connection._worker_lost("a", "b")
     each = {(path, name) for path in ("prefixes.forget", "calls.worker_lost") for name in "ab"}
-    assert {*told} == {*each, ("router.worker_lost", "a", "b")}
+    assert {*told} == {*each, ("router.lost.worker_lost", "a", "b")}
     connection.transport.close()
 
 
@@ -200,7 +200,7 @@ LOOPS = {
     "adapters": ("adapters", "_sync", "fleet.adapters.POLL_S"),
     "idle model": ("rest", "_desired", "fleet.pause._LOOK_EVERY_S"),
     "deadlines": ("router", "check", "router.router.CHECK_S"),
-    "jobs": ("router._overdue", "check_queue", "router.router.CHECK_S"),
+    "jobs": ("router.lost", "check_queue", "router.router.CHECK_S"),
 }
 
 

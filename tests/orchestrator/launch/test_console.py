@@ -16,7 +16,7 @@ import pytest
 
 from orchestrator.config.settings import parse_config
 from orchestrator.launch.announcement import announce
-from orchestrator.launch.console import Console, LogFile, Outlet, shown_request
+from orchestrator.launch.console import Console, LogFile, Outlet
 from orchestrator.launch.host.process import LocalProcess, ProcessSpec
 from orchestrator.process.telemetry.requests import RequestLine
 from orchestrator.types import DesiredRatio
@@ -87,27 +87,27 @@ def test_a_verbose_console_shows_everything_as_it_is_and_nothing_twice(stream):
 
 
 def test_request_is_shown_with_its_stages():
-    assert shown_request(logged(LINE)) == (
+    assert LINE.for_people() == (
         "pd.request abc: finished, 400 (16 cached) prompt and 8 output tokens, prefilled by prefill-0, decoded by "
         "decode-0 (long_prompt); queued 1 ms, prefill 500 ms, exposed transfer 40 ms, decode 200 ms"
     )
     local = msgspec.structs.replace(
         LINE, prefill_worker=None, reason="short_prompt", queued_ms=None, exposed_ms=None, cached_tokens=0
     )
-    assert shown_request(logged(local)) == (
+    assert local.for_people() == (
         "pd.request abc: finished, 400 prompt and 8 output tokens, prefilled and decoded by decode-0 (short_prompt); "
         "prefill 500 ms, decode 200 ms"
     )
     refused = RequestLine("abc", "rejected", "reject", "full", 9, 0, 1, None, None, 0.1)
-    assert shown_request(logged(refused)) == "pd.request abc: rejected, 9 prompt and 0 output tokens (full)"
+    assert refused.for_people() == "pd.request abc: rejected, 9 prompt and 0 output tokens (full)"
 
 
-def test_other_and_truncated_lines_are_shown_unchanged():
-    assert shown_request("INFO pd.frontend: listening") is None
-    deep = logged(LINE).partition("{")[0] + '{"new":' + "[" * 2000
-    assert shown_request(deep) == deep
-    cut = logged(LINE)[:60]
-    assert shown_request(cut) == cut
+def test_truncated_lines_are_shown_unchanged_and_others_are_not(stream):
+    deep, cut = logged(LINE).partition("{")[0] + '{"new":' + "[" * 2000, logged(LINE)[:60]
+    console = Console(stream)
+    for line in ("INFO pd.frontend: listening", deep, cut):
+        console.log("frontend-0", line)
+    assert shown(console, stream) == [f"[frontend-0] {deep}", f"[frontend-0] {cut}"]
 
 
 def test_a_launcher_that_fails_again_and_again_keeps_why_it_did_so_first(tmp_path: Path):

@@ -93,13 +93,13 @@ class History:
         worker_id, number = active.decode_worker, active.attempt
         kind = self.random.choice(["reset", "rejected", "prefill failed", "quiet"])
         if kind == "reset":
-            self.bench.router.connection_reset(worker_id)
+            self.bench.router.lost.connection_reset(worker_id)
         elif kind == "rejected":
             self.say(worker_id, Rejected("r", number, "draining", leaving=True), [])
         elif kind == "prefill failed" and active.prefill_worker is not None:
             self.say(active.prefill_worker, PrefillFailed("r", number, "why not"), [])
         elif kind == "quiet":
-            self.bench.router.worker_quiet(worker_id)
+            self.bench.router.lost.worker_quiet(worker_id)
 
 
 @pytest.mark.parametrize("seeds", [range(100 * number, 100 * (number + 1)) for number in range(5)], ids=str)

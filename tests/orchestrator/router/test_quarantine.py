@@ -29,7 +29,7 @@ class CrashBench(Bench):
         mine = [name for name in self.on(worker_id) if self.router.requests[name].suspect]
         self.say(worker_id, EngineCrashed("a kernel failed", others, *mine or [tried]))
         self.fleet.remove(worker_id)
-        self.router.worker_lost(worker_id)
+        self.router.lost.worker_lost(worker_id)
         await self.settle()
 
     def where(self, name):
@@ -98,12 +98,12 @@ async def test_a_defect_that_one_suspect_meets_keeps_no_other_in_quarantine(monk
     await all_on_one_worker(bench, "a", "b", "c", "d")
     only(bench, "d1")
     await bench.crash("d0")
-    fail, met = bench.router._requests.fail, []
+    fail, met = bench.router._dispatch.fail, []
 
     def defective(active, failure):
         return fail(active, failure) if met or met.append(active.id) else 1 // 0
 
-    monkeypatch.setattr(bench.router._requests, "fail", defective)
+    monkeypatch.setattr(bench.router._dispatch, "fail", defective)
     bench.router.check(time.monotonic() + 31)
     await bench.settle()
     failed = bench.failed()

@@ -20,7 +20,7 @@ from orchestrator.process.tasks import cancelled
 from orchestrator.router import dispatch
 from orchestrator.router.decider import Decider
 from orchestrator.router.dispatch import LEAVING_S, SOUND_TOKENS
-from orchestrator.router.overdue import STALL_TIMEOUT_S
+from orchestrator.router.lost import STALL_TIMEOUT_S
 from orchestrator.router.request import SUCCESSORS, Failure, Overloaded, State
 from orchestrator.types import FinishReason, JobState, Offered, PauseState, QueueDepth, Role, WorkerLoad, WorkerState
 from orchestrator.wire.messages import (
@@ -188,7 +188,7 @@ async def test_transfers_teach_how_fast_each_kind_of_link_is():
 async def test_lost_redis_refuses_what_must_not_go_local():
     bench = await Bench.asked(FakeRequest("r"), fallback="refuse")
     bench.queue.depth = None
-    bench.router.queue_lost()
+    bench.router.lost.queue_lost()
     await bench.settle()
     assert bench.codec.failures["r"].rejected.reason == "queue_unavailable"
     bench.assert_no_leaks()
@@ -244,7 +244,7 @@ async def test_claim_timeout_prefills_locally():
 async def test_lost_redis_moves_queued_requests_to_local():
     bench = await Bench.asked(FakeRequest("r"))
     bench.queue.depth = None
-    bench.router.queue_lost()
+    bench.router.lost.queue_lost()
     await bench.settle()
     assert bench.submits()[0][1].attempt == 2
     assert bench.router.requests["r"].retries == ["queue_unavailable"]
@@ -333,7 +333,7 @@ async def test_a_prefill_goes_on_whoever_else_gives_it_up_or_takes_its_claims_fo
     """A second worker gets its job where the lease of the first has run out, and may change its role at once."""
     bench = await Bench.asked(FakeRequest("r"), claimed=True)
     bench.say("p1", PrefillFailed("r", 1, "given back"))
-    bench.router.job_failed("r", 1)
+    bench.router.lost.job_failed("r", 1)
     await bench.settle()
     assert bench.transport.of(Abort) == [] and bench.router.requests["r"].state is State.TRANSFERRING
     bench.say("p0", PrefillFailed("r", 1, "out of memory"))
@@ -540,7 +540,7 @@ async def test_requests_of_workers_that_go_together_are_looked_through_once(told
     monkeypatch.setattr(bench.router._requests, "of", lambda *workers: looks.append(1) or theirs(*workers))
     for worker_id in ("d0", "d1"):
         bench.fleet.remove(worker_id) if told == "worker_lost" else bench.fleet.workers[worker_id].mark_quiet()
-    getattr(bench.router, told)("d0", "d1")
+    getattr(bench.router.lost, told)("d0", "d1")
     assert len(looks) == 1
     await bench.settle()
     assert {active.decode_worker for active in bench.router.requests.values()} == {"d2"}
@@ -551,7 +551,7 @@ async def test_requests_stay_when_all_decode_workers_are_quiet():
     for worker_id in ("d0", "d1"):
         bench.fleet.workers[worker_id].mark_quiet()
     for worker_id in ("d0", "d1"):
-        bench.router.worker_quiet(worker_id)
+        bench.router.lost.worker_quiet(worker_id)
     await bench.router.submit(FakeRequest("s", prompt_tokens=10))
     assert bench.router.requests["r"].attempt == 1
     assert bench.fleet.ready(Role.DECODE) == 2
@@ -562,7 +562,7 @@ async def test_reset_connection_restarts_its_requests():
     bench = await Bench.asked(FakeRequest("r", prompt_tokens=10))
     worker = bench.bound_to()
     bench.tokens(worker, "r", [1])
-    bench.router.connection_reset(worker)
+    bench.router.lost.connection_reset(worker)
     await bench.settle()
     assert bench.router.requests["r"].retries == ["connection_reset"] and bench.router.requests["r"].charged == []
     bench.tokens(worker, "r", [3])  # of the attempt before
@@ -580,9 +580,9 @@ async def test_what_happens_to_a_worker_looks_at_its_requests_alone(event, monke
     assert 0 < len(theirs) < len(requests)
     monkeypatch.setattr(bench.router._requests, "all", lambda: pytest.fail("it looks at all"))
     if event == "engine_crashed":
-        bench.router._dispatch.engine_crashed(worker, EngineCrashed("it died"))
+        bench.router.lost.engine_crashed(worker, EngineCrashed("it died"))
     else:
-        getattr(bench.router, event)(worker)
+        getattr(bench.router.lost, event)(worker)
     await bench.settle()
     assert {name for name, active in requests.items() if active.retries} == theirs
     monkeypatch.undo()
@@ -607,10 +607,10 @@ async def test_a_defect_that_one_request_meets_keeps_no_other_with_what_is_lost(
     withdraw = router._dispatch.withdraw
     monkeypatch.setattr(router._dispatch, "withdraw", lambda active: withdraw(active) if active.id != "r1" else 1 // 0)
     if event == "engine_crashed":
-        router._dispatch.engine_crashed("d0", EngineCrashed("it died"))
+        router.lost.engine_crashed("d0", EngineCrashed("it died"))
     elif event == "job_failed":
         for name in names:
-            router.job_failed(name, 1)
+            router.lost.job_failed(name, 1)
     elif event == "deadline":
         router.check(now + 1000)
     elif event in ("job_lost", "claimer_unheard"):
@@ -620,12 +620,12 @@ async def test_a_defect_that_one_request_meets_keeps_no_other_with_what_is_lost(
             await router.check_queue(now + 2)
     elif event == "claimer_lost":
         bench.queue.claims = {"p0": names}
-        router.worker_lost("p0")
+        router.lost.worker_lost("p0")
     elif event == "recalled":
         monkeypatch.setattr(router._decider, "recalled", lambda queued: queued)
         router.check(now)
     else:
-        getattr(router, event)(*["d0"] if event in OF_A_WORKER else [])
+        getattr(router.lost, event)(*["d0"] if event in OF_A_WORKER else [])
     await bench.settle()
     assert router.requests.keys() == {"r0", "r2"} and bench.codec.failures["r1"].why == "it met a defect"
     assert all(active.attempt == 2 for active in router.requests.values())
@@ -642,7 +642,7 @@ async def test_a_request_whose_client_cannot_be_told_of_its_defect_keeps_no_othe
         bench.router._dispatch, "withdraw", lambda active: withdraw(active) if active.id != "r1" else 1 // 0
     )
     monkeypatch.setattr(bench.codec, "failure", lambda *_: 1 // 0)
-    bench.router.worker_lost("d0")
+    bench.router.lost.worker_lost("d0")
     await bench.settle()
     assert {name: active.attempt for name, active in bench.router.requests.items()} == {"r0": 2, "r1": 1, "r2": 2}
 
@@ -663,12 +663,12 @@ async def test_a_defect_that_one_request_meets_keeps_no_other_that_its_client_ha
 # What is looked after again and again: the part of the router that has it, and its name there.
 PARTS = {
     "held back": ("", "_release_late"),
-    "deadlines": ("_overdue", "check"),
+    "deadlines": ("lost", "check"),
     "speed": ("learning.predictor", "set_prior"),
-    "claimers": ("_overdue", "check_claimers"),
+    "claimers": ("lost", "check_claimers"),
     "readiness": ("_decider", "look"),
-    "recall": ("_overdue", "recall"),
-    "suspects": ("_dispatch", "check"),
+    "recall": ("lost", "recall"),
+    "suspects": ("lost", "check_suspects"),
 }
 
 
@@ -894,7 +894,7 @@ async def test_a_request_whose_workers_were_lost_may_be_asked_again(fails, statu
         elif how.startswith("prefill"):
             bench.say("p0", PrefillFailed("r", attempt, how, by_engine=how == "prefill failed"))
         elif how == "reset":
-            bench.router.connection_reset(worker)
+            bench.router.lost.connection_reset(worker)
         elif how in ("refused", "late"):
             bench.say(worker, Rejected("r", attempt, "its adapter", late=how == "late"))
         else:
@@ -925,7 +925,7 @@ async def test_wait_for_worker_times_out():
     bench = await Bench.asked(FakeRequest("r", prompt_tokens=10), placement_timeout_s=0.01)
     for name in ("d0", "d1"):
         bench.fleet.remove(name)
-    bench.router.worker_lost(bench.bound_to())
+    bench.router.lost.worker_lost(bench.bound_to())
     await asyncio.wait_for(bench.settle(), DEADLINE_S)
     assert bench.received() == [("r", [], FinishReason.ERROR)]
     assert Overloaded(bench.codec.failures["r"].rejected).status == 503
@@ -1022,7 +1022,7 @@ async def test_lost_outputs_leave_no_gap(said):
     bench.tokens(worker, "r", [7])
     bench.fleet.take_load(load_of("d1" if worker == "d0" else "d0", blocks_free=400), time.monotonic())
     if said == "unreadable":
-        bench.router.outputs_lost(worker)
+        bench.router.lost.outputs_lost(worker)
     else:
         bench.say(worker, Outputs([], 0.0), [msgspec.msgpack.encode([["r", [8], None]])])
     await bench.settle()
@@ -1171,7 +1171,7 @@ async def test_abort_reaches_queue_and_both_workers():
 
 
 async def test_a_request_that_stalls_is_started_elsewhere(monkeypatch):
-    monkeypatch.setattr("orchestrator.router.overdue.STALL_TIMEOUT_S", 0.01)
+    monkeypatch.setattr("orchestrator.router.lost.STALL_TIMEOUT_S", 0.01)
     bench = await Bench.asked(FakeRequest("r", prompt_tokens=10))
     first = bench.bound_to()
     watching = asyncio.create_task(bench.router.run())
@@ -1215,12 +1215,12 @@ async def test_a_defect_that_one_request_meets_costs_no_other_a_token(caplog):
     bench.lose("d1" if bench.bound_to() == "d0" else "d0")
     for name in ("b", "c"):
         await bench.router.submit(FakeRequest(name, prompt_tokens=10))
-    take = bench.router._requests.from_decode
+    take = bench.router._begin
 
     def defective(active, output, now):
         return take(active, output, now) if active.id != "b" else 1 // 0
 
-    bench.router._requests.from_decode = defective
+    bench.router._begin = defective
     step = msgspec.msgpack.encode([[name, [7], None] for name in "abc"])
     bench.say(bench.bound_to(), Outputs([1, 1, 1], 0.0), [step])
     assert bench.received() == [("b", [], FinishReason.ERROR), ("a", [7], None), ("c", [7], None)]
@@ -1230,9 +1230,9 @@ async def test_a_defect_that_one_request_meets_costs_no_other_a_token(caplog):
 async def test_a_defect_that_one_request_meets_costs_no_other_its_deadline(monkeypatch, caplog):
     bench = await Bench.asked(FakeRequest("a"), claim_timeout_s=0.05)
     await bench.router.submit(FakeRequest("b"))
-    late = bench.router._overdue._claim_is_late
+    late = bench.router.lost._claim_is_late
     monkeypatch.setattr(
-        bench.router._overdue, "_claim_is_late", lambda active, now: late(active, now) if active.id == "b" else 1 // 0
+        bench.router.lost, "_claim_is_late", lambda active, now: late(active, now) if active.id == "b" else 1 // 0
     )
     bench.router.check(time.monotonic() + 0.06)
     await bench.settle()
@@ -1249,12 +1249,12 @@ async def test_a_defect_in_what_was_held_back_fails_that_request_alone(caplog):
         bench.claim(name)
         bench.tokens(bench.bound_to(), name, [7])
     assert bench.received() == []
-    take = bench.router._requests.from_decode
+    take = bench.router._begin
 
     def defective(active, output, now):
         return take(active, output, now) if active.id == "c" else 1 // 0
 
-    bench.router._requests.from_decode = defective
+    bench.router._begin = defective
     bench.say("p0", Prefilled("a", 1, 0.2))
     bench.router.check(time.monotonic() + 1)
     assert bench.received() == [("a", [], FinishReason.ERROR), ("b", [], FinishReason.ERROR), ("c", [7], None)]
@@ -1317,7 +1317,7 @@ async def test_a_job_that_is_computed_for_an_attempt_given_up_is_removed_before_
     bench.queue.enqueue = enqueue_later
     for name in lost:
         bench.fleet.remove(name)
-    bench.router.worker_lost(*lost)
+    bench.router.lost.worker_lost(*lost)
     await bench.settle()
     assert [job.attempt for job in bench.queue.jobs] == [1, 2] and before == [[("r", 1)]]
 
@@ -1345,7 +1345,7 @@ async def test_stage_times_are_learned(monkeypatch):
         bench.tokens(bench.bound_to(), f"r{i}", [1] * 9, finish=1)
     assert predictor.prefill_s(500) == pytest.approx(2.0) and predictor.output_tokens == pytest.approx(10)
     assert set(predictor.coefficients().itl_s) <= {"d0", "d1"}
-    bench.router.worker_lost("p0")
+    bench.router.lost.worker_lost("p0")
     assert "p0" not in predictor.coefficients().prefill_s
 
 
@@ -1415,7 +1415,7 @@ async def test_late_request_is_refused_or_deferred_as_configured(admission):
 async def test_offered_load_counts_every_request_once(monkeypatch):
     monkeypatch.setattr(placement, "MAX_WAITING", 1)
     bench = await Bench.asked(FakeRequest("a", 300, max_new_tokens=40), claimed=True)
-    bench.router.worker_lost(bench.router.requests["a"].decode_worker)  # a second attempt is no second request
+    bench.router.lost.worker_lost(bench.router.requests["a"].decode_worker)  # a second attempt is no second request
     await asyncio.sleep(0)
     expected = bench.router.learning.predictor.output_tokens
     await bench.router.submit(FakeRequest("b", 500, max_new_tokens=10**6))
@@ -1459,7 +1459,7 @@ def test_every_state_can_be_left_or_is_an_end():
 
 
 async def test_frozen_fleet_stops_deadlines(monkeypatch):
-    monkeypatch.setattr("orchestrator.router.overdue.STALL_TIMEOUT_S", 5.0)
+    monkeypatch.setattr("orchestrator.router.lost.STALL_TIMEOUT_S", 5.0)
     bench = await Bench.asked(FakeRequest("frozen", prompt_tokens=10), claim_timeout_s=5.0)
     await bench.router.submit(FakeRequest("queued"))
     bench.tokens(bench.bound_to(), "frozen", [1])
@@ -1487,7 +1487,7 @@ async def test_frozen_fleet_stops_the_deadline_of_a_request_without_a_worker():
 
 
 async def test_waiting_pause_keeps_deadlines(monkeypatch):
-    monkeypatch.setattr("orchestrator.router.overdue.STALL_TIMEOUT_S", 5.0)
+    monkeypatch.setattr("orchestrator.router.lost.STALL_TIMEOUT_S", 5.0)
     bench = await Bench.asked(FakeRequest("r", prompt_tokens=10))
     bench.fleet.pause.note("d0", PauseState(1, "wait"))
     bench.router.check(time.monotonic() + 6)

@@ -1,5 +1,5 @@
-"""Deadlines of requests: one whose state has lasted too long gets another attempt, as does one in the queue that would
-be served sooner elsewhere, or from where nobody claims it.
+"""What requests lose: a worker, its engine, a connection, the queue, or the time that their state may last. Each gets
+another attempt, as does one in the queue that would be served sooner elsewhere, or from where nobody claims it.
 
 Waiting costs the client time, and another attempt costs the fleet work, so a request that may only be slow keeps its
 attempt.
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import time
 from collections.abc import Collection, Mapping
 
 from orchestrator.config.settings import Config
@@ -16,12 +17,12 @@ from orchestrator.fleet.queue_view import QueueView
 from orchestrator.fleet.view import Fleet
 from orchestrator.policy.placement import claim_timeout_s
 from orchestrator.policy.policies import RECALL_S
-from orchestrator.router.active_requests import ActiveRequests
 from orchestrator.router.decider import Decider
 from orchestrator.router.dispatch import Dispatch
 from orchestrator.router.learning import Learning
-from orchestrator.router.request import ActiveRequest, State
+from orchestrator.router.request import ActiveRequest, ActiveRequests, Failure, State
 from orchestrator.types import JobState
+from orchestrator.wire.messages import EngineCrashed
 
 WITH_A_WORKER = (State.TRANSFERRING, State.LOCAL, State.DECODING)
 # A worker reports a claim within milliseconds. After this time a missing job is lost, and so is an unreported claim.
@@ -35,7 +36,7 @@ MAX_LOOKUPS = 64  # jobs looked up at a time: the ones that wait longest
 LATE_KV_S = 3.5
 
 
-class Overdue:
+class Lost:
     def __init__(
         self,
         config: Config,
@@ -50,6 +51,8 @@ class Overdue:
         self._requests, self._decider, self._dispatch, self._learning = requests, decider, dispatch, learning
         self._slo, self._recall_at = config.slo, 0.0
         self._claimed: set[str] = set()  # request ids whose jobs had an unreported claim at the last look
+
+    # ---- deadlines ---------------------------------------------------------------------------------------------
 
     def check(self, now: float) -> None:
         """Check all deadlines but that of unreported claims. Time before the end of a pause of the fleet does not
@@ -91,7 +94,16 @@ class Overdue:
     def check_claimers(self) -> None:
         """Take all out of it once nobody claims from it."""
         if not self._fleet.claims():
-            self._dispatch.leave_queue("no_prefill_worker")
+            self._leave_queue("no_prefill_worker")
+
+    def check_suspects(self, now: float) -> None:
+        """Release the next suspect when a trial takes too long, and fail those that have waited too long for one."""
+        if self._dispatch.quarantine.overdue(now):
+            self._dispatch.release_suspects()
+        why = "it may have crashed an engine, and no worker could try it alone within its deadline"
+        for active in self._dispatch.quarantine.expired(now, self._routing.placement_timeout_s):
+            with self._dispatch.guarding(active):
+                self._dispatch.fail(active, Failure.of_fleet(why))
 
     async def check_queue(self, now: float) -> None:
         """Retry requests whose job Redis has lost, and those whose prefill worker does not report its claim."""
@@ -112,16 +124,6 @@ class Overdue:
                 elif state is JobState.CLAIMED:
                     claimed.add(request_id)
         self._claimed = claimed
-
-    async def leave_claimers(self, worker_ids: Collection[str], why: str) -> None:
-        """Retry requests whose jobs these silent workers have claimed, and have not said so."""
-        queued = {active.id: active.attempt for active in self._requests.all() if active.state is State.QUEUED}
-        claims = await asyncio.gather(*map(self._queue.claims_of, worker_ids)) if queued else []
-        for request_id in queued.keys() & itertools.chain(*claims):
-            active = self._requests.current(request_id, queued[request_id])
-            if active is not None and active.state is State.QUEUED:
-                with self._dispatch.guarding(active):
-                    self._dispatch.retry(active, why, charge=False)
 
     def _claim_is_late(self, active: ActiveRequest, now: float) -> bool:
         timeout_s = claim_timeout_s(self._routing, self._slo, active.parsed.info.ttft_slo_s)
@@ -146,3 +148,98 @@ class Overdue:
         has_room = has_room and free_tokens >= longest[active.decode_worker]
         waited_s = self._fleet.pause.waited_s(active.prefill.ended_at, now)
         return has_room and waited_s > max(LATE_KV_S, self._learning.predictor.prefill_s(tokens))
+
+    # ---- workers -----------------------------------------------------------------------------------------------
+
+    def worker_lost(self, *lost: str) -> None:
+        """Retry the requests of workers that are gone. Those that they decoded continue on another worker; the prompts
+        that they were computing, or had claimed unheard, are prefilled locally. Where one had ended, its KV may be
+        there already: `check` waits a moment. Call it once for all that go together."""
+        self._leave("lost", frozenset(lost), frozenset(lost))
+        for worker_id in lost:
+            self._learning.forget(worker_id)
+
+    def worker_quiet(self, *quiet: str) -> None:
+        """Move requests away from workers that are slow, stopped or cut off: of all that become so together."""
+        self._leave("quiet", frozenset(quiet), frozenset(filter(self._fleet.has_other_decode_worker, quiet)))
+
+    def _leave(self, how: str, away: frozenset[str], decoding: frozenset[str]) -> None:
+        lost = how == "lost"
+        for active in self._requests.of(*away):
+            with self._dispatch.guarding(active):
+                prefills = active.computing_worker if lost else active.prefill_worker
+                if active.decode_worker in decoding:
+                    self._dispatch.retry(active, f"decode_worker_{how}", avoid=active.decode_worker, charge=lost)
+                elif active.state is State.TRANSFERRING and prefills in away:
+                    self._dispatch.retry(active, f"prefill_worker_{how}", charge=False)
+        self._dispatch.background(self._leave_claimers(away, f"prefill_worker_{how}"))
+        self.check_claimers()
+
+    async def _leave_claimers(self, worker_ids: Collection[str], why: str) -> None:
+        """Retry requests whose jobs these silent workers have claimed, and have not said so."""
+        queued = {active.id: active.attempt for active in self._requests.all() if active.state is State.QUEUED}
+        claims = await asyncio.gather(*map(self._queue.claims_of, worker_ids)) if queued else []
+        for request_id in queued.keys() & itertools.chain(*claims):
+            active = self._requests.current(request_id, queued[request_id])
+            if active is not None and active.state is State.QUEUED:
+                with self._dispatch.guarding(active):
+                    self._dispatch.retry(active, why, charge=False)
+
+    def engine_crashed(self, there: str, crash: EngineCrashed) -> None:
+        """Retry the requests of the worker `there`. Those that may have caused the crash go to quarantine. The attempt
+        of the others counts only where another rank is blamed, which may be wrong: none goes on without end."""
+        if (view := self._fleet.workers.get(there)) is not None:
+            view.disconnect(time.monotonic())  # the worker leaves, whatever its last report says
+        victims = [one for one in self._requests.of(there) if there in (one.decode_worker, one.computing_worker)]
+        dispatch, quarantine = self._dispatch, self._dispatch.quarantine
+        guilty = quarantine.crashed(victims, crash)
+        for active in victims:
+            with dispatch.guarding(active):
+                suspected = crash.suspect is None and quarantine.suspects(active, there)
+                if active in guilty:
+                    dispatch.withdraw(active)
+                    said = f"it crashed {active.crashes} engines, the last on {there}: {crash.why}"
+                    dispatch.fail(active, Failure(said))
+                elif suspected:
+                    dispatch.give_up(active, "engine_crashed")
+                    active.avoid_worker(there)  # has no effect if that worker prefilled
+                    active.next_attempt("engine_crashed")
+                    quarantine.add(active)
+                else:
+                    dispatch.retry(active, "engine_crashed", there, charge=crash.suspect == "", said=crash.why)
+        dispatch.release_suspects()
+
+    def connection_reset(self, worker_id: str) -> None:
+        """A worker's connection was made again: requests or tokens may be lost with the old one."""
+        self._retry_decoding(worker_id, "connection_reset", charge=False)
+
+    def outputs_lost(self, worker_id: str) -> None:
+        """A message of a worker is lost, and whose tokens it had is unknown."""
+        self._retry_decoding(worker_id, "corrupt_outputs", avoid=worker_id)
+
+    def _retry_decoding(self, worker_id: str, why: str, charge: bool = True, avoid: str | None = None) -> None:
+        """Retry all requests that a worker decodes: an answer must not have a gap."""
+        for active in self._requests.of(worker_id):
+            with self._dispatch.guarding(active):
+                if active.decode_worker == worker_id:
+                    self._dispatch.retry(active, why, avoid=avoid, charge=charge)
+
+    # ---- the queue ---------------------------------------------------------------------------------------------
+
+    def queue_lost(self) -> None:
+        """Take all requests out of the queue: while Redis is away no worker can claim their jobs."""
+        self._leave_queue("queue_unavailable")
+
+    def _leave_queue(self, why: str) -> None:
+        """Place all queued requests elsewhere: in the queue they would wait until their claim deadline."""
+        for active in self._requests.all():
+            with self._dispatch.guarding(active):
+                if active.state is State.QUEUED:
+                    self._dispatch.retry(active, why)
+
+    def job_failed(self, request_id: str, attempt: int) -> None:
+        """The queue gave this job up, because too many workers that had claimed it died."""
+        active = self._requests.current(request_id, attempt)
+        if active is not None and active.state is State.QUEUED:
+            with self._dispatch.guarding(active):
+                self._dispatch.retry(active, "prefill_failed")
