@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 
 from orchestrator.fleet.view import Fleet
-from orchestrator.fleet.worker_view import PrefixView
+from orchestrator.fleet.worker_view import PrefixView, WorkerView
 from orchestrator.process.tasks import Turns, left_s, set_whenever, ticks, until_told
 from orchestrator.store.client import RedisAway
 from orchestrator.store.registry import Registry
@@ -68,6 +68,7 @@ class Membership:
         self._unreached: set[str] = set()  # workers of which the log says that they have not been reached
         self._turns = Turns(log, "looking for silent workers")
         self.synced = asyncio.Event()  # the registry has been asked once
+        self.reached = asyncio.Event()  # one worker more is connected
 
     async def run(self) -> None:
         """Runs until cancelled."""
@@ -84,10 +85,15 @@ class Membership:
             if again or not view.greeted:  # else it asks whether this frontend is there: no load report
                 view.reported_at = time.monotonic()
             view.greeted, view.disconnected_at, view.last_heard_at = True, None, time.monotonic()
-            view.note_connected(view.load is not None)
+            self._note_connected(view)
             if again:
                 log.warning("the connection to worker %s broke and was made again", worker_id)
                 self._on_reset(worker_id)
+
+    def _note_connected(self, view: WorkerView) -> None:
+        if view.greeted and view.load is not None and not view.connected:
+            view.note_connected(True)
+            self.reached.set()
 
     def disconnected(self, worker_id: str) -> None:
         view = self._fleet.workers.get(worker_id)
@@ -194,8 +200,7 @@ class Membership:
             return  # the last message of a worker that is gone
         if isinstance(message, WorkerLoad):
             self._fleet.take_load(message, now)
-            if view.greeted and not view.connected:
-                view.note_connected(True)
+            self._note_connected(view)
             self._prefixes.take_load(message, now)
         else:
             self._prefixes.take_events(message, now)

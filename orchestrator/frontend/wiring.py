@@ -30,7 +30,7 @@ from orchestrator.frontend.pause import PauseCalls
 from orchestrator.policy.choices.named import decode_choice
 from orchestrator.policy.decode_choice import RankChoice
 from orchestrator.process.parent import own_identity, tell_alive
-from orchestrator.process.tasks import Turns, first_of, left_s, ticks
+from orchestrator.process.tasks import Turns, first_of, left_s, ticks, until_told
 from orchestrator.process.telemetry.metrics import Metrics, counts
 from orchestrator.router.request import Codec
 from orchestrator.router.router import Router
@@ -48,6 +48,7 @@ from orchestrator.wire.transport import Disconnected, FrontendTransport, Unreada
 log = logging.getLogger("pd.frontend")
 
 HEARTBEAT_S = 1.0
+_SETTLE_S = 0.05  # workers of a fleet that starts are reached together
 FRONTEND_TTL_S = 5.0
 # Until it serves, a frontend makes vLLM's app, which may take the loop for longer than a heartbeat may be late.
 STARTING_TTL_S = 60.0
@@ -219,7 +220,10 @@ class FleetConnection:
         while True:
             with turns.turn():
                 await self._send_heartbeat()
-            await asyncio.sleep(left_s(HEARTBEAT_S))
+            # Whoever waits for the fleet waits until this one reaches its workers.
+            if await until_told(self.membership.reached, left_s(HEARTBEAT_S)):
+                await asyncio.sleep(_SETTLE_S)
+                self.membership.reached.clear()
 
     async def _log_retries(self) -> None:
         """Record retries as events, at most once a second: a worker that dies with a thousand requests is one event."""

@@ -9,9 +9,8 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 
-import httpx
 import msgspec
 
 from orchestrator.config.server_args import needs_client_certificate, uses_tls
@@ -48,6 +47,22 @@ class StartFailed(ConfigError):
 
 class StartLater(StartFailed):
     """It may start the next time, as it is: a process said so of itself, each time."""
+
+
+@contextlib.asynccontextmanager
+async def _asking() -> AsyncIterator[Callable[[str], Awaitable[bool]]]:
+    """In it, whether a page of our own processes answers with 200."""
+    import httpx  # now: its import takes long, and processes begin with theirs once this one has its modules
+
+    async def is_ok(url: str) -> bool:
+        with contextlib.suppress(httpx.HTTPError):
+            return (await client.get(url)).status_code == httpx.codes.OK
+        return False
+
+    # The certificate is for those who come from outside.
+    own = httpx.AsyncClient(timeout=_READY_REQUEST_TIMEOUT_S, trust_env=False, verify=False)  # noqa: S501
+    async with own as client:
+        yield is_ok
 
 
 class FleetProcesses:
@@ -121,9 +136,7 @@ class FleetProcesses:
 
     async def until_ready(self) -> None:
         """Returns when all is up, frontends have greeted the workers, and the endpoint answers. Raises StartFailed."""
-        # The certificate is for those who come from outside; this asks our own processes.
-        own = httpx.AsyncClient(timeout=_READY_REQUEST_TIMEOUT_S, trust_env=False, verify=False)  # noqa: S501
-        async with own as client:
+        async with _asking() as is_ok:
             up_at: float | None = None  # monotonic
             said = False
             while True:
@@ -132,7 +145,7 @@ class FleetProcesses:
                     up_at = up_at or time.monotonic()
                     up_s = time.monotonic() - up_at
                     greeted = self.watch.snapshot.connected(len(self._all_frontends.processes))
-                    if (up_s > _CONNECT_S or greeted) and await self._answers(client):
+                    if (up_s > _CONNECT_S or greeted) and await self._answers(is_ok):
                         return
                     if up_s > _CONNECT_S and not said:
                         said = True
@@ -152,13 +165,11 @@ class FleetProcesses:
             self._up(self.frontends.of_generation(self.frontends.setup.generation))
             await asyncio.sleep(_POLL_S)
 
-    async def _answers(self, client: httpx.AsyncClient) -> bool:
+    async def _answers(self, is_ok: Callable[[str], Awaitable[bool]]) -> bool:
         if needs_client_certificate(self.config):
             return True  # not known: there is no client certificate to ask with
-        with contextlib.suppress(httpx.HTTPError):
-            page = f"models/{self._model}/ready" if self._model else "ready"
-            return (await client.get(f"{self.url}/{page}")).status_code == httpx.codes.OK
-        return False
+        page = f"models/{self._model}/ready" if self._model else "ready"
+        return await is_ok(f"{self.url}/{page}")
 
     async def end(self) -> None:
         """Frontends first, so that nothing new comes; then workers, all at once. Returns when all are gone."""

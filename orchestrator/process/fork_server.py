@@ -2,9 +2,9 @@
 
 vLLM's modules take 15 s of CPU time to load, and half of a process's memory. Forked processes start at once, and share
 that memory. The launcher sends an `Order` over the socket FD, with the descriptor of the new process's output, and gets
-a `Reply` as soon as the modules that the new process needs are imported. A new process is the launcher's child, since
-its parent here ends at once and the launcher adopts orphans. This process ends with the launcher, whose end of the
-socket closes then.
+a `Reply` as soon as the modules that the new process needs are imported: one that needs few does not wait for those of
+another. A new process is the launcher's child, since its parent here ends at once and the launcher adopts orphans. This
+process ends with the launcher, whose end of the socket closes then.
 
 As in Python's own fork server (multiprocessing.forkserver), no thread may run when it forks, other than of libraries
 that know what a fork is.
@@ -43,6 +43,7 @@ _UNKNOWN = -1  # in place of a time: which text was imported
 class Order(msgspec.Struct, frozen=True):
     """Run a module as `python -m` does."""
 
+    number: int  # which its reply has, too
     module: str
     arguments: list[str]
     env: dict[str, str]
@@ -53,6 +54,7 @@ class Order(msgspec.Struct, frozen=True):
 class Reply(msgspec.Struct, frozen=True):
     """The new process, or, as `changed`, a file that was changed since it was imported: nothing was started."""
 
+    number: int
     pid: int = 0
     changed: str = ""
 
@@ -88,30 +90,33 @@ def end_with(program: Callable[[], object]) -> NoReturn:
 
 
 def _serve(control: socket.socket, modules: Sequence[str]) -> Order | None:
-    """None once the launcher has ended; in a new process, what that is to run. Orders go before unneeded modules."""
+    """None once the launcher has ended; in a new process, what that is to run. Orders go before modules that they do
+    not need, and before orders that need more."""
     imported, sources = 0, dict[str, int]()
+    waiting: list[tuple[Order, int]] = []  # with the descriptors of their outputs
     while True:
-        if imported < len(modules) and not select.select([control], [], [], 0)[0]:
+        if due := next((each for each in waiting if each[0].needs <= imported), None):
+            waiting.remove(due)
+            order, output = due
+            if changed := next((file for file, mtime_ns in sources.items() if _mtime_ns(file) != mtime_ns), ""):
+                reply = Reply(order.number, changed=changed)
+            elif pid := _fork_twice(order, output):
+                reply = Reply(order.number, pid)
+            else:
+                control.close()
+                for _, of_another in waiting:
+                    os.close(of_another)
+                return order
+            os.close(output)
+            control.send(msgspec.msgpack.encode(reply))
+        elif imported < len(modules) and not select.select([control], [], [], 0)[0]:
             _import(modules[imported], sources)
             imported += 1
-            continue
-        message, descriptors, _, _ = socket.recv_fds(control, MAX_MESSAGE_BYTES, 1)
-        if not message:
-            return None
-        order = msgspec.msgpack.decode(message, type=Order)
-        (output,) = descriptors
-        while imported < order.needs:
-            _import(modules[imported], sources)
-            imported += 1
-        if changed := next((file for file, mtime_ns in sources.items() if _mtime_ns(file) != mtime_ns), ""):
-            reply = Reply(changed=changed)
-        elif pid := _fork_twice(order, output):
-            reply = Reply(pid)
         else:
-            control.close()
-            return order
-        os.close(output)
-        control.send(msgspec.msgpack.encode(reply))
+            message, descriptors, _, _ = socket.recv_fds(control, MAX_MESSAGE_BYTES, 1)
+            if not message:
+                return None
+            waiting.append((msgspec.msgpack.decode(message, type=Order), descriptors[0]))
 
 
 def _import(module: str, sources: dict[str, int]) -> None:

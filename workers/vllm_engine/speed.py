@@ -2,8 +2,9 @@
 
 vLLM compiles some operations when a request first needs them, and all requests on the engine wait for that. The
 policies use the measured speed before the first request. A short and a long prompt, each alone, give the time of a
-prefill; one sequence, and then several together, give the time of a decode step. Afterwards the prefix cache is
-emptied. No client is served meanwhile, so where nothing is compiled each prompt is computed once.
+prefill; the tokens after the short one, and those of several sequences together, give the time of a decode step.
+Afterwards the prefix cache is emptied. No client is served meanwhile, so where nothing is compiled each prompt is
+computed once, and requests of all kinds together.
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ import os
 import random
 import shutil
 import time
-from collections import Counter
 from itertools import count, pairwise
 from statistics import median
 from typing import Any, Protocol
@@ -59,11 +59,11 @@ async def warm_up(engine: Measured, vocabulary: int, most_sequences: int, compil
     able = not compiles or shutil.which(os.environ.get("CXX", "g++")) is not None
     logprobs, temperatures = (1, (0.0, 1.0)) if able else (None, (0.0,))
     began = time.monotonic()
-    for sequences in WARM_SEQUENCES if compiles else WARM_SEQUENCES[:1]:
-        for temperature in temperatures:
-            for _ in range(min(sequences, most_sequences)):
-                await test.add(WARM_TOKENS, WARM_STEPS, logprobs, temperature)
-            await test.end()
+    alike = [[temperature] * min(n, most_sequences) for n in WARM_SEQUENCES for temperature in temperatures]
+    for together in alike if compiles else [temperatures]:
+        for temperature in together:
+            await test.add(WARM_TOKENS, WARM_STEPS, logprobs, temperature)
+        await test.end()
     await engine.call("reset_prefix_cache", [], {})
     log.info("its first steps took %.1f s", time.monotonic() - began)
 
@@ -84,8 +84,8 @@ async def measure_speed(
     speed = EngineSpeed()
     try:
         async with asyncio.timeout(budget_s):
-            fixed_s, per_token_s = await _prefill(test, most_tokens, 2 if compiles else 1)
-            step_s, per_sequence_s = await _decode(test, min(SEQUENCES, most_sequences), most_tokens)
+            fixed_s, per_token_s, alone_s = await _alone(test, most_tokens, 2 if compiles else 1)
+            step_s, per_sequence_s = await _together(test, alone_s, min(SEQUENCES, most_sequences), most_tokens)
             speed = EngineSpeed(fixed_s, per_token_s, step_s, per_sequence_s)
     except TimeoutError:
         log.warning("measured nothing of the engine's speed in %.1f s: the first requests will tell", budget_s)
@@ -100,27 +100,30 @@ async def measure_speed(
     return speed
 
 
-async def _prefill(test: _SpeedTest, most_tokens: int, times: int) -> tuple[float, float]:
-    """The fixed time of a prompt in seconds, and seconds per token. `times`: of each length; the last one counts, since
-    before it something may be compiled for this length."""
+async def _alone(test: _SpeedTest, most_tokens: int, times: int) -> tuple[float, float, float]:
+    """The fixed time of a prompt in seconds, seconds per token, and of a step of one sequence. `times`: of each length;
+    the last one counts, since before it something may be compiled for this length."""
     short = long = min(SHORT_TOKENS, max(1, most_tokens // 2))
-    short_s = long_s = await test.prompt_s(short, times)
+    for _ in range(times):
+        short_s, step_s = await test.times_s(1, short, STEPS)
+    long_s = short_s
     while long < most_tokens and (long == short or long_s * GROWTH < PROMPT_S):
         long = min(most_tokens, long * GROWTH)
-        long_s = await test.prompt_s(long, times)
+        for _ in range(times):
+            long_s, _ = await test.times_s(1, long, 1)
     if long == short or long_s <= short_s:
-        return 0.0, long_s / long
+        return 0.0, long_s / long, step_s
     slope = (long_s - short_s) / (long - short)
-    return max(0.0, short_s - slope * short), slope
+    return max(0.0, short_s - slope * short), slope, step_s
 
 
-async def _decode(test: _SpeedTest, sequences: int, most_tokens: int) -> tuple[float, float]:
-    """Seconds of a step without sequences, and seconds that each sequence adds."""
-    tokens = max(1, min(DECODE_TOKENS, most_tokens // sequences))
-    alone_s = await test.step_s(1, tokens)
+async def _together(test: _SpeedTest, alone_s: float, sequences: int, most_tokens: int) -> tuple[float, float]:
+    """Seconds of a step without sequences, and seconds that each sequence adds. `alone_s`: of a step of one."""
     if sequences == 1:
         return alone_s, 0.0
-    each_s = max(0.0, (await test.step_s(sequences, tokens) - alone_s) / (sequences - 1))
+    tokens = max(1, min(DECODE_TOKENS, most_tokens // sequences))
+    _, step_s = await test.times_s(sequences, tokens, STEPS)
+    each_s = max(0.0, (step_s - alone_s) / (sequences - 1))
     return max(0.0, alone_s - each_s), each_s
 
 
@@ -130,28 +133,21 @@ class _SpeedTest:
         self._random, self._numbers = random.Random(0), count()
         self.running: set[str] = set()
 
-    async def prompt_s(self, tokens: int, times: int) -> float:
-        """Seconds from giving a prompt to the engine to its first token, the last of so many times."""
-        for _ in range(times):
-            began = time.monotonic()
-            await self.add(tokens, 1)
-            await self.end()
-        return time.monotonic() - began
-
-    async def step_s(self, sequences: int, prompt_tokens: int) -> float:
-        """Seconds of a step of this many sequences that decode together: the median gap between their tokens."""
+    async def times_s(self, sequences: int, prompt_tokens: int, steps: int) -> tuple[float, float]:
+        """Of so many sequences together, seconds from giving the prompts to the engine to the first tokens, and of a
+        step: the median gap between their tokens. 0 for what is not seen."""
+        began, first_s = time.monotonic(), 0.0
         for _ in range(sequences):
-            await self.add(prompt_tokens, STEPS)
-        ends, counts = [], Counter[int]()
+            await self.add(prompt_tokens, steps)
+        ends = []
         while self.running:
             step = await self._engine.next_step()
-            if step.outputs:
-                counts[len(step.outputs)] += 1
-                if len(step.outputs) == sequences:
-                    ends.append(step.timestamp)
+            if len(step.outputs) == sequences:
+                first_s = first_s or time.monotonic() - began
+                ends.append(step.timestamp)
             self._note(step)
         gaps = [after - before for before, after in pairwise(ends)]
-        return median(gaps) if gaps else 0.0
+        return first_s, median(gaps) if gaps else 0.0
 
     async def end(self) -> None:
         """Wait until nothing runs any more."""

@@ -9,12 +9,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import itertools
 import logging
 import os
 import signal
 import socket
 import subprocess
-from collections import deque
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -81,6 +81,7 @@ class ForkServers:
     def __init__(self) -> None:
         self._servers: dict[tuple[object, ...], _ForkServer] = {}
         self._failed: set[tuple[object, ...]] = set()  # those that could not import
+        self._numbers = itertools.count()  # of orders
 
     def prepare(self, program: Forkable, env: Mapping[str, str]) -> None:
         """Begin with the imports, so that the first process waits less for them."""
@@ -92,7 +93,8 @@ class ForkServers:
     async def start(self, program: Forkable, env: Mapping[str, str], output: int) -> ForkedProcess | None:
         """A process that writes to this descriptor; None where it has to be executed. Cancelled, it leaves none."""
         key = (program.python, program.imports, _import_environment(env))
-        order = Order(program.module, list(program.arguments), dict(env), os.getpid(), program.needs)
+        number, arguments = next(self._numbers), list(program.arguments)
+        order = Order(number, program.module, arguments, dict(env), os.getpid(), program.needs)
         for _ in range(2):  # once more after a change
             self.prepare(program, env)
             if (server := self._servers.get(key)) is None:
@@ -125,7 +127,7 @@ class _ForkServer:
     def __init__(self, program: Forkable, env: Mapping[str, str]) -> None:
         """Raises OSError."""
         self.answered = False
-        self._asked: deque[asyncio.Future[Reply | None]] = deque()  # it answers in their order
+        self._asked: dict[int, asyncio.Future[Reply | None]] = {}  # by the number of the order
         self._loop: asyncio.AbstractEventLoop | None = None
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._socket.setblocking(False)
@@ -152,7 +154,7 @@ class _ForkServer:
         except OSError:
             return None
         answer: asyncio.Future[Reply | None] = self._loop.create_future()
-        self._asked.append(answer)
+        self._asked[order.number] = answer
         try:
             async with asyncio.timeout(IMPORTS_S):
                 return await answer
@@ -174,7 +176,7 @@ class _ForkServer:
     def _answer(self, message: bytes) -> None:
         self.answered = True
         reply = msgspec.msgpack.decode(message, type=Reply)
-        answer = self._asked.popleft()
+        answer = self._asked.pop(reply.number)
         if not answer.done():
             answer.set_result(reply)
         elif reply.pid:  # whoever asked has gone
@@ -199,7 +201,7 @@ class _ForkServer:
                 self._answer(message)
         self._socket.close()
         while self._asked:
-            if not (answer := self._asked.popleft()).done():
+            if not (answer := self._asked.popitem()[1]).done():
                 answer.set_result(None)
 
 

@@ -60,6 +60,7 @@ UNREAD = {"yaml"}  # no file is read
         (["queue", "--redis", "redis://127.0.0.1:1"], ENGINES | SLOW - {"redis"} | UNREAD | {"httpx"}),
         (["events", "--redis", "redis://127.0.0.1:1"], ENGINES | SLOW - {"redis"} | UNREAD | {"httpx"}),
         (["top", "--json", "--url", "http://127.0.0.1:1"], ENGINES | SLOW | {"httpx"}),
+        (["up", "no-such-file"], ENGINES | SLOW - {"redis", "orchestrator.launch.launcher"} | {"httpx"}),
         (["logs", "--lines", "5", "--namespace", "none"], ENGINES | SLOW | UNREAD | {"httpx"}),
         (["config", "show", "configs/sim-2p2d.yaml", "--set", "model=m"], ENGINES | SLOW | {"httpx"}),
         (["config", "keys"], ENGINES | SLOW | UNREAD | {"httpx"}),

@@ -4,10 +4,12 @@ import asyncio
 import os
 import resource
 import sys
+import time
 from functools import partial
 from operator import attrgetter
 
 import pytest
+from support_info import worker_info
 from support_router import SimRouterCodec
 from support_wait import until
 
@@ -15,6 +17,7 @@ from orchestrator.config.settings import ConfigError, parse_config
 from orchestrator.frontend.wiring import FRONTEND_TTL_S, FleetConnection, unless_ended
 from orchestrator.store.client import RedisAway
 from orchestrator.store.keys import Keys
+from orchestrator.types import WorkerLoad
 from orchestrator.wire.messages import CallReply, Rejected, Welcome
 from orchestrator.wire.transport import Disconnected, Unreadable
 
@@ -68,6 +71,25 @@ async def test_a_frontend_whose_clients_have_all_descriptors_stays_registered(re
         await until(partial(redis.exists, key))
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+    await connection.close()
+
+
+async def test_a_worker_that_is_reached_is_told_of_before_the_next_heartbeat(redis, monkeypatch):
+    """A launcher says that its fleet is ready once the frontends reach all workers."""
+    monkeypatch.setattr("orchestrator.frontend.wiring.HEARTBEAT_S", 3600.0)
+    connection = FleetConnection("f", parse_config({"model": "demo", "namespace": "t"}), redis, SimRouterCodec())
+    running = asyncio.create_task(connection.run())
+    await connection.synced()
+    connection.fleet.upsert(worker_info("w"), time.monotonic())
+    connection.membership.on_welcome("w")
+    connection.membership._take(WorkerLoad("w", 1, 100, 50, 0, 0, 0, 1.0), time.monotonic())
+
+    async def reaches_one():
+        return (await connection.registry.frontends())["f"].reaches == 1
+
+    await until(reaches_one)
     running.cancel()
     await asyncio.gather(running, return_exceptions=True)
     await connection.close()

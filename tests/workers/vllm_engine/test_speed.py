@@ -67,7 +67,7 @@ async def test_measurement_finds_prompt_and_step_time(monkeypatch, compiles: boo
     assert (found.prefill_s, found.prefill_s_per_token) == pytest.approx((STEP_S, TOKEN_S))
     assert (found.step_s, found.step_s_per_sequence) == pytest.approx((STEP_S, SEQUENCE_S))
     assert engine.calls == [("abort", []), ("reset_prefix_cache", [], {})]
-    prompts = engine.prompts[: -1 - speed.SEQUENCES]
+    prompts = engine.prompts[: -speed.SEQUENCES]
     again = prompts[1::2] if compiles else prompts
     assert len({*prompts}) == len(again) > 2 and sorted({*prompts}) == again, "each once, or each twice"
 
@@ -112,7 +112,15 @@ async def test_where_nothing_is_compiled_one_request_of_each_kind_will_do(monkey
     monkeypatch.setattr(speed.shutil, "which", lambda program: None)
     engine = Engine(monkeypatch)
     await warm_up(engine, 500, 256, compiles=False)
-    assert engine.together == [1] * 4 and engine.sampled == [(0.0, 1), (1.0, 1)]
+    assert engine.together == [2] * 2 and engine.sampled == [(0.0, 1), (1.0, 1)]
+
+
+async def test_where_nothing_is_compiled_few_steps_are_taken(monkeypatch) -> None:
+    """Each takes as long as the whole model is read from memory, and the engines of a host take turns at that."""
+    engine = Engine(monkeypatch, slower=10.0)
+    await warm_up(engine, 500, 256, compiles=False)
+    await measure_speed(engine, 500, 8192, 256, compiles=False)
+    assert len(engine.together) == speed.WARM_STEPS + 2 * speed.STEPS + len({*engine.prompts} - {4, 16})
 
 
 async def test_without_a_compiler_nothing_is_asked_that_needs_one(monkeypatch) -> None:

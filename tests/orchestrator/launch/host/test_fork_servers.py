@@ -172,23 +172,26 @@ async def test_a_module_that_changes_while_it_or_another_is_imported_counts_as_c
     assert not run.was_forked, "what was imported may not be what is there, twice"
 
 
+@pytest.mark.parametrize("asked_first", [False, True])
 async def test_it_is_forked_once_what_it_needs_is_imported(
-    modules: Path, forks: ForkServers, monkeypatch: pytest.MonkeyPatch
+    modules: Path, forks: ForkServers, monkeypatch: pytest.MonkeyPatch, asked_first: bool
 ):
-    """What others need is imported later, though nobody has asked for them yet."""
+    """What another needs is imported later, also where that was asked for first."""
     monkeypatch.setattr(Run, "imports", ("heavy", "heavier"))
     wait = "import pathlib, time\nwhile not pathlib.Path({!r}).exists():\n    time.sleep(0.01)\n"
     asked, later = modules / "asked", modules / "later"
     (modules / "heavy.py").write_text(HEAVY + wait.format(str(asked)))
     (modules / "heavier.py").write_text(wait.format(str(later)))
     early = Run(modules, forks, "tells", "0")
-    ending = asyncio.create_task(early.ended())
-    await until(lambda: any(server._asked for server in forks._servers.values()), "it is asked for")
+    monkeypatch.setattr(Run, "needs", 2)
+    late = Run(modules, forks, "tells", "5")
+    ending = [asyncio.create_task(it.ended()) for it in ((late, early) if asked_first else (early,))]
+    await until(lambda: [len(it._asked) for it in forks._servers.values()] == [len(ending)], "it is asked for")
     asked.touch()
-    assert await ending == 0 and early.was_forked
-    second = asyncio.create_task(Run(modules, forks, "tells", "5").ended())
+    assert await ending[-1] == 0 and early.was_forked
+    ended = ending[0] if asked_first else asyncio.create_task(late.ended())
     later.touch()
-    assert await second == 5
+    assert await ended == 5
 
 
 async def test_what_cannot_be_imported_is_executed_and_says_so(modules: Path, forks: ForkServers):
