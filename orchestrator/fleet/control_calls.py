@@ -109,6 +109,13 @@ class ControlCalls:
             future.set_result(reply.result)
 
     def worker_lost(self, worker_id: str) -> None:
+        self._give_up(worker_id, WorkerLost, "it is gone")
+
+    def answers_lost(self, worker_id: str) -> None:
+        """It stays, and no successor makes up for what it may have missed: its calls are unanswered, never done."""
+        self._give_up(worker_id, Unanswered, "its answer may be lost")
+
+    def _give_up(self, worker_id: str, kind: type[Unanswered], why: str) -> None:
         for (_, waited_for), future in self._waiting.items():
             if waited_for == worker_id and not future.done():
-                future.set_exception(WorkerLost("it is gone"))
+                future.set_exception(kind(why))

@@ -109,7 +109,7 @@ class FleetConnection:
             config.workers.timeout_s,
             on_lost=self._worker_lost,
             on_quiet=self.router.worker_quiet,
-            on_reset=self.router.connection_reset,
+            on_reset=self._connection_reset,
         )
         self.pause = PauseCalls(self.fleet, self.calls, self.router, self.queue)
         self.ratio_controller = RatioController(
@@ -202,6 +202,7 @@ class FleetConnection:
         if isinstance(message, Disconnected):
             self.membership.disconnected(worker_id)
         elif isinstance(message, Unreadable):
+            self.calls.answers_lost(worker_id)
             self.router.outputs_lost(worker_id)
         elif isinstance(message, Welcome):
             self.membership.on_welcome(worker_id)
@@ -282,6 +283,10 @@ class FleetConnection:
             told.callback(self.router.worker_lost, *worker_ids)
             for worker_id in worker_ids:
                 told.callback(self.prefixes.forget, worker_id)
+
+    def _connection_reset(self, worker_id: str) -> None:
+        self.calls.answers_lost(worker_id)  # another process may have been asked, of which nobody hears without Redis
+        self.router.connection_reset(worker_id)
 
 
 class FleetConnections:
