@@ -20,7 +20,7 @@ import msgspec
 
 from orchestrator.config.access import secured
 from orchestrator.config.engine_args import check_installed
-from orchestrator.config.models import SECTION, fleet_namespace, shared_part
+from orchestrator.config.models import SECTION, fleet_namespace, namespace_of, shared_part
 from orchestrator.config.settings import Config, ConfigError, LoggingConfig, Refused
 from orchestrator.config.values import masked
 from orchestrator.launch.announcement import announce
@@ -42,6 +42,7 @@ from orchestrator.store.operator.log_levels import follow_log_level
 from orchestrator.store.operator.models import ModelList, ModelStore
 from orchestrator.store.planned import of_launchers
 from orchestrator.store.registry import Registry
+from orchestrator.store.steering import HEARTBEATS
 
 T = TypeVar("T")
 # One Ctrl-C can arrive twice: from the terminal, and from the program that started us.
@@ -144,11 +145,15 @@ async def _run(
 
 async def _list_models(redis: Redis, models: Mapping[str, Config], tree: Mapping[str, Any]) -> ModelList | None:
     """None for a file of one model. Raises Refused, RedisAway."""
-    await _until_known(Registry(redis, config.namespace) for config in models.values())
     fleet = fleet_namespace(models)
+    store = ModelStore(redis, fleet)
+    before = await store.read()
+    namespaces = {config.namespace for config in models.values()}
+    namespaces |= {namespace_of(fleet, name) for name in before.models} if before is not None else set()
+    heartbeat_s = max(config.workers.heartbeat_s for config in models.values())
+    await _until_known([Registry(redis, name) for name in namespaces], heartbeat_s)
     if SECTION in tree:
         return await begin_list(redis, fleet, tree)
-    store = ModelStore(redis, fleet)
     if (listed := await store.read()) is not None and await store.is_followed(listed, has_ended):
         names = ", ".join(listed.present)
         raise Refused(f"namespace: under {fleet!r} runs a fleet of several models ({names}); choose another")
@@ -156,15 +161,16 @@ async def _list_models(redis: Redis, models: Mapping[str, Config], tree: Mapping
     return None
 
 
-async def _until_known(registries: Iterable[Registry]) -> None:
+async def _until_known(registries: Iterable[Registry], heartbeat_s: float) -> None:
     """Where Redis was away for longer than an entry lives, members of a fleet that runs come back one by one: what that
-    has set is not to be replaced by a launcher that takes itself for the only one. Raises RedisAway."""
-    known_s = COME_BACK_S
+    has set is not to be replaced by a launcher that takes itself for the only one. `heartbeat_s`: of workers, of which
+    some may be all that live. Raises RedisAway."""
+    come_back_s = known_s = max(COME_BACK_S, HEARTBEATS * heartbeat_s)
     for registry in registries:
         if await registry.has_settings() and not of_launchers(await registry.launchers()):
             registry_s = await registry.known_for_s()  # which notes it where entries have run out just now
-            known_s = min(known_s, registry_s if await registry.is_known() else COME_BACK_S)
-    await asyncio.sleep(COME_BACK_S - known_s)
+            known_s = min(known_s, registry_s if await registry.is_known() else come_back_s)
+    await asyncio.sleep(come_back_s - known_s)
 
 
 def _still_listed(models: Mapping[str, Config], listed: ModelList | None) -> Mapping[str, Config]:
