@@ -886,6 +886,18 @@ async def test_redis_knows_the_fleet_since_the_first_came_back(redis, registry):
     assert await registry.known_for_s() > 60, "its model is idle"
 
 
+@pytest.mark.parametrize("workers", [1, 33])
+async def test_a_fleet_whose_workers_have_all_fallen_silent_is_known_anew(redis, registry, workers):
+    """Of many that run out together none counts as gone yet; nor is one there."""
+    await redis.set(registry.keys.prefix + "begun", time.time() - 600)
+    for number in range(workers):
+        await registry.join(worker(f"w{number}"), 60)
+    assert await registry.known_for_s() > 60
+    for number in range(workers):  # as their times to live do
+        await redis.delete(registry.keys.worker(f"w{number}"))
+    assert await registry.workers() == {} and await registry.known_for_s() < 60
+
+
 async def test_a_fleet_whose_members_have_all_fallen_silent_is_known_anew(redis, registry):
     """Nobody could renew an entry: what is there next is a part of it."""
     await redis.set(registry.keys.prefix + "begun", time.time() - 600)
