@@ -73,7 +73,6 @@ class Registry:
         self._warned: dict[str, str] = {}
         self._version = b"0"  # of what was read last: another, once something of a worker has changed
         self._seen: dict[str, tuple[WorkerInfo | None, WorkerOrders]] = {}
-        self._reading = asyncio.Lock()  # an answer that another one overtakes would hide what has changed in between
         self._told: DesiredRatio | None = None  # the desired ratio, by an event
         self._written: tuple[WorkerInfo | None, int] = (None, 0)  # in full by `refresh`, and how often not since then
 
@@ -133,14 +132,13 @@ class Registry:
 
     async def read(self) -> Reading:
         """Workers, orders, and the desired ratio, in one reading: of two, one could show a drain without its order."""
-        async with self._reading:
-            for since in (self._version, b"0"):  # those that changed since they were read last
-                self._version, ids, rows, holders, ratio = await self._call("read", since)
-                names, seen = [text(name) for name in ids], self._seen
-                seen |= {(name := text(row[0])): self._parse_worker(name, fields_of(row[1])) for row in rows}
-                self._seen = {name: seen[name] for name in names if name in seen}
-                if len(self._seen) == len(names):  # else a member was away for a while, and came back unchanged
-                    break
+        for since in (self._version, b"0"):  # those that changed since they were read last
+            self._version, ids, rows, holders, ratio = await self._call("read", since)
+            names, seen = [text(name) for name in ids], self._seen
+            seen |= {(name := text(row[0])): self._parse_worker(name, fields_of(row[1])) for row in rows}
+            self._seen = {name: seen[name] for name in names if name in seen}
+            if len(self._seen) == len(names):  # else a member was away for a while, and came back unchanged
+                break
         workers = in_role_of_unit({name: info for name, (info, _) in self._seen.items() if info is not None})
         told = {name: one for name, (_, one) in self._seen.items() if one.role or one.drain or one.restart}
         launchers = {text(name): launcher_from_fields(fields_of(fields)) for name, fields in holders}

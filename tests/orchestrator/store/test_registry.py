@@ -886,30 +886,6 @@ async def test_redis_knows_the_fleet_since_the_first_came_back(redis, registry):
     assert await registry.known_for_s() > 60, "its model is idle"
 
 
-async def test_a_change_is_read_though_an_older_answer_comes_late(redis, registry, monkeypatch):
-    """Of readers in one process, as a frontend's membership and its dashboard, which have a connection each."""
-    await registry.join(worker("w", Role.DECODE), TTL_S)
-    call, late = registry._call, {1: asyncio.Event(), 3: asyncio.Event()}
-    calls = itertools.count(1)
-
-    async def answered_late(verb, *args):
-        number, answer = next(calls), await call(verb, *args)
-        await late[number].wait() if number in late else None
-        return answer
-
-    monkeypatch.setattr(registry, "_call", answered_late)
-    reading = []
-    for _ in range(3):
-        reading.append(asyncio.create_task(registry.read()))
-        await asyncio.sleep(0.1)
-        await Registry(redis, registry.keys.prefix[4:-2]).refresh(worker("w", Role.PREFILL), TTL_S)
-    for event in late.values():
-        event.set()
-        await asyncio.sleep(0.1)
-    await asyncio.gather(*reading)
-    assert (await registry.workers())["w"].role is Role.PREFILL
-
-
 @pytest.mark.parametrize("workers", [1, 33])
 async def test_a_fleet_whose_workers_have_all_fallen_silent_is_known_anew(redis, registry, workers):
     """Of many that run out together none counts as gone yet; nor is one there."""
