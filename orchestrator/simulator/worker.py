@@ -149,9 +149,8 @@ class Worker(Engine):
         return self.busy and self.run.steps > 1 and not self.chunks
 
     def _begin(self, now: float) -> None:
-        self.busy = True  # also beside workers that start because of what this step admits
-        self.busy = self.next_step(now) is not None
-        if self.busy:
+        if self.next_step(now) is not None:
+            self.busy = True
             self._wake_at_end()
 
     def _wake_at_end(self) -> None:

@@ -121,22 +121,6 @@ def test_workers_that_compute_at_once_slow_each_other():
     )
 
 
-def test_a_worker_computes_beside_those_that_start_because_of_what_it_begins():
-    profile = msgspec.structs.replace(PROFILE, slowed_beside=(1.25,))
-    load = Load("two", [Arrival(0.0, 100, 5), Arrival(0.0, 100, 5)])
-    sim = simulate(load, "round_robin", 0, 2, profile=profile)
-    first, second = sim.workers.values()
-    stays = [job.stay("local", 0.0) for job in sim.jobs]
-
-    def start(worker: Worker, stay: Stay, now: float) -> None:
-        if worker is first:
-            second.submit(stays[1], now)
-
-    sim.on_start = start
-    first.submit(stays[0], 0.0)
-    assert second.run.first_s == pytest.approx(first.run.first_s), "each is slowed by the other"
-
-
 @pytest.mark.parametrize(("ahead", "waits"), [(0, 0.5), (1, 1.5), (2, 2.5)])
 def test_what_arrives_waits_for_scheduled_steps(ahead, waits):
     """A prompt comes in the middle of the eleventh step of a running sequence; one that comes to an idle worker waits
