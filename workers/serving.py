@@ -200,7 +200,7 @@ class Serving:
                 self._prefix.cleared()
         except (EngineDead, TimeoutError):
             # No failure of the call. This worker leaves, and its successor makes up for what it did not do; or it is
-            # late, and the frontend waits hardly longer.
+            # late, and the frontend gives up within the next five seconds.
             return
         except Exception as error:  # every error of the engine goes to the caller
             failed = CallReply(call.call_id, error=f"{call.method}: {str(error) or type(error).__name__}")

@@ -1,12 +1,17 @@
-"""Control calls to workers (LoRA, pause, cache resets). Each has a deadline, and succeeds on all workers or on none."""
+"""Control calls to workers (LoRA, pause, cache resets). Each has a deadline, and succeeds on all workers or on none.
+
+A call goes to every worker that is not lost. One whose connection is broken gets it when that was made again. Where it
+breaks meanwhile the answer may be lost, and the worker may not have heard the call: it is sent once more if a worker
+may carry it out twice (`wire.control`), else it is unanswered.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import itertools
 import logging
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Union
 
 from orchestrator.fleet.view import Fleet
 from orchestrator.wire.control import METHODS
@@ -28,7 +33,11 @@ class Unanswered(CallFailed):
 
 
 class WorkerLost(Unanswered):
-    """The worker left the fleet, or was not connected, before it had answered."""
+    """The worker left the fleet before it had answered."""
+
+
+# What is heard of a worker that is asked: its answer; that it is lost; None: it is reached, and an answer may be lost.
+_News = Union[CallReply, WorkerLost, None]
 
 
 class ControlCalls:
@@ -36,7 +45,7 @@ class ControlCalls:
         self._fleet = fleet
         self._transport = transport
         self._ids = itertools.count(1)
-        self._waiting: dict[tuple[int, str], asyncio.Future[Any]] = {}
+        self._waiting: dict[tuple[int, str], asyncio.Queue[_News]] = {}  # by call and worker
 
     async def call(
         self, method: str, args: list[Any], kwargs: dict[str, Any] | None = None, timeout_s: float = CALL_TIMEOUT_S
@@ -44,7 +53,9 @@ class ControlCalls:
         """Call a method of `wire.control` on the fleet, and return the combined answer. Raises CallFailed when a worker
         fails, Unanswered where none does but some are silent; it is then undone on the workers where it succeeded."""
         row = METHODS[method]
-        workers = [worker_id for worker_id, view in self._fleet.workers.items() if view.connected]
+        connected = [worker_id for worker_id, view in self._fleet.workers.items() if view.connected]
+        broken = [worker_id for worker_id, view in self._fleet.workers.items() if view.disconnected_at is not None]
+        workers = connected + broken
         if not workers:
             idle = self._fleet.rest is not None and self._fleet.rest.away
             why = "the model is idle and has no worker; send it a request first" if idle else "no worker is connected"
@@ -71,44 +82,67 @@ class ControlCalls:
         """Call one worker, without waiting for its answer."""
         self._transport.send(worker_id, Call(next(self._ids), method, args))
 
-    async def _undo(self, workers: Iterable[str], method: str, undo: str, args: list[Any]) -> None:
+    async def _undo(self, workers: Sequence[str], method: str, undo: str, args: list[Any]) -> None:
         undo_args = [args[0].lora_int_id] if method == "add_lora" else []
         _, failures = await self._ask(workers, undo, undo_args, {}, CALL_TIMEOUT_S)
         for worker_id, error in failures.items():
             log.warning("%s was not undone on worker %s: %s", method, worker_id, error)
 
     async def _ask(
-        self, workers: Iterable[str], method: str, args: list[Any], kwargs: dict[str, Any], timeout_s: float
+        self, workers: Sequence[str], method: str, args: list[Any], kwargs: dict[str, Any], timeout_s: float
     ) -> tuple[dict[str, Any], dict[str, BaseException]]:
         """Results and failures by worker; each worker is in one of them."""
-        call_id = next(self._ids)
-        loop = asyncio.get_running_loop()
-        waiting: dict[str, asyncio.Future[Any]] = {}
-        for worker_id in workers:
-            waiting[worker_id] = self._waiting[call_id, worker_id] = loop.create_future()
-            if not (sent := self._transport.send(worker_id, Call(call_id, method, args, kwargs))):
-                kinds = {Sent.UNREACHABLE: WorkerLost, Sent.NOT_READ: Unanswered}
-                waiting[worker_id].set_exception(kinds.get(sent, CallFailed)(sent.value))
+        call = Call(next(self._ids), method, args, kwargs)
+        asking = (self._ask_one(worker_id, call, timeout_s) for worker_id in workers)
+        answers = dict(zip(workers, await asyncio.gather(*asking, return_exceptions=True), strict=True))
+        failures = {name: answer for name, answer in answers.items() if isinstance(answer, BaseException)}
+        return {name: answer for name, answer in answers.items() if name not in failures}, failures
+
+    async def _ask_one(self, worker_id: str, call: Call, timeout_s: float) -> Any:
+        """The worker's answer. Raises CallFailed; WorkerLost where it leaves the fleet."""
+        news = self._waiting[call.call_id, worker_id] = asyncio.Queue()
         try:
-            _, silent = await asyncio.wait(waiting.values(), timeout=timeout_s)
+            async with asyncio.timeout(timeout_s):
+                return await self._answer(worker_id, call, news)
+        except TimeoutError:
+            raise Unanswered(f"no answer within {timeout_s:g} s") from None
         finally:
-            for worker_id in waiting:
-                del self._waiting[call_id, worker_id]
-        for future in silent:
-            future.set_exception(Unanswered(f"no answer within {timeout_s:g} s"))
-        failures = {worker_id: error for worker_id, future in waiting.items() if (error := future.exception())}
-        return {name: future.result() for name, future in waiting.items() if name not in failures}, failures
+            del self._waiting[call.call_id, worker_id]
+
+    async def _answer(self, worker_id: str, call: Call, news: asyncio.Queue[_News]) -> Any:
+        view = self._fleet.workers.get(worker_id)
+        if view is None:
+            raise WorkerLost("it is gone")
+        left = 2 if METHODS[call.method].repeatable else 1  # times that it may be sent
+        told = None if view.disconnected_at is None else await news.get()
+        while told is None:
+            if not left:
+                raise Unanswered("its answer may be lost")
+            sent = self._transport.send(worker_id, call)
+            if sent is Sent.YES:
+                left -= 1
+            elif sent is not Sent.UNREACHABLE:  # else its connection is broken, which is about to be heard
+                raise (CallFailed if sent is Sent.TOO_LARGE else Unanswered)(sent.value)
+            told = await news.get()
+        if isinstance(told, WorkerLost):
+            raise told
+        if told.error is not None:
+            raise CallFailed(told.error)
+        return told.result
 
     def on_reply(self, worker_id: str, reply: CallReply) -> None:
-        future = self._waiting.get((reply.call_id, worker_id))
-        if future is None or future.done():
-            return
-        if reply.error is not None:
-            future.set_exception(CallFailed(reply.error))
-        else:
-            future.set_result(reply.result)
+        """Of a call that was sent twice the first answer counts."""
+        if (news := self._waiting.get((reply.call_id, worker_id))) is not None:
+            news.put_nowait(reply)
 
     def worker_lost(self, worker_id: str) -> None:
-        for (_, waited_for), future in self._waiting.items():
-            if waited_for == worker_id and not future.done():
-                future.set_exception(WorkerLost("it is gone"))
+        self._tell(worker_id, WorkerLost("it is gone"))
+
+    def answers_lost(self, worker_id: str) -> None:
+        """It is connected, and stays: no successor makes up for what it may have missed."""
+        self._tell(worker_id, None)
+
+    def _tell(self, worker_id: str, news: _News) -> None:
+        for (_, waited_for), waiting in self._waiting.items():
+            if waited_for == worker_id:
+                waiting.put_nowait(news)

@@ -231,9 +231,11 @@ class Membership:
         known = self._fleet.workers.get(info.id)
         try:
             self._transport.connect(info.id, info.request_address, info.load_address, info.mesh_key)
-            if self._fleet.upsert(info, time.monotonic()) and known is not None:
-                lost.append(info.id)
-                # If it has its predecessor's address, the connection stays: it was greeted before it was known here.
+            if self._fleet.upsert(info, time.monotonic()):
+                if known is not None:
+                    lost.append(info.id)
+                # Its connection may be older, and was greeted before it was known here: that of a predecessor with the
+                # same addresses, or made when its entry was damaged.
                 self._transport.greet(info.id)
         except Exception as error:  # of an address, or of anything else in a damaged entry: the others are taken
             if self._left_out.get(info.id) != str(error):

@@ -110,7 +110,7 @@ class FleetConnection:
             config.workers.timeout_s,
             on_lost=self._worker_lost,
             on_quiet=self.router.lost.worker_quiet,
-            on_reset=self.router.lost.connection_reset,
+            on_reset=self._connection_reset,
         )
         self.pause = PauseCalls(self.fleet, self.calls, self.router, self.queue)
         self.ratio_controller = RatioController(
@@ -203,6 +203,7 @@ class FleetConnection:
         if isinstance(message, Disconnected):
             self.membership.disconnected(worker_id)
         elif isinstance(message, Unreadable):
+            self.calls.answers_lost(worker_id)
             self.router.lost.outputs_lost(worker_id)
         elif isinstance(message, Welcome):
             self.membership.on_welcome(worker_id)
@@ -286,6 +287,10 @@ class FleetConnection:
             told.callback(self.router.lost.worker_lost, *worker_ids)
             for worker_id in worker_ids:
                 told.callback(self.prefixes.forget, worker_id)
+
+    def _connection_reset(self, worker_id: str) -> None:
+        self.calls.answers_lost(worker_id)  # another process may have been asked, of which nobody hears without Redis
+        self.router.lost.connection_reset(worker_id)
 
 
 class FleetConnections:

@@ -11,7 +11,7 @@ import contextlib
 import logging
 import signal
 import time
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain
 from typing import Any, TypeVar
@@ -20,8 +20,8 @@ import msgspec
 
 from orchestrator.config.access import secured
 from orchestrator.config.engine_args import check_installed
-from orchestrator.config.models import SECTION, fleet_namespace, shared_part
-from orchestrator.config.settings import Config, ConfigError, LoggingConfig, Refused
+from orchestrator.config.models import SECTION, fleet_namespace, namespace_of, shared_part
+from orchestrator.config.settings import Config, ConfigError, LoggingConfig, Refused, WorkersConfig, value_at
 from orchestrator.config.values import masked
 from orchestrator.launch.announcement import announce
 from orchestrator.launch.commands import to_import
@@ -42,8 +42,15 @@ from orchestrator.store.operator.log_levels import follow_log_level
 from orchestrator.store.operator.models import ModelList, ModelStore
 from orchestrator.store.planned import of_launchers
 from orchestrator.store.registry import Registry
+from orchestrator.store.steering import HEARTBEATS
 
+log = logging.getLogger("pd.launcher")
 T = TypeVar("T")
+
+# A start waits no longer for a fleet that may live. Workers whose heartbeats are rarer than every 15 s, and no launcher
+# of theirs, then find what this one has set: operators who start a fleet that has ended would wait for minutes.
+MOST_COME_BACK_S = 30.0
+SAID_FROM_S = 1.0  # of a shorter wait nothing is said
 # One Ctrl-C can arrive twice: from the terminal, and from the program that started us.
 _SAME_SIGNAL_S = 0.5
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -144,11 +151,15 @@ async def _run(
 
 async def _list_models(redis: Redis, models: Mapping[str, Config], tree: Mapping[str, Any]) -> ModelList | None:
     """None for a file of one model. Raises Refused, RedisAway."""
-    await _until_known(Registry(redis, config.namespace) for config in models.values())
     fleet = fleet_namespace(models)
+    store = ModelStore(redis, fleet)
+    before = await store.read()
+    namespaces = {config.namespace for config in models.values()}
+    namespaces |= {namespace_of(fleet, name) for name in before.models} if before is not None else set()
+    heartbeat_s = max(config.workers.heartbeat_s for config in models.values())
+    await _until_known([Registry(redis, name) for name in namespaces], heartbeat_s)
     if SECTION in tree:
         return await begin_list(redis, fleet, tree)
-    store = ModelStore(redis, fleet)
     if (listed := await store.read()) is not None and await store.is_followed(listed, has_ended):
         names = ", ".join(listed.present)
         raise Refused(f"namespace: under {fleet!r} runs a fleet of several models ({names}); choose another")
@@ -156,15 +167,30 @@ async def _list_models(redis: Redis, models: Mapping[str, Config], tree: Mapping
     return None
 
 
-async def _until_known(registries: Iterable[Registry]) -> None:
+async def _until_known(registries: Sequence[Registry], heartbeat_s: float) -> None:
     """Where Redis was away for longer than an entry lives, members of a fleet that runs come back one by one: what that
-    has set is not to be replaced by a launcher that takes itself for the only one. Raises RedisAway."""
-    known_s = COME_BACK_S
+    has set is not to be replaced by a launcher that takes itself for the only one. `heartbeat_s`: of workers, of which
+    some may be all that live, by this launcher's file. Raises RedisAway."""
+    for registry in registries:
+        heartbeat_s = max(heartbeat_s, await _heartbeat_s(registry))
+    come_back_s = known_s = max(COME_BACK_S, min(HEARTBEATS * heartbeat_s, MOST_COME_BACK_S))
     for registry in registries:
         if await registry.has_settings() and not of_launchers(await registry.launchers()):
             registry_s = await registry.known_for_s()  # which notes it where entries have run out just now
-            known_s = min(known_s, registry_s if await registry.is_known() else COME_BACK_S)
-    await asyncio.sleep(COME_BACK_S - known_s)
+            known_s = min(known_s, registry_s if await registry.is_known() else come_back_s)
+    if (left_s := come_back_s - known_s) > SAID_FROM_S:
+        log.warning("Redis has lost sight of a fleet of this name: it has %.0f s to come back, if it runs", left_s)
+    await asyncio.sleep(left_s)
+
+
+async def _heartbeat_s(registry: Registry) -> float:
+    """Of workers that may run: the longest by what they were started with, which may be no file of this host; 0 where
+    nothing says so. Raises RedisAway."""
+    started, rollout = await registry.configuration.read(), await registry.rollout.read()
+    versions = (started, *((rollout.old, rollout.new) if rollout is not None else ()))
+    timeouts_s = [value_at(version.config, "workers.timeout_s") for version in versions if version is not None]
+    known = (WorkersConfig(timeout_s=it).heartbeat_s for it in timeouts_s if isinstance(it, int | float))
+    return max(known, default=0.0)
 
 
 def _still_listed(models: Mapping[str, Config], listed: ModelList | None) -> Mapping[str, Config]:

@@ -28,12 +28,12 @@ from orchestrator.types import DesiredRatio, Role
 
 NOBODY = "the fleet has no process in this Redis; is --namespace right? Of several models each has its own: FLEET.MODEL"
 NEEDS_PREFILL = "with routing.fallback: refuse every long prompt would get 503; set that to local with a rollout"
-_HEARTBEATS = 2.0  # after so many every worker that lives has told Redis of itself
+HEARTBEATS = 2.0  # after so many every worker that lives has told Redis of itself
 
 
 async def settle(registry: Registry, heartbeat_s: float) -> None:
     """Wait until Redis has known the fleet for two heartbeats: before it may know a part only. Raises RedisAway."""
-    await asyncio.sleep(_HEARTBEATS * heartbeat_s - await registry.known_for_s())
+    await asyncio.sleep(HEARTBEATS * heartbeat_s - await registry.known_for_s())
 
 
 class Steering:

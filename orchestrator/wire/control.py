@@ -29,27 +29,31 @@ class ControlMethod(msgspec.Struct, frozen=True):
     undo: str | None = None  # called on the workers that succeeded when another one failed
     alike: bool = False  # the call fails where workers give different answers
     made_up_for: bool = False  # a worker that is lost during the call gets what it missed when it is back: no failure
+    # Carried out twice by a worker it does what it does once, also after calls that came between, and answers the same:
+    # it is sent again where the answer may be lost. Of `set_weight_version` the later one would count, and a reset or a
+    # profile that is asked for again is another one.
+    repeatable: bool = False
 
 
 METHODS: dict[str, ControlMethod] = {
     # Carried out by the worker, with the fields of a PauseState: see orchestrator/fleet/pause.py.
-    "set_pause": ControlMethod(made_up_for=True),
+    "set_pause": ControlMethod(made_up_for=True, repeatable=True),
     # Carried out by the worker's engine interface: name and path of a LoRA adapter, to what its files are.
-    "fingerprint_lora": ControlMethod(alike=True, made_up_for=True),
+    "fingerprint_lora": ControlMethod(alike=True, made_up_for=True, repeatable=True),
     # Carried out by its engine. Requests bring the adapter that they need, by its path.
-    "add_lora": ControlMethod(combine=all, undo="remove_lora", made_up_for=True),
+    "add_lora": ControlMethod(combine=all, undo="remove_lora", made_up_for=True, repeatable=True),
     "remove_lora": ControlMethod(combine=all, made_up_for=True),
-    "is_scheduler_paused": ControlMethod(combine=all),
-    "is_sleeping": ControlMethod(combine=all),
-    "list_loras": ControlMethod(combine=_intersection),
+    "is_scheduler_paused": ControlMethod(combine=all, repeatable=True),
+    "is_sleeping": ControlMethod(combine=all, repeatable=True),
+    "list_loras": ControlMethod(combine=_intersection, repeatable=True),
     "pin_lora": ControlMethod(combine=all),
     "reset_prefix_cache": ControlMethod(combine=all),
     "reset_mm_cache": ControlMethod(),
     "reset_encoder_cache": ControlMethod(),
     "profile": ControlMethod(),
     "set_weight_version": ControlMethod(),
-    "get_weight_version": ControlMethod(of_one=True),
-    "compute_weight_checksums": ControlMethod(of_one=True),
+    "get_weight_version": ControlMethod(of_one=True, repeatable=True),
+    "compute_weight_checksums": ControlMethod(of_one=True, repeatable=True),
 }
 # The methods that a worker calls on its engine: the same ones, with these two in place of `set_pause`.
 ENGINE_METHODS = (METHODS.keys() - {"set_pause"}) | {"pause_scheduler", "resume_scheduler"}

@@ -14,7 +14,7 @@ from orchestrator.fleet import control_calls
 from orchestrator.fleet.control_calls import CallFailed, Unanswered
 from orchestrator.launch.host.redis_server import EmbeddedRedis
 from orchestrator.policy.prefix_keys import reusable_keys
-from orchestrator.types import Role
+from orchestrator.types import PauseState, Role
 from orchestrator.wire.messages import Call
 from workers import serving
 from workers.engine import EngineDead
@@ -325,6 +325,18 @@ async def test_a_pause_that_fails_pauses_nobody(workers: Workers, monkeypatch: p
         await client.connection.pause.begin("abort", clear_cache=True)
     await until(lambda: not client.connection.pause.active and not other.connection.pause.active, "nobody is paused")
     await client.ask([1, 2, 3], 5)  # the decode worker's engine runs
+
+
+async def test_a_pause_that_has_failed_fails_whoever_asks_for_it_again(
+    workers: Workers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a frontend does that may have lost the first answer."""
+    (client, other), prefill, decode = await fleet(workers)
+    answering(prefill, monkeypatch, pause_scheduler=RuntimeError("cannot"))
+    state = list(msgspec.structs.astuple(PauseState(1, "keep", True)))
+    for _ in range(2):
+        with pytest.raises(CallFailed, match=f"set_pause: worker {prefill.id}: .*cannot"):
+            await client.connection.calls.call("set_pause", state)
 
 
 async def test_start_up_calls_wait_for_worker(workers: Workers) -> None:

@@ -30,11 +30,15 @@ class EnginePause:
         dropped its prefix cache."""
         self._engine, self._link, self._heard, self._cleared = engine, link, heard, cleared
         self._newest = self._reached = PauseState()
+        self._failed: Exception | None = None  # why the engine is not in the state that it has reached
         self._waiting: list[tuple[PauseState, asyncio.Future[None]]] = []
 
     async def set(self, state: PauseState) -> None:
-        """Returns when the engine has reached this state, or a newer one. Raises what its call raised."""
+        """Returns when the engine has reached this state, or a newer one. Raises what its call raised, also to whoever
+        asks for the same again."""
         self._note(state)
+        if state == self._reached and self._failed is not None:
+            raise self._failed
         if state <= self._reached:
             return
         if self._link.leads:
@@ -48,15 +52,15 @@ class EnginePause:
     async def run(self) -> None:
         """Runs until cancelled."""
         while True:
-            state, failed = await self._link.pauses.get(), None
+            state = await self._link.pauses.get()
             if state > self._reached:
                 self._note(state)
                 if self._link.leads:
                     self._link.tell(Paused(state))
-                failed = await self._follow(state)
+                self._failed = await self._follow(state)
             for waits_for, reached in self._waiting:
                 if waits_for <= self._reached and not reached.done():
-                    reached.set_exception(failed) if failed else reached.set_result(None)
+                    reached.set_exception(self._failed) if self._failed else reached.set_result(None)
             self._waiting = [(state, reached) for state, reached in self._waiting if not reached.done()]
 
     def _note(self, state: PauseState) -> None:

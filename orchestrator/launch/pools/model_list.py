@@ -29,7 +29,7 @@ from orchestrator.store.planned import decided
 log = logging.getLogger("pd.launcher")
 
 _EVERY_S = 0.5
-COME_BACK_S = 4.0  # after Redis was away; in this time all that live have told it of themselves again
+COME_BACK_S = 4.0  # after Redis was away; launchers and frontends that live tell it of themselves each second
 
 
 class ModelsProcesses:

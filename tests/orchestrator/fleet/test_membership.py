@@ -445,6 +445,23 @@ async def test_a_worker_whose_entry_is_damaged_is_left_out_with_one_line(scene, 
     assert len(told) == 1 and not told[0].exc_info
 
 
+async def test_a_worker_whose_first_entry_was_damaged_is_used_once_it_is_mended(scene):
+    """Its connection was made and greeted while nothing was known of it, and stays."""
+    worker = LivingWorker("d", "e1")
+    scene.living.append(worker)
+    greeted = asyncio.Event()
+    greet = scene.membership.on_welcome
+    scene.membership.on_welcome = lambda worker_id: (greet(worker_id), greeted.set())
+    scene.registry.registered["d"] = msgspec.structs.replace(worker.info, labels=("zone",))
+    await scene.changed()
+    await greeted.wait()
+    assert "d" not in scene.fleet.workers
+    scene.registry.registered["d"] = worker.info
+    await scene.changed()
+    await scene.heard("d")
+    assert scene.lost == scene.reset == []
+
+
 async def test_a_worker_that_starts_again_with_a_damaged_entry_is_lost(scene, caplog):
     """Its requests would wait for a process that has ended, and what is sent there go to one that is left out."""
     await scene.start("d")

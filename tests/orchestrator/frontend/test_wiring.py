@@ -9,16 +9,18 @@ from functools import partial
 from operator import attrgetter
 
 import pytest
-from support_info import worker_info
+from support_info import connects, worker_info
 from support_router import SimRouterCodec
 from support_wait import until
 
 from orchestrator.config.settings import ConfigError, parse_config
+from orchestrator.fleet.control_calls import CALL_TIMEOUT_S, Unanswered
 from orchestrator.frontend.wiring import FRONTEND_TTL_S, FleetConnection, unless_ended
 from orchestrator.store.client import RedisAway
 from orchestrator.store.keys import Keys
 from orchestrator.types import WorkerLoad
 from orchestrator.wire.messages import CallReply, Rejected, Welcome
+from orchestrator.wire.sockets import Sent
 from orchestrator.wire.transport import Disconnected, Unreadable
 
 
@@ -129,6 +131,43 @@ async def test_a_message_that_cannot_be_read_leaves_no_gap_in_an_answer(monkeypa
     assert await lost.get() == "w"
     receiving.cancel()
     connection.transport.close()
+
+
+@pytest.mark.parametrize("told", [[Disconnected("w"), Welcome()], [Unreadable("w")]], ids=["reset", "unreadable"])
+@pytest.mark.parametrize(
+    ("method", "again"),
+    [("set_pause", True), ("fingerprint_lora", True), ("remove_lora", False), ("reset_prefix_cache", False)],
+)
+async def test_an_answer_that_may_be_lost_is_not_waited_for(method, again, told, monkeypatch):
+    """While Redis is away nobody says that the worker was killed, and its successor may have its address by now. Or the
+    connection only blinked: the worker, which may not have heard the call, does not count as one that is gone. It is
+    asked again where it may carry the call out twice."""
+    connection = FleetConnection("f", parse_config({"model": "demo", "namespace": "t"}), Away(), SimRouterCodec())
+    messages, asked = asyncio.Queue[object](), asyncio.Queue[tuple[str, object]]()
+    for worker_id in ("w", "answers"):
+        connects(connection.fleet, worker_info(worker_id))
+        connection.fleet.workers[worker_id].greeted = True
+    monkeypatch.setattr(connection.transport, "receive", messages.get)
+    monkeypatch.setattr(connection.transport, "send", lambda *sent: asked.put_nowait(sent) or Sent.YES)
+    receiving = asyncio.create_task(connection._receive())
+    calling = asyncio.create_task(connection.calls.call(method, []))
+    (_, call), _ = await asked.get(), await asked.get()
+    answer = CallReply(1, result=True)
+    for worker_id, message in [("answers", answer), *(("w", message) for message in told)]:
+        messages.put_nowait((worker_id, message, []))
+    try:
+        async with asyncio.timeout(CALL_TIMEOUT_S / 2):
+            if again:
+                assert await asked.get() == ("w", call)
+                messages.put_nowait(("w", answer, []))
+                assert await calling is True
+            else:
+                with pytest.raises(Unanswered, match="worker w: its answer may be lost"):
+                    await calling
+                assert asked.empty()
+    finally:
+        receiving.cancel()
+        connection.transport.close()
 
 
 @pytest.mark.parametrize("message", [Disconnected("w"), Unreadable("w"), Welcome(), Rejected("r", 1, "full")], ids=repr)

@@ -1,6 +1,7 @@
 """What the launcher takes for dead before it starts: a real registry, entries of processes that run and that do not."""
 
 import asyncio
+import logging
 import os
 import sys
 from collections.abc import Mapping
@@ -159,6 +160,25 @@ async def test_what_is_set_survives_a_launcher_that_starts_when_all_entries_have
     assert desired is not None and (desired.prefill, desired.set_by) == (3, "scale")
 
 
+async def test_workers_by_hand_whose_heartbeats_are_rare_have_the_time_to_come_back(redis: Redis, monkeypatch):
+    """They are all that lives of the fleet: a launcher that does not see them takes itself for alone."""
+    monkeypatch.setattr(launcher, "COME_BACK_S", 0.0)
+    config = parse_config({"model": "m", "engine": "sim", "namespace": fresh_namespace()})
+    registry = Registry(redis, config.namespace)
+    await registry.join(worker("mine"), 0.1)
+    await set_desired(registry, 3, 1, "scale")
+    await asyncio.sleep(0.2)
+
+    async def beat() -> None:
+        await asyncio.sleep(config.workers.heartbeat_s)
+        await registry.join(worker("mine"), 60)
+
+    async with asyncio.TaskGroup() as together:
+        together.create_task(beat())
+        await launcher._list_models(redis, {"": config}, {})
+        assert set(await registry.workers()) == {"mine"}
+
+
 async def test_a_launcher_that_starts_where_nothing_is_set_or_all_have_left_waits_for_nobody(redis: Redis, monkeypatch):
     monkeypatch.setattr(launcher, "COME_BACK_S", 600.0)
     config = parse_config({"model": "m", "engine": "sim", "namespace": fresh_namespace()})
@@ -171,9 +191,50 @@ async def test_a_launcher_that_starts_where_nothing_is_set_or_all_have_left_wait
     monkeypatch.setattr(launcher, "COME_BACK_S", 600.0)
     await launcher._list_models(redis, {"": config}, {})  # a launcher is there
     await registry.leave_launcher("other/1/1")
-    await redis.delete(registry.keys.prefix + "begun")  # an hour after the last one joined
     async with asyncio.timeout(DEADLINE_S):
         await launcher._list_models(redis, {"": config}, {})
+
+
+@pytest.fixture
+def waits(monkeypatch) -> list[float]:
+    """For how long the launcher waits, seconds; it does not."""
+    waits: list[float] = []
+
+    async def sleep(seconds: float) -> None:
+        waits.append(seconds)
+
+    monkeypatch.setattr(launcher, "asyncio", SimpleNamespace(sleep=sleep))
+    return waits
+
+
+async def ran_out(redis: Redis, timeout_s: float) -> tuple[Config, Registry]:
+    """A fleet that may live, and whose entries have just run out. `timeout_s`: by this launcher's file."""
+    sections = {"model": "m", "engine": "sim", "namespace": fresh_namespace(), "workers": {"timeout_s": timeout_s}}
+    config = parse_config(sections)
+    registry = Registry(redis, config.namespace)
+    await registry.join(worker("mine"), 60)
+    await set_desired(registry, 3, 1, "scale")
+    await redis.delete(registry.keys.worker("mine"))
+    return config, registry
+
+
+async def test_a_launcher_waits_for_no_fleet_longer_than_operators_do_and_says_so(redis: Redis, waits, caplog):
+    config, _ = await ran_out(redis, timeout_s=1000.0)
+    with caplog.at_level(logging.INFO, "pd.launcher"):
+        await launcher._list_models(redis, {"": config}, {})
+    assert waits == [pytest.approx(launcher.MOST_COME_BACK_S, abs=1.0)]
+    assert "a fleet of this name: it has 30 s to come back" in caplog.text
+
+
+@pytest.mark.parametrize("told_by", ["the configuration", "the rollout"])
+async def test_workers_that_were_started_with_another_file_have_the_time_to_come_back(redis: Redis, waits, told_by):
+    config, registry = await ran_out(redis, timeout_s=1.0)
+    theirs, mine = (Version(i, {"workers": {"timeout_s": it}}) for i, it in enumerate((40.0, 1.0)))
+    await registry.configuration.write(theirs if told_by == "the configuration" else mine)
+    if told_by == "the rollout":
+        await registry.rollout.write(Rollout(theirs, mine))
+    await launcher._list_models(redis, {"": config}, {})
+    assert waits == [pytest.approx(20.0, abs=1.0)]
 
 
 async def test_the_list_of_a_fleet_that_runs_is_no_other_files_to_delete(redis: Redis):
@@ -187,8 +248,32 @@ async def test_the_list_of_a_fleet_that_runs_is_no_other_files_to_delete(redis: 
         await launcher._list_models(redis, {"": config}, {})
     assert await store.read() == listed
     await of_model.leave_launcher("other/1/1")
+    await of_model.refresh_launcher(f"{BY_HAND}other/2/1", Launcher({"mine": Role.DECODE}), 60)  # no launcher
     await launcher._list_models(redis, {"": config}, {})
     assert await store.read() is None
+
+
+async def test_the_list_of_a_fleet_that_comes_back_to_redis_is_no_other_files_to_delete(redis: Redis, monkeypatch):
+    """Redis was away for longer than an entry lives, of each of its models."""
+    monkeypatch.setattr(launcher, "COME_BACK_S", 2.0)
+    config = parse_config({"model": "m", "engine": "sim", "namespace": fresh_namespace()})
+    store = ModelStore(redis, config.namespace)
+    listed = ModelList(1, {"a": ListedModel({"model": "demo"})})
+    assert await store.change(None, listed)
+    of_model = Registry(redis, namespace_of(config.namespace, "a"))
+    await of_model.refresh_launcher("other/1/1", Launcher(), 0.1)
+    await set_desired(of_model, 1, 1, "scale")
+    await asyncio.sleep(0.2)
+
+    async def come_back() -> None:
+        await asyncio.sleep(0.5)
+        await of_model.refresh_launcher("other/1/1", Launcher(), 60)
+
+    async with asyncio.TaskGroup() as together:
+        together.create_task(come_back())
+        with pytest.raises(Refused, match="runs a fleet of several models"):
+            await launcher._list_models(redis, {"": config}, {})
+    assert await store.read() == listed
 
 
 @pytest.mark.parametrize(
@@ -205,6 +290,7 @@ async def test_a_place_on_which_nothing_runs_is_no_fleet(tmp_path: Path, left: d
     fleet, whose model is idle."""
     config = parse_config({"model": "m", "engine": "sim"})
     others, left = ({}, left) if left is not None else ({"other/1/1": Launcher()}, {})
+    others[f"{BY_HAND}other/2/1"] = Launcher({"mine": Role.DECODE})  # a worker that loads, which is no launcher
     registry = AsyncMock(launchers=AsyncMock(return_value=others), workers=AsyncMock(return_value={}))
     machine = LocalMachine(config)
     machine.left_running = AsyncMock(return_value=left)

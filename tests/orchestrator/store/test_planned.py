@@ -1,10 +1,11 @@
-"""What operators are told of a rollout."""
+"""What operators are told of a rollout, the units of a reading, and who of those that hold ids is a launcher."""
 
 from support_info import worker_info
 
 from orchestrator.store.configuration import Phase, Rollout, Version
-from orchestrator.store.planned import Reading, rollout_status
-from orchestrator.store.registry import Frontend
+from orchestrator.store.fields import Frontend, Launcher
+from orchestrator.store.planned import BY_HAND, Reading, launched, loading_by_hand, of_launchers, rollout_status
+from orchestrator.types import Role
 
 
 def test_rollout_status_names_frontends_left_behind():
@@ -28,3 +29,13 @@ def test_units_of_a_reading_are_gathered_once():
     reading = Reading({"a": worker_info("a"), "b": worker_info("b", ranks=("b", "b.1"))})
     assert [*reading.units] == ["a"], "a rank is missing"
     assert reading.units is reading.units
+
+
+def test_a_worker_that_is_started_by_hand_is_no_launcher():
+    holders = {
+        "here/1/1": Launcher({"worker-0": Role.DECODE}),
+        f"{BY_HAND}here/2/1": Launcher({"mine": Role.PREFILL}),
+    }
+    assert of_launchers(holders).keys() == {"here/1/1"}
+    assert launched(holders) == {"worker-0"}, "nobody drains it, or starts it again"
+    assert loading_by_hand(holders) == {"mine": Role.PREFILL}

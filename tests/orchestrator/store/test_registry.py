@@ -886,6 +886,35 @@ async def test_redis_knows_the_fleet_since_the_first_came_back(redis, registry):
     assert await registry.known_for_s() > 60, "its model is idle"
 
 
+async def test_a_fleet_whose_last_member_has_left_is_known_no_more(redis, registry):
+    """Whoever starts next waits for none that could come back. One whose entry has run out may."""
+    await registry.refresh_launcher("l", Launcher(), 60)
+    await registry.refresh_frontend(Frontend("f", "http://f", "p"), 60)
+    await registry.join(worker("a"), 60)
+    await registry.leave_launcher("l")
+    await registry.leave("a")
+    assert await registry.is_known()
+    await registry.leave_frontend("f")
+    assert not await registry.is_known()
+    await registry.join(worker("a"), 60)
+    await registry.join(worker("b"), 60)
+    await redis.delete(registry.keys.worker("a"))  # as its time to live does
+    await registry.leave("b")
+    assert await registry.is_known()
+
+
+@pytest.mark.parametrize("workers", [1, 33])
+async def test_a_fleet_whose_workers_have_all_fallen_silent_is_known_anew(redis, registry, workers):
+    """Of many that run out together none counts as gone yet; nor is one there."""
+    await redis.set(registry.keys.prefix + "begun", time.time() - 600)
+    for number in range(workers):
+        await registry.join(worker(f"w{number}"), 60)
+    assert await registry.known_for_s() > 60
+    for number in range(workers):  # as their times to live do
+        await redis.delete(registry.keys.worker(f"w{number}"))
+    assert await registry.workers() == {} and await registry.known_for_s() < 60
+
+
 async def test_a_fleet_whose_members_have_all_fallen_silent_is_known_anew(redis, registry):
     """Nobody could renew an entry: what is there next is a part of it."""
     await redis.set(registry.keys.prefix + "begun", time.time() - 600)

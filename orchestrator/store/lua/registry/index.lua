@@ -78,14 +78,15 @@ local function live(prefix, kind)
     local among = redis.call('EXISTS', member_key(prefix, kind, id)) == 1 and ids or expired
     among[#among + 1] = id
   end
-  if #expired == 0 or may_come_back(prefix, kind, #expired, #ids) then return ids end
+  if #expired == 0 then return ids end
+  if #ids == 0 then redis.call('SET', prefix .. 'begun', SECONDS:format(clock()), 'EX', INDEX_S) end
+  if may_come_back(prefix, kind, #expired, #ids) then return ids end
   for _, id in ipairs(expired) do
     redis.call('SREM', index_key(prefix, kind), id)
     gone(prefix, kind, id)
     publish(prefix)
     note(prefix, 'type', 'lost', 'kind', kind, 'id', id, 'why', 'silent')
   end
-  if #ids == 0 then redis.call('SET', prefix .. 'begun', SECONDS:format(clock()), 'EX', INDEX_S) end
   return ids
 end
 

@@ -127,6 +127,14 @@ local function stay(keys, args)
   return tell(keys, id, heard)
 end
 
+-- Whether nobody is there, nor anybody whose entry has run out and of whom nobody has said so yet.
+local function is_empty(prefix)
+  for _, kind in ipairs({ 'worker', 'frontend', 'launcher' }) do
+    if redis.call('SCARD', typed(index_key(prefix, kind), 'set')) > 0 then return false end
+  end
+  return true
+end
+
 -- args: kind, id, and the engine of a worker that leaves by itself: what another process has put there since stays.
 -- Returns 1 or 2 when something of the member was there, else 0.
 local function remove_member(keys, args)
@@ -140,12 +148,13 @@ local function remove_member(keys, args)
     gone(prefix, kind, id)
     publish(prefix)
     note(prefix, 'type', 'left', 'kind', kind, 'id', id)
+    if is_empty(prefix) then redis.call('DEL', prefix .. 'begun') end -- nobody is to come back
   end
   return removed
 end
 
--- Returns for how many seconds Redis has known the fleet: 0 where it knows nobody. `begun` expires after INDEX_S, and the next
--- one to join sets it again; between the two, a fleet with members is known for INDEX_S. So it is where that was set by a
+-- Returns for how many seconds Redis has known the fleet: 0 where it knows nobody. `begun` goes with the last one that leaves, or
+-- expires after INDEX_S, and the next one to join sets it again; between the two, a fleet with members is known for INDEX_S. So it is where that was set by a
 -- host whose clock is ahead, from which Redis has moved with all it knows.
 local function known_for(keys)
   local there = 0
