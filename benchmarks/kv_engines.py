@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import statistics
 import time
@@ -189,6 +190,7 @@ async def start(
     """Start one engine. `cores`: those of a CPU engine; None on a GPU. `kv`: of its KVConfig."""
     from workers.vllm_engine.launch import Setup
 
+    gc.freeze()  # an engine is forked from here, and looks several times for garbage among what was imported
     held, kv_port = hold_port("127.0.0.1")  # which the engine binds once its model is loaded
     setup = Setup(
         model=model,

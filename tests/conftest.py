@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import signal
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -49,7 +50,8 @@ httpx._transports.default.create_ssl_context = lambda verify=True, cert=None, tr
 # Loading all test files and vLLM makes millions of objects, hardly one of them garbage.
 gc.disable()
 
-_ALL_VLLM = re.compile(r"^pytestmark = \[?pytest\.mark\.vllm\b", re.MULTILINE)
+_OF_ALL = re.compile(r"^pytestmark = ([^\[\n]+|\[[^\]]*\])", re.MULTILINE)  # of all tests of a file
+_MARK = re.compile(r"pytest\.mark\.(vllm|slow|topology)\b")
 _LONGEST_FIRST = (
     "e2e/test_gpu_benchmark",
     "vllm_engine/test_engine",
@@ -73,8 +75,8 @@ _LONGEST_FIRST = (
     "e2e/test_topology",  # before Ray, whose threads no engine is to be forked beside
     "e2e/test_real_groups",
 )
+_WANTS_FAST = "not vllm and not slow"  # of the Makefile
 _WANTS_SLOW = ("topology", "(vllm or slow) and not topology")  # of the Makefile: nothing but what is marked
-_SOME_SLOW = re.compile(r"pytest\.mark\.(vllm|slow|topology)\b")
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -83,9 +85,10 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     if not collection_path.match("test_*.py"):
         return None
     text = collection_path.read_text()
-    if "not vllm" in expression:
-        return True if _ALL_VLLM.search(text) else None
-    return True if expression in _WANTS_SLOW and not _SOME_SLOW.search(text) else None
+    of_all = _OF_ALL.search(text)
+    if of_all and any(f"not {mark}" in expression for mark in _MARK.findall(of_all[1])):
+        return True
+    return True if expression in _WANTS_SLOW and not _MARK.search(text) else None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -95,6 +98,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
+    if session.config.getoption("markexpr") == _WANTS_FAST and "vllm" in sys.modules:
+        raise pytest.UsageError("a file with fast tests imports vLLM, which takes each process 7 s: move the import")
     if any("vllm_engine" in item.path.parts and item.get_closest_marker("vllm") for item in session.items):
         import workers.vllm_engine.engine  # noqa: F401 - no test's time: beside others it takes a minute
 

@@ -260,9 +260,9 @@ def descendants(pid: int) -> list[int]:
     return []
 
 
-def small_model(folder: Path) -> str:
+def small_model(folder: Path, vocabulary: int = DEMO_VOCABULARY) -> str:
     """Random float32 weights behind the demo model's tokenizer: as real to every moving part, and quick on one core."""
-    tiny_model(folder, layers=4, heads=4, kv_heads=4, vocabulary=DEMO_VOCABULARY)
+    tiny_model(folder, layers=4, heads=4, kv_heads=4, vocabulary=vocabulary)
     return with_demo_tokenizer(folder)
 
 

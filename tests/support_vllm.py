@@ -22,8 +22,8 @@ from orchestrator.wire.addresses import free_ports
 from workers.engine import EngineInfo, EngineLoad, EngineRequest, Group, Phase
 
 BLOCK_SIZE = 32
-# What an engine has to do may take a minute; the second model runner's kernels are interpreted.
-PATIENCE_S = 300.0 if os.environ.get("VLLM_USE_V2_MODEL_RUNNER") else 60.0
+INTERPRETED = bool(os.environ.get("VLLM_USE_V2_MODEL_RUNNER"))  # the second model runner's kernels are
+PATIENCE_S = 300.0 if INTERPRETED else 60.0  # what an engine has to do may take a minute
 VOCABULARY = 512
 
 

@@ -1,8 +1,6 @@
 """A vLLM engine of a group: its scheduler's limits follow the board, and the board gets each of its steps."""
 
 import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,8 +8,8 @@ from typing import Any
 
 import pytest
 from board_in_vllm.board_in_vllm import install
+from support_here import run_here
 from support_vllm import scheduler_of
-from support_wait import DEADLINE_S
 
 from orchestrator.policy.choices.steps import prompt_tokens_beside
 from workers.load.board import _RING, _RINGS, Board, announce
@@ -396,31 +394,27 @@ def test_of_several_prompts_none_takes_the_place_of_those_that_decode_behind_it(
     assert step.num_scheduled_tokens == {"first": shares[0], "second": shares[1], "decodes": 1}
 
 
-MAKE_ONE = """
-from types import SimpleNamespace
-from workers.vllm_engine import loop, plugin
+def makes_one() -> None:
+    from workers.vllm_engine import loop, plugin
 
-told = []
-worker = SimpleNamespace(peer_addresses=SimpleNamespace(spare_connections=lambda: told.append(made[-1])))
-loop.has_kv_transfer_group = lambda: True
-loop.get_kv_transfer_group = lambda: SimpleNamespace(connector_worker=worker)
-plugin.die_with_parent = plugin.register = plugin.patch_as_configured = lambda *_: None
-made = []
-plugin.EngineCoreProc.__init__ = lambda self: made.append("its sockets")
-plugin._vllm_target = lambda **_: plugin.EngineCoreProc()
-plugin.run_engine_core(vllm_config=None)
-assert told == ["its sockets"], told
-loop.get_kv_transfer_group = lambda: SimpleNamespace(connector_worker=None)  # its ranks are other processes
-loop.spare_sockets()
-loop.get_kv_transfer_group = lambda: SimpleNamespace()  # another connector
-loop.spare_sockets()
-"""
+    for name in [name for name in os.environ if name.startswith(("PD_", "VLLM_RPC"))]:
+        del os.environ[name]
+    told, made = list[str](), list[str]()
+    worker = SimpleNamespace(peer_addresses=SimpleNamespace(spare_connections=lambda: told.append(made[-1])))
+    loop.has_kv_transfer_group = lambda: True
+    loop.get_kv_transfer_group = lambda: SimpleNamespace(connector_worker=worker)
+    plugin.die_with_parent = plugin.register = plugin.patch_as_configured = lambda *_: None
+    plugin.EngineCoreProc.__init__ = lambda self: made.append("its sockets")
+    plugin._vllm_target = lambda **_: plugin.EngineCoreProc()
+    plugin.run_engine_core(vllm_config=None)
+    assert told == ["its sockets"], told
+    loop.get_kv_transfer_group = lambda: SimpleNamespace(connector_worker=None)  # its ranks are other processes
+    loop.spare_sockets()
+    loop.get_kv_transfer_group = lambda: SimpleNamespace()  # another connector
+    loop.spare_sockets()
 
 
 def test_an_engine_that_has_been_made_spares_its_own_connections() -> None:
     """In a process of its own: it changes vLLM's classes."""
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(("PD_", "VLLM_RPC"))}
-    made = subprocess.run(
-        [sys.executable, "-c", MAKE_ONE], capture_output=True, text=True, timeout=DEADLINE_S, env=environment
-    )
+    made = run_here(makes_one)
     assert made.returncode == 0, made.stderr

@@ -23,8 +23,9 @@ ROOT = Path(__file__).parents[3]
 TRITON = "triton==3.9.0"
 SECOND = "VLLM_USE_V2_MODEL_RUNNER"
 HERE = "tests/workers/vllm_engine"
-ENGINE = "remote_prefill or prefix_hits or preempted"
-CONTINUED = "seeded and penalties"  # what that runner counts, and draws, itself: minutes
+# In one run, of which each loads vLLM. Of `continued` what that runner counts, and draws, itself.
+FILES = ("test_second_runner.py", "test_first_token.py", "test_engine.py", "test_continued.py")
+CHOSEN = "second_runner.py or first_token.py or remote_prefill or prefix_hits or preempted or (seeded and penalties)"
 
 
 def triton() -> Path:
@@ -49,21 +50,12 @@ def triton() -> Path:
 
 
 @pytest.mark.skipif(SECOND in os.environ, reason="this is the inner run")
-@pytest.mark.parametrize(
-    "chosen",
-    [
-        [f"{HERE}/test_second_runner.py"],
-        [f"{HERE}/test_engine.py", "-k", ENGINE],
-        [f"{HERE}/test_first_token.py"],
-        [f"{HERE}/test_continued.py", "-k", CONTINUED],
-    ],
-    ids=["it runs", "engine", "first token", "continued"],
-)
-def test_the_second_model_runner_passes(chosen: list[str]) -> None:
+def test_the_second_model_runner_passes() -> None:
     ours = f"{triton()}:{ROOT / 'tests/triton_on_cpu'}"
     environment = {key: value for key, value in os.environ.items() if not key.startswith("PYTEST_")}
     environment |= {"PYTHONPATH": ours, "TRITON_INTERPRET": "1", SECOND: "1"}
-    inner = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--timeout=0", *chosen]
+    inner = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--timeout=0", "-k", CHOSEN]
+    inner += [f"{HERE}/{name}" for name in FILES]
     run = subprocess.Popen(
         inner,
         cwd=ROOT,
