@@ -194,7 +194,7 @@ class WorkerLoad(msgspec.Struct, tag="load", frozen=True, omit_defaults=True):
     """A worker's load, published after engine steps and at every heartbeat while idle. Counters are of its process."""
 
     worker_id: str
-    sequence: int
+    sequence: int  # of its reports; it begins as that of `PrefixEvents`
     blocks_total: int
     blocks_free: int
     running: int  # requests computing

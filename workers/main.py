@@ -9,7 +9,6 @@ import gc
 import logging
 import os
 import signal
-import socket
 import sys
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -108,8 +107,8 @@ async def _rolled_out(parsed: WorkerSettings) -> Version | None:
         return rollout.target if rollout is not None else None
 
 
-def _listen(parsed: WorkerSettings) -> tuple[Listening, socket.socket, int]:
-    """Where this worker listens, and a free port there, reserved until the socket is closed. Raises ConfigError,
+def _listen(parsed: WorkerSettings) -> tuple[Listening, contextlib.ExitStack, int]:
+    """Where this worker listens, and a free port there, reserved until the stack is closed. Raises ConfigError,
     RedisAway."""
     listening = listening_at(parsed)
     try:

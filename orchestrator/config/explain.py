@@ -104,6 +104,11 @@ def explain(error: str, tree: dict[str, Any], root: Any) -> str:
     """Turn msgspec's error about a tree that does not fit `root` into `a.b.c: expected ..., got ...`."""
     message, _, at = error.partition(" - at `")
     path = at.removeprefix("key` in `").removeprefix("$").rstrip("`").lstrip(".")
+    there, inside = tree, path  # where the value is
+    section, within, rest = path.partition("[...]")
+    if within and (rest or message.startswith("Object")):  # else all values of a mapping are to be of one kind
+        name = _wrong_name(section, error, tree, root)
+        there, inside, path = _at(tree, section)[name], rest, f"{section}.{name}{rest}"
     expected = re.match(r"Expected `([^`]+)`(.*?)(, got .*)?$", message)
     bound = _in_words(expected[2]) if expected else ""
     if at.startswith("key"):
@@ -113,9 +118,7 @@ def explain(error: str, tree: dict[str, Any], root: Any) -> str:
         return f"{key}: unknown key; {_INSTEAD.get(key, '`orchestrator config keys` lists the known ones')}"
     if missing := re.match(r"Object missing required field `(.+)`", message):
         return f"{_join(path, missing[1])}: required, but not given"
-    value: Any = tree
-    for part in re.findall(r"[^.\[\]]+", path):
-        value = value[int(part)] if isinstance(value, list) else value.get(part) if isinstance(value, dict) else None
+    value = _at(there, inside)
     got = "***" if value and path.startswith(SECRETS) else kind_of(masked(value) if isinstance(value, str) else value)
     if message.startswith("Invalid enum value"):
         return f"{path}: expected one of {', '.join(_choices(root, path))}, got {got}"
@@ -127,6 +130,27 @@ def explain(error: str, tree: dict[str, Any], root: Any) -> str:
             return f"{path.removesuffix('[...]')}: expected {kind}{bound} for each name in it{quoted}"
         return f"{path or 'the file'}: expected {kind}{bound}, got {got}{quoted}"
     return f"{path or 'the file'}: {message[0].lower()}{message[1:]}, got {got}"
+
+
+def _at(tree: Any, path: str) -> Any:
+    """The value at `a.b[0]`; None where there is none."""
+    for part in re.findall(r"[^.\[\]]+", path):
+        tree = tree[int(part)] if isinstance(tree, list) else tree.get(part) if isinstance(tree, dict) else None
+    return tree
+
+
+def _wrong_name(section: str, error: str, tree: Any, root: Any) -> Any:
+    """Under which name of a mapping msgspec met the error, which it does not say: of `slo.classes`, for example."""
+    for name, part in _at(tree, section).items():
+        alone: dict[str, Any] = {name: part}
+        for outer in reversed(section.split(".")):
+            alone = {outer: alone}
+        try:
+            msgspec.convert(alone, root)
+        except msgspec.ValidationError as again:
+            if str(again) == error:
+                return name
+    raise AssertionError(f"{section}: no name in it has the error {error}")
 
 
 def _in_words(bound: str) -> str:

@@ -7,7 +7,7 @@ import errno
 import ipaddress
 import random
 import socket
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import urlsplit
@@ -104,30 +104,33 @@ def address_towards(*hosts: str, bind: str = "") -> str:
     return "127.0.0.1"
 
 
-def hold_port(host: str, ports: range | None = None) -> tuple[socket.socket, int]:
-    """A free port, reserved until the returned socket is closed; one server may bind it and listen meanwhile.
+def hold_port(host: str, ports: range | None = None) -> tuple[contextlib.ExitStack, int]:
+    """A free port, reserved until what is returned with it is closed; one server may bind it and listen meanwhile.
 
     Raises OSError if `host` is no address of this host, or no port is free.
     """
     for port in free_ports(host, ports):
-        held = socket.socket(_family(host))
-        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as servers bind: they listen, this does not
-        try:
-            held.bind((host, port))
-        except OSError:
-            held.close()
-            continue
-        return held, port
+        with contextlib.ExitStack() as held:
+            try:
+                held.enter_context(_name_of(host, port))
+                socket_there = held.enter_context(socket.socket(_family(host)))
+                socket_there.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as servers, which listen, too
+                socket_there.bind((host, port))
+            except OSError:
+                continue
+            return held.pop_all(), port
     raise OSError(errno.EADDRINUSE, "no free port" if ports is None else f"no free port of {ports[0]} to {ports[-1]}")
 
 
 def free_ports(host: str, ports: range | None = None) -> Iterator[int]:
     """Unused ports in random order: of `ports`, or else outside the range for outgoing connections.
 
-    Raises OSError when `host` is not an address of this host.
+    Last come those of `ports` whose connections have all ended: a worker that was killed leaves such ones, which the
+    kernel remembers for a minute, and its successor may have no other port. Raises OSError when `host` is not an
+    address of this host.
     """
     own = ports if ports is not None else range(_LOWEST_PORT, _first_ephemeral())
-    tried: Iterable[int] = _random.sample(own, len(own) if ports is not None else min(len(own), _TRIES))
+    tried: Sequence[int] = _random.sample(own, len(own) if ports is not None else min(len(own), _TRIES))
     for port in tried:
         if _is_free(host, port):
             yield port
@@ -136,6 +139,10 @@ def free_ports(host: str, ports: range | None = None) -> Iterator[int]:
             probe.bind((host, 0))
             port = int(probe.getsockname()[1])
         yield port
+        return
+    for port in tried:
+        if _is_free(host, port, but_for_ended=True):
+            yield port
 
 
 def _of_family(found: list[str], like: str) -> str:
@@ -154,12 +161,31 @@ def _first_ephemeral() -> int:
     return max(first, _LOWEST_PORT + 1000)
 
 
-def _is_free(host: str, port: int) -> bool:
-    with socket.socket(_family(host)) as probe:
+def _is_free(host: str, port: int, but_for_ended: bool = False) -> bool:
+    """`but_for_ended`: connections that have ended do not count. Then a port that is held looks like one that is not,
+    except for its name."""
+    with contextlib.ExitStack() as probing:
         try:
+            if but_for_ended:
+                probing.enter_context(_name_of(host, port))
+            probe = probing.enter_context(socket.socket(_family(host)))
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, but_for_ended)
             probe.bind((host, port))
+            if but_for_ended:
+                probe.listen()
         except OSError as error:
             if error.errno == errno.EADDRINUSE:
                 return False
             raise
     return True
+
+
+def _name_of(host: str, port: int) -> socket.socket:
+    """Has the name of a port that is held, in the kernel's namespace of names. Raises OSError if another one has it."""
+    owner = socket.socket(socket.AF_UNIX)
+    try:
+        owner.bind(f"\0pd-orchestrator/{host}/{port}")
+    except OSError:
+        owner.close()
+        raise
+    return owner

@@ -141,7 +141,7 @@ class LoadReporter:
         self.steps = 0
         self._seen: dict[str, int] = {}  # the highest submission number of each frontend
         self._given, self._settling = list[Attempt](), list[Attempt]()
-        self._sequence = 0
+        self._sequence = int(time.time() * 1e6)  # after its predecessor's, of which some may still be read
         self._paced = Paced(self._publish_now, lambda: load_interval_s(workers()))
         self.publish_soon, self.close = self._paced.soon, self._paced.close
 

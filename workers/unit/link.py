@@ -14,7 +14,6 @@ import hmac
 import importlib.metadata
 import logging
 import secrets
-import socket
 import time
 from collections.abc import Callable, Collection, Mapping
 
@@ -62,7 +61,7 @@ class GroupLink:
         self._broken: asyncio.Future[str] = asyncio.get_running_loop().create_future()  # done once a rank has gone
         self._blamed = asyncio.Event()  # of all engines this one has died first
         self._server: asyncio.Server | None = None
-        self._held: socket.socket | None = None  # the port where engines meet
+        self._held: contextlib.ExitStack | None = None  # the port where engines meet
         self._tasks: list[asyncio.Task[None]] = []
 
     # ---- meeting -----------------------------------------------------------------------------------------------

@@ -123,6 +123,15 @@ def test_there_are_examples_for_each_topology():
         ("model: demo\nredis: {url: 'redis://h:99999'}", "redis.url: expected a port from 1 to 65535 in 'h:99999'"),
         ("model: demo\nworkers: {bind: 300.1.1.1}", "workers.bind: expected an address or the name of a host, got"),
         ("model: demo\nslo: {ttft_s: 1.0e+308}", "slo.ttft_s: expected a number <= 1000000.0, got 1e+308"),
+        (
+            "model: demo\nslo: {classes: {chat: {ttft_s: 1}, a.b: {ttft_s: -1}}}",
+            "slo.classes.a.b.ttft_s: expected a number >= 0.0001, got -1",
+        ),
+        ("model: demo\nslo: {classes: {chat: {ttft: 1}}}", "slo.classes.chat.ttft: unknown key"),
+        (
+            "model: demo\nslo: {classes: {chat: {tpot_s: x}}}",
+            "slo.classes.chat.tpot_s: expected a number or null, got 'x'",
+        ),
         ("model: demo\nslo: {classes: {a b: {ttft_s: 1}}}", "slo.classes: expected text of letters, digits"),
         ("model: demo\nlimits: {shares: {Zoë: 2}}", "limits.shares: expected a name of printable ASCII characters"),
         (f"model: demo\nlimits: {{shares: {{{'a' * 101}: 2}}}}", "limits.shares: expected a name of length <= 100"),

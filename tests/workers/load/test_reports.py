@@ -1,14 +1,17 @@
 """Load reports: exact, coalesced, and how fast prefill is."""
 
 import asyncio
+import itertools
 import time
 from typing import cast
 
 import msgspec
 import pytest
+from support_info import worker_info
 from support_wait import until
 
 from orchestrator.fleet.membership import QUIET_S
+from orchestrator.fleet.worker_view import WorkerView
 from orchestrator.types import WorkerLoad
 from workers.attempts import Attempt, Attempts
 from workers.engine import Engine, EngineDead, EngineLoad, Phase
@@ -108,7 +111,23 @@ async def test_reports_of_a_fast_engine_are_coalesced_and_the_last_is_not_lost()
         load.stepped(EngineLoad(blocks_free=free, running=0, waiting=0, step_ms=0.1))
     assert len(published) < 100
     await until(lambda: published[-1].blocks_free == 999)
-    assert [p.sequence for p in published] == list(range(1, len(published) + 1))
+    first = published[0].sequence
+    assert [p.sequence for p in published] == list(range(first, first + len(published)))
+
+
+async def test_what_a_predecessor_reported_last_is_older_than_what_its_successor_reports_first() -> None:
+    """A frontend that stood still may read it after it has seen that there is another process: it would take no report
+    of that one until it had made as many."""
+    (load, late, _), free = reporter(), EngineLoad(blocks_free=100, running=0, waiting=0, step_ms=1.0)
+    for _ in range(3):
+        load.stepped(LOAD)
+        await asyncio.sleep(2 * LOAD_INTERVAL_S)
+    again, published, _ = reporter()
+    again.stepped(free)
+    view = WorkerView(worker_info("w"), 0.0, set(), itertools.count(1))
+    for told in (late[-1], published[0], late[-2]):
+        view.note_load(told, 0, 1.0)
+    assert len(late) == 3 and view.load is published[0]
 
 
 async def test_report_rate_is_limited_in_large_fleet() -> None:
