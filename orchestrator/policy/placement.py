@@ -151,7 +151,7 @@ def predicted_ttft_s(
             return predictor.prefill_s(request.prompt_tokens)
         compute = max(0, request.prompt_tokens - prefill.cached_tokens)
         ready, patience_s = prefill.workers_ready, prefill.patience_s
-        return predictor.remote_ttft_s(compute, request.prompt_tokens, prefill.queue, ready, patience_s)
+        return sum(predictor.remote_s(compute, request.prompt_tokens, prefill.queue, ready, patience_s))
     for candidate in candidates:
         if candidate.worker_id == decision.worker_id:
             return predictor.local_ttft_s((candidate,), request.prompt_tokens)[0]

@@ -215,17 +215,11 @@ class Predictor:
         # A line fitted to a short queue may be far too steep for a long one.
         return min(fit.at(backlog_s), MAX_WAIT_PER_BACKLOG * backlog_s + fit.intercept)
 
-    def remote_ttft_s(
-        self, tokens: int, transfer_tokens: int, queue: QueueDepth, workers_ready: int, patience_s: float = 0.0
-    ) -> float:
-        """TTFT of a remote prefill: the sum of `remote_s`."""
-        return sum(self.remote_s(tokens, transfer_tokens, queue, workers_ready, patience_s))
-
     def remote_s(
         self, tokens: int, transfer_tokens: int, queue: QueueDepth, workers_ready: int, patience_s: float = 0.0
     ) -> tuple[float, float]:
-        """Of a remote prefill: the queue wait, and the time after it: prefill of `tokens`, and transfer of the KV of
-        `transfer_tokens`."""
+        """The TTFT of a remote prefill in two parts: the queue wait, and prefill of `tokens` with the transfer of the
+        KV of `transfer_tokens`."""
         (prefill_s, each_s), (transfer_s, each_sent_s) = self.prefill_line, self._line(self._transfer)
         wait_s = self.wait_s(tokens, each_s * queue.tokens / max(1, workers_ready), patience_s)
         return wait_s, prefill_s + each_s * tokens + transfer_s + each_sent_s * transfer_tokens

@@ -14,7 +14,7 @@ def test_predictions_come_from_priors_and_then_from_measurements():
     predictor = Predictor(prior_s_per_token=0.001, prior_itl_s=0.02)
     worker = Candidate("d", 1000, 1000, 16, 0, 0, waiting_tokens=500)
     assert predictor.local_ttft_s([worker], 500)[0] == pytest.approx(1.02)
-    assert predictor.remote_ttft_s(1000, 1000, QueueDepth(2, 4000, 0), 2) == pytest.approx(3.02), (
+    assert sum(predictor.remote_s(1000, 1000, QueueDepth(2, 4000, 0), 2)) == pytest.approx(3.02), (
         "a transfer is a step of decode, until one is measured"
     )
     for tokens in range(100, 4000, 100):
@@ -67,7 +67,7 @@ def test_requests_that_may_wait_longer_do_not_make_others_expect_their_wait():
     assert predictor.wait_s(1000, 2.0) == pytest.approx(0.05)
     assert predictor.wait_s(1000, 2.0, patience_s=29.7) == pytest.approx(3.0)
     queue = QueueDepth(2, 2000, 0)
-    assert predictor.remote_ttft_s(1000, 1000, queue, 1, 29.7) - predictor.remote_ttft_s(1000, 1000, queue, 1) > 2.9
+    assert sum(predictor.remote_s(1000, 1000, queue, 1, 29.7)) - sum(predictor.remote_s(1000, 1000, queue, 1)) > 2.9
 
 
 NO_QUEUE = QueueDepth(0, 0, 0)
@@ -90,7 +90,7 @@ def learned(seconds: float = 5.0, decisions: int = STALE_DECISIONS) -> Predictor
 
 
 def remote_s(predictor: Predictor) -> float:
-    return predictor.remote_ttft_s(1000, 1000, NO_QUEUE, 1)
+    return sum(predictor.remote_s(1000, 1000, NO_QUEUE, 1))
 
 
 def local_s(predictor: Predictor) -> float:
