@@ -1,5 +1,6 @@
 """What is measured of requests: feeds the predictor, the metrics and the dashboard's figures with the times of each
-stage, when the stage ends, and counts who met their objectives. Each end is a log line, logger `pd.request`.
+stage, when the stage ends, and counts who met their objectives. Each end is a log line, logger `pd.request`, of which
+the request's frontend is told.
 
 Reads requests and decides nothing. Times are seconds of the router's monotonic clock.
 """

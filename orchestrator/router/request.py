@@ -1,5 +1,6 @@
-"""A request in the router: its states, their legal transitions, the results of each stage; and the interface through
-which the router reads and makes the engine's own requests and outputs, whose types it ignores.
+"""A request in the router: its states, their legal transitions, the results of each stage; the requests of one frontend
+that have not ended; and the interface through which the router reads and makes the engine's own requests and outputs,
+whose types it ignores.
 
 No I/O and no decisions: `router` moves requests, this file has the table of transitions. The results of a stage are one
 struct, made by one module. Times are seconds of the router's monotonic clock, unless a comment says otherwise.

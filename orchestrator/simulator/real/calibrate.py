@@ -32,6 +32,7 @@ _NEAR_S = 0.002  # tokens of different workers that come within it may be of eit
 # Workers that slow each other by less count as alone: it is noise, and steps whose length depends on others make a
 # simulation slow.
 _LEAST_SLOWED = 1.05
+MOST_TURNS = 8  # in which so many workers compute and one alone does
 MEASURE_S = 1.0  # at least, for each figure: a quick engine's first steps are slow
 
 
@@ -94,7 +95,8 @@ async def measure_profile(
     crowded: list[float] = []
     for computing in range(2, workers + 1):  # the router gives each of so many workers one
         # The mean, of other workers each time: two on one core take twice as long, and two on two cores do not.
-        crowded.append(statistics.fmean(await _found(partial(slowed, computing), 2 * workers)))
+        turns = max(REPEATS, min(MOST_TURNS, 2 * workers // (computing - 1)))
+        crowded.append(statistics.fmean(await _found(partial(slowed, computing), turns)))
         say(f"while {computing} workers compute: {crowded[-1]:.2f} times as long")
     steps_s: list[float] = []
 

@@ -1215,12 +1215,12 @@ async def test_a_defect_that_one_request_meets_costs_no_other_a_token(caplog):
     bench.lose("d1" if bench.bound_to() == "d0" else "d0")
     for name in ("b", "c"):
         await bench.router.submit(FakeRequest(name, prompt_tokens=10))
-    take = bench.router._begin
+    began = bench.router.learning.began
 
-    def defective(active, output, now):
-        return take(active, output, now) if active.id != "b" else 1 // 0
+    def defective(active, *rest):  # in the middle of what an output brings about
+        return began(active, *rest) if active.id != "b" else 1 // 0
 
-    bench.router._begin = defective
+    bench.router.learning.began = defective
     step = msgspec.msgpack.encode([[name, [7], None] for name in "abc"])
     bench.say(bench.bound_to(), Outputs([1, 1, 1], 0.0), [step])
     assert bench.received() == [("b", [], FinishReason.ERROR), ("a", [7], None), ("c", [7], None)]
@@ -1249,12 +1249,12 @@ async def test_a_defect_in_what_was_held_back_fails_that_request_alone(caplog):
         bench.claim(name)
         bench.tokens(bench.bound_to(), name, [7])
     assert bench.received() == []
-    take = bench.router._begin
+    began = bench.router.learning.began
 
-    def defective(active, output, now):
-        return take(active, output, now) if active.id == "c" else 1 // 0
+    def defective(active, *rest):  # in the middle of what an output brings about
+        return began(active, *rest) if active.id == "c" else 1 // 0
 
-    bench.router._begin = defective
+    bench.router.learning.began = defective
     bench.say("p0", Prefilled("a", 1, 0.2))
     bench.router.check(time.monotonic() + 1)
     assert bench.received() == [("a", [], FinishReason.ERROR), ("b", [], FinishReason.ERROR), ("c", [7], None)]
