@@ -20,7 +20,14 @@ from orchestrator.config.engine_args import check_workers_environment, environme
 from orchestrator.config.settings import ConfigError
 from orchestrator.config.shared import differences
 from orchestrator.process.command_line import CommandLine
-from orchestrator.process.parent import EXIT_AGAIN, die_with_parent, has_ended, own_identity, report_exit
+from orchestrator.process.parent import (
+    EXIT_AGAIN,
+    die_with_parent,
+    ending_signals,
+    has_ended,
+    own_identity,
+    report_exit,
+)
 from orchestrator.process.tasks import cancelled
 from orchestrator.process.telemetry.logs import set_up as set_up_logging
 from orchestrator.store.client import RedisAway, connect
@@ -140,7 +147,7 @@ async def _run(parsed: WorkerSettings) -> int:
         # A launcher kills after stop_timeout_s; a service manager waits until the worker has drained.
         supervised = parsed.die_with_parent
         leave_s = config.launcher.stop_timeout_s / 2 if supervised else config.workers.drain_timeout_s
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in ending_signals():
             loop.add_signal_handler(number, agent.request_stop, leave_s)
         if not parsed.id_claimed:
             holding = asyncio.create_task(_hold_id(agent, parsed), name="hold-id")

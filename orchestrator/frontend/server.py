@@ -58,7 +58,7 @@ from orchestrator.frontend.untrusted.connections import BoundedHttp, FrontendSer
 from orchestrator.frontend.vllm_codec import VllmCodec
 from orchestrator.frontend.wiring import FleetConnection, FleetConnections, unless_ended
 from orchestrator.process.command_line import CommandLine, port_number
-from orchestrator.process.parent import EXIT_AGAIN, die_with_parent, report_exit
+from orchestrator.process.parent import EXIT_AGAIN, die_with_parent, ending_signals, report_exit
 from orchestrator.process.telemetry.logs import set_up as set_up_logging
 from orchestrator.process.telemetry.metrics import Metrics, join_ended, keep_counting
 from orchestrator.store.client import Redis, RedisAway, connect
@@ -153,7 +153,7 @@ async def serve(
     drain_s: float,
     shared: Mapping[str, Any] | None = None,
 ) -> None:
-    """Serve until an order to drain, SIGTERM or SIGINT. A frontend that no launcher started reads its models and their
+    """Serve until an order to drain or a signal to end. A frontend that no launcher started reads its models and their
     configurations from Redis; `shared` is what its file says of all, where it has several. Raises ConfigError,
     RedisAway."""
     config = models[0].config
@@ -180,7 +180,7 @@ async def serve(
             server.end_idle()
         told_to_end.set()
 
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in ending_signals():
         asyncio.get_running_loop().add_signal_handler(number, told, number)
     served = asyncio.create_task(server.serve(sockets=[listener]))
     following = asyncio.create_task(app.edge.access.follow_keys())

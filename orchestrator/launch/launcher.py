@@ -34,7 +34,7 @@ from orchestrator.launch.host.redis_server import RedisServer
 from orchestrator.launch.host.run_folder import RunFolder, StartedProcess
 from orchestrator.launch.pools.builder import ModelBuilder, locate_model
 from orchestrator.launch.pools.model_list import COME_BACK_S, ModelFollower, ModelsProcesses, begin_list
-from orchestrator.process.parent import has_ended
+from orchestrator.process.parent import ending_signals, has_ended
 from orchestrator.process.tasks import cancelled, first_of
 from orchestrator.process.telemetry.logs import LogFormat
 from orchestrator.store.client import Redis
@@ -53,7 +53,6 @@ MOST_COME_BACK_S = 30.0
 SAID_FROM_S = 1.0  # of a shorter wait nothing is said
 # One Ctrl-C can arrive twice: from the terminal, and from the program that started us.
 _SAME_SIGNAL_S = 0.5
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def launch(models: Mapping[str, Config], tree: Mapping[str, Any], console: Console) -> None:
@@ -246,8 +245,7 @@ class Signals:
         self._ends, self._first_at = asyncio.Event(), 0.0  # monotonic
 
     def __enter__(self) -> Signals:
-        ends = [it for it in _SIGNALS if it != signal.SIGHUP or signal.getsignal(it) != signal.SIG_IGN]
-        self._before = {number: signal.getsignal(number) for number in ends}
+        self._before = {number: signal.getsignal(number) for number in ending_signals()}
         self.listen()
         return self
 

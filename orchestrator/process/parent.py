@@ -1,5 +1,5 @@
-"""Identities of processes, and the duties of a child process: to end with its parent, to report why it ends, and to
-say that it lives where the registry cannot.
+"""Identities of processes, what tells one to end, and the duties of a child process: to end with its parent, to report
+why it ends, and to say that it lives where the registry cannot.
 
 In Python processes a thread watches the parent. A program that is executed next leaves that to the kernel (Linux).
 """
@@ -26,6 +26,12 @@ _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _POLL_S, _INSIST_S = 0.5, 0.2
 _libc = ctypes.CDLL(None, use_errno=True)
 _told = -1  # a descriptor of standard error for `tell_alive`, of a process that may have too many files open by then
+
+
+def ending_signals() -> list[signal.Signals]:
+    """Those that tell this process to end in order. Under nohup a terminal that is closed ends nothing."""
+    ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    return [signal.SIGINT, signal.SIGTERM, *([] if ignored else [signal.SIGHUP])]
 
 
 def started_ticks(pid: int) -> int | None:

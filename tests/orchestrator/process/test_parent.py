@@ -12,7 +12,16 @@ from pathlib import Path
 import pytest
 from support_wait import DEADLINE_S
 
-from orchestrator.process.parent import ALIVE, PARENT, exit_reason_in, has_ended, identity_of, own_identity, report_exit
+from orchestrator.process.parent import (
+    ALIVE,
+    PARENT,
+    ending_signals,
+    exit_reason_in,
+    has_ended,
+    identity_of,
+    own_identity,
+    report_exit,
+)
 
 ROOT = Path(__file__).parents[3]
 
@@ -175,3 +184,13 @@ def test_one_that_has_too_many_files_open_still_tells_that_it_lives() -> None:
         capture_output=True, text=True, cwd=ROOT, timeout=DEADLINE_S, env={**os.environ, PARENT: str(os.getpid())},
     )  # fmt: skip
     assert told.returncode == 0 and told.stderr == f"\n{ALIVE}\n"
+
+
+def test_a_terminal_that_is_closed_ends_a_process_in_order_but_under_nohup():
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    try:
+        assert set(ending_signals()) == {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup starts a program
+        assert set(ending_signals()) == {signal.SIGINT, signal.SIGTERM}
+    finally:
+        signal.signal(signal.SIGHUP, before)
