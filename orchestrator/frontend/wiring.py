@@ -128,7 +128,7 @@ class FleetConnection:
         self.history = History(config.name_served, self.siblings, self.fleet, self.queue, metrics)
         self.in_flight: Callable[[], int] = lambda: len(self.router.requests)  # of the whole process
         self._beaten = asyncio.Event()
-        self._cpu_at = time.process_time(), time.monotonic()
+        self._cpu_at, self._cpu = (time.process_time(), time.monotonic()), 0.0
         self._url = ""
         self._ttl_s = STARTING_TTL_S
 
@@ -275,10 +275,12 @@ class FleetConnection:
             return None
 
     def _cpu_used(self) -> float:
-        """Cores used since the last call."""
+        """Cores used since this was worked out last, half a heartbeat ago or more: in the 50 ms between two that follow
+        each other closely a frontend may be busy, or idle, which it is not for long. 0 until then."""
         (used_s, at), now = self._cpu_at, (time.process_time(), time.monotonic())
-        self._cpu_at = now
-        return (now[0] - used_s) / max(now[1] - at, 1e-3)
+        if now[1] - at > HEARTBEAT_S / 2:
+            self._cpu_at, self._cpu = now, (now[0] - used_s) / (now[1] - at)
+        return self._cpu
 
     def _worker_lost(self, *worker_ids: str) -> None:
         with contextlib.ExitStack() as told:  # each is, the last one first, whatever another one meets

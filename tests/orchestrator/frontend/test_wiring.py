@@ -7,6 +7,7 @@ import sys
 import time
 from functools import partial
 from operator import attrgetter
+from unittest.mock import Mock
 
 import pytest
 from support_info import connects, worker_info
@@ -102,6 +103,19 @@ class Away(DamagedRedis):
         raise RedisAway("its connection is cut")
 
     execute_command = info = call
+
+
+async def test_two_heartbeats_that_follow_each_other_closely_tell_the_same_use_of_the_cpu(monkeypatch):
+    clock = Mock(monotonic=Mock(return_value=10.0), process_time=Mock(return_value=3.0))
+    connection = FleetConnection("f", parse_config({"model": "demo", "namespace": "t"}), Away(), SimRouterCodec())
+    monkeypatch.setattr("orchestrator.frontend.wiring.time", clock)
+    connection._cpu_at = clock.process_time(), clock.monotonic()
+    told = []
+    for at, used_s in ((11.0, 3.25), (11.05, 3.3), (12.0, 3.75)):
+        clock.monotonic.return_value, clock.process_time.return_value = at, used_s
+        told.append(connection._cpu_used())
+    assert told == [0.25, 0.25, 0.5]
+    connection.transport.close()
 
 
 async def test_frontend_that_cannot_reach_redis_tells_its_launcher_that_it_lives(monkeypatch):
