@@ -30,7 +30,7 @@ from orchestrator.frontend.pause import PauseCalls
 from orchestrator.policy.choices.named import decode_choice
 from orchestrator.policy.decode_choice import RankChoice
 from orchestrator.process.parent import own_identity, tell_alive
-from orchestrator.process.tasks import Turns, first_of, left_s, ticks, until_told
+from orchestrator.process.tasks import Turns, first_of, left_s, rest_s, ticks, until_told
 from orchestrator.process.telemetry.metrics import Metrics, counts
 from orchestrator.router.request import Codec
 from orchestrator.router.router import Router
@@ -219,11 +219,13 @@ class FleetConnection:
     async def _heartbeat(self) -> None:
         turns = Turns(log, "the heartbeat")
         while True:
+            began = time.monotonic()
             with turns.turn():
                 await self._send_heartbeat()
+            rested_at = time.monotonic() + rest_s(began, _SETTLE_S, HEARTBEAT_S)
             # Whoever waits for the fleet waits until this one reaches its workers.
             if await until_told(self.membership.reached, left_s(HEARTBEAT_S)):
-                await asyncio.sleep(_SETTLE_S)
+                await asyncio.sleep(max(_SETTLE_S, rested_at - time.monotonic()))
                 self.membership.reached.clear()
 
     async def _log_retries(self) -> None:

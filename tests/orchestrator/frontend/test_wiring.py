@@ -6,6 +6,7 @@ import resource
 import sys
 import time
 from functools import partial
+from itertools import pairwise
 from operator import attrgetter
 from unittest.mock import Mock
 
@@ -17,6 +18,7 @@ from support_wait import until
 from orchestrator.config.settings import ConfigError, parse_config
 from orchestrator.fleet.control_calls import CALL_TIMEOUT_S, Unanswered
 from orchestrator.frontend.wiring import FRONTEND_TTL_S, FleetConnection, unless_ended
+from orchestrator.process.tasks import cancelled
 from orchestrator.store.client import RedisAway
 from orchestrator.store.keys import Keys
 from orchestrator.types import WorkerLoad
@@ -103,6 +105,25 @@ class Away(DamagedRedis):
         raise RedisAway("its connection is cut")
 
     execute_command = info = call
+
+
+async def test_while_workers_are_reached_it_rests_for_longer_than_its_heartbeats_take(monkeypatch):
+    monkeypatch.setattr("orchestrator.frontend.wiring.HEARTBEAT_S", 3600.0)
+    connection = FleetConnection("f", parse_config({"model": "demo", "namespace": "t"}), Away(), SimRouterCodec())
+    beats = []
+
+    async def beat():
+        began = time.monotonic()
+        await asyncio.sleep(0.05)
+        beats.append((began, time.monotonic()))
+        connection.membership.reached.set()
+
+    monkeypatch.setattr(connection, "_send_heartbeat", beat)
+    beating = asyncio.create_task(connection._heartbeat())
+    await until(lambda: len(beats) == 3)
+    await cancelled(beating)
+    assert all(begins - ended >= 3 * (ended - began) for (began, ended), (begins, _) in pairwise(beats))
+    connection.transport.close()
 
 
 async def test_two_heartbeats_that_follow_each_other_closely_tell_the_same_use_of_the_cpu(monkeypatch):
