@@ -75,7 +75,6 @@ _LONGEST_FIRST = (
     "e2e/test_topology",  # before Ray, whose threads no engine is to be forked beside
     "e2e/test_real_groups",
 )
-_WANTS_FAST = "not vllm and not slow"  # of the Makefile
 _WANTS_SLOW = ("topology", "(vllm or slow) and not topology")  # of the Makefile: nothing but what is marked
 
 
@@ -98,7 +97,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    if session.config.getoption("markexpr") == _WANTS_FAST and "vllm" in sys.modules:
+    if "not vllm" in session.config.getoption("markexpr") and "vllm" in sys.modules:
         raise pytest.UsageError("a file with fast tests imports vLLM, which takes each process 7 s: move the import")
     if any("vllm_engine" in item.path.parts and item.get_closest_marker("vllm") for item in session.items):
         import workers.vllm_engine.engine  # noqa: F401 - no test's time: beside others it takes a minute

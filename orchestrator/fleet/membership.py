@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 
 from orchestrator.fleet.view import Fleet
 from orchestrator.fleet.worker_view import PrefixView, WorkerView
-from orchestrator.process.tasks import Turns, left_s, set_whenever, ticks, until_told
+from orchestrator.process.tasks import Turns, left_s, rest_s, set_whenever, ticks, until_told
 from orchestrator.store.client import RedisAway
 from orchestrator.store.registry import Registry
 from orchestrator.types import WorkerInfo, WorkerLoad
@@ -110,8 +110,7 @@ class Membership:
             began = time.monotonic()
             with turns.turn():
                 await self._resync()
-            # At most a fifth of this process's time, as long as a reading takes less than a quarter of READ_REST_S.
-            await asyncio.sleep(min(max(COALESCE_S, 4 * (time.monotonic() - began)), READ_REST_S))
+            await asyncio.sleep(rest_s(began, COALESCE_S, READ_REST_S))
 
     async def _tick(self) -> None:
         async for late_s in ticks(TICK_S):

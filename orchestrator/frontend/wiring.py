@@ -30,7 +30,7 @@ from orchestrator.frontend.pause import PauseCalls
 from orchestrator.policy.choices.named import decode_choice
 from orchestrator.policy.decode_choice import RankChoice
 from orchestrator.process.parent import own_identity, tell_alive
-from orchestrator.process.tasks import Turns, first_of, left_s, ticks, until_told
+from orchestrator.process.tasks import Turns, first_of, left_s, rest_s, ticks, until_told
 from orchestrator.process.telemetry.metrics import Metrics, counts
 from orchestrator.router.request import Codec
 from orchestrator.router.router import Router
@@ -128,7 +128,7 @@ class FleetConnection:
         self.history = History(config.name_served, self.siblings, self.fleet, self.queue, metrics)
         self.in_flight: Callable[[], int] = lambda: len(self.router.requests)  # of the whole process
         self._beaten = asyncio.Event()
-        self._cpu_at = time.process_time(), time.monotonic()
+        self._cpu_at, self._cpu = (time.process_time(), time.monotonic()), 0.0
         self._url = ""
         self._ttl_s = STARTING_TTL_S
 
@@ -219,11 +219,13 @@ class FleetConnection:
     async def _heartbeat(self) -> None:
         turns = Turns(log, "the heartbeat")
         while True:
+            began = time.monotonic()
             with turns.turn():
                 await self._send_heartbeat()
+            rested_at = time.monotonic() + rest_s(began, _SETTLE_S, HEARTBEAT_S)
             # Whoever waits for the fleet waits until this one reaches its workers.
             if await until_told(self.membership.reached, left_s(HEARTBEAT_S)):
-                await asyncio.sleep(_SETTLE_S)
+                await asyncio.sleep(max(_SETTLE_S, rested_at - time.monotonic()))
                 self.membership.reached.clear()
 
     async def _log_retries(self) -> None:
@@ -275,10 +277,12 @@ class FleetConnection:
             return None
 
     def _cpu_used(self) -> float:
-        """Cores used since the last call."""
+        """Cores used since this was worked out last, half a heartbeat ago or more: in the 50 ms between two that follow
+        each other closely a frontend may be busy, or idle, which it is not for long. 0 until then."""
         (used_s, at), now = self._cpu_at, (time.process_time(), time.monotonic())
-        self._cpu_at = now
-        return (now[0] - used_s) / max(now[1] - at, 1e-3)
+        if now[1] - at > HEARTBEAT_S / 2:
+            self._cpu_at, self._cpu = now, (now[0] - used_s) / (now[1] - at)
+        return self._cpu
 
     def _worker_lost(self, *worker_ids: str) -> None:
         with contextlib.ExitStack() as told:  # each is, the last one first, whatever another one meets

@@ -16,7 +16,7 @@ from orchestrator.policy.prefix_keys import ExpectedPrefixes
 from orchestrator.types import PrefixEvents
 
 # Probes of one look-up, beyond the bisection for its deepest holder, that find the depths of the other holders. Each
-# probe is a miss in the CPU's cache, and together they take most of a decision's time.
+# probe is a miss in the CPU's cache. All probes together take a quarter of a decision's time.
 MORE_PROBES = 6
 # At most so many holders of one depth are searched for workers of one kind.
 MAX_HOLDERS = 64

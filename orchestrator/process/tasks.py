@@ -144,6 +144,12 @@ def left_s(interval_s: float) -> float:
     return left if left > _NOW_S else left + interval_s
 
 
+def rest_s(began: float, least_s: float, most_s: float) -> float:
+    """How long to rest after work that began then (monotonic), between these bounds: four times as long as it took, so
+    that it takes a fifth of the time at most."""
+    return min(max(least_s, 4 * (time.monotonic() - began)), most_s)
+
+
 def backoff_s(failures: int, first_s: float, most_s: float) -> float:
     """The pause after so many failures in a row: about `first_s`, then twice as long each time, about `most_s` at last.
     Half more or less by chance, not shared by forked processes: thousands that lost a server do not return together."""

@@ -111,10 +111,10 @@ class ForkServers:
             if reply is None and not server.answered:
                 self._failed.add(key)
             await server.end()
-            if reply is None:
+            if not server.changed:
                 log.warning("a fork server does not answer: its processes are executed, which takes longer")
                 return None
-            log.info("%s has changed: modules are imported again", reply.changed)
+            log.info("%s has changed: modules are imported again", server.changed)
         return None
 
     def close(self) -> None:
@@ -127,6 +127,7 @@ class _ForkServer:
     def __init__(self, program: Forkable, env: Mapping[str, str]) -> None:
         """Raises OSError."""
         self.answered = False
+        self.changed = ""  # a file, since it was imported: whoever waits here is to ask another server
         self._asked: dict[int, asyncio.Future[Reply | None]] = {}  # by the number of the order
         self._loop: asyncio.AbstractEventLoop | None = None
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -176,6 +177,7 @@ class _ForkServer:
     def _answer(self, message: bytes) -> None:
         self.answered = True
         reply = msgspec.msgpack.decode(message, type=Reply)
+        self.changed = self.changed or reply.changed
         answer = self._asked.pop(reply.number)
         if not answer.done():
             answer.set_result(reply)

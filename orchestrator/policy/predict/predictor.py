@@ -105,6 +105,7 @@ class Predictor:
         self._put_on_trial(self._itl.get(worker_id), len(self._itl))
 
     def _put_on_trial(self, estimate: Estimate | None, kinds: int = 1) -> bool:
+        """Returns whether it was stale. Then it is on trial: decisions take what was known instead of its prior."""
         if estimate is None or self._now - estimate.renewed_at < STALE_S:
             return False
         return estimate.put_on_trial(self._now, self._decisions, kinds)
@@ -234,10 +235,10 @@ class Predictor:
         fit = self._transfer
         if self._now - fit.renewed_at < STALE_S or not self._is_stale(fit):
             return fit.error_at(tokens)
-        fixed_s, s_per_token = fit.prior
-        return fixed_s + s_per_token * tokens
+        return self.transfer_s(tokens)  # the whole prediction, by its prior
 
     def _is_stale(self, estimate: Estimate, kinds: int = 1) -> bool:
+        """What each decision calls looks at `renewed_at` before: where an estimate is fresh by time, two calls less."""
         return estimate.is_stale(self._now, self._decisions, kinds)
 
     def _line(self, fit: LineFit) -> tuple[float, float]:
@@ -284,9 +285,8 @@ class Predictor:
         self, candidates: Iterable[Candidate], prompt_tokens: int, most_s: float
     ) -> list[tuple[Candidate, float, float, int]]:
         """The candidates whose TTFT is at most `most_s`, each with that, its measured ITL, and the tokens to prefill
-        there, those of the prompt included."""
-        # A plain loop over locals: it runs for every request, and over every worker of a small fleet. `_is_stale` and
-        # `itl_s` are written out.
+        there, those of the prompt included. No time is negative: one part that is longer than `most_s` is enough."""
+        # A plain loop, with `_is_stale` and `itl_s` written out: for each request, over each worker of a small fleet.
         found = []
         pool, prior_itl_s, fit_of, itl_of = self.prefill_line, self._prior_itl_s, self._local.get, self._itl.get
         long_ago = self._now - STALE_S

@@ -3,6 +3,7 @@
 import contextlib
 
 import msgspec
+import pytest
 from support_info import connects, fleet_of
 from support_info import worker_info as worker
 
@@ -228,6 +229,19 @@ def test_a_large_fleet_offers_the_best_workers_of_a_domain():
     index.stored("d7", [1, 2])
     best = {c.worker_id: c.cached_tokens for c in fleet.candidates(hits=index.look_up([1, 2, 3]), domain="0:r0").decode}
     assert best["d0"] == best["d50"] == best["d100"] == 16
+
+
+@pytest.mark.parametrize("expected", [30, 8, 2], ids=["deeper", "between", "shallower"])
+def test_who_has_most_of_a_prompt_comes_first_whether_it_holds_it_or_will(expected):
+    index, keys, held = PrefixIndex(expected_step=1), list(range(40)), {"p1": 5, "p2": 10, "p3": 1}
+    for name, depth in held.items():
+        index.stored(name, keys[:depth])
+    index.expected.sent("r", "p3", keys[:expected])
+    fleet = fleet_of(worker("d"), *(worker(name, Role.PREFILL) for name in held))
+    found = fleet.candidates(hits=index.look_up(keys))
+    tokens = sorted((16 * depth for depth in (5, 10, expected)), reverse=True)
+    assert list(found.cached_at_prefill.values()) == tokens
+    assert found.most_at_prefill == max(tokens)
 
 
 def test_a_large_fleet_offers_the_best_workers_near_a_prefill_worker():

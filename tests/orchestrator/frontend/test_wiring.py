@@ -6,7 +6,9 @@ import resource
 import sys
 import time
 from functools import partial
+from itertools import pairwise
 from operator import attrgetter
+from unittest.mock import Mock
 
 import pytest
 from support_info import connects, worker_info
@@ -16,6 +18,7 @@ from support_wait import until
 from orchestrator.config.settings import ConfigError, parse_config
 from orchestrator.fleet.control_calls import CALL_TIMEOUT_S, Unanswered
 from orchestrator.frontend.wiring import FRONTEND_TTL_S, FleetConnection, unless_ended
+from orchestrator.process.tasks import cancelled
 from orchestrator.store.client import RedisAway
 from orchestrator.store.keys import Keys
 from orchestrator.types import WorkerLoad
@@ -102,6 +105,38 @@ class Away(DamagedRedis):
         raise RedisAway("its connection is cut")
 
     execute_command = info = call
+
+
+async def test_while_workers_are_reached_it_rests_for_longer_than_its_heartbeats_take(monkeypatch):
+    monkeypatch.setattr("orchestrator.frontend.wiring.HEARTBEAT_S", 3600.0)
+    connection = FleetConnection("f", parse_config({"model": "demo", "namespace": "t"}), Away(), SimRouterCodec())
+    beats = []
+
+    async def beat():
+        began = time.monotonic()
+        await asyncio.sleep(0.05)
+        beats.append((began, time.monotonic()))
+        connection.membership.reached.set()
+
+    monkeypatch.setattr(connection, "_send_heartbeat", beat)
+    beating = asyncio.create_task(connection._heartbeat())
+    await until(lambda: len(beats) == 3)
+    await cancelled(beating)
+    assert all(begins - ended >= 3 * (ended - began) for (began, ended), (begins, _) in pairwise(beats))
+    connection.transport.close()
+
+
+async def test_two_heartbeats_that_follow_each_other_closely_tell_the_same_use_of_the_cpu(monkeypatch):
+    clock = Mock(monotonic=Mock(return_value=10.0), process_time=Mock(return_value=3.0))
+    connection = FleetConnection("f", parse_config({"model": "demo", "namespace": "t"}), Away(), SimRouterCodec())
+    monkeypatch.setattr("orchestrator.frontend.wiring.time", clock)
+    connection._cpu_at = clock.process_time(), clock.monotonic()
+    told = []
+    for at, used_s in ((11.0, 3.25), (11.05, 3.3), (12.0, 3.75)):
+        clock.monotonic.return_value, clock.process_time.return_value = at, used_s
+        told.append(connection._cpu_used())
+    assert told == [0.25, 0.25, 0.5]
+    connection.transport.close()
 
 
 async def test_frontend_that_cannot_reach_redis_tells_its_launcher_that_it_lives(monkeypatch):

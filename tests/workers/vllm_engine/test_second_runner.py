@@ -23,9 +23,15 @@ ROOT = Path(__file__).parents[3]
 TRITON = "triton==3.9.0"
 SECOND = "VLLM_USE_V2_MODEL_RUNNER"
 HERE = "tests/workers/vllm_engine"
-# In one run, of which each loads vLLM. Of `continued` what that runner counts, and draws, itself.
-FILES = ("test_second_runner.py", "test_first_token.py", "test_engine.py", "test_continued.py")
-CHOSEN = "second_runner.py or first_token.py or remote_prefill or prefix_hits or preempted or (seeded and penalties)"
+# In one run, of which each loads vLLM. Tests have their whole names: one that is not found is an error.
+CHOSEN = (
+    "test_second_runner.py::test_a_request_that_it_would_die_of_is_refused_and_it_goes_on",
+    "test_first_token.py",
+    "test_engine.py::test_remote_prefill_gives_the_tokens_of_a_local_one",
+    "test_engine.py::test_prefix_hits_on_either_side_are_used_and_counted",
+    "test_engine.py::test_a_preempted_prefill_pushes_the_right_kv",
+    "test_continued.py::test_an_answer_ends_as_that_of_one_engine[penalties-seeded]",  # it counts, and draws, itself
+)
 
 
 def triton() -> Path:
@@ -54,8 +60,8 @@ def test_the_second_model_runner_passes() -> None:
     ours = f"{triton()}:{ROOT / 'tests/triton_on_cpu'}"
     environment = {key: value for key, value in os.environ.items() if not key.startswith("PYTEST_")}
     environment |= {"PYTHONPATH": ours, "TRITON_INTERPRET": "1", SECOND: "1"}
-    inner = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--timeout=0", "-k", CHOSEN]
-    inner += [f"{HERE}/{name}" for name in FILES]
+    inner = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--timeout=0"]
+    inner += [f"{HERE}/{name}" for name in CHOSEN]
     run = subprocess.Popen(
         inner,
         cwd=ROOT,

@@ -194,6 +194,28 @@ async def test_it_is_forked_once_what_it_needs_is_imported(
     assert await ended == 5
 
 
+async def test_who_waits_for_more_modules_while_one_has_changed_is_forked_from_the_next_server(
+    modules: Path, forks: ForkServers, monkeypatch: pytest.MonkeyPatch
+):
+    """Another order, which needs less, is told of the change first, and the server ends with it."""
+    monkeypatch.setattr(Run, "imports", ("heavy", "heavier"))
+    asked, before = modules / "asked", modules / "before"
+    (modules / "heavy.py").write_text(
+        f"{HEAVY}import pathlib, time\nasked, before = map(pathlib.Path, ({str(asked)!r}, {str(before)!r}))\n"
+        "while not asked.exists():\n    time.sleep(0.01)\n"
+        "if first := not before.exists():\n    before.touch()\n    os.utime(__file__)\n"
+    )
+    (modules / "heavier.py").write_text("import heavy, time\nif heavy.first:\n    time.sleep(600)\n")
+    early = Run(modules, forks, "tells", "0")
+    monkeypatch.setattr(Run, "needs", 2)
+    late = Run(modules, forks, "tells", "5")
+    ending = [asyncio.create_task(it.ended()) for it in (early, late)]
+    await until(lambda: [len(it._asked) for it in forks._servers.values()] == [2], "both have asked")
+    asked.touch()
+    assert await asyncio.gather(*ending) == [0, 5]
+    assert early.was_forked and late.was_forked
+
+
 async def test_what_cannot_be_imported_is_executed_and_says_so(modules: Path, forks: ForkServers):
     (modules / "heavy.py").write_text("raise RuntimeError('no such device')")
     for _ in range(2):
