@@ -190,7 +190,9 @@ async def start(
     """Start one engine. `cores`: those of a CPU engine; None on a GPU. `kv`: of its KVConfig."""
     from workers.vllm_engine.launch import Setup
 
-    gc.freeze()  # an engine is forked from here, and looks several times for garbage among what was imported
+    engine_class = _engine_class(variant)
+    if not gc.get_freeze_count():
+        gc.freeze()  # an engine is forked from here, and looks several times for garbage among what was imported
     held, kv_port = hold_port("127.0.0.1")  # which the engine binds once its model is loaded
     setup = Setup(
         model=model,
@@ -203,7 +205,7 @@ async def start(
         cores=cores,
         encrypted=False,  # vLLM's own connectors are measured too
     )
-    engine = _engine_class(variant)(setup, profile=False)
+    engine = engine_class(setup, profile=False)
     with held:
         return Running(engine, await engine.start())
 

@@ -2,9 +2,9 @@
 
 vLLM compiles some operations when a request first needs them, and all requests on the engine wait for that. The
 policies use the measured speed before the first request. A short and a long prompt, each alone, give the time of a
-prefill; the tokens after the short one, and those of several sequences together, give the time of a decode step.
-Afterwards the prefix cache is emptied. No client is served meanwhile, so where nothing is compiled each prompt is
-computed once, and requests of all kinds together.
+prefill; the tokens after the short one (`SHORT_TOKENS` of prompt), and those of several sequences together
+(`DECODE_TOKENS` each), give the time of a decode step. Afterwards the prefix cache is emptied. No client is served
+meanwhile, so where nothing is compiled each prompt is computed once, and requests of all kinds together.
 """
 
 from __future__ import annotations
