@@ -4,6 +4,7 @@ behaviour beyond derived values; no I/O, no clock, no vLLM."""
 from __future__ import annotations
 
 import enum
+from collections.abc import Mapping
 from typing import Literal
 
 import msgspec
@@ -144,6 +145,11 @@ class WorkerInfo(msgspec.Struct, frozen=True):
 
 
 Link = tuple[str, ...]  # the class of a link between two workers: ("host", "rack"), ("rack",), () ...
+
+
+def link_of(one: Mapping[str, str], other: Mapping[str, str]) -> Link:
+    """The names of the labels with the same value at both ends, in the order in which these workers have them."""
+    return tuple([name for name, value in one.items() if other.get(name) == value])
 
 
 class KVCounters(msgspec.Struct, frozen=True):

@@ -13,8 +13,6 @@ from urllib.parse import urlsplit
 
 from msgspec import Meta
 
-from orchestrator.types import Link
-
 # A shorter wait is none; the longest is eleven days, whose milliseconds fit into the 31 bits that ZMQ has for them.
 Seconds = Annotated[float, Meta(ge=0.0001, le=1_000_000)]
 Count = Annotated[int, Meta(ge=0, le=1_000_000_000)]
@@ -133,11 +131,6 @@ _STRICT = "strict:"
 def labels_of(host: str, given: Iterable[str]) -> dict[str, str]:
     """A worker's labels by name, in its order, of `NAME=VALUE`; one named host stands for its address."""
     return dict(sorted(({HOST: host} | dict(label.split("=", 1) for label in given)).items()))
-
-
-def link_of(one: Mapping[str, str], other: Mapping[str, str]) -> Link:
-    """The names of the labels with the same value at both ends, in the order in which these workers have them."""
-    return tuple([name for name, value in one.items() if other.get(name) == value])
 
 
 def strict_label(pairing: str) -> str:

@@ -13,7 +13,7 @@ from typing import TypeVar
 import msgspec
 from msgspec.structs import replace
 
-from orchestrator.config.values import labels_of, link_of
+from orchestrator.config.values import labels_of
 from orchestrator.fleet.pause import Pause, Rest
 from orchestrator.fleet.worker_view import FleetAdapters, WorkerView
 from orchestrator.policy.decode_choice import Candidate
@@ -27,6 +27,7 @@ from orchestrator.types import (
     WorkerInfo,
     WorkerLoad,
     WorkerState,
+    link_of,
 )
 
 T = TypeVar("T")

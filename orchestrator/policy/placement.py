@@ -102,8 +102,7 @@ def place(
     blocker = request.local_only or prefill.blocked or _queue_closed_reason(prefill, routing, predictor, slo)
     refusal = blocker if routing.fallback == "refuse" and request.local_only is None else None
     if refusal is not None:  # decided as if a prefill worker were idle
-        blocker, nobody = None, QueueDepth(0, 0, 0)
-        prefill = PrefillView(1, nobody, prefill.cached_tokens, patience_s=prefill.patience_s)
+        blocker, prefill = None, PrefillView(1, QueueDepth(0, 0, 0), prefill.cached_tokens)
     if min_tokens is not None:
         decision = _by_threshold(request, open_ones, blocker, min_tokens, choose)
     else:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from orchestrator.config.values import link_of, strict_label
+from orchestrator.config.values import strict_label
 from orchestrator.policy.decode_choice import Candidate
 from orchestrator.simulator.settings import Settings
-from orchestrator.types import Link
+from orchestrator.types import Link, link_of
 
 _LABEL = "rack"
 

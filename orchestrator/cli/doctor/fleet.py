@@ -18,8 +18,8 @@ from orchestrator.cli.handle import FleetHandle, OpenFleet, open_fleet
 from orchestrator.cli.look.frontend import ask_registered, is_own_address
 from orchestrator.config.engine_args import environment
 from orchestrator.config.settings import Refused, parse_config
-from orchestrator.config.values import labels_of, link_of, masked
-from orchestrator.types import EngineIdentity, Role, WorkerInfo
+from orchestrator.config.values import labels_of, masked
+from orchestrator.types import EngineIdentity, Role, WorkerInfo, link_of
 from orchestrator.wire.addresses import addresses_of, in_url
 
 _PINGS = 20

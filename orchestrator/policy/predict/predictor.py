@@ -23,9 +23,10 @@ from orchestrator.policy.predict.estimates import (
     Links,
     Smoothed,
 )
-from orchestrator.policy.predict.waits import Waits
 from orchestrator.types import EngineSpeed, QueueDepth
 
+WAIT_FIT_MEMORY = 50.0  # observations; queue waits change faster than a worker's speed
+MAX_WAIT_PER_BACKLOG = 2.0  # seconds of wait per second of backlog; a line fitted to an idle queue may be steeper
 ITL_WEIGHT, OUTPUT_WEIGHT = 0.1, 0.01  # of a new observation in the running means of ITL and output length
 PRIOR_S_PER_TOKEN = 0.0005  # of prefill, until the first one has been measured
 Z_95 = 1.645  # standard deviations of a normal distribution, below which 95% of it are
@@ -38,7 +39,7 @@ class Coefficients(msgspec.Struct, frozen=True):
     prefill_s: dict[str, tuple[float, float]]  # by worker: (fixed, per token)
     local_s: dict[str, tuple[float, float]]
     transfer_s: tuple[float, float]
-    wait_s: dict[int, tuple[float, float]]  # by what overtakes a job (`waits.kind`): (fixed, per second of backlog)
+    wait_s: dict[int, tuple[float, float]]  # by what overtakes a job (`_overtaken`): (fixed, per second of backlog)
     itl_s: dict[str, float]
     output_tokens: float
     links: dict[str, tuple[float, float, int]]  # by the labels at both ends: (fixed, per token sent, transfers)
@@ -63,7 +64,7 @@ class Predictor:
         self._local: dict[str, LineFit] = {}
         self._transfer = LineFit(0.0, prior_itl_s)  # the decode engine's first token takes a step of its own
         self.links = Links()
-        self._waits = Waits()
+        self._wait: dict[int, LineFit] = {}
         self._itl: dict[str, Smoothed] = {}
         # Means over the same requests of all workers: TPOT, and sequences on the request's worker.
         self._tpot, self._sequences = Smoothed(prior_itl_s, 1 / FIT_MEMORY), Smoothed(1.0, 1 / FIT_MEMORY)
@@ -96,7 +97,7 @@ class Predictor:
         if self._put_on_trial(self._pool):
             self.prefill_line = self._line(self._pool)
         self._put_on_trial(self._transfer)
-        self._waits.placed(tokens, patience_s, self._now, self._decisions)
+        self._put_on_trial(self._wait.get(self._overtaken(tokens, patience_s)), len(self._wait))
 
     def placed_locally(self, worker_id: str) -> None:
         """Take note that the decision was for a prefill by this decode worker."""
@@ -130,7 +131,11 @@ class Predictor:
     def observe_wait(self, tokens: int, backlog_s: float, seconds: float, patience_s: float = 0.0) -> None:
         """Take the time from enqueueing to the start of the prefill, for a job of this many uncached tokens that found
         `backlog_s` of work in the queue."""
-        self._waits.observe(tokens, patience_s, backlog_s, seconds, self._now, self._decisions)
+        bucket = self._overtaken(tokens, patience_s)
+        fit = self._wait.get(bucket)
+        if fit is None:
+            fit = self._wait[bucket] = LineFit(1.0, memory=WAIT_FIT_MEMORY)
+        self._observe(fit, backlog_s, seconds, len(self._wait))
 
     def observe_itl(self, worker_id: str, seconds: float, sequences: int = 1) -> None:
         """Take the TPOT of a request, delays by local prefills included. `sequences`: requests on its worker when it
@@ -197,9 +202,19 @@ class Predictor:
         """Seconds in which the prefill workers compute the waiting jobs."""
         return self.prefill_line[1] * queue.tokens / max(1, workers_ready)
 
+    def _overtaken(self, tokens: int, patience_s: float) -> int:
+        """Which fit a job has. Short jobs overtake long ones, and those that may wait for `patience_s` longer than
+        others: so each power of two of the tokens that are computed while it stands behind its arrival has one."""
+        s_per_token = self.prefill_line[1]
+        return (tokens + int(max(0.0, patience_s) / s_per_token) if s_per_token > 0 else tokens).bit_length()
+
     def wait_s(self, tokens: int, backlog_s: float, patience_s: float = 0.0) -> float:
-        """Queue wait of a job of this length at this backlog, that may wait for `patience_s` longer than others."""
-        return self._waits.at(tokens, patience_s, backlog_s, self._now, self._decisions)
+        """Queue wait of a job of this length at this backlog."""
+        fit = self._wait.get(self._overtaken(tokens, patience_s))
+        if fit is None or fit.samples < MIN_FIT_SAMPLES or self._is_stale(fit, len(self._wait)):
+            return backlog_s
+        # A line fitted to a short queue may be far too steep for a long one.
+        return min(fit.at(backlog_s), MAX_WAIT_PER_BACKLOG * backlog_s + fit.intercept)
 
     def remote_s(
         self, tokens: int, transfer_tokens: int, queue: QueueDepth, workers_ready: int, patience_s: float = 0.0
@@ -321,7 +336,7 @@ class Predictor:
             prefill_s=pairs(self._prefill),
             local_s=pairs(self._local),
             transfer_s=(self._transfer.intercept, self._transfer.slope),
-            wait_s=pairs(self._waits.lines),
+            wait_s=pairs(self._wait),
             itl_s={name: smoothed.value for name, smoothed in self._itl.items()},
             output_tokens=self._output.value,
             links={",".join(it): (line.intercept, line.slope, line.samples) for it, line in self.links.lines.items()},

@@ -108,18 +108,6 @@ def test_by_cost_what_an_idle_prefill_worker_would_get_is_refused(prefill, reaso
     assert isinstance(refusing(request(4000), busy, prefill=IDLE, routing=by_times), Remote)
 
 
-def test_by_cost_who_may_wait_is_refused_by_its_own_wait():
-    """Those that may wait for longer have waited for 9 s even before an idle worker."""
-    by_times = msgspec.structs.replace(REFUSING, remote_prefill_min_tokens=None)
-    predictor = Predictor(prior_s_per_token=0.001, prior_itl_s=0.02)
-    for _ in range(40):
-        predictor.observe_wait(4000, 0.0, 9.0, patience_s=29.0)
-    for patience_s, expected in ((0.0, Reject), (29.0, Local)):
-        away = PrefillView(0, QueueDepth(0, 0, 0), patience_s=patience_s)
-        found = place(request(4000), [decoding("d", 8)], away, by_times, decode_choice("kv_blocks"), predictor)
-        assert isinstance(found, expected)
-
-
 def test_local_only_request_keeps_its_reason():
     assert decide(request(5000, local_only="n"), worker()) == Local("d0", "n")
 

@@ -2,8 +2,9 @@
 
 import pytest
 
-from orchestrator.config.values import labels_of, link_of
+from orchestrator.config.values import labels_of
 from orchestrator.policy.predict.estimates import MIN_FIT_SAMPLES, STALE_DECISIONS, STALE_S, Links
+from orchestrator.types import link_of
 
 NEAR, FAR = ("rack",), ()
 

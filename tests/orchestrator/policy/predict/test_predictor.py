@@ -70,18 +70,6 @@ def test_requests_that_may_wait_longer_do_not_make_others_expect_their_wait():
     assert sum(predictor.remote_s(1000, 1000, queue, 1, 29.7)) - sum(predictor.remote_s(1000, 1000, queue, 1)) > 2.9
 
 
-def test_waits_are_found_again_whatever_prefill_costs_meanwhile():
-    predictor, expected = Predictor(prior_s_per_token=5.5e-5), []
-    for patience_s in (0.0, 29.7):
-        for _ in range(40):
-            predictor.observe_wait(1000, 2.0, 1.0 + patience_s, patience_s)
-    for s_per_token in (1e-6, 5.5e-5, 5.7e-5, 1e-2):
-        predictor.prefill_line = (0.0, s_per_token)
-        expected.append([predictor.wait_s(1000, 2.0, patience_s) for patience_s in (0.0, 29.7)])
-    assert expected == [[pytest.approx(1.0), pytest.approx(4.0)]] * 4, "of a line, at most twice the backlog"
-    assert predictor.coefficients().wait_s.keys() == {10, 1510}, "bit lengths of 1000 tokens, and of 29,700 ms"
-
-
 NO_QUEUE = QueueDepth(0, 0, 0)
 WORKER = Candidate("d", 1000, 1000, 16, 0, 0, waiting_tokens=0)
 
