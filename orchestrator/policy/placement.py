@@ -50,7 +50,6 @@ class PrefillView(msgspec.Struct, frozen=True):
     blocked: str | None = None  # why this request cannot go into the queue, whatever the pool can take
     adapter_tokens: int = 0  # what it spends on its LoRA adapter there, as prompt tokens
     decode_ready: int = 0  # decode workers; of many, the candidates are a few
-    patience_s: float = 0.0  # by how much this request may wait for longer than others
 
 
 class Local(msgspec.Struct, tag="local", frozen=True):
@@ -150,8 +149,7 @@ def predicted_ttft_s(
         if prefill.queue is None:
             return predictor.prefill_s(request.prompt_tokens)
         compute = max(0, request.prompt_tokens - prefill.cached_tokens)
-        ready, patience_s = prefill.workers_ready, prefill.patience_s
-        return sum(predictor.remote_s(compute, request.prompt_tokens, prefill.queue, ready, patience_s))
+        return sum(predictor.remote_s(compute, request.prompt_tokens, prefill.queue, prefill.workers_ready))
     for candidate in candidates:
         if candidate.worker_id == decision.worker_id:
             return predictor.local_ttft_s((candidate,), request.prompt_tokens)[0]
@@ -236,8 +234,7 @@ def _by_cost(
         near = [candidate for candidate, lateness in zip(open_ones, late, strict=True) if lateness <= bound]
         return _local(request, near, choose, blocker or "cost")
     compute = max(0, prompt_tokens - prefill.cached_tokens)
-    ready, patience_s = prefill.workers_ready, prefill.patience_s
-    wait_s, rest_s = predictor.remote_s(compute, prompt_tokens, prefill.queue, ready, patience_s)
+    wait_s, rest_s = predictor.remote_s(compute, prompt_tokens, prefill.queue, prefill.workers_ready)
     needed_tokens = 0  # what no decode worker saves, wherever the prompt is computed
     if request.adapter:
         least_tokens = min([candidate.adapter_tokens for candidate in open_ones])

@@ -106,16 +106,13 @@ class Policies:
         needs no `admission`: its predicted TTFT neither rejects nor defers it. One that was `counted` is decided again,
         since what was decided could not be done: it asks for no more of its adapter or its tenant's share."""
         self.predictor.begin(now)
-        if request.ttft_slo_s is not None:
-            prefill = msgspec.structs.replace(prefill, patience_s=patience_s(request.ttft_slo_s, self.slo))
         if admission and request.adapter and not counted:
             self.adapters.count(request.adapter)
         placed = self._admitted(request, candidates, prefill, admission)
         if admission and self._shares is not None:
             placed = self._shared(self._shares, placed, request, candidates, prefill, now, counted)
         if isinstance(placed.decision, Remote):
-            tokens = max(0, request.prompt_tokens - prefill.cached_tokens)
-            self.predictor.placed_remotely(tokens, prefill.patience_s)
+            self.predictor.placed_remotely(max(0, request.prompt_tokens - prefill.cached_tokens))
         elif isinstance(placed.decision, Local):
             self.predictor.placed_locally(placed.decision.worker_id)
         return placed
@@ -201,8 +198,7 @@ class Policies:
         `prefill.queue` is the part of the queue ahead of it. The request is placed as if it had just arrived behind
         that part, but it moves only for a gain.
         """
-        own_s = patience_s(request.ttft_slo_s, self.slo)
-        waiting = msgspec.structs.replace(prefill, queued=True, patience_s=own_s)
+        waiting = msgspec.structs.replace(prefill, queued=True)
         slo = self.slo_of(request, waiting)
         decision = place(request, candidates, waiting, self.routing, self.choose, self.predictor, slo)
         return decision if isinstance(decision, Local) else None
@@ -249,8 +245,12 @@ class Policies:
     def delay_s(self, request: RequestInfo, uncached_tokens: int, later_s: float = 0.0) -> float:
         """Seconds between a job's arrival and its score in the prefill queue. `later_s`: as it was placed."""
         compute_s = self.predictor.prefill_s(uncached_tokens)
-        later_s += patience_s(request.ttft_slo_s, self.slo)
+        later_s += self._patience_s(request)
         return later_s + delay_s(compute_s, QUEUE_WEIGHT, self.slo.ttft_s, request.priority)
+
+    def _patience_s(self, request: RequestInfo) -> float:
+        """By how much a request's objective lets it wait longer than others: so the queue is in order of deadlines."""
+        return 0.0 if request.ttft_slo_s is None else request.ttft_slo_s - self.slo.ttft_s
 
     def engine_delay_s(self, request: RequestInfo, compute_tokens: int = 0, later_s: float = 0.0) -> float:
         """Seconds between a request's arrival and its place among the requests that wait in its decode engine.
@@ -262,7 +262,7 @@ class Policies:
         ttft_s = self.slo.ttft_s
         compute_s = self.predictor.prefill_s(compute_tokens) if compute_tokens else 0.0
         most = LATE_OBJECTIVES * ttft_s / ENGINE_WEIGHT
-        later_s += patience_s(request.ttft_slo_s, self.slo) if compute_tokens else 0.0
+        later_s += self._patience_s(request) if compute_tokens else 0.0
         return later_s + delay_s(min(compute_s, most), ENGINE_WEIGHT, ttft_s, request.priority)
 
 
@@ -322,11 +322,6 @@ def haste(own_ttft_s: float | None, slo: SLOConfig) -> float:
     the same. One with a tighter objective than the fleet's counts no more than others: clients name theirs.
     """
     return 1.0 if own_ttft_s is None else min(1.0, slo.ttft_s / own_ttft_s)
-
-
-def patience_s(own_ttft_s: float | None, slo: SLOConfig) -> float:
-    """By how much a request's objective lets it wait longer than others: so the queue is in order of deadlines."""
-    return 0.0 if own_ttft_s is None else own_ttft_s - slo.ttft_s
 
 
 def delay_s(

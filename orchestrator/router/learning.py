@@ -16,7 +16,7 @@ from orchestrator.config.settings import SLOConfig
 from orchestrator.fleet.view import Fleet
 from orchestrator.fleet.worker_view import WorkerView
 from orchestrator.policy.decode_choice import DecodeChoice
-from orchestrator.policy.policies import haste, latest_tpot, patience_s
+from orchestrator.policy.policies import haste, latest_tpot
 from orchestrator.policy.predict.estimates import LatePairs
 from orchestrator.policy.predict.predictor import Predictor
 from orchestrator.policy.prefix_keys import ReuseCounter
@@ -98,8 +98,7 @@ class Learning:
         self._metrics.queue_wait_s.observe(queued_s)
         self.recent.queue_wait.add(queued_s)
         if placed is not None:
-            own_s = patience_s(request.parsed.info.ttft_slo_s, self._slo)
-            self.predictor.observe_wait(placed.uncached_tokens, placed.backlog_s, queued_s, own_s)
+            self.predictor.observe_wait(placed.uncached_tokens, placed.backlog_s, queued_s)
 
     def prefilled(self, request: ActiveRequest, worker: WorkerView | None) -> None:
         """Record a prefill by the worker's own rate: a request's time includes the other prompts of its batch."""

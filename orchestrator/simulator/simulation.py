@@ -11,7 +11,7 @@ from itertools import count
 from typing import Any
 
 from orchestrator.config.settings import ConfigError
-from orchestrator.policy.policies import RECALL_S, patience_s
+from orchestrator.policy.policies import RECALL_S
 from orchestrator.simulator.engine.stay import Stay
 from orchestrator.simulator.fetches import Fetches
 from orchestrator.simulator.job import Job
@@ -169,8 +169,7 @@ class Simulation:
         if stay.phase == "prefill":
             job = stay.job
             if job.enqueued_at >= 0:
-                own_s = patience_s(job.arrival.ttft_slo_s, self.router.slo)
-                self.router.predictor.observe_wait(job.uncached, job.backlog_s, now - job.enqueued_at, own_s)
+                self.router.predictor.observe_wait(job.uncached, job.backlog_s, now - job.enqueued_at)
                 job.enqueued_at = -1.0
             self.router.bind(job, stay)
         elif stay.phase == "remote" and stay.peer is not None and stay.peer.computed_at is not None:

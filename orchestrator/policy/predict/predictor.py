@@ -39,7 +39,7 @@ class Coefficients(msgspec.Struct, frozen=True):
     prefill_s: dict[str, tuple[float, float]]  # by worker: (fixed, per token)
     local_s: dict[str, tuple[float, float]]
     transfer_s: tuple[float, float]
-    wait_s: dict[int, tuple[float, float]]  # by what overtakes a job (`_overtaken`): (fixed, per second of backlog)
+    wait_s: dict[int, tuple[float, float]]  # by bit length of a job's uncached tokens: (fixed, per second of backlog)
     itl_s: dict[str, float]
     output_tokens: float
     links: dict[str, tuple[float, float, int]]  # by the labels at both ends: (fixed, per token sent, transfers)
@@ -92,12 +92,12 @@ class Predictor:
         self._decisions += 1
         self.prefill_line = self._line(self._pool)
 
-    def placed_remotely(self, tokens: int, patience_s: float = 0.0) -> None:
+    def placed_remotely(self, tokens: int) -> None:
         """Take note that the decision was for a remote prefill of so many tokens."""
         if self._put_on_trial(self._pool):
             self.prefill_line = self._line(self._pool)
         self._put_on_trial(self._transfer)
-        self._put_on_trial(self._wait.get(self._overtaken(tokens, patience_s)), len(self._wait))
+        self._put_on_trial(self._wait.get(tokens.bit_length()), len(self._wait))
 
     def placed_locally(self, worker_id: str) -> None:
         """Take note that the decision was for a prefill by this decode worker."""
@@ -128,10 +128,10 @@ class Predictor:
         transfer that does not overlap the prefill. `tokens`: the prompt's."""
         self._observe(self._transfer, tokens, seconds)
 
-    def observe_wait(self, tokens: int, backlog_s: float, seconds: float, patience_s: float = 0.0) -> None:
+    def observe_wait(self, tokens: int, backlog_s: float, seconds: float) -> None:
         """Take the time from enqueueing to the start of the prefill, for a job of this many uncached tokens that found
         `backlog_s` of work in the queue."""
-        bucket = self._overtaken(tokens, patience_s)
+        bucket = tokens.bit_length()
         fit = self._wait.get(bucket)
         if fit is None:
             fit = self._wait[bucket] = LineFit(1.0, memory=WAIT_FIT_MEMORY)
@@ -202,27 +202,20 @@ class Predictor:
         """Seconds in which the prefill workers compute the waiting jobs."""
         return self.prefill_line[1] * queue.tokens / max(1, workers_ready)
 
-    def _overtaken(self, tokens: int, patience_s: float) -> int:
-        """Which fit a job has. Short jobs overtake long ones, and those that may wait for `patience_s` longer than
-        others: so each power of two of the tokens that are computed while it stands behind its arrival has one."""
-        s_per_token = self.prefill_line[1]
-        return (tokens + int(max(0.0, patience_s) / s_per_token) if s_per_token > 0 else tokens).bit_length()
-
-    def wait_s(self, tokens: int, backlog_s: float, patience_s: float = 0.0) -> float:
-        """Queue wait of a job of this length at this backlog."""
-        fit = self._wait.get(self._overtaken(tokens, patience_s))
+    def wait_s(self, tokens: int, backlog_s: float) -> float:
+        """Queue wait of a job of this length at this backlog. Each power of two of the length has a fit of its own,
+        because short jobs overtake long ones."""
+        fit = self._wait.get(tokens.bit_length())
         if fit is None or fit.samples < MIN_FIT_SAMPLES or self._is_stale(fit, len(self._wait)):
             return backlog_s
         # A line fitted to a short queue may be far too steep for a long one.
         return min(fit.at(backlog_s), MAX_WAIT_PER_BACKLOG * backlog_s + fit.intercept)
 
-    def remote_s(
-        self, tokens: int, transfer_tokens: int, queue: QueueDepth, workers_ready: int, patience_s: float = 0.0
-    ) -> tuple[float, float]:
+    def remote_s(self, tokens: int, transfer_tokens: int, queue: QueueDepth, workers_ready: int) -> tuple[float, float]:
         """The TTFT of a remote prefill in two parts: the queue wait, and prefill of `tokens` with the transfer of the
         KV of `transfer_tokens`."""
         (prefill_s, each_s), (transfer_s, each_sent_s) = self.prefill_line, self._line(self._transfer)
-        wait_s = self.wait_s(tokens, each_s * queue.tokens / max(1, workers_ready), patience_s)
+        wait_s = self.wait_s(tokens, each_s * queue.tokens / max(1, workers_ready))
         return wait_s, prefill_s + each_s * tokens + transfer_s + each_sent_s * transfer_tokens
 
     def transfer_s(self, tokens: int) -> float:

@@ -36,7 +36,7 @@ class Traffic(msgspec.Struct, frozen=True):
 
     requests_per_s: float
     prefill_s: float  # computing one prompt's uncached tokens on a prefill worker, mean
-    prefill_s2: float  # and its second moment, seconds squared, in which a prompt that may wait counts as short
+    prefill_s2: float  # and its second moment, seconds squared
     local_s: float  # the same on the decode worker with most of the prompt cached
     local_s2: float
     least_s: float  # the same on the worker of either role with most of the prompt cached
@@ -46,12 +46,6 @@ class Traffic(msgspec.Struct, frozen=True):
     step_s_per_sequence: float
     max_sequences: float  # on one decode worker, by batch size or memory
     link_share: float = 0.0  # seconds in which a worker's link carries a token's KV, per second of its prefill
-
-    @property
-    def long_prompts_wait(self) -> bool:
-        """Whether those that may wait for longer than others (`policies.haste`) are most of the long prompts: without
-        them `prefill_s2` is not less than `least_s2`."""
-        return self.prefill_s2 < self.least_s2
 
 
 def after_moves(traffic: Traffic, prefill: int, decode: int, more: int) -> Traffic:

@@ -48,9 +48,7 @@ GAIN, OVERLOADED_GAIN, SURE_GAIN = 0.02, 0.01, 0.1
 BACK_GAIN = 0.05  # and by this one to take a change back within `COOL_DOWN_S`
 NEVER_S = 1e6  # a TPOT objective that every request meets
 # A move to prefill must be better even if the prefill work is this many standard errors off; a move to decode, one. The
-# last prefill worker also needs so much to go: without it a long prompt delays all that decode. Where long prompts may
-# wait (`Traffic.long_prompts_wait`) it goes only at a headroom at which workers go to prefill, and only where all
-# requests are in time without it: in a burst nothing else holds those prompts back.
+# last prefill worker also needs so much to go: without it a long prompt delays all that decode.
 SURE_STANDARD_ERRORS = 2.0
 
 
@@ -243,25 +241,21 @@ def _best_prefill(
     most = min(current.prefill + at_once, most) if most >= config.min_prefill else current.prefill
     if now * BUSY > PREFILL_LATER or decode_growing(window):
         most = min(most, current.prefill)
-    last_stays = arriving.long_prompts_wait and now * BUSY > PREFILL_LATER
     unit = current.unit_size
     step = unit * max(1, total // unit // MAX_SPLITS)
     caches = caches_of(window, arriving, current)
     gains = {current.prefill: 0.0 if overloaded and current.prefill > most else 1.0}
     for prefills, standard_errors in (
         (range(max(unit, config.min_prefill), min(most + 1, current.prefill), step), 1.0),
-        (range(config.min_prefill, min(1 - last_stays, most + 1, current.prefill)), SURE_STANDARD_ERRORS),
+        (range(config.min_prefill, min(1, most + 1, current.prefill)), SURE_STANDARD_ERRORS),
         (range(current.prefill + unit, most + 1, step), SURE_STANDARD_ERRORS),
     ):
         error = standard_errors * _relative_error(window, arriving)
         gains |= _gains(arriving, caches, current, prefills, error, slo)
     if current.prefill > 0 and headroom(scale_prefill_times(arriving, 0.0), 0, total, slo) >= 1:
         all_decode = _traffic_after(arriving, caches, current, -current.prefill)
-        within = slo
-        if not arriving.long_prompts_wait:
-            all_decode = msgspec.structs.replace(all_decode, max_sequences=math.inf)
-            within = msgspec.structs.replace(slo, tpot_s=NEVER_S)
-        if headroom(all_decode, 0, total, within) < 1:
+        all_decode = msgspec.structs.replace(all_decode, max_sequences=math.inf)
+        if headroom(all_decode, 0, total, msgspec.structs.replace(slo, tpot_s=NEVER_S)) < 1:
             gains[0] = 0.0  # it cannot compute all prompts, and without a queue to hold some back all would be late
     if overloaded and gains.get(0, 1.0) < 1:
         gains[0] = 0.0  # the last prefill worker holds back long prompts, which would delay all others
@@ -334,8 +328,7 @@ def _decode_overloaded(window: Sequence[LoadSample], current: Split) -> bool:
 
 
 def _relative_error(window: Sequence[LoadSample], arriving: Traffic) -> float:
-    """The relative standard error of the window's prefill work, from the spread of its prompts, those that may wait
-    included.
+    """The relative standard error of the window's prefill work, from the spread of its prompts.
 
     It counts for less if requests stay on a decode worker for less than a cool-down: a wrong change is then soon
     undone.
@@ -343,6 +336,6 @@ def _relative_error(window: Sequence[LoadSample], arriving: Traffic) -> float:
     if arriving.prefill_s <= 0:
         return 0.0
     seconds = sum(sample.period_s for sample in window)
-    spread = max(arriving.prefill_s2, arriving.least_s2) / (arriving.prefill_s * arriving.prefill_s)
+    spread = arriving.prefill_s2 / (arriving.prefill_s * arriving.prefill_s)
     error = math.sqrt(spread / (arriving.requests_per_s * seconds))
     return error * min(1.0, residence_s(window, arriving) / COOL_DOWN_S)

@@ -59,17 +59,6 @@ def test_workers_where_the_first_token_comes_too_late_are_left_out():
         assert predictor.local_s(workers, 500, most_s=most_s) == everyone[:4]
 
 
-def test_requests_that_may_wait_longer_do_not_make_others_expect_their_wait():
-    predictor = Predictor(prior_s_per_token=0.001, prior_itl_s=0.02)
-    for _ in range(20):
-        predictor.observe_wait(1000, 2.0, 0.05)
-        predictor.observe_wait(1000, 2.0, 3.0, patience_s=29.7)
-    assert predictor.wait_s(1000, 2.0) == pytest.approx(0.05)
-    assert predictor.wait_s(1000, 2.0, patience_s=29.7) == pytest.approx(3.0)
-    queue = QueueDepth(2, 2000, 0)
-    assert sum(predictor.remote_s(1000, 1000, queue, 1, 29.7)) - sum(predictor.remote_s(1000, 1000, queue, 1)) > 2.9
-
-
 NO_QUEUE = QueueDepth(0, 0, 0)
 WORKER = Candidate("d", 1000, 1000, 16, 0, 0, waiting_tokens=0)
 

@@ -289,28 +289,6 @@ def test_prompts_that_can_wait_ask_for_no_more_prefill_workers(haste, prefill):
     assert (found.after if found is not None else EVEN).prefill == prefill
 
 
-@pytest.mark.parametrize(
-    ("chats", "answers", "documents", "tokens", "why"),
-    [
-        (250, 1200, 150, 1500, "not all are in time without it"),
-        (300, 800, 150, 1500, "nearly all are in time with it"),
-        (320, 1200, 20, 8000, "so few long prompts may be by chance"),
-    ],
-)
-def test_last_prefill_worker_stays_where_long_prompts_may_wait(chats, answers, documents, tokens, why):
-    """Nothing else holds them back in a burst. Where no prompt may wait for longer than others it goes."""
-    for haste, prefill in ((1.0, 0), (0.01, 1)):
-        offered = Offered(generated_tokens=(chats + documents) * answers)
-        for count, length, own in ((chats, 300, 1.0), (documents, tokens, haste)):
-            for _ in range(count):
-                offered += Offered.one(length, length, answers, own)
-        load = msgspec.structs.replace(SAMPLE, offered=offered, sequences=1000)
-        assert traffic([load] * 6).long_prompts_wait == (haste < 1)
-        last = DesiredRatio(1, 7, set_at=-1000.0)
-        found = desired_ratio([load] * 6, last, CONFIG, SLOConfig(ttft_s=0.3, tpot_s=0.05))
-        assert (found.after if found is not None else last).prefill == prefill, why
-
-
 def test_burst_moves_no_worker():
     calm = offering(400, 400, 150)
     assert decide(CODE, CODE, CODE) is not None
