@@ -3,7 +3,8 @@
 A head is bounded because it is kept until it is complete, before anybody has asked for a key or counted a body's bytes;
 so is what follows a body, and how many requests may wait behind one that is being answered. A client that does not go
 on with its request, or does not read its answer, is left. A connection whose last answer did not say that it ends is
-closed only when it has been idle: its client may have sent the next request already.
+closed only when it has been idle: its client may have sent the next request already. One for which the process hardly
+had a descriptor left is answered 503.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import errno
 import fcntl
 import logging
 import math
+import resource
 import select
 import socket
 import struct
@@ -25,6 +27,7 @@ from collections.abc import Iterator, Sequence
 from http import HTTPStatus
 from typing import Any
 
+import msgspec
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
@@ -45,6 +48,8 @@ _IDLE_END_S = 8.0
 _IDLE_PART = 0.75  # of the time in which the server has to end, if that is less
 _LOOK_S = _TICK_S = 0.1
 _LOOK_PART = 0.1  # of the time that clients have: how often they are looked at
+_SPARE_DESCRIPTORS = 32  # for workers, Redis and files. With none left the event loop closes connections without a word
+_TELL_AGAIN_S = 10.0
 _SO_ATTACH_FILTER = 26  # asm-generic/socket.h
 # struct sock_filter (linux/filter.h): the flags of a TCP header; those that only ask for a connection are dropped.
 _NO_SYN = b"".join(
@@ -192,6 +197,10 @@ class BoundedHttp(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._free_since = time.monotonic()
+        most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        # A socket gets the lowest number that is free (socket(2), open(2)): with a high one nearly all are taken.
+        if transport.get_extra_info("socket").fileno() >= most - _SPARE_DESCRIPTORS >= 0:
+            self.app = _TooMany(most)
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
@@ -282,6 +291,26 @@ class BoundedHttp(HttpToolsProtocol):
     def on_message_complete(self) -> None:
         super().on_message_complete()
         self._unfinished = 0
+
+
+class _TooMany:
+    """The ASGI app of connections for which there is hardly a descriptor left: it answers 503."""
+
+    _told_at = -math.inf  # when the log was told last, monotonic
+
+    def __init__(self, most: int) -> None:
+        said = f"this frontend has too many connections for its {most} file descriptors"
+        self._answer = msgspec.json.encode({"error": {"message": said, "type": "Service Unavailable", "code": 503}})
+        if time.monotonic() - _TooMany._told_at > _TELL_AGAIN_S:
+            _TooMany._told_at = time.monotonic()
+            log.warning("%s: more get 503; raise its limit (ulimit -n) or frontend.replicas", said)
+
+    async def __call__(self, _scope: Any, _receive: Any, send: Any) -> None:
+        said = {"content-type": "application/json", "retry-after": "1", "connection": "close"}
+        headers = [(name.encode(), value.encode()) for name, value in said.items()]
+        headers.append((b"content-length", b"%d" % len(self._answer)))
+        await send({"type": "http.response.start", "status": 503, "headers": headers})
+        await send({"type": "http.response.body", "body": self._answer})
 
 
 def _unacknowledged(transport: asyncio.Transport) -> int:

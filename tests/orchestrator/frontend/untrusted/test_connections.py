@@ -8,6 +8,7 @@ import http.client
 import logging
 import math
 import os
+import resource
 import socket
 import ssl
 import threading
@@ -488,3 +489,26 @@ async def test_connection_that_has_closed_is_looked_at_without_an_error() -> Non
         assert connection.transport.get_extra_info("socket").fileno() == -1
         connection.timeout_keep_alive_handler()
         assert connection.idle_s(connection._free_since) == 0
+
+
+async def test_who_finds_hardly_a_descriptor_left_is_told(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    async with served(app) as (_, listener), contextlib.AsyncExitStack() as open_ones:
+        address = listener.getsockname()
+        taken = max(map(int, os.listdir("/proc/self/fd")))  # some below it are free
+        monkeypatch.setattr(resource, "getrlimit", lambda _: (taken + connections._SPARE_DESCRIPTORS + 20, hard))
+        with caplog.at_level(logging.WARNING, logger="pd.frontend"):
+            answers = []
+            for _ in range(taken + 20):
+                reader, writer = await asyncio.open_connection(*address)
+                open_ones.callback(writer.close)
+                writer.write(ASKED_TO_STAY)
+                answers.append(await reader.readuntil(b"\r\n\r\n"))
+        statuses = [int(answer.split()[1]) for answer in answers]
+        assert statuses == sorted(statuses) and set(statuses) == {200, 503}, "who came first is served"
+        assert b"retry-after: 1" in answers[-1] and b"connection: close" in answers[-1]
+        assert "file descriptors" in str(await asyncio.wait_for(reader.read(), DEADLINE_S))
+    assert [record.message for record in caplog.records if "ulimit" in record.message] == caplog.messages
+    assert len(caplog.messages) == 1, "it is told once, not for each"
