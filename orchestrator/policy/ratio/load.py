@@ -166,7 +166,9 @@ def traffic(window: Sequence[LoadSample]) -> Traffic | None:
     return Traffic(
         requests_per_s=rate,
         prefill_s=prefill_s,
-        prefill_s2=max(prefill_s * prefill_s, per_token * per_token * total.prefill_tokens2 / count),
+        prefill_s2=max(
+            prefill_s * prefill_s, per_token * per_token * (total.prefill_tokens2 - total.patient_tokens2) / count
+        ),
         local_s=per_token * total.local_tokens / count,
         local_s2=per_token * per_token * total.local_tokens2 / count,
         least_s=per_token * total.least_tokens / count,
@@ -177,6 +179,13 @@ def traffic(window: Sequence[LoadSample]) -> Traffic | None:
         max_sequences=last.max_sequences,
         link_share=last.link_s_per_token / per_token if per_token > 0 else 0.0,
     )
+
+
+def prompt_error(window: Sequence[LoadSample]) -> float:
+    """The relative standard error of the window's prefill work, from the spread of its prompts, however long each may
+    wait."""
+    total = sum((sample.offered for sample in window), Offered())
+    return math.sqrt(total.prefill_tokens2) / total.prefill_tokens if total.prefill_tokens else 0.0
 
 
 def residence_s(window: Sequence[LoadSample], arriving: Traffic) -> float:

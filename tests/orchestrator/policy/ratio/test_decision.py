@@ -8,7 +8,7 @@ from orchestrator.policy.ratio import decision
 from orchestrator.policy.ratio import load as load_
 from orchestrator.policy.ratio.attainment import headroom
 from orchestrator.policy.ratio.decision import BUSY, DECODE_EARLIER, PREFILL_LATER, desired_ratio
-from orchestrator.policy.ratio.load import LoadSample, recent, traffic
+from orchestrator.policy.ratio.load import LoadSample, prompt_error, recent, traffic
 from orchestrator.types import DesiredRatio, Offered
 
 SLO = SLOConfig(ttft_s=1.0, tpot_s=0.05)
@@ -287,6 +287,18 @@ def test_prompts_that_can_wait_ask_for_no_more_prefill_workers(haste, prefill):
     load = msgspec.structs.replace(SAMPLE, offered=offered)
     found = desired_ratio([load] * 6, EVEN, CONFIG, SLOConfig(ttft_s=0.3, tpot_s=0.05))
     assert (found.after if found is not None else EVEN).prefill == prefill
+
+
+def test_chance_in_prompt_lengths_counts_in_full_however_long_they_may_wait():
+    """One that is most of the work among 99 short ones."""
+    errors = []
+    for haste in (1.0, 0.01):
+        offered = Offered.one(100_000, 100_000, 1000, haste)
+        for _ in range(99):
+            offered += Offered.one(300, 300, 1000)
+        load = msgspec.structs.replace(SAMPLE, offered=offered, sequences=2000)
+        errors.append(prompt_error([load]))
+    assert errors == [pytest.approx(0.77, abs=0.01)] * 2
 
 
 def test_burst_moves_no_worker():
