@@ -23,6 +23,7 @@ from orchestrator.policy.ratio.load import (
     LoadSample,
     caches_filling,
     decode_growing,
+    long_prompts_wait,
     prompt_error,
     recent,
     residence_s,
@@ -130,7 +131,7 @@ def desired_ratio(
     config = msgspec.structs.replace(
         config, min_prefill=config.min_prefill * unit_size, min_decode=config.min_decode * unit_size
     )
-    asked = 0
+    last_stays, asked = long_prompts_wait(window), 0  # by all samples: a burst of others does not end that
     for least_s in (0.0, *MIN_WINDOWS_S, WINDOW_S):
         part = recent(window, least_s)
         if len(part) == asked and least_s > MIN_WINDOWS_S[0]:
@@ -140,7 +141,7 @@ def desired_ratio(
         if since_s < (QUICK_S if quick and went else COOL_DOWN_S):
             continue
         at_once = max_step * unit_size if max_step else _max_move_to_prefill(split)
-        more = _agreed_move(part, split, at_once, config, slo)
+        more = _agreed_move(part, split, at_once, config, slo, last_stays)
         if more < 0 or (more > 0 and (least_s > 0 or quick) and not caches_filling(part)):
             found = _decision(part, current, split, more, slo)
             gain = found.headroom_after / max(1e-9, found.headroom_before) - 1
@@ -203,7 +204,12 @@ def _decision(
 
 
 def _agreed_move(
-    window: Sequence[LoadSample], current: Split, at_once: int, config: RatioConfig, slo: SLOConfig
+    window: Sequence[LoadSample],
+    current: Split,
+    at_once: int,
+    config: RatioConfig,
+    slo: SLOConfig,
+    last_stays: bool,
 ) -> int:
     """How many more workers should prefill (negative: fewer); 0 if the window and its halves disagree."""
     if not window:
@@ -211,7 +217,7 @@ def _agreed_move(
     overloaded, middle = _decode_overloaded(window, current), len(window) // 2
 
     def move(part: Sequence[LoadSample]) -> int:
-        return _best_prefill(part, current, at_once, config, slo, overloaded) - current.prefill
+        return _best_prefill(part, current, at_once, config, slo, last_stays, overloaded) - current.prefill
 
     more = move(window)
     halves = (half for half in (window[:middle], window[middle:]) if more and half)
@@ -219,11 +225,17 @@ def _agreed_move(
 
 
 def _best_prefill(
-    window: Sequence[LoadSample], current: Split, at_once: int, config: RatioConfig, slo: SLOConfig, overloaded: bool
+    window: Sequence[LoadSample],
+    current: Split,
+    at_once: int,
+    config: RatioConfig,
+    slo: SLOConfig,
+    last_stays: bool,
+    overloaded: bool,
 ) -> int:
     """The number of prefill workers of the split with most headroom; the current number if more headroom is not needed
     or the gain is too small (`GAIN`). Only `at_once` more are asked about: half the way to a better split may bear
-    less.
+    less. With `last_stays` the last prefill worker goes only for `SURE_GAIN`.
 
     With `overloaded` the current split is left even for one with less headroom, because the sequences that decode now
     do not fit in its decode workers' memory; but not for one without prefill workers.
@@ -258,6 +270,8 @@ def _best_prefill(
         all_decode = msgspec.structs.replace(all_decode, max_sequences=math.inf)
         if headroom(all_decode, 0, total, msgspec.structs.replace(slo, tpot_s=NEVER_S)) < 1:
             gains[0] = 0.0  # it cannot compute all prompts, and without a queue to hold some back all would be late
+    if last_stays and current.prefill > 0 and gains.get(0, 0.0) < (1 + SURE_GAIN) * gains.get(unit, 0.0):
+        gains[0] = 0.0  # only in a queue long prompts wait: in the next burst they would slow all that decode
     if overloaded and gains.get(0, 1.0) < 1:
         gains[0] = 0.0  # the last prefill worker holds back long prompts, which would delay all others
     best = max(gains, key=lambda prefill: (gains[prefill], -abs(prefill - current.prefill)))

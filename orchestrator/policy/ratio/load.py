@@ -17,6 +17,7 @@ from orchestrator.types import Offered
 FULL_MEMORY_SHARE = 0.8
 CONTEXT_WEIGHT = 0.3  # of an observation in the running mean of a sequence's context
 MIN_ENDED_SHARE = 0.25  # lower bound of ended requests over arrived ones, in the mean length of answers
+MOST = 0.5  # of the squares of prompts
 MIN_REQUESTS = 20  # in half a window: fewer tell too little about lengths
 INTERVAL_S = 2.0  # between two samples
 WINDOW_S, WINDOW_SAMPLES = 60.0, 30  # that must agree; fewer where many requests arrive
@@ -186,6 +187,13 @@ def prompt_error(window: Sequence[LoadSample]) -> float:
     wait."""
     total = sum((sample.offered for sample in window), Offered())
     return math.sqrt(total.prefill_tokens2) / total.prefill_tokens if total.prefill_tokens else 0.0
+
+
+def long_prompts_wait(window: Sequence[LoadSample]) -> bool:
+    """Whether most of the long prompts may wait for longer than others, by squares, which only long ones fill: a short
+    one that may wait hardly counts, nor does one that may wait for hardly longer."""
+    total = sum((sample.offered for sample in window), Offered())
+    return total.patient_tokens2 > MOST * total.prefill_tokens2
 
 
 def residence_s(window: Sequence[LoadSample], arriving: Traffic) -> float:
