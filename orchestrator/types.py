@@ -234,8 +234,7 @@ class PrefixEvents(msgspec.Struct, tag="prefix", frozen=True):
 
 
 class PrefillJob(msgspec.Struct, frozen=True):
-    """A remote prefill waiting in, or claimed from, the queue. `attempt` fences results: a frontend ignores answers of
-    every attempt but the current one."""
+    """A remote prefill, waiting or claimed. `attempt` fences results: those of all but the current one are ignored."""
 
     request_id: str
     attempt: int
@@ -297,13 +296,14 @@ class Offered(msgspec.Struct, frozen=True):
     ended: int = 0  # requests that were answered, failed or refused
     late_first: int = 0  # ended requests whose first token missed slo.ttft_s, or never came
     late_tokens: int = 0  # ended requests whose other tokens missed slo.tpot_s
-    prefill_tokens2: float = 0.0  # the squares of each request's prefill tokens by its haste, summed
+    prefill_tokens2: float = 0.0  # the squares of each request's prefill tokens, summed
     local_tokens: int = 0  # the same, on the decode worker with most of the prompt cached
     local_tokens2: float = 0.0
     least_tokens: int = 0  # the same, on the worker of either role with most of the prompt cached
     least_tokens2: float = 0.0
     late: int = 0  # of those that ended, those that missed one of the two objectives, or both
     generated_tokens: int = 0  # of all requests, ended or not
+    patient_tokens2: float = 0.0  # by how much `prefill_tokens2` would be less if each request counted by its haste
 
     @classmethod
     def one(cls, prefill_tokens: int, local_tokens: int, output_tokens: float, haste: float = 1.0) -> Offered:
@@ -313,11 +313,12 @@ class Offered(msgspec.Struct, frozen=True):
             requests=1,
             prefill_tokens=prefill_tokens,
             output_tokens=output_tokens,
-            prefill_tokens2=(haste * prefill_tokens) ** 2,
+            prefill_tokens2=float(prefill_tokens * prefill_tokens),
             local_tokens=local_tokens,
             local_tokens2=float(local_tokens * local_tokens),
             least_tokens=least_tokens,
             least_tokens2=float(least_tokens * least_tokens),
+            patient_tokens2=(1 - haste * haste) * prefill_tokens * prefill_tokens,
         )
 
     def __add__(self, other: Offered) -> Offered:

@@ -36,7 +36,7 @@ class Traffic(msgspec.Struct, frozen=True):
 
     requests_per_s: float
     prefill_s: float  # computing one prompt's uncached tokens on a prefill worker, mean
-    prefill_s2: float  # and its second moment, seconds squared
+    prefill_s2: float  # and its second moment, seconds squared, in which a prompt that may wait counts as short
     local_s: float  # the same on the decode worker with most of the prompt cached
     local_s2: float
     least_s: float  # the same on the worker of either role with most of the prompt cached
@@ -52,7 +52,8 @@ def after_moves(traffic: Traffic, prefill: int, decode: int, more: int) -> Traff
     """The traffic after `more` workers have gone to prefill; a negative number goes to decode.
 
     Workers keep their caches when they change roles. So a prompt that is cached on the role that shrinks is cached on
-    the other role with a probability equal to the share of workers that moved.
+    the other role with a probability equal to the share of workers that moved. What workers that go to prefill take
+    over counts in full, since prompts that may wait are no reason for more of them.
     """
     if more < 0:
         stayed = (prefill + more) / prefill

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 import msgspec
 
 from orchestrator.policy.prefix_keys import AGES_S, Reuse
-from orchestrator.policy.ratio.attainment import Split, Traffic
+from orchestrator.policy.ratio.attainment import Split, Traffic, after_moves
 from orchestrator.policy.ratio.load import LoadSample
 
 STEPS = 16  # of a bisection
@@ -161,3 +161,23 @@ def caches_of(window: Sequence[LoadSample], arriving: Traffic, current: Split) -
             caches.distinct_share(local, current.decode, caches.answer_tokens),
         ),
     )
+
+
+def traffic_after(arriving: Traffic, caches: Caches | None, current: Split, more: int) -> Traffic:
+    """The traffic after `more` workers have gone to prefill; a negative number goes to decode.
+
+    There are two estimates: workers keep their caches when they change roles (`after_moves`), and caches of another
+    total size keep more or less (`Caches.moved`). A role that shrinks has the cost of its smaller caches. Decode
+    workers that become more have the lower of both costs, because all prompts go there. Prefill workers that become
+    more have that of `after_moves`: they see only prompts that are prefilled remotely, so larger caches need not find
+    more.
+    """
+    along = after_moves(arriving, current.prefill, current.decode, more)
+    if caches is None:
+        return along
+    kept = caches.moved(arriving, more)
+    if more < 0:
+        along = msgspec.structs.replace(along, prefill_s=kept.prefill_s, prefill_s2=kept.prefill_s2)
+        if kept.local_s >= along.local_s:
+            return along
+    return msgspec.structs.replace(along, local_s=kept.local_s, local_s2=kept.local_s2)

@@ -13,8 +13,8 @@ import msgspec
 
 from orchestrator.config.settings import RatioConfig, SLOConfig
 from orchestrator.policy.predict.predictor import Z_95
-from orchestrator.policy.ratio.attainment import Split, Traffic, after_moves, headroom, multiple, scale_prefill_times
-from orchestrator.policy.ratio.caches import Caches, caches_of
+from orchestrator.policy.ratio.attainment import Split, Traffic, headroom, multiple, scale_prefill_times
+from orchestrator.policy.ratio.caches import Caches, caches_of, traffic_after
 from orchestrator.policy.ratio.load import (
     INTERVAL_S,
     MIN_WINDOWS_S,
@@ -23,6 +23,8 @@ from orchestrator.policy.ratio.load import (
     LoadSample,
     caches_filling,
     decode_growing,
+    long_prompts_wait,
+    prompt_error,
     recent,
     residence_s,
     traffic,
@@ -129,7 +131,7 @@ def desired_ratio(
     config = msgspec.structs.replace(
         config, min_prefill=config.min_prefill * unit_size, min_decode=config.min_decode * unit_size
     )
-    asked = 0
+    last_stays, asked = long_prompts_wait(window), 0  # by all samples: a burst of others does not end that
     for least_s in (0.0, *MIN_WINDOWS_S, WINDOW_S):
         part = recent(window, least_s)
         if len(part) == asked and least_s > MIN_WINDOWS_S[0]:
@@ -139,7 +141,7 @@ def desired_ratio(
         if since_s < (QUICK_S if quick and went else COOL_DOWN_S):
             continue
         at_once = max_step * unit_size if max_step else _max_move_to_prefill(split)
-        more = _agreed_move(part, split, at_once, config, slo)
+        more = _agreed_move(part, split, at_once, config, slo, last_stays)
         if more < 0 or (more > 0 and (least_s > 0 or quick) and not caches_filling(part)):
             found = _decision(part, current, split, more, slo)
             gain = found.headroom_after / max(1e-9, found.headroom_before) - 1
@@ -186,7 +188,7 @@ def _decision(
     arriving = traffic(window)
     assert arriving is not None
     caches = caches_of(window, arriving, current)
-    moved = _traffic_after(arriving, caches, current, more)
+    moved = traffic_after(arriving, caches, current, more)
     prefill, decode, per_token = current.prefill + more, current.decode - more, window[-1].prefill_s_per_token
     now, then = headroom(arriving, current.prefill, current.decode, slo), headroom(moved, prefill, decode, slo)
     units = more // current.unit_size
@@ -202,7 +204,12 @@ def _decision(
 
 
 def _agreed_move(
-    window: Sequence[LoadSample], current: Split, at_once: int, config: RatioConfig, slo: SLOConfig
+    window: Sequence[LoadSample],
+    current: Split,
+    at_once: int,
+    config: RatioConfig,
+    slo: SLOConfig,
+    last_stays: bool,
 ) -> int:
     """How many more workers should prefill (negative: fewer); 0 if the window and its halves disagree."""
     if not window:
@@ -210,7 +217,7 @@ def _agreed_move(
     overloaded, middle = _decode_overloaded(window, current), len(window) // 2
 
     def move(part: Sequence[LoadSample]) -> int:
-        return _best_prefill(part, current, at_once, config, slo, overloaded) - current.prefill
+        return _best_prefill(part, current, at_once, config, slo, last_stays, overloaded) - current.prefill
 
     more = move(window)
     halves = (half for half in (window[:middle], window[middle:]) if more and half)
@@ -218,11 +225,17 @@ def _agreed_move(
 
 
 def _best_prefill(
-    window: Sequence[LoadSample], current: Split, at_once: int, config: RatioConfig, slo: SLOConfig, overloaded: bool
+    window: Sequence[LoadSample],
+    current: Split,
+    at_once: int,
+    config: RatioConfig,
+    slo: SLOConfig,
+    last_stays: bool,
+    overloaded: bool,
 ) -> int:
     """The number of prefill workers of the split with most headroom; the current number if more headroom is not needed
     or the gain is too small (`GAIN`). Only `at_once` more are asked about: half the way to a better split may bear
-    less.
+    less. With `last_stays` the last prefill worker goes only for `SURE_GAIN`.
 
     With `overloaded` the current split is left even for one with less headroom, because the sequences that decode now
     do not fit in its decode workers' memory; but not for one without prefill workers.
@@ -253,10 +266,12 @@ def _best_prefill(
         error = standard_errors * _relative_error(window, arriving)
         gains |= _gains(arriving, caches, current, prefills, error, slo)
     if current.prefill > 0 and headroom(scale_prefill_times(arriving, 0.0), 0, total, slo) >= 1:
-        all_decode = _traffic_after(arriving, caches, current, -current.prefill)
+        all_decode = traffic_after(arriving, caches, current, -current.prefill)
         all_decode = msgspec.structs.replace(all_decode, max_sequences=math.inf)
         if headroom(all_decode, 0, total, msgspec.structs.replace(slo, tpot_s=NEVER_S)) < 1:
             gains[0] = 0.0  # it cannot compute all prompts, and without a queue to hold some back all would be late
+    if last_stays and current.prefill > 0 and gains.get(0, 0.0) < (1 + SURE_GAIN) * gains.get(unit, 0.0):
+        gains[0] = 0.0  # only in a queue long prompts wait: in the next burst they would slow all that decode
     if overloaded and gains.get(0, 1.0) < 1:
         gains[0] = 0.0  # the last prefill worker holds back long prompts, which would delay all others
     best = max(gains, key=lambda prefill: (gains[prefill], -abs(prefill - current.prefill)))
@@ -265,7 +280,7 @@ def _best_prefill(
         if gain < OVERLOADED_GAIN:
             return current.prefill
         more, before = best - current.prefill, multiple(arriving, current.prefill, current.decode, slo)
-        moved = _traffic_after(arriving, caches, current, more)
+        moved = traffic_after(arriving, caches, current, more)
         gain = multiple(moved, best, current.decode - more, slo) / max(1e-9, before) - 1
     return best if gain >= GAIN else current.prefill
 
@@ -291,31 +306,12 @@ def _gains(
     gains = {}
     for prefill in prefills:
         more = prefill - current.prefill
-        moved = _traffic_after(arriving, caches, current, more)
+        moved = traffic_after(arriving, caches, current, more)
         gains[prefill] = min(
             headroom(scale_prefill_times(moved, factor), prefill, current.decode - more, slo) / now
             for factor, now in zip(prompt_factors, headroom_now, strict=True)
         )
     return gains
-
-
-def _traffic_after(arriving: Traffic, caches: Caches | None, current: Split, more: int) -> Traffic:
-    """The traffic after `more` workers have gone to prefill; a negative number goes to decode.
-
-    There are two estimates: workers keep their caches when they change roles (`after_moves`), and caches of another
-    total size keep more or less (`caches`). A role that shrinks has the cost of its smaller caches. Decode workers that
-    become more have the lower of both costs, because all prompts go there. Prefill workers that become more have that
-    of `after_moves`: they see only prompts that are prefilled remotely, so larger caches need not find more.
-    """
-    along = after_moves(arriving, current.prefill, current.decode, more)
-    if caches is None:
-        return along
-    kept = caches.moved(arriving, more)
-    if more < 0:
-        along = msgspec.structs.replace(along, prefill_s=kept.prefill_s, prefill_s2=kept.prefill_s2)
-        if kept.local_s >= along.local_s:
-            return along
-    return msgspec.structs.replace(along, local_s=kept.local_s, local_s2=kept.local_s2)
 
 
 def _decode_overloaded(window: Sequence[LoadSample], current: Split) -> bool:
@@ -328,14 +324,6 @@ def _decode_overloaded(window: Sequence[LoadSample], current: Split) -> bool:
 
 
 def _relative_error(window: Sequence[LoadSample], arriving: Traffic) -> float:
-    """The relative standard error of the window's prefill work, from the spread of its prompts.
-
-    It counts for less if requests stay on a decode worker for less than a cool-down: a wrong change is then soon
-    undone.
-    """
-    if arriving.prefill_s <= 0:
-        return 0.0
-    seconds = sum(sample.period_s for sample in window)
-    spread = arriving.prefill_s2 / (arriving.prefill_s * arriving.prefill_s)
-    error = math.sqrt(spread / (arriving.requests_per_s * seconds))
-    return error * min(1.0, residence_s(window, arriving) / COOL_DOWN_S)
+    """The relative standard error of the window's prefill work (`prompt_error`). It counts for less if requests stay on
+    a decode worker for less than a cool-down: a wrong change is then soon undone."""
+    return prompt_error(window) * min(1.0, residence_s(window, arriving) / COOL_DOWN_S)

@@ -17,6 +17,7 @@ from orchestrator.types import Offered
 FULL_MEMORY_SHARE = 0.8
 CONTEXT_WEIGHT = 0.3  # of an observation in the running mean of a sequence's context
 MIN_ENDED_SHARE = 0.25  # lower bound of ended requests over arrived ones, in the mean length of answers
+MOST = 0.5  # of the squares of prompts
 MIN_REQUESTS = 20  # in half a window: fewer tell too little about lengths
 INTERVAL_S = 2.0  # between two samples
 WINDOW_S, WINDOW_SAMPLES = 60.0, 30  # that must agree; fewer where many requests arrive
@@ -166,7 +167,9 @@ def traffic(window: Sequence[LoadSample]) -> Traffic | None:
     return Traffic(
         requests_per_s=rate,
         prefill_s=prefill_s,
-        prefill_s2=max(prefill_s * prefill_s, per_token * per_token * total.prefill_tokens2 / count),
+        prefill_s2=max(
+            prefill_s * prefill_s, per_token * per_token * (total.prefill_tokens2 - total.patient_tokens2) / count
+        ),
         local_s=per_token * total.local_tokens / count,
         local_s2=per_token * per_token * total.local_tokens2 / count,
         least_s=per_token * total.least_tokens / count,
@@ -177,6 +180,20 @@ def traffic(window: Sequence[LoadSample]) -> Traffic | None:
         max_sequences=last.max_sequences,
         link_share=last.link_s_per_token / per_token if per_token > 0 else 0.0,
     )
+
+
+def prompt_error(window: Sequence[LoadSample]) -> float:
+    """The relative standard error of the window's prefill work, from the spread of its prompts, however long each may
+    wait."""
+    total = sum((sample.offered for sample in window), Offered())
+    return math.sqrt(total.prefill_tokens2) / total.prefill_tokens if total.prefill_tokens else 0.0
+
+
+def long_prompts_wait(window: Sequence[LoadSample]) -> bool:
+    """Whether most of the long prompts may wait for longer than others, by squares, which only long ones fill: a short
+    one that may wait hardly counts, nor does one that may wait for hardly longer."""
+    total = sum((sample.offered for sample in window), Offered())
+    return total.patient_tokens2 > MOST * total.prefill_tokens2
 
 
 def residence_s(window: Sequence[LoadSample], arriving: Traffic) -> float:

@@ -161,4 +161,7 @@ def test_a_tpot_objective_that_requests_bring_counts_while_prefill_has_room_or_a
 def test_haste_is_the_share_of_its_objective_that_others_have():
     slo = SLOConfig(ttft_s=0.5)
     assert [haste(own_s, slo) for own_s in (None, 0.5, 5.0, 0.001)] == [1.0, 1.0, 0.1, 1.0]
-    assert Offered.one(100, 100, 10, 0.1) == msgspec.structs.replace(Offered.one(100, 100, 10), prefill_tokens2=100.0)
+    patient, hurried = Offered.one(100, 100, 10, 0.1), Offered.one(100, 100, 10)
+    assert hurried.patient_tokens2 == 0
+    assert patient.prefill_tokens2 - patient.patient_tokens2 == pytest.approx(100.0), "as of ten tokens"
+    assert msgspec.structs.replace(patient, patient_tokens2=0.0) == hurried

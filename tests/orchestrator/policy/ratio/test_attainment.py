@@ -167,6 +167,13 @@ def test_max_utilization_falls_with_spread_and_rises_with_workers():
     assert max_utilization(2, wild, 0.2) < max_utilization(2, wild, 5.0)
 
 
+def test_prompts_that_may_wait_are_no_reason_for_more_prefill_workers():
+    """Those that a worker takes over which goes to prefill count in full. Those that stay when one leaves may wait."""
+    patient = msgspec.structs.replace(EVEN, prefill_s2=0.01, least_s2=0.1, local_s2=0.1)
+    assert after_moves(patient, 4, 4, 2).prefill_s2 == pytest.approx(0.5 * 0.01 + 0.5 * 0.1)
+    assert after_moves(patient, 4, 4, -2).prefill_s2 == 0.01
+
+
 def test_links_bound_what_prefill_workers_can_hand_over():
     """KV for which a link takes a fifth of the prefill's time: one decode worker takes that of less than five."""
     code = of_prompts(0.1, 0.02, output_tokens=20.0, requests_per_s=40.0)
