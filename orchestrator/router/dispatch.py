@@ -284,10 +284,10 @@ class Dispatch:
     # ---- the end -----------------------------------------------------------------------------------------------
 
     def fail(self, active: ActiveRequest, failure: Failure) -> None:
-        """End a request as failed, and send the reason to its client."""
-        level = logging.WARNING if failure.by_client else logging.ERROR
+        """End a request as failed, or invalid by its client's fault, and send the reason to its client."""
+        to, level = (State.INVALID, logging.WARNING) if failure.by_client else (State.FAILED, logging.ERROR)
         log.log(level, "request %s failed: %s", active.parsed.label, failure.why)
-        self.end(active, State.FAILED, failure)
+        self.end(active, to, failure)
 
     def end(self, active: ActiveRequest, state: State, failure: Failure | None = None) -> None:
         """End a request. `failure`: what its client is told. Raises IllegalTransition."""

@@ -63,7 +63,7 @@ class Learning:
         """Count it, and write its line. Call it once for each request that was taken or refused."""
         if state is State.FINISHED:
             self._finished(request, now)
-        if state is not State.ABORTED:  # whose client left: it says nothing about the fleet
+        if state not in (State.ABORTED, State.INVALID):  # which say nothing about the fleet
             self._judge_ended(request, state, now)
         self._metrics.requests.labels(state.value).inc()
         line = describe(request, now)

@@ -32,19 +32,22 @@ class State(enum.Enum):
     FINISHED = "finished"
     ABORTED = "aborted"  # the client left
     FAILED = "failed"  # the client got an error
+    INVALID = "invalid"  # the client got a 400: an engine says that no worker can serve it
     REJECTED = "rejected"  # 429 or 503: before it was accepted, or, without a token yet, by `routing.fallback: refuse`
 
 
+_WITH_A_WORKER = frozenset({State.FINISHED, State.PLACING, State.ABORTED, State.FAILED, State.INVALID})
 SUCCESSORS: dict[State, frozenset[State]] = {
     # PLACING to FINISHED: its worker was lost, and then a stop string was found in the tokens already received.
     State.PLACING: frozenset({State.QUEUED, State.LOCAL, State.FINISHED, State.ABORTED, State.FAILED, State.REJECTED}),
     State.QUEUED: frozenset({State.TRANSFERRING, State.PLACING, State.ABORTED, State.FAILED}),
-    State.TRANSFERRING: frozenset({State.DECODING, State.FINISHED, State.PLACING, State.ABORTED, State.FAILED}),
-    State.LOCAL: frozenset({State.DECODING, State.FINISHED, State.PLACING, State.ABORTED, State.FAILED}),
-    State.DECODING: frozenset({State.FINISHED, State.PLACING, State.ABORTED, State.FAILED}),
+    State.TRANSFERRING: _WITH_A_WORKER | {State.DECODING},
+    State.LOCAL: _WITH_A_WORKER | {State.DECODING},
+    State.DECODING: _WITH_A_WORKER,
     State.FINISHED: frozenset(),
     State.ABORTED: frozenset(),
     State.FAILED: frozenset(),
+    State.INVALID: frozenset(),
     State.REJECTED: frozenset(),
 }
 

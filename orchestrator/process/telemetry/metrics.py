@@ -90,7 +90,7 @@ class Metrics:
             "pd_ratio_changes", "Changes of the desired ratio decided by this frontend, while it led"
         )
         # These series exist from the start: Prometheus sees no increase in the first value of a new series.
-        for outcome in ("finished", "aborted", "failed", "rejected"):
+        for outcome in ("finished", "aborted", "failed", "invalid", "rejected"):
             self.requests.labels(outcome)
         for why in ("stale", "corrupt", "error"):
             self.dropped.labels(why)

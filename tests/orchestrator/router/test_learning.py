@@ -10,7 +10,7 @@ from orchestrator.policy.decode_choice import RequestInfo
 from orchestrator.policy.predict.estimates import LATE_IN_A_ROW, LATEST
 from orchestrator.router.request import Overloaded
 from orchestrator.types import PrefixEvents, QueueDepth, Role, WorkerLoad
-from orchestrator.wire.messages import Prefilled
+from orchestrator.wire.messages import Prefilled, Rejected
 
 
 async def prefilled_together(bench, names, seconds, tokens=1000):
@@ -80,6 +80,17 @@ async def test_what_is_refused_unread_has_missed_its_objectives():
     assert counted("pd_objectives", slo_class="chat", objective="ttft", met="false") == before + 2
     assert counted("pd_requests", outcome="rejected") == ended + 3
     assert counted("pd_objectives", slo_class="made-up", objective="ttft", met="false") == 0
+
+
+async def test_what_is_invalid_is_not_counted_against_the_fleet():
+    before = {outcome: counted("pd_requests", outcome=outcome) for outcome in ("invalid", "failed")}
+    bench = await Bench.asked(FakeRequest("r", prompt_tokens=10))
+    bench.say(bench.bound_to(), Rejected("r", 1, "no such parameter", final=True))
+    after = {outcome: counted("pd_requests", outcome=outcome) for outcome in ("invalid", "failed")}
+    assert after == {"invalid": before["invalid"] + 1, "failed": before["failed"]}
+    offered, recent = bench.router.learning.offered, bench.router.learning.recent
+    assert not recent.judged and (offered.ended, offered.late) == (0, 0)
+    bench.assert_no_leaks()
 
 
 async def test_unmeasured_worker_teaches_nothing():

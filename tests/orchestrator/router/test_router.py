@@ -1452,7 +1452,7 @@ async def test_length_and_priority_set_engine_delay():
 
 
 def test_every_state_can_be_left_or_is_an_end():
-    ends = {State.FINISHED, State.ABORTED, State.FAILED, State.REJECTED}
+    ends = {State.FINISHED, State.ABORTED, State.FAILED, State.INVALID, State.REJECTED}
     assert {state for state, successors in SUCCESSORS.items() if not successors} == ends
     reached = set().union(*SUCCESSORS.values())
     assert reached == set(State) and set(SUCCESSORS) == set(State)

@@ -119,7 +119,7 @@ def test_first_failure_counts_as_increase(tmp_path):
     """`rate` and `increase` of Prometheus see none in a figure that was not there before."""
     run("from orchestrator.process.telemetry.metrics import Metrics; Metrics()", tmp_path)
     told = run(_SCRAPE, tmp_path)
-    for outcome in ("finished", "aborted", "failed", "rejected"):
+    for outcome in ("finished", "aborted", "failed", "invalid", "rejected"):
         assert f'pd_requests_total{{outcome="{outcome}"}} 0.0' in told
     assert 'pd_dropped_messages_total{why="corrupt"} 0.0' in told
 
