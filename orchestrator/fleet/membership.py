@@ -60,10 +60,11 @@ class Membership:
         self._fleet = fleet
         self._transport = transport
         self._prefixes = prefixes
-        self._silence_s = silence_s
+        self._silence_s, self._quiet_s = silence_s, min(QUIET_S, silence_s / 2)
         self._on_lost, self._on_quiet, self._on_reset = on_lost, on_quiet, on_reset
         self._registry_changed = asyncio.Event()
         self._unregistered: set[str] = set()
+        self._left: set[str] = set()  # of these, those that were heard: they left by themselves, as drained ones do
         self._left_out: dict[str, str] = {}  # the logged reason by worker, so that it is logged once
         self._unreached: set[str] = set()  # workers of which the log says that they have not been reached
         self._turns = Turns(log, "looking for silent workers")
@@ -126,7 +127,7 @@ class Membership:
                 part(now)
 
     def _look_for_quiet(self, now: float) -> None:
-        if quiet := mark_silent_quiet(self._fleet, now, min(QUIET_S, self._silence_s / 2)):
+        if quiet := mark_silent_quiet(self._fleet, now, self._quiet_s):
             for worker_id in quiet:
                 log.warning("worker %s has become quiet: others take its place for now", worker_id)
             self._on_quiet(*quiet)
@@ -221,7 +222,11 @@ class Membership:
         views = self._fleet.workers.values()
         for view in views:
             view.note_registered(view.info.id in registered)
-        self._unregistered = self._fleet.workers.keys() - registered.keys()
+        before, self._unregistered = self._unregistered, self._fleet.workers.keys() - registered.keys()
+        alive_since = time.monotonic() - self._quiet_s  # the entry of one that died stays for longer than that
+        new = self._unregistered - before
+        self._left |= {name for name in new if self._fleet.workers[name].last_heard_at > alive_since}
+        self._left &= self._unregistered
         hosted = (view.load.kv.host_blocks for view in views if view.load is not None)
         self._prefixes.index.make_room(sum(view.info.blocks_total for view in views) + sum(hosted))
 
@@ -249,7 +254,10 @@ class Membership:
 
     def _remove(self, worker_id: str, why: str, lost: list[str]) -> None:
         """Forget the worker, and add it to `lost`. A defect is logged: others may be lost with it."""
-        log.warning("worker %s is gone: %s", worker_id, why)
+        if worker_id in self._left:
+            log.info("worker %s has left the fleet", worker_id)
+        else:
+            log.warning("worker %s is gone: %s", worker_id, why)
         lost.append(worker_id)
         with self._turns.turn():
             self._fleet.remove(worker_id)

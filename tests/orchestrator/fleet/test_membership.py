@@ -164,6 +164,31 @@ async def test_a_worker_that_hangs_is_lost(scene):
     await until(lambda: scene.lost == ["d"])
 
 
+@pytest.mark.parametrize("left", [True, False])
+async def test_a_worker_that_leaves_by_itself_is_told_of_without_a_warning(scene, caplog, left):
+    """A drained one leaves Redis and ends at once: nobody may have seen it drain. One that died stays in Redis."""
+    caplog.set_level("INFO", "pd.membership")
+    worker = await scene.start("d")
+    if left:
+        scene.registry.registered.clear()
+        await scene.changed()
+    worker.die()
+    await until(lambda: scene.lost == ["d"])
+    *_, told = [record for record in caplog.records if "worker d " in record.getMessage()]
+    assert (told.levelname, "has left" in told.getMessage()) == ("INFO" if left else "WARNING", left)
+
+
+async def test_a_worker_whose_entry_ran_out_while_it_hung_is_told_of_with_a_warning(scene, caplog):
+    caplog.set_level("INFO", "pd.membership")
+    worker = await scene.start("d")
+    worker.mute()
+    await until(lambda: scene.fleet.workers["d"].quiet)
+    scene.registry.registered.clear()
+    await scene.changed()
+    await until(lambda: scene.lost == ["d"])
+    assert [record.levelname for record in caplog.records if "is gone" in record.getMessage()] == ["WARNING"]
+
+
 async def test_workers_that_are_lost_together_are_told_of_together(scene, monkeypatch):
     """Each call looks at every request: a rack of five hundred would hold up a frontend of many for seconds."""
     for name in "de":
