@@ -76,6 +76,7 @@ def rollout_command(
     if config is not None:
         checked_models(config, set_ or ())
     handle = named._replace(namespace=named.namespace or tree.get("namespace")).find()
+    _refuse_rename(handle.namespace, overridden({}, set_ or []).get("namespace"))
     tree = tree_of(tree, handle.model)
     show = print_json if as_json else show_event
     if config is None:
@@ -84,6 +85,13 @@ def rollout_command(
         ended = ask(handle, lambda fleet: _begin(fleet, handle, tree, max_unavailable, force, show))
     if ended.why and not abort:
         raise typer.Exit(_WENT_BACK)
+
+
+def _refuse_rename(namespace: str, set_to: str | None) -> None:
+    """A fleet keeps its name, whatever its file says. `namespace`: its own, or that of one of its models; `set_to`: by
+    --set. Raises Refused where they differ."""
+    if set_to is not None and not f"{namespace}.".startswith(f"{set_to}."):
+        raise Refused(f"--set namespace={set_to}: a rollout cannot rename the fleet {namespace!r}; leave it out")
 
 
 async def _begin(

@@ -20,7 +20,7 @@ from orchestrator.cli.handle import FleetHandle, OpenFleet, open_fleet, retry_wh
 from orchestrator.cli.join import Token
 from orchestrator.cli.main import app
 from orchestrator.cli.models import model as model_module
-from orchestrator.cli.rollout import Event, _steps, follow, restart
+from orchestrator.cli.rollout import Event, _refuse_rename, _steps, follow, restart
 from orchestrator.config.settings import Refused, WorkersConfig
 from orchestrator.store.client import RedisAway
 from orchestrator.store.configuration import Phase, Rollout, Version
@@ -78,6 +78,16 @@ async def test_a_restart_that_another_order_has_followed_is_not_said_to_be_nobod
     assert await rollout.change(None, Rollout(version, version, restart={"b": "1"}))
     with pytest.raises(Refused, match="ordered a restart since"):
         await follow(fleet, Rollout(version, version, restart={"a": "1"}), Mock())
+
+
+@pytest.mark.parametrize("set_to", ["another", "def", None, "default", "default.small"])
+def test_a_rollout_renames_no_fleet(set_to: str | None) -> None:
+    """Neither that of a file with `model:`, nor one of several models, which is named with its own namespace."""
+    if set_to in ("another", "def"):
+        with pytest.raises(Refused, match=f"--set namespace={set_to}: .* rename the fleet 'default.small'"):
+            _refuse_rename("default.small", set_to)
+    else:
+        _refuse_rename("default.small", set_to)
 
 
 def test_a_frontend_that_starts_is_not_shown_as_draining():
