@@ -23,6 +23,7 @@ from typer.core import TyperGroup
 from typer.exceptions import Abort, TyperException
 
 from orchestrator.config.settings import ConfigError
+from orchestrator.process.command_line import open_standard_streams
 
 # Each command's module under orchestrator.cli, and its line in the list of commands.
 COMMANDS = {
@@ -159,9 +160,7 @@ def main() -> None:
 
 
 def _run() -> NoReturn:
-    for name in ("stdout", "stderr"):
-        if getattr(sys, name) is None:  # it was started without one
-            setattr(sys, name, open(os.devnull, "w"))
+    open_standard_streams()
     try:
         code = app(standalone_mode=False) or 0
         sys.stdout.flush()  # here, so that a full or closed output is reported
