@@ -136,7 +136,11 @@ async def test_a_sequence_longer_than_the_memory_is_refused_at_start(workers: Wo
 @pytest.mark.slow
 async def test_rolled_out_config_overrides_file_and_options_override_both(workers: Workers) -> None:
     """Whoever starts a worker by hand has the file of before: under the new generation it must run what that means."""
-    first = await workers.spawn(Role.DECODE)
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # which a run by nohup ignores, as would what it starts
+    try:
+        first = await workers.spawn(Role.DECODE)
+    finally:
+        signal.signal(signal.SIGHUP, before)
     was = await workers.registered(first.id)
     first.kill(signal.SIGHUP)  # its terminal is closed
     assert await first.stopped() == 0
