@@ -7,6 +7,7 @@ the engine. At most one attempt of a request is held per phase.
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import Counter, OrderedDict
 from dataclasses import dataclass, field
 
@@ -15,6 +16,7 @@ from workers.engine import Phase
 # How many ended prefills are remembered, so that an abort can free their KV. The engine frees KV that is not fetched by
 # itself, in bounded time.
 MAX_PUSHING = 1024
+NOT_GIVEN = math.inf  # it waits for an adapter or a fetched prefix
 
 
 @dataclass(slots=True, eq=False)
@@ -34,7 +36,6 @@ class Attempt:
     trial_until: float = 0.0  # monotonic seconds; see `Submit.trial_s`
     suspect: bool = False
     blocks: int = 0  # of KV, that it will need at least; of decodes
-    unsettled: bool = field(init=False, default=False)  # the engine's figures do not include it yet; kept by `Attempts`
     tokens_left: int = field(init=False, default=0)  # of its prompt, not computed yet; kept by `Attempts`
     chunk_ends: list[float] = field(init=False, default_factory=list)  # monotonic seconds; of all chunks but the last
 
@@ -50,7 +51,8 @@ class Attempts:
         self.lends = False  # the engine may be sending a prefix from its cache
         self.sources: set[str] = set()  # engines that may push KV to this one
         self._tokens_left: Counter[Phase] = Counter()  # sums over the attempts
-        self.unsettled_blocks = self.unsettled_count = 0  # of decodes that the engine's figures do not include yet
+        # Decodes that the engine's figures do not include yet -> how many steps had ended when it was given them.
+        self.unsettled: dict[Attempt, float] = {}
         self.room = asyncio.Event()  # set when attempts or tokens get fewer; cleared by the waiting task
 
     def __len__(self) -> int:
@@ -110,9 +112,7 @@ class Attempts:
         if attempt.phase is Phase.PREFILL:
             self._prefills[attempt.key] = attempt
         else:
-            attempt.unsettled = True
-            self.unsettled_count += 1
-            self.unsettled_blocks += attempt.blocks
+            self.unsettled[attempt] = NOT_GIVEN
         self._leave(attempt, attempt.tokens)
 
     def computing(self, tokens_left: dict[str, int], now: float) -> None:
@@ -149,10 +149,7 @@ class Attempts:
     def settle(self, *settled: Attempt) -> None:
         """The engine's figures include these, or they have ended. Idempotent."""
         for attempt in settled:
-            if attempt.unsettled:
-                attempt.unsettled = False
-                self.unsettled_count -= 1
-                self.unsettled_blocks -= attempt.blocks
+            self.unsettled.pop(attempt, None)
 
     def _leave(self, attempt: Attempt, tokens_left: int) -> None:
         self._tokens_left[attempt.phase] += tokens_left - attempt.tokens_left

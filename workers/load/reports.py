@@ -16,7 +16,7 @@ from collections.abc import Callable
 from orchestrator.process.tasks import left_s, until_told
 from orchestrator.types import PauseState, PrefixEvents, WorkerLoad
 from orchestrator.wire.messages import PrefixSnapshot
-from workers.attempts import Attempt, Attempts
+from workers.attempts import NOT_GIVEN, Attempt, Attempts
 from workers.engine import Engine, EngineDead, EngineLoad, PrefixChanges, PrefixDelta
 from workers.load.board import Board
 
@@ -114,8 +114,8 @@ class LoadReporter:
     """Publishes the load after events that its methods report. `publish` never waits.
 
     A report includes every submission that has come. What the engine's figures do not show of them yet is added here:
-    of those that wait for an adapter or a fetched prefix, and of those that the engine was given since (`_given`) or
-    during (`_settling`) the step before its present one.
+    of those that wait for an adapter or a fetched prefix, and of those that the engine was given since the step before
+    its present one began.
     """
 
     def __init__(
@@ -140,7 +140,6 @@ class LoadReporter:
         self.dirty = asyncio.Event()  # set by a change that no step may report
         self.steps = 0
         self._seen: dict[str, int] = {}  # the highest submission number of each frontend
-        self._given, self._settling = list[Attempt](), list[Attempt]()
         self._sequence = int(time.time() * 1e6)  # after its predecessor's, of which some may still be read
         self._paced = Paced(self._publish_now, lambda: load_interval_s(workers()))
         self.publish_soon, self.close = self._paced.soon, self._paced.close
@@ -158,8 +157,8 @@ class LoadReporter:
 
     def given(self, attempt: Attempt) -> None:
         """The engine was given it, or it has ended before, or a step has shown it already."""
-        if attempt.unsettled:
-            self._given.append(attempt)
+        if attempt in self._attempts.unsettled:
+            self._attempts.unsettled[attempt] = self.steps
         self.dirty.set()
 
     def paused(self, state: PauseState) -> None:
@@ -191,8 +190,8 @@ class LoadReporter:
     def stepped(self, load: EngineLoad) -> None:
         """A step ended. It may have begun before the latest submissions; the next one begins after them."""
         self.steps += 1
-        self._attempts.settle(*self._settling)
-        self._settling, self._given = self._given, []
+        given_at = self._attempts.unsettled.items()
+        self._attempts.settle(*[attempt for attempt, steps in given_at if steps <= self.steps - 2])
         self.engine = load
         if load.step_ms / 1e3 <= self.stuck_after_s:  # else the engine hung in it
             self.longest_step_s = max(self.longest_step_s, load.step_ms / 1e3)
@@ -201,15 +200,13 @@ class LoadReporter:
     def measured(self, load: EngineLoad, given: list[Attempt]) -> None:
         """The engine was asked for its load, after it was `given` these."""
         self._attempts.settle(*given)
-        self._settling = [attempt for attempt in self._settling if attempt.unsettled]
-        self._given = [attempt for attempt in self._given if attempt.unsettled]
         self.engine = load
         self.publish_soon()
 
     @property
     def unsettled(self) -> list[Attempt]:
         """Those that the engine was given and its load may not include."""
-        return self._settling + self._given
+        return [attempt for attempt, steps in self._attempts.unsettled.items() if steps < NOT_GIVEN]
 
     @property
     def stuck_after_s(self) -> float:
@@ -268,15 +265,15 @@ class LoadReporter:
         if not self._attempts.waiting_tokens:
             self.rate.idle()
         self._sequence += 1
-        engine = self.engine
+        engine, unsettled = self.engine, self._attempts.unsettled
         self._publish(
             WorkerLoad(
                 worker_id=self._worker_id,
                 sequence=self._sequence,
                 blocks_total=self.blocks_total,
-                blocks_free=max(0, engine.blocks_free - self._attempts.unsettled_blocks),
+                blocks_free=max(0, engine.blocks_free - sum(attempt.blocks for attempt in unsettled)),
                 running=engine.running,
-                waiting=engine.waiting + self._attempts.unsettled_count,
+                waiting=engine.waiting + len(unsettled),
                 waiting_tokens=self._attempts.waiting_tokens,
                 step_ms=engine.step_ms,
                 seen=dict(self._seen),
