@@ -193,10 +193,10 @@ class VllmEngine:
         return self._adapters.use.shown(now)
 
     async def fail_peer(self, engine_id: str) -> None:
-        await self.call_engine("pd_fail_peer", engine_id)
+        await self.call_engine("pd_tell_connector", "fail_engine", engine_id)
 
     async def meet(self, peer: KVEndpoint) -> None:
-        await self.call_engine("pd_meet", msgspec.to_builtins(peer))
+        await self.call_engine("pd_tell_connector", "meet", msgspec.to_builtins(peer))
 
     async def lend(self, key: str, frames: list[bytes], tokens: int) -> None:
         await self.call_engine("pd_lend", frames, key, tokens)

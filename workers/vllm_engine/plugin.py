@@ -113,8 +113,7 @@ def register() -> None:
         patch_cpu_engines()
     EngineCore.pd_load = _pd_load
     EngineCore.pd_describe = _pd_describe
-    EngineCore.pd_fail_peer = _pd_fail_peer
-    EngineCore.pd_meet = _pd_meet
+    EngineCore.pd_tell_connector = _pd_tell_connector
     EngineCore.pd_lend = _pd_lend
     EngineCore.abort_requests = _abort_requests
     EngineCore.reset_prefix_cache = loop.reset_prefix_cache
@@ -164,35 +163,28 @@ def _attention_backend(worker: Any) -> str:
 
 
 def _push_scheduler(engine: Any) -> Any:
-    """The scheduler half of the connector. Only that of ours has verbs for `_tell_connector`."""
+    """The scheduler half of the connector. Only that of ours has verbs for `_pd_tell_connector`."""
     return getattr(engine.scheduler.get_kv_connector(), "connector_scheduler", None)
 
 
-def _tell_connector(engine: Any, verb: str, *args: Any) -> None:
+def _pd_tell_connector(engine: Any, verb: str, *args: Any) -> None:
+    """As a utility it takes one argument beside the verb: vLLM counts parameters."""
     if (told := getattr(_push_scheduler(engine), verb, None)) is not None:
         told(*args)
-
-
-def _pd_fail_peer(engine: Any, engine_id: str) -> None:
-    _tell_connector(engine, "fail_engine", engine_id)
-
-
-def _pd_meet(engine: Any, peer: dict[str, Any]) -> None:
-    _tell_connector(engine, "meet", peer)
 
 
 def _pd_lend(engine: Any, frames: list[bytes], key: str, tokens: int) -> None:
     """`frames`: an engine request, whose first `tokens` are lent."""
     block_size = engine.vllm_config.cache_config.block_size
     hashes = block_hashes(frames, engine.request_block_hasher, max(1, block_size // engine.scheduler.hash_block_size))
-    _tell_connector(engine, "lend", key, hashes[: tokens // block_size], tokens)
+    _pd_tell_connector(engine, "lend", key, hashes[: tokens // block_size], tokens)
 
 
 def _abort_requests(engine: Any, keys: list[str]) -> None:
     """vLLM's abort does nothing for a prefill that has ended, whose blocks would be held until their lease ends. This
     one also drops those."""
     _vllm_abort(engine, keys)
-    _tell_connector(engine, "drop", keys)
+    _pd_tell_connector(engine, "drop", keys)
 
 
 # ---- the process ---------------------------------------------------------------------------------------------------
