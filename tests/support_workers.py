@@ -25,6 +25,7 @@ from orchestrator.config.engine_args import engine_args
 from orchestrator.config.settings import Config, parse_config
 from orchestrator.config.simulated import HONOURED, Simulated, simulated
 from orchestrator.launch.host.redis_server import EmbeddedRedis
+from orchestrator.process.tasks import cancelled
 from orchestrator.store import registry as store
 from orchestrator.store.client import Redis, RedisAway, connect
 from orchestrator.store.queue import PrefillQueue
@@ -253,9 +254,7 @@ class Frontend:
             assert r.finish is FinishReason.LENGTH and len(r.tokens) == r.max_tokens, r
 
     async def close(self) -> None:
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await cancelled(*self._tasks)
         self.transport.close()
         self.loads.clear()  # it hears of none any more
 

@@ -180,15 +180,6 @@ async def test_transfers_teach_how_fast_each_kind_of_link_is():
     assert set(samples) == {("host",), ()} and all(2 <= count <= 5 for count in samples.values())
 
 
-async def test_lost_redis_refuses_what_must_not_go_local():
-    bench = await Bench.asked(FakeRequest("r"), fallback="refuse")
-    bench.queue.depth = None
-    bench.router.lost.queue_lost()
-    await bench.settle()
-    assert bench.codec.failures["r"].rejected.reason == "queue_unavailable"
-    bench.assert_no_leaks()
-
-
 async def test_an_unheard_claim_is_not_tried_again_for_ever():
     bench = await Bench.asked(FakeRequest("r"), fallback="refuse")
     bench.queue.known["r"] = JobState.CLAIMED
@@ -236,13 +227,18 @@ async def test_claim_timeout_prefills_locally():
     assert len(bench.submits()) == 1
 
 
-async def test_lost_redis_moves_queued_requests_to_local():
-    bench = await Bench.asked(FakeRequest("r"))
+@pytest.mark.parametrize("fallback", ["local", "refuse"])
+async def test_lost_redis_moves_queued_requests_to_local_or_refuses_them(fallback):
+    bench = await Bench.asked(FakeRequest("r"), fallback=fallback)
     bench.queue.depth = None
     bench.router.lost.queue_lost()
     await bench.settle()
-    assert bench.submits()[0][1].attempt == 2
-    assert bench.router.requests["r"].retries == ["queue_unavailable"]
+    if fallback == "local":
+        assert bench.submits()[0][1].attempt == 2
+        assert bench.router.requests["r"].retries == ["queue_unavailable"]
+    else:
+        assert bench.codec.failures["r"].rejected.reason == "queue_unavailable"
+        bench.assert_no_leaks()
 
 
 async def test_lost_prefill_workers_move_queued_requests_to_local():
