@@ -1,6 +1,7 @@
 """A router against scripted workers: the means to speak for them, and to see what it did."""
 
 import asyncio
+import itertools
 import time
 from dataclasses import dataclass, field
 
@@ -18,7 +19,7 @@ from orchestrator.policy.decode_choice import RequestInfo
 from orchestrator.process.telemetry.metrics import Metrics
 from orchestrator.router.request import Batch, ParsedRequest
 from orchestrator.router.router import Router
-from orchestrator.types import FinishReason, KVEndpoint, KVSource, QueueDepth, Role
+from orchestrator.types import FinishReason, KVEndpoint, KVSource, QueueDepth, Role, WorkerLoad
 from orchestrator.wire.messages import Claimed, MessageError, Outputs, Submit
 from orchestrator.wire.sockets import Sent
 
@@ -26,6 +27,11 @@ from orchestrator.wire.sockets import Sent
 def counted(name: str, **labels: str) -> float:
     """A counter of this process, as `/metrics` would show it; 0 where nothing was counted."""
     return REGISTRY.get_sample_value(f"{name}_total", labels) or 0.0
+
+
+def defective(call, request_id):
+    """`call` of a request and more, with a defect that one request meets."""
+    return lambda active, *more: call(active, *more) if active.id != request_id else 1 // 0
 
 
 @dataclass
@@ -153,6 +159,7 @@ class Bench:
         self.transport, self.queue = FakeTransport(), FakeQueue()
         self.prefixes = PrefixView(self.transport.send)
         self.codec = FakeCodec()
+        self._sequence = itertools.count(1)  # of load reports
         self.router = Router(
             self.config, self.fleet, self.transport, self.queue, self.prefixes.index, self.codec, choose, Metrics()
         )
@@ -167,6 +174,27 @@ class Bench:
         if claimed:
             bench.claim(request.id)
         return bench
+
+    async def submit(self, *names, prompt_tokens=10):
+        """By default so short that they decode where they are prefilled."""
+        for name in names:
+            await self.router.submit(FakeRequest(name, prompt_tokens))
+
+    async def submit_to_d0(self, *names, prompt_tokens=10):
+        others = [name for name, view in self.fleet.workers.items() if name != "d0" and view.info.role is Role.DECODE]
+        self.connect(*others, connected=False)
+        await self.submit(*names, prompt_tokens=prompt_tokens)
+        self.connect(*others)
+
+    def report(self, worker_id, blocks_free=900, **load):
+        """A worker's load, of 1000 blocks. Nothing runs or waits unless said otherwise."""
+        figures = {"running": 0, "waiting": 0, "waiting_tokens": 0, "step_ms": 1.0, **load}
+        load = WorkerLoad(worker_id, next(self._sequence), 1000, blocks_free, **figures)
+        self.fleet.take_load(load, time.monotonic())
+
+    def connect(self, *worker_ids, connected=True):
+        for worker_id in worker_ids:
+            self.fleet.workers[worker_id].note_connected(connected)
 
     def add_worker(self, name, role, **more):
         self.fleet.upsert(worker_info(name, role, blocks_total=1000, **more), time.monotonic())

@@ -10,6 +10,7 @@ from orchestrator.config.settings import Config
 from orchestrator.frontend.wiring import FleetConnection
 from orchestrator.policy.decode_choice import RequestInfo
 from orchestrator.policy.prefix_keys import reusable_keys
+from orchestrator.process.tasks import cancelled
 from orchestrator.router.request import Batch, Failure, ParsedRequest
 from orchestrator.store.client import Redis
 from orchestrator.types import FinishReason
@@ -103,7 +104,5 @@ class RouterClient:
         return tokens
 
     async def close(self) -> None:
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await cancelled(*self._tasks)
         await self.connection.close()

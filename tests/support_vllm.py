@@ -17,6 +17,7 @@ from typing import Any
 from support_wait import until
 
 from orchestrator.config.settings import KVConfig
+from orchestrator.process.tasks import cancelled
 from orchestrator.types import KVSource
 from orchestrator.wire.addresses import free_ports
 from workers.engine import EngineInfo, EngineLoad, EngineRequest, Group, Phase
@@ -285,8 +286,7 @@ class Driver:
     async def stop(self) -> None:
         if self in Driver.running:
             Driver.running.remove(self)
-        self._task.cancel()
-        await asyncio.gather(self._task, return_exceptions=True)
+        await cancelled(self._task)
         await self.engine.stop()
 
 

@@ -25,6 +25,7 @@ from orchestrator.config.engine_args import engine_args
 from orchestrator.config.settings import Config, parse_config
 from orchestrator.config.simulated import HONOURED, Simulated, simulated
 from orchestrator.launch.host.redis_server import EmbeddedRedis
+from orchestrator.process.tasks import cancelled
 from orchestrator.store import registry as store
 from orchestrator.store.client import Redis, RedisAway, connect
 from orchestrator.store.queue import PrefillQueue
@@ -201,25 +202,36 @@ class Frontend:
         )
         return self.transport.send(worker_id, submit, self.frames(request))
 
+    def submit(self, worker_id: str, prompt: list[int], max_tokens: int = 8) -> Request:
+        request = self.new(prompt, max_tokens)
+        self.submit_to(worker_id, request)
+        return request
+
+    async def decoded_by(self, worker_id: str, request: Request) -> None:
+        """Submit it there, and wait until it has finished."""
+        self.submit_to(worker_id, request)
+        await self.finished(request)
+
     def sequence(self, worker_id: str) -> int:
         return self._sequence.get(worker_id, 0)
 
     async def enqueue(
-        self, request: Request, body: bytes | None = None, cached: dict[str, int] | None = None, ttft_s: float = 0.0
+        self, *requests: Request, body: bytes | None = None, cached: dict[str, int] | None = None, ttft_s: float = 0.0
     ) -> None:
-        tokens = len(request.prompt)
-        job = PrefillJob(
-            request_id=request.id,
-            attempt=request.attempt,
-            tokens=tokens,
-            uncached_tokens=tokens,
-            arrived_at=time.time(),
-            reply_to=self.id,
-            body=pack_frames(self.frames(request)) if body is None else body,
-            cached=cached or {},
-            ttft_s=ttft_s,
-        )
-        await self.queue.enqueue(job)
+        for request in requests:
+            tokens = len(request.prompt)
+            job = PrefillJob(
+                request_id=request.id,
+                attempt=request.attempt,
+                tokens=tokens,
+                uncached_tokens=tokens,
+                arrived_at=time.time(),
+                reply_to=self.id,
+                body=pack_frames(self.frames(request)) if body is None else body,
+                cached=cached or {},
+                ttft_s=ttft_s,
+            )
+            await self.queue.enqueue(job)
 
     async def claimed(self, request: Request, cached: dict[str, int] | None = None) -> Claimed:
         """Enqueue it, and wait until a worker has claimed it."""
@@ -242,9 +254,7 @@ class Frontend:
             assert r.finish is FinishReason.LENGTH and len(r.tokens) == r.max_tokens, r
 
     async def close(self) -> None:
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await cancelled(*self._tasks)
         self.transport.close()
         self.loads.clear()  # it hears of none any more
 
@@ -335,6 +345,11 @@ class Workers:
         """A worker, and a frontend that has met it."""
         worker = await self.start(role, **sim)
         return worker, await self.frontend(worker)
+
+    async def pair(self, **sim: Any) -> tuple[LocalWorker, LocalWorker, Frontend]:
+        """A prefill and a decode worker, and a frontend that binds what is claimed to the latter."""
+        prefill, decode = await self.start(Role.PREFILL, **sim), await self.start(Role.DECODE, **sim)
+        return prefill, decode, await self.frontend(prefill, decode, binds_to=decode)
 
     async def spawn(self, role: Role, *arguments: str, wait: bool = True, name: str = "") -> WorkerProcess:
         worker_id = name or f"{role.value}-{next(self._numbers)}"

@@ -17,6 +17,7 @@ from support_fleet import ROOT, RunningFleet, descendants, token_prompt
 from support_redis import fresh_namespace, running_server
 
 from orchestrator.process.parent import identity_of
+from orchestrator.process.tasks import cancelled
 from orchestrator.store.client import connect
 from orchestrator.store.registry import Registry
 from orchestrator.types import WorkerState
@@ -105,8 +106,7 @@ class Hosts:
             yield
             assert not looking.done()
         finally:
-            looking.cancel()
-            await asyncio.gather(looking, return_exceptions=True)
+            await cancelled(looking)
         assert serving(worst) == 3, f"each is replaced, and no two at once: {worst}"
 
     def end(self) -> None:

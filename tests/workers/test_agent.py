@@ -33,8 +33,7 @@ PROMPT = list(range(100, 400))
 
 async def test_load_says_which_submissions_it_includes(workers: Workers) -> None:
     worker, frontend = await workers.served(Role.DECODE, speed=1.0)
-    request = frontend.new(PROMPT, max_tokens=2000)
-    frontend.submit_to(worker.id, request)
+    request = frontend.submit(worker.id, PROMPT, max_tokens=2000)
     seen = await until(
         lambda: (load := frontend.loads[worker.id]).seen.get(frontend.id) == 1 and load, "the submission in the load"
     )
@@ -70,8 +69,7 @@ async def test_messages_go_on_while_the_engine_takes_a_request(workers: Workers)
     for request in slow:
         frontend.submit_to(worker.id, request)
     await until(lambda: len(began) == len(slow), "both wait")
-    other = frontend.new([9, *PROMPT])
-    frontend.submit_to(worker.id, other)
+    other = frontend.submit(worker.id, [9, *PROMPT])
     await frontend.finished(other)
     frontend.abort(worker.id, slow[0])
     await until(lambda: len(worker.agent._attempts.all()) == 1, "the abort is heard")
@@ -93,8 +91,7 @@ async def test_of_frontends_that_are_gone_nothing_is_kept(workers: Workers, monk
     await until(lambda: [*routes] == [stays.id], "the connections are forgotten")
     await until(lambda: worker.agent._frontends.greeted == {stays.id})
     request = stays.new(PROMPT)
-    stays.submit_to(worker.id, request)
-    await stays.finished(request)
+    await stays.decoded_by(worker.id, request)
 
 
 async def test_an_abort_by_another_frontend_ends_nothing(workers: Workers) -> None:
@@ -158,8 +155,7 @@ async def test_corrupt_messages_disturb_nobody(workers: Workers, caplog: pytest.
     try:
         for frames in ([b""], [b"\xff" * 100], [msgspec.msgpack.encode({"type": "submit"})], [b"", b"", b""]):
             await vandal.send_multipart(frames)
-        request = frontend.new(PROMPT)
-        frontend.submit_to(worker.id, request)
+        request = frontend.submit(worker.id, PROMPT)
         await frontend.finished(request)
         await until(lambda: caplog.text.count("dropped a corrupt message") == 4)
         await until(lambda: frontend.loads[worker.id].corrupt_messages == 4)
@@ -169,18 +165,15 @@ async def test_corrupt_messages_disturb_nobody(workers: Workers, caplog: pytest.
 
 async def test_a_duplicate_submission_is_answered_once(workers: Workers) -> None:
     worker, frontend = await workers.served(Role.DECODE)
-    request = frontend.new(PROMPT, max_tokens=30)
-    frontend.submit_to(worker.id, request)
-    frontend.submit_to(worker.id, request)
-    await frontend.finished(request)
+    request = frontend.submit(worker.id, PROMPT, max_tokens=30)
+    await frontend.decoded_by(worker.id, request)
     await workers.assert_no_leaks()
     assert frontend.late_outputs == 0
 
 
 async def test_a_higher_attempt_replaces_the_older(workers: Workers) -> None:
     worker, frontend = await workers.served(Role.DECODE, speed=1.0)
-    request = frontend.new(PROMPT, max_tokens=60)
-    frontend.submit_to(worker.id, request)
+    request = frontend.submit(worker.id, PROMPT, max_tokens=60)
     await until(lambda: len(request.tokens) >= 5)
     request.attempt = 2
     frontend.submit_to(worker.id, request)  # resumes after the tokens it has
@@ -216,8 +209,7 @@ async def test_departed_frontend_leaves_load_reports(workers: Workers, monkeypat
     stays, leaves = await workers.frontend(worker), await workers.frontend(worker)
     requests = [(frontend, frontend.new(PROMPT)) for frontend in (stays, leaves)]
     for frontend, request in requests:
-        frontend.submit_to(worker.id, request)
-        await frontend.finished(request)
+        await frontend.decoded_by(worker.id, request)
     await until(lambda: stays.loads[worker.id].seen.keys() == {stays.id, leaves.id})
     await leaves.registry.leave_frontend(leaves.id)  # first, as frontends do
     await leaves.close()
@@ -227,8 +219,7 @@ async def test_departed_frontend_leaves_load_reports(workers: Workers, monkeypat
 async def test_idle_frontend_is_not_probed(workers: Workers, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a large fleet all workers would ask after every frontend that ever sent them something."""
     worker, frontend = await workers.served(Role.DECODE)
-    request = frontend.new(PROMPT)
-    frontend.submit_to(worker.id, request)
+    request = frontend.submit(worker.id, PROMPT)
     await frontend.finished(request)
     await workers.assert_no_leaks()
     welcomes, sequence = frontend.welcomes, frontend.loads[worker.id].sequence
@@ -239,8 +230,7 @@ async def test_idle_frontend_is_not_probed(workers: Workers, monkeypatch: pytest
 async def test_what_cannot_be_delivered_is_given_up(workers: Workers) -> None:
     worker = await workers.start(Role.DECODE, speed=1.0)
     frontend, another = await workers.frontend(worker), await workers.frontend(worker)
-    request = frontend.new(PROMPT, max_tokens=300)
-    frontend.submit_to(worker.id, request)
+    request = frontend.submit(worker.id, PROMPT, max_tokens=300)
     await until(lambda: len(request.tokens) > 3 and another.loads[worker.id].running)
     frontend.transport.disconnect(worker.id)
     await until(lambda: not another.loads[worker.id].running)
@@ -249,8 +239,7 @@ async def test_what_cannot_be_delivered_is_given_up(workers: Workers) -> None:
     frontend.welcomed.clear()
     await until(lambda: frontend.welcomed)
     request.attempt = 2
-    frontend.submit_to(worker.id, request)
-    await frontend.finished(request)
+    await frontend.decoded_by(worker.id, request)
 
 
 async def test_control_calls_are_answered(workers: Workers) -> None:
@@ -290,8 +279,7 @@ async def test_request_prefilled_before_role_change_is_recomputed(
     assert rejected.leaving and not rejected.final
     frontend.abort(worker.id, request)
     request.attempt += 1
-    frontend.submit_to(worker.id, request)
-    await frontend.finished(request)
+    await frontend.decoded_by(worker.id, request)
 
 
 async def test_lost_join_answer_is_no_duplicate_id(workers: Workers, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -336,15 +324,13 @@ async def test_requests_left_at_drain_deadline_are_given_back(redis_server: Embe
     async with running_workers(redis_server, workers={"drain_timeout_s": 0.2}) as workers:
         worker, other = await workers.start(Role.DECODE, speed=1.0), await workers.start(Role.DECODE)
         frontend = await workers.frontend(worker, other)
-        request = frontend.new(PROMPT, max_tokens=1000)
-        frontend.submit_to(worker.id, request)
+        request = frontend.submit(worker.id, PROMPT, max_tokens=1000)
         await until(lambda: len(request.tokens) > 3)
         await order_drain(workers.registry, worker.id)
         rejected = await until(lambda: request.got(Rejected))
         assert rejected.why == "drained"
         request.attempt = 2
-        frontend.submit_to(other.id, request)
-        await frontend.finished(request)
+        await frontend.decoded_by(other.id, request)
         assert await worker.stopped() == 0
 
 
@@ -407,8 +393,7 @@ async def test_ended_key_can_be_submitted_again(workers: Workers) -> None:
     request = frontend.new(PROMPT, max_tokens=4)
     for attempt in (1, 2, 3):
         request.attempt, request.tokens, request.finish = attempt, [], None
-        frontend.submit_to(worker.id, request)
-        await frontend.finished(request)
+        await frontend.decoded_by(worker.id, request)
     assert request.tokens == expected(PROMPT, 4)
 
 

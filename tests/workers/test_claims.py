@@ -9,7 +9,7 @@ import pytest
 from support_redis import claim_head
 from support_steering import order_drain
 from support_wait import DEADLINE_S, until
-from support_workers import Frontend, Workers, running_workers
+from support_workers import Workers, running_workers
 
 from orchestrator.launch.host.redis_server import EmbeddedRedis
 from orchestrator.policy.predict.predictor import PRIOR_S_PER_TOKEN
@@ -23,30 +23,21 @@ from workers.sim.codec import WireOutput
 PROMPT = list(range(100, 400))
 
 
-async def pair(workers: Workers, **sim: object) -> tuple[Frontend, str, str]:
-    """A prefill and a decode worker, and a frontend that binds what is claimed to the latter."""
-    prefill, decode = await workers.start(Role.PREFILL, **sim), await workers.start(Role.DECODE, **sim)
-    frontend = await workers.frontend(prefill, decode, binds_to=decode)
-    return frontend, prefill.id, decode.id
-
-
 async def test_claims_only_what_its_budget_allows(redis_server: EmbeddedRedis) -> None:
     async with running_workers(
         redis_server, sim={"max_num_batched_tokens": 1000, "prefill_us_per_token": 50}
     ) as workers:
-        frontend, prefill, _ = await pair(workers, speed=1.0)
+        prefill, _, frontend = await workers.pair(speed=1.0)
         requests = [frontend.new([i, *PROMPT], max_tokens=2) for i in range(20)]
 
         def held_tokens() -> int:
             claimed = [r for r in requests if r.got(Claimed) and not r.got(Prefilled) and not r.got(PrefillFailed)]
             return sum(len(r.prompt) for r in claimed)
 
-        engine = next(worker.engine for worker in workers.local if worker.id == prefill)
-        await engine.call("pause_scheduler", [], {})  # it computes nothing until all are in the queue
-        for request in requests:
-            await frontend.enqueue(request)
+        await prefill.engine.call("pause_scheduler", [], {})  # it computes nothing until all are in the queue
+        await frontend.enqueue(*requests)
         await until(lambda: held_tokens() > 1000, "more claims than one batch takes")
-        await engine.call("resume_scheduler", [], {})
+        await prefill.engine.call("resume_scheduler", [], {})
         most = 0
         while not all(r.finish for r in requests):
             most = max(most, held_tokens())
@@ -63,16 +54,14 @@ async def test_claims_no_more_than_the_tightest_objective_lets_others_wait_for(
     slow = {"speed": 1.0, "prefill_us_per_token": 1000.0, "max_num_batched_tokens": 2048}
     classes = {"chat": {"ttft_s": 0.3}} if named_by == "the file" else {}
     async with running_workers(redis_server, sim=slow, slo={"ttft_s": 30.0, "classes": classes}) as workers:
-        frontend, _, _ = await pair(workers, **slow)
+        _, _, frontend = await workers.pair(**slow)
         own_s, before = (0.0, 0) if classes else (0.3, 8)  # an eighth of the latest jobs
         earlier, requests = (
             [frontend.new([i, *PROMPT[:n]], max_tokens=1) for i in range(k)] for n, k in ((9, before), (300, 6))
         )
-        for request in earlier:
-            await frontend.enqueue(request, ttft_s=own_s)
+        await frontend.enqueue(*earlier, ttft_s=own_s)
         await frontend.finished(*earlier)
-        for request in requests:
-            await frontend.enqueue(request, ttft_s=own_s)
+        await frontend.enqueue(*requests, ttft_s=own_s)
         most = 0
         while not all(r.finish for r in requests):
             most = max(most, sum(bool(r.got(Claimed)) and not r.got(Prefilled) for r in requests))
@@ -95,10 +84,10 @@ async def test_cached_tokens_do_not_count_against_budget(redis_server: EmbeddedR
     """500 tokens fit in no budget of 400 while another prompt is computed; 20 that are not cached do."""
     slow = {"speed": 1.0, "prefill_us_per_token": 400.0, "max_num_batched_tokens": 200}
     async with running_workers(redis_server, sim=slow) as workers:
-        frontend, prefill, _ = await pair(workers)
+        prefill, _, frontend = await workers.pair()
         first, second = frontend.new([1, *range(799)]), frontend.new([2, *range(499)])
         await frontend.claimed(first)
-        await frontend.claimed(second, cached={prefill: 480})
+        await frontend.claimed(second, cached={prefill.id: 480})
         assert not first.got(Prefilled)
         await frontend.finished(first, second)
 
@@ -129,8 +118,7 @@ async def test_jobs_cached_on_draining_worker_are_claimed(workers: Workers) -> N
     await order_drain(workers.registry, home.id)
     assert await home.stopped() == 0
     requests = [frontend.new([i, *PROMPT], max_tokens=1) for i in range(5)]
-    for request in requests:
-        await frontend.enqueue(request, cached={home.id: 300})
+    await frontend.enqueue(*requests, cached={home.id: 300})
     await frontend.finished(*requests)
     assert {request.claimed_by[0] for request in requests} == {other.id}
 
@@ -171,8 +159,7 @@ def test_claims_as(held: int, claimed: int, free: int, lockstep: bool, expected:
 async def test_a_rank_that_could_claim_ahead_leaves_jobs_to_idle_ones(redis_server: EmbeddedRedis) -> None:
     """It has room for many more of them."""
     async with running_workers(redis_server, sim={"max_num_batched_tokens": 2048}) as workers:
-        frontend, name, _ = await pair(workers)
-        rank = next(worker for worker in workers.local if worker.id == name)
+        rank, _, frontend = await workers.pair()
         rank.agent._claims._info = msgspec.structs.replace(rank.info, lockstep=True)
         await rank.engine.call("pause_scheduler", [], {})
         computes = frontend.new([*range(1500)])
@@ -185,7 +172,7 @@ async def test_a_rank_that_could_claim_ahead_leaves_jobs_to_idle_ones(redis_serv
             await asyncio.sleep(0.1)  # longer than WAIT_S in all: it has begun to wait anew
             await frontend.claimed(request)
             await frontend.finished(request)
-        assert name not in {request.claimed_by[0] for request in requests}
+        assert rank.id not in {request.claimed_by[0] for request in requests}
         await rank.engine.call("resume_scheduler", [], {})
         await frontend.finished(computes)
 
@@ -193,11 +180,10 @@ async def test_a_rank_that_could_claim_ahead_leaves_jobs_to_idle_ones(redis_serv
 @pytest.mark.parametrize("why", ["its role", "no room", "it drains", "its end"])
 async def test_a_worker_that_may_not_claim_any_more_is_told_of_no_job(workers: Workers, why: str) -> None:
     """It says so, and waits for no deadline: other workers are told of jobs at once."""
-    frontend, name, _ = await pair(workers)
-    worker = next(worker for worker in workers.local if worker.id == name)
+    worker, _, frontend = await workers.pair()
 
     async def waits() -> bool:
-        return await workers.redis.zscore(f"{workers.queue.keys.prefix}waiters", name) is not None
+        return await workers.redis.zscore(f"{workers.queue.keys.prefix}waiters", worker.id) is not None
 
     async def waits_no_more() -> bool:
         return not await waits()
@@ -216,7 +202,7 @@ async def test_a_worker_that_may_not_claim_any_more_is_told_of_no_job(workers: W
         case "no room":
             claims._info = msgspec.structs.replace(claims._info, max_num_seqs=1)
         case "it drains":
-            await order_drain(workers.registry, name)
+            await order_drain(workers.registry, worker.id)
         case "its end":
             worker.agent._ended.set()
     await until(waits_no_more, "it has left")
@@ -233,10 +219,9 @@ def test_a_worker_that_only_decodes_claims_one_job_that_fits_beside_that() -> No
 
 async def test_a_job_longer_than_the_budget_is_prefilled_alone(redis_server: EmbeddedRedis) -> None:
     async with running_workers(redis_server, sim={"max_num_batched_tokens": 64}) as workers:
-        frontend, _, _ = await pair(workers)
+        _, _, frontend = await workers.pair()
         requests = [frontend.new([i, *range(1000)]) for i in range(3)]
-        for request in requests:
-            await frontend.enqueue(request)
+        await frontend.enqueue(*requests)
         await frontend.finished(*requests)
 
 
@@ -248,7 +233,7 @@ async def test_the_next_job_is_claimed_before_a_long_one_has_ended(
         monkeypatch.setattr(f"workers.claims.{name}", 30.0)
     slow = {"speed": 1.0, "prefill_us_per_token": 400.0, "max_num_batched_tokens": 200}
     async with running_workers(redis_server, sim=slow) as workers:
-        frontend, _, _ = await pair(workers, **slow)
+        _, _, frontend = await workers.pair(**slow)
         long, fits = frontend.new([*range(3000)]), frontend.new(PROMPT[:150])
         await frontend.claimed(long)
         await frontend.claimed(fits)
@@ -264,11 +249,10 @@ async def test_waiting_job_is_claimed_once_it_fits(
     # Two seconds a prompt, in which the others are enqueued and one of them claimed.
     slow = {"speed": 1.0, "prefill_us_per_token": 8000.0, "max_num_batched_tokens": 200}
     async with running_workers(redis_server, sim=slow) as workers:
-        frontend, _, _ = await pair(workers, **slow)
+        _, _, frontend = await workers.pair(**slow)
         first, second, third = [frontend.new([i, *PROMPT[:249]]) for i in range(3)]
         await frontend.claimed(first)
-        for request in (second, third):
-            await frontend.enqueue(request)
+        await frontend.enqueue(second, third)
         await until(lambda: second.got(Claimed))
         assert not first.got(Prefilled)
         await frontend.finished(first, second, third)
@@ -292,7 +276,7 @@ async def test_nothing_is_claimed_where_no_decode_worker_may_get_the_kv(redis_se
 
 
 async def test_a_corrupt_job_fails_alone(workers: Workers) -> None:
-    frontend, _, _ = await pair(workers)
+    _, _, frontend = await workers.pair()
     frames, request, good = frontend.new(PROMPT), frontend.new(PROMPT), frontend.new(PROMPT)
     await frontend.enqueue(frames, body=b"\xc1 no frames")
     await frontend.enqueue(request, body=b"\x91\xc4\x02\xc1\xc1")  # frames, but no request in them
@@ -311,12 +295,12 @@ async def test_a_corrupt_job_fails_alone(workers: Workers) -> None:
 @pytest.mark.parametrize("stage", ["claimed", "prefilled"])
 async def test_abort_frees_both_sides(workers: Workers, stage: str) -> None:
     slow = {"speed": 1.0, "prefill_us_per_token": 200.0, "kv_bytes_per_token": 1_000_000, "link_gb_per_s": 1.0}
-    frontend, prefill, decode = await pair(workers, **slow)
+    prefill, decode, frontend = await workers.pair(**slow)
     request = frontend.new(PROMPT)
     await frontend.enqueue(request)
     await until(lambda: request.got(Claimed if stage == "claimed" else Prefilled))
-    frontend.abort(prefill, request)
-    frontend.abort(decode, request)
+    frontend.abort(prefill.id, request)
+    frontend.abort(decode.id, request)
     await workers.assert_no_leaks()
     assert request.finish is None
 
@@ -348,12 +332,10 @@ async def test_jobs_of_an_absent_frontend_hold_up_no_other(
 ) -> None:
     monkeypatch.setattr("workers.prefills.GREETING_TIMEOUT_S", 2 * DEADLINE_S)
     async with running_workers(redis_server, sim={"max_num_batched_tokens": 200}) as workers:
-        prefill, decode = await workers.start(Role.PREFILL), await workers.start(Role.DECODE)
-        here = await workers.frontend(prefill, decode, binds_to=decode)
+        prefill, decode, here = await workers.pair()
         absent = await workers.frontend(decode, binds_to=decode)
         theirs = [absent.new([i, *PROMPT]) for i in range(5)]  # one of them is all that the worker may claim
-        for request in theirs:
-            await absent.enqueue(request)
+        await absent.enqueue(*theirs)
         request = here.new(PROMPT)
         await here.enqueue(request)
         await here.finished(request)
@@ -366,8 +348,7 @@ async def test_frontend_that_was_waited_for_once_is_left_to_other_workers(
 ) -> None:
     monkeypatch.setattr("workers.prefills.GREETING_TIMEOUT_S", 0.01)
     async with running_workers(redis_server) as workers:
-        prefill, decode = await workers.start(Role.PREFILL), await workers.start(Role.DECODE)
-        here = await workers.frontend(prefill, decode, binds_to=decode)
+        prefill, decode, here = await workers.pair()
         absent = await workers.frontend(decode, binds_to=decode)
         theirs = absent.new(PROMPT)
         await absent.enqueue(theirs)
@@ -494,7 +475,7 @@ async def test_a_prefill_that_its_engine_failed_on_is_told_from_one_that_was_giv
 
 @pytest.mark.slow
 async def test_redis_lost_its_data_while_a_prefill_runs(workers: Workers) -> None:
-    frontend, _, _ = await pair(workers, speed=1.0, prefill_us_per_token=2000.0)
+    _, _, frontend = await workers.pair(speed=1.0, prefill_us_per_token=2000.0)
     request = frontend.new(PROMPT)
     await frontend.claimed(request)
     for key in await workers.redis.execute_command("KEYS", f"{workers.queue.keys.prefix}*"):
@@ -521,10 +502,10 @@ async def test_prefilled_job_that_redis_hands_out_again_is_acknowledged(redis_se
 
 
 async def test_a_retried_request_is_prefilled_again(workers: Workers) -> None:
-    frontend, _, decode = await pair(workers, speed=1.0, prefill_us_per_token=300.0)
+    _, decode, frontend = await workers.pair(speed=1.0, prefill_us_per_token=300.0)
     request = frontend.new(PROMPT)
     await frontend.claimed(request)
-    frontend.abort(decode, request)
+    frontend.abort(decode.id, request)
     request.attempt, request.decode, request.events = 2, "", []
     await frontend.enqueue(request)  # replaces the first attempt, which still computes
     await frontend.finished(request)
@@ -532,7 +513,7 @@ async def test_a_retried_request_is_prefilled_again(workers: Workers) -> None:
 
 async def test_an_older_attempt_that_redis_hands_out_again_ends_no_newer_one(workers: Workers) -> None:
     """As one does that was restored from a snapshot. Nobody would tell the frontend of the newer one's end."""
-    frontend, _, _ = await pair(workers, speed=1.0, prefill_us_per_token=1000.0)
+    _, _, frontend = await workers.pair(speed=1.0, prefill_us_per_token=1000.0)
     request = frontend.new(PROMPT)
     request.attempt = 2
     await frontend.claimed(request)

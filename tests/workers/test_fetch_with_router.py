@@ -107,8 +107,7 @@ async def test_a_decode_worker_that_prefills_fetches_too(redis_server: EmbeddedR
 
 
 async def test_what_is_fetched_for_a_prompt_says_its_own_frontend_alone(workers: Workers) -> None:
-    prefill, decode = await workers.start(Role.PREFILL), await workers.start(Role.DECODE)
-    own = await workers.frontend(prefill, decode, binds_to=decode)
+    prefill, decode, own = await workers.pair()
     other = await workers.frontend(prefill, decode)
     request = own.new(turn(0), 4)
     claimed = await own.claimed(request, cached={PrefillJob.LENT: PREFIX_TOKENS})
@@ -276,8 +275,7 @@ async def test_a_lost_prefix_is_computed(workers: Workers) -> None:
 
 
 async def test_a_frontend_that_does_not_answer_is_not_waited_for(workers: Workers) -> None:
-    prefill, decode = await workers.start(Role.PREFILL), await workers.start(Role.DECODE)
-    frontend = await workers.frontend(prefill, decode, binds_to=decode)
+    prefill, decode, frontend = await workers.pair()
     request = frontend.new(PROMPT, 4)
     claimed = await frontend.claimed(request, cached={PrefillJob.LENT: PREFIX_TOKENS, prefill.id: 0})
     assert claimed.cached_tokens == 0, "it asks what to fetch"

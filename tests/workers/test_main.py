@@ -241,8 +241,7 @@ async def test_processes_hand_kv_over_and_leave_in_order(workers: Workers) -> No
     prefill, decode = await workers.spawn(Role.PREFILL), await workers.spawn(Role.DECODE)
     frontend = await workers.frontend(prefill, decode, binds_to=decode)
     requests = [frontend.new([i, *range(300)]) for i in range(10)]
-    for request in requests:
-        await frontend.enqueue(request)
+    await frontend.enqueue(*requests)
     await frontend.finished(*requests)
     await workers.assert_no_leaks()
     assert frontend.loads[prefill.id].kv.transfers == 10
@@ -261,8 +260,7 @@ async def test_sigterm_drains_a_worker_that_no_launcher_runs(workers: Workers) -
     workers.tree["workers"]["drain_timeout_s"] = 60.0
     worker = await workers.spawn(Role.DECODE)
     frontend = await workers.frontend(worker)
-    request = frontend.new([1, 2, 3], max_tokens=600)
-    frontend.submit_to(worker.id, request)
+    request = frontend.submit(worker.id, [1, 2, 3], max_tokens=600)
     await until(lambda: bool(request.tokens), "it decodes")
     worker.kill(signal.SIGTERM)
     assert await worker.stopped() == 0
@@ -288,8 +286,7 @@ async def test_health_port_reports_starting_ready_and_draining(workers: Workers)
             await client.get("/live", timeout=0.5)
         worker.kill(signal.SIGCONT)
         frontend = await workers.frontend(worker)
-        request = frontend.new([1, 2, 3], max_tokens=30_000)
-        frontend.submit_to(worker.id, request)
+        request = frontend.submit(worker.id, [1, 2, 3], max_tokens=30_000)
         await until(lambda: bool(request.tokens), "it decodes")
         worker.kill(signal.SIGTERM)
         while await status("/ready") != 503:

@@ -103,13 +103,11 @@ async def test_a_prompt_that_it_prefilled_is_cached_when_it_decodes_it_after_all
 
 async def test_a_change_back_at_once_disturbs_nothing(workers: Workers) -> None:
     moved, frontend = await workers.served(Role.DECODE, speed=1.0)
-    stream = frontend.new(PROMPT[:20], 60)
-    frontend.submit_to(moved.id, stream)
+    stream = frontend.submit(moved.id, PROMPT[:20], 60)
     await until(lambda: stream.tokens, "it streams")
     for role in (Role.PREFILL, Role.DECODE, Role.PREFILL, Role.DECODE):
         await order_role(workers.registry, moved.id, role)
-    again = frontend.new(PROMPT[:20])
-    frontend.submit_to(moved.id, again)
+    again = frontend.submit(moved.id, PROMPT[:20])
     await frontend.finished(stream, again)
     assert not stream.got(Rejected) and not again.got(Rejected)
 
@@ -154,6 +152,5 @@ async def test_it_claims_a_prompt_that_fits_beside_its_answers_however_tight_the
 @pytest.mark.parametrize("role", list(Role))
 async def test_a_frontend_that_has_not_heard_of_a_role_is_served(workers: Workers, role: Role) -> None:
     worker, frontend = await workers.served(role)
-    request = frontend.new(PROMPT)
-    frontend.submit_to(worker.id, request)
+    request = frontend.submit(worker.id, PROMPT)
     await frontend.finished(request)

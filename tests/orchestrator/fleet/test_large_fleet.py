@@ -16,6 +16,7 @@ import zmq
 from orchestrator.fleet.membership import Membership
 from orchestrator.fleet.view import Fleet
 from orchestrator.fleet.worker_view import PrefixView
+from orchestrator.process.tasks import cancelled
 from orchestrator.types import EngineIdentity, KVEndpoint, Role, WorkerInfo, WorkerLoad, WorkerState
 from orchestrator.wire.messages import Abort, Rejected, Welcome, decode_to_worker, encode
 from orchestrator.wire.sockets import Assembler, frames_of
@@ -117,9 +118,7 @@ async def test_a_frontend_holds_1200_workers(addresses):
         while len(answered) < WORKERS:
             await asyncio.sleep(0.05)
     assert lost == []
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
+    await cancelled(*tasks)
     transport.close()
 
 

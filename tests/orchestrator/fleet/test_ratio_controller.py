@@ -20,6 +20,7 @@ from orchestrator.policy.predict.estimates import LATEST
 from orchestrator.policy.predict.predictor import Predictor
 from orchestrator.policy.prefix_keys import ReuseCounter
 from orchestrator.policy.ratio import decision
+from orchestrator.process.tasks import cancelled
 from orchestrator.store.operator.events import EventLog
 from orchestrator.store.planned import Seen
 from orchestrator.store.registry import Frontend, Registry
@@ -144,8 +145,7 @@ async def running(registry, fleet, frontend_id="f", tpot=latest_tpot(SLOConfig()
         yield ratio_controller
         assert not task.done() or task.exception() is None
     finally:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
+        await cancelled(task)
 
 
 async def is_desired(registry, prefill, decode):
@@ -181,8 +181,7 @@ async def offering(registry, prompt_tokens, output_tokens):
     try:
         yield
     finally:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
+        await cancelled(task)
 
 
 LONG_PROMPTS, LONG_ANSWERS = (4000, 1), (1, 4000)

@@ -57,8 +57,7 @@ async def test_frontend_that_starts_slowly_stays_registered(redis):
     assert await redis.execute_command("PTTL", key) > FRONTEND_TTL_S * 1000
     await connection.announce("http://h:1")
     assert 0 < await redis.execute_command("PTTL", key) <= FRONTEND_TTL_S * 1000
-    running.cancel()
-    await asyncio.gather(running, return_exceptions=True)
+    await cancelled(running)
     await connection.close()
 
 
@@ -76,8 +75,7 @@ async def test_a_frontend_whose_clients_have_all_descriptors_stays_registered(re
         await until(partial(redis.exists, key))
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
-    running.cancel()
-    await asyncio.gather(running, return_exceptions=True)
+    await cancelled(running)
     await connection.close()
 
 
@@ -95,8 +93,7 @@ async def test_a_worker_that_is_reached_is_told_of_before_the_next_heartbeat(red
         return (await connection.registry.frontends())["f"].reaches == 1
 
     await until(reaches_one)
-    running.cancel()
-    await asyncio.gather(running, return_exceptions=True)
+    await cancelled(running)
     await connection.close()
 
 
@@ -150,8 +147,7 @@ async def test_frontend_that_cannot_reach_redis_tells_its_launcher_that_it_lives
     for _ in range(2):  # at each heartbeat
         await told.wait()
         told.clear()
-    running.cancel()
-    await asyncio.gather(running, return_exceptions=True)
+    await cancelled(running)
     connection.transport.close()
 
 
@@ -322,8 +318,7 @@ async def test_a_defect_in_one_of_its_loops_ends_no_frontend(loop, redis, monkey
         for _ in range(3):
             await unless_ended(running, met.get())
     finally:
-        running.cancel()
-        await asyncio.gather(running, return_exceptions=True)
+        await cancelled(running)
         monkeypatch.undo()
         await connection.close()
     assert [text for text in caplog.messages if text.endswith("failed, and is tried again")]

@@ -46,8 +46,19 @@ def of(worker_id: str, process: str) -> WorkerInfo:
     return msgspec.structs.replace(worker(worker_id), pid=os.getpid(), process=process)
 
 
-def processes_of(config: Config, registry: Registry, machine: LocalMachine, folder: Path) -> FleetProcesses:
-    setup = Setup(0, config, folder / "c.yaml")
+CONFIG = parse_config({"model": "m", "engine": "sim"})
+
+
+def named(redis: Redis, **sections: Any) -> tuple[Config, Registry]:
+    """The configuration of a fleet of its own, and its registry."""
+    config = parse_config({"model": "m", "engine": "sim", "namespace": fresh_namespace(), **sections})
+    return config, Registry(redis, config.namespace)
+
+
+def processes_of(
+    config: Config, registry: Registry, folder: Path, machine: LocalMachine | None = None
+) -> FleetProcesses:
+    setup, machine = Setup(0, config, folder / "c.yaml"), machine or LocalMachine(config)
     frontends = FrontendPool(config, machine, lambda *line: None)
     fleet = FleetProcesses(config, registry, machine, Console(), lambda *noted: None, setup, AsyncMock(), frontends)
     fleet.frontends.serve()
@@ -57,8 +68,7 @@ def processes_of(config: Config, registry: Registry, machine: LocalMachine, fold
 async def test_only_ended_members_leave_registry(redis: Redis, tmp_path: Path):
     """Containers repeat host names and pids: neither a worker of another one nor a pid given anew is one of ours."""
     place, pid, ticks = own_identity().split("/")
-    config = parse_config({"model": "m", "engine": "sim", "namespace": fresh_namespace()})
-    registry = Registry(redis, config.namespace)
+    config, registry = named(redis)
     for info in (
         of("runs", own_identity()),
         of("its-pid-is-anothers-now", f"{place}/{pid}/{int(ticks) - 1}"),
@@ -69,17 +79,15 @@ async def test_only_ended_members_leave_registry(redis: Redis, tmp_path: Path):
     await registry.refresh_launcher(f"{place}/{pid}/{int(ticks) - 1}", Launcher(), 60)
     await registry.refresh_launcher("another/1/1", Launcher(), 60)
     await registry.refresh_launcher(f"{BY_HAND}{place}/{pid}/{int(ticks) - 1}", Launcher(), 60)
-    machine = LocalMachine(config)
-    fleet = processes_of(config, registry, machine, tmp_path)
+    fleet = processes_of(config, registry, tmp_path)
     await fleet.remove_dead_entries()
     assert set(await registry.workers()) == {"runs", "of-another-container", "of-no-process-here"}
     assert set(await registry.launchers()) == {"another/1/1"}
 
 
 async def test_who_takes_the_id_of_an_ended_worker_meanwhile_stays(redis: Redis, tmp_path: Path, monkeypatch):
-    config = parse_config({"model": "m", "engine": "sim", "namespace": fresh_namespace()})
-    registry = Registry(redis, config.namespace)
-    fleet = processes_of(config, registry, LocalMachine(config), tmp_path)
+    config, registry = named(redis)
+    fleet = processes_of(config, registry, tmp_path)
 
     async def read(worker_id: str) -> None:
         await registry.join(of(worker_id, "another/1/1"), 60)
@@ -109,9 +117,7 @@ class LeftRunning(LocalMachine):
 
 
 async def test_launcher_takes_over_workers_of_dead_launcher(redis: Redis, tmp_path: Path, monkeypatch):
-    workers = {"timeout_s": 1.0, "prefill": {"replicas": 0}}
-    config = parse_config({"model": "m", "engine": "sim", "namespace": fresh_namespace(), "workers": workers})
-    registry = Registry(redis, config.namespace)
+    config, registry = named(redis, workers={"timeout_s": 1.0, "prefill": {"replicas": 0}})
     await registry.join(msgspec.structs.replace(worker("worker-1"), role=Role.DECODE), 60)  # it was flipped
     await registry.join(worker("worker-3"), 60)  # a rank of it has ended, which the others have not noticed yet
     await registry.refresh_launcher("lives/1/1", Launcher({"worker-2": Role.DECODE}), 60)
@@ -120,7 +126,7 @@ async def test_launcher_takes_over_workers_of_dead_launcher(redis: Redis, tmp_pa
     taken: dict[str, Role] = {}
     monkeypatch.setattr(WorkerPool, "supervise", lambda pool, worker_id, role: taken.update({worker_id: role}))
     machine = LeftRunning(config)
-    fleet = processes_of(config, registry, machine, tmp_path)
+    fleet = processes_of(config, registry, tmp_path, machine)
     monkeypatch.setattr(FrontendPool, "update", AsyncMock())
     await fleet.start()
     await fleet.end()
@@ -133,8 +139,8 @@ async def test_what_is_set_survives_a_launcher_that_starts_when_all_entries_have
 ):
     """Redis was away for longer than an entry lives, and the fleet's own launcher comes back a moment later."""
     monkeypatch.setattr(launcher, "COME_BACK_S", 2.0)
-    config = parse_config({"model": "m", "engine": "sim", "namespace": fresh_namespace()})
-    registry, levels = Registry(redis, config.namespace), LogLevels(redis, config.namespace)
+    config, registry = named(redis)
+    levels = LogLevels(redis, config.namespace)
     first, runs_on = Launcher({"worker-0": Role.DECODE}), asyncio.Event()
     await registry.refresh_launcher("other/1/1", first, 0.1)
     rollout = Rollout(Version(0, {}), Version(1, {}), phase=Phase.DONE)
@@ -152,7 +158,7 @@ async def test_what_is_set_survives_a_launcher_that_starts_when_all_entries_have
     async with asyncio.TaskGroup() as together:
         together.create_task(come_back())
         assert await launcher._list_models(redis, {"": config}, {}) is None
-        fleet = processes_of(config, registry, LocalMachine(config), tmp_path)
+        fleet = processes_of(config, registry, tmp_path)
         await fleet._begin_version()
         await fleet._pool.begin(fleet.desired)
     assert await registry.rollout.read() == rollout and await levels.of("worker-0") == [None, "DEBUG"]
@@ -163,8 +169,7 @@ async def test_what_is_set_survives_a_launcher_that_starts_when_all_entries_have
 async def test_workers_by_hand_whose_heartbeats_are_rare_have_the_time_to_come_back(redis: Redis, monkeypatch):
     """They are all that lives of the fleet: a launcher that does not see them takes itself for alone."""
     monkeypatch.setattr(launcher, "COME_BACK_S", 0.0)
-    config = parse_config({"model": "m", "engine": "sim", "namespace": fresh_namespace()})
-    registry = Registry(redis, config.namespace)
+    config, registry = named(redis)
     await registry.join(worker("mine"), 0.1)
     await set_desired(registry, 3, 1, "scale")
     await asyncio.sleep(0.2)
@@ -181,8 +186,7 @@ async def test_workers_by_hand_whose_heartbeats_are_rare_have_the_time_to_come_b
 
 async def test_a_launcher_that_starts_where_nothing_is_set_or_all_have_left_waits_for_nobody(redis: Redis, monkeypatch):
     monkeypatch.setattr(launcher, "COME_BACK_S", 600.0)
-    config = parse_config({"model": "m", "engine": "sim", "namespace": fresh_namespace()})
-    registry = Registry(redis, config.namespace)
+    config, registry = named(redis)
     await launcher._list_models(redis, {"": config}, {})
     monkeypatch.setattr(launcher, "COME_BACK_S", 0.5)
     await registry.refresh_launcher("other/1/1", Launcher(), 60)
@@ -209,9 +213,7 @@ def waits(monkeypatch) -> list[float]:
 
 async def ran_out(redis: Redis, timeout_s: float) -> tuple[Config, Registry]:
     """A fleet that may live, and whose entries have just run out. `timeout_s`: by this launcher's file."""
-    sections = {"model": "m", "engine": "sim", "namespace": fresh_namespace(), "workers": {"timeout_s": timeout_s}}
-    config = parse_config(sections)
-    registry = Registry(redis, config.namespace)
+    config, registry = named(redis, workers={"timeout_s": timeout_s})
     await registry.join(worker("mine"), 60)
     await set_desired(registry, 3, 1, "scale")
     await redis.delete(registry.keys.worker("mine"))
@@ -238,7 +240,7 @@ async def test_workers_that_were_started_with_another_file_have_the_time_to_come
 
 
 async def test_the_list_of_a_fleet_that_runs_is_no_other_files_to_delete(redis: Redis):
-    config = parse_config({"model": "m", "engine": "sim", "namespace": fresh_namespace()})
+    config, _ = named(redis)
     store = ModelStore(redis, config.namespace)
     listed = ModelList(1, {"a": ListedModel({"model": "demo"})})
     assert await store.change(None, listed)
@@ -256,7 +258,7 @@ async def test_the_list_of_a_fleet_that_runs_is_no_other_files_to_delete(redis: 
 async def test_the_list_of_a_fleet_that_comes_back_to_redis_is_no_other_files_to_delete(redis: Redis, monkeypatch):
     """Redis was away for longer than an entry lives, of each of its models."""
     monkeypatch.setattr(launcher, "COME_BACK_S", 2.0)
-    config = parse_config({"model": "m", "engine": "sim", "namespace": fresh_namespace()})
+    config, _ = named(redis)
     store = ModelStore(redis, config.namespace)
     listed = ModelList(1, {"a": ListedModel({"model": "demo"})})
     assert await store.change(None, listed)
@@ -294,7 +296,7 @@ async def test_a_place_on_which_nothing_runs_is_no_fleet(tmp_path: Path, left: d
     registry = AsyncMock(launchers=AsyncMock(return_value=others), workers=AsyncMock(return_value={}))
     machine = LocalMachine(config)
     machine.left_running = AsyncMock(return_value=left)
-    fleet = processes_of(config, registry, machine, tmp_path)
+    fleet = processes_of(config, registry, tmp_path, machine)
     fleet._rolling.begin = AsyncMock()
     await fleet._begin_version()
     fleet._rolling.begin.assert_awaited_once_with(alone)
@@ -310,9 +312,8 @@ def pools_rest(monkeypatch) -> None:
 @pytest.mark.usefixtures("pools_rest")
 async def test_a_redis_that_forgot_gets_the_configuration_back_after_the_ratio(redis, tmp_path: Path):
     """A frontend or an operator may have set the ratio again before the launcher looked."""
-    config = parse_config({"model": "m", "engine": "sim", "namespace": fresh_namespace()})
-    registry = Registry(redis, config.namespace)
-    fleet = processes_of(config, registry, LocalMachine(config), tmp_path)
+    config, registry = named(redis)
+    fleet = processes_of(config, registry, tmp_path)
     await set_desired(registry, 1, 1, "scale")
     snapshot = Snapshot(desired=await registry.desired())
     await fleet._update(snapshot)
@@ -327,9 +328,8 @@ async def test_a_redis_that_forgot_gets_the_configuration_back_after_the_ratio(r
 @pytest.mark.usefixtures("pools_rest")
 async def test_bounds_of_the_size_that_were_rolled_out_hold(redis, tmp_path: Path):
     """The launcher alone goes by them, and its own file has others."""
-    config = parse_config({"model": "m", "engine": "sim", "namespace": fresh_namespace()})
-    registry = Registry(redis, config.namespace)
-    fleet = processes_of(config, registry, LocalMachine(config), tmp_path)
+    config, registry = named(redis)
+    fleet = processes_of(config, registry, tmp_path)
     grown = msgspec.structs.replace(config, scale=ScaleConfig(max_workers=3, grow_after_s=10))
     fleet._pool.setup = Setup(1, grown, tmp_path / "c.yaml")
     await set_desired(registry, 1, 1, "scale")
@@ -350,7 +350,7 @@ def led(tmp_path: Path, pools_rest) -> FleetProcesses:
     scale = {"min_workers": 1, "max_workers": 4, "grow_after_s": 10}
     config = parse_config({"model": "m", "engine": "sim", "scale": scale, "idle_after_s": 60})
     registry = AsyncMock(restored=AsyncMock(side_effect=lambda held, found: found))
-    fleet = processes_of(config, registry, LocalMachine(config), tmp_path)
+    fleet = processes_of(config, registry, tmp_path)
     fleet._came_up = True
     fleet._rolling = AsyncMock()
     return fleet
@@ -386,15 +386,13 @@ async def test_nothing_is_decided_on_those_alone_who_came_back_to_redis_first(le
         assert bool(led.registry.steer.await_count) is decides
 
 
+@pytest.mark.usefixtures("pools_rest")
 async def test_crashes_while_redis_was_away_are_not_held_against_a_process(
     server: Server, redis, tmp_path, monkeypatch
 ):
     """A rollout would go back for them, and `up` would end for good."""
-    config = parse_config({"model": "m", "engine": "sim", "namespace": fresh_namespace()})
-    registry = Registry(redis, config.namespace)
-    fleet = processes_of(config, registry, LocalMachine(config), tmp_path)
-    monkeypatch.setattr(FrontendPool, "update", AsyncMock())
-    monkeypatch.setattr(WorkerPool, "update", AsyncMock())
+    config, registry = named(redis)
+    fleet = processes_of(config, registry, tmp_path)
     monkeypatch.setattr("orchestrator.launch.supervise.BACKOFF_S", 0.01)
     launcher = LauncherConfig(restart_backoff_max_s=600)
     spec = ProcessSpec("w", [sys.executable, "-c", "raise SystemExit(75)"])
@@ -427,8 +425,7 @@ async def test_a_start_that_a_process_wants_tried_again_is_told_from_one_that_fa
     tmp_path: Path, code: int, later: bool
 ):
     """A service manager that takes 2 for an end for good would never start the fleet again."""
-    config = parse_config({"model": "m", "engine": "sim"})
-    fleet = processes_of(config, Mock(), LocalMachine(config), tmp_path)
+    fleet = processes_of(CONFIG, Mock(), tmp_path)
     end = Exit(code, "Redis cannot be used", was_ready=False, said=True)
     process = Mock(stage=Stage.PAUSING, last_exit=end, last_lines=[], crashes=3)
     process.name = "worker-0"
@@ -439,8 +436,7 @@ async def test_a_start_that_a_process_wants_tried_again_is_told_from_one_that_fa
 
 @pytest.mark.parametrize(("final", "shown"), [(False, "restarting"), (True, "cannot work as it is")])
 async def test_a_process_that_would_fail_again_is_not_said_to_restart(tmp_path: Path, final: bool, shown: str):
-    config = parse_config({"model": "m", "engine": "sim"})
-    fleet = processes_of(config, Mock(), LocalMachine(config), tmp_path)
+    fleet = processes_of(CONFIG, Mock(), tmp_path)
     fleet._console = Mock()
     end = Exit(2, "why", was_ready=False, said=True, final=final)
     process = Mock(stage=Stage.PAUSING, last_exit=end, parts=(), pid=0)
@@ -451,8 +447,7 @@ async def test_a_process_that_would_fail_again_is_not_said_to_restart(tmp_path: 
 
 async def test_what_a_process_leaves_that_drained_to_start_again_is_removed(tmp_path: Path):
     """It pauses before no start: a rollout has told it to."""
-    config = parse_config({"model": "m", "engine": "sim"})
-    fleet = processes_of(config, Mock(), LocalMachine(config), tmp_path)
+    fleet = processes_of(CONFIG, Mock(), tmp_path)
     fleet._shared_memory = Mock(remove_files_of=Mock(return_value=[]))
     process = Mock(stage=Stage.STARTING, last_exit=None, parts=(Mock(identity=own_identity()),), pid=0)
     process.name = "worker-0"
@@ -464,8 +459,7 @@ async def test_what_a_process_leaves_that_drained_to_start_again_is_removed(tmp_
 async def test_a_start_says_once_that_only_the_endpoint_is_not_ready(tmp_path: Path, monkeypatch, caplog):
     """The workers that decode may be on a host whose launcher is started later."""
     monkeypatch.setattr(fleet_processes, "_CONNECT_S", 0.0)
-    config = parse_config({"model": "m", "engine": "sim"})
-    fleet = processes_of(config, AsyncMock(), LocalMachine(config), tmp_path)
+    fleet = processes_of(CONFIG, AsyncMock(), tmp_path)
     fleet._answers = AsyncMock(side_effect=[False] * 4 + [True])  # type: ignore[method-assign]
     await fleet.until_ready()
     (line,) = caplog.messages
@@ -475,8 +469,7 @@ async def test_a_start_says_once_that_only_the_endpoint_is_not_ready(tmp_path: P
 async def test_a_model_waits_for_frontends_though_another_answers_for_them(tmp_path: Path, monkeypatch, caplog):
     """Before they serve, nothing is late."""
     monkeypatch.setattr(fleet_processes, "_CONNECT_S", 0.0)
-    config = parse_config({"model": "m", "engine": "sim"})
-    fleet = processes_of(config, AsyncMock(), LocalMachine(config), tmp_path)
+    fleet = processes_of(CONFIG, AsyncMock(), tmp_path)
     fleet._answers = AsyncMock(return_value=True)  # type: ignore[method-assign]
     stages, frontend = [Stage.STARTING] * 3, Mock()
     type(frontend).stage = PropertyMock(side_effect=lambda: stages.pop() if stages else Stage.READY)

@@ -73,6 +73,10 @@ class Child:
     async def ended(self) -> None:
         await self.task
 
+    async def stop(self) -> None:
+        self.process.request_stop()
+        await self.ended()
+
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
@@ -103,8 +107,7 @@ async def test_crashes_are_forgotten_after_a_healthy_time(monkeypatch, longest_p
     child.process.kill()
     await until(lambda: len(child.exits) == 4 and child.process.stage is not Stage.READY)
     assert child.process.crashes == 1
-    child.process.request_stop()
-    await child.ended()
+    await child.stop()
 
 
 async def test_missing_program_waits_longest_pause():
@@ -113,8 +116,7 @@ async def test_missing_program_waits_longest_pause():
     await until(lambda: child.process.stage is Stage.PAUSING)
     (end,) = child.exits
     assert end.final and "/nowhere/bin/python cannot be run on" in end.reason and "`python`" in end.reason
-    child.process.request_stop()
-    await child.ended()
+    await child.stop()
 
 
 async def test_crashed_process_restarts_until_stopped():
@@ -122,8 +124,7 @@ async def test_crashed_process_restarts_until_stopped():
     await until(lambda: len(child.exits) >= 3)
     assert child.process.crashes >= 2
     assert child.exits[0] == Exit(3, "worker-like: no luck", was_ready=False)
-    child.process.request_stop()
-    await child.ended()
+    await child.stop()
     assert child.stages[:3] == [Stage.STARTING, Stage.PAUSING, Stage.STARTING]
     assert child.stages[-1] is Stage.ENDED
 
@@ -138,8 +139,7 @@ async def test_a_kill_is_a_crash_and_the_next_start_has_another_process():
     assert child.process.pid not in (0, first)
     assert child.exits == [Exit(-9, "up", was_ready=True)]
     assert "killed by signal 9" in describe(child.exits[0])
-    child.process.request_stop()
-    await child.ended()
+    await child.stop()
     assert child.process.pid == 0 and started_ticks(first) is None
 
 
@@ -170,8 +170,7 @@ async def test_process_that_is_never_ready_is_restarted():
     said = "was killed by signal 15 (not ready within 0.3 s, of workers.start_timeout_s)"
     assert describe(child.exits[0]) == said, "whoever waits for it reads why"
     await until(lambda: len(child.lines) >= 2)
-    child.process.request_stop()
-    await child.ended()
+    await child.stop()
 
 
 async def test_a_stop_in_the_pause_ends_it_at_once(monkeypatch):
@@ -246,8 +245,7 @@ async def test_exit_reason_goes_before_last_output():
     assert child.exits[0] == Exit(2, "model: no such folder", was_ready=False, said=True)
     assert describe(child.exits[0]) == "ended with exit code 2 (model: no such folder)"
     assert child.lines[:2] == ["worker: model: no such folder", "noise at exit"]
-    child.process.request_stop()
-    await child.ended()
+    await child.stop()
 
 
 async def test_final_exit_waits_longest_pause():
@@ -258,8 +256,7 @@ async def test_final_exit_waits_longest_pause():
     assert child.exits == [Exit(2, "no such model", was_ready=False, said=True, final=True)]
     await asyncio.sleep(0.2)  # many times the first pause
     assert len(child.exits) == 1 and child.process.stage is Stage.PAUSING
-    child.process.request_stop()
-    await child.ended()
+    await child.stop()
 
 
 @pytest.mark.parametrize(
@@ -289,8 +286,7 @@ async def test_a_process_of_which_nobody_can_read_who_it_is_runs_no_more(monkeyp
     assert "Too many open files" in child.exits[0].reason
     await until(lambda: child.process.pid)
     assert [started_ticks(pid) for pid in pids] == [None] * len(pids)
-    child.process.request_stop()
-    await child.ended()
+    await child.stop()
 
 
 async def test_a_start_that_fails_leaves_no_descriptor_open(monkeypatch: pytest.MonkeyPatch):
@@ -310,8 +306,7 @@ async def test_a_process_may_end_with_any_code():
     child = Child("print('a shell says this'); raise SystemExit(127)")
     await until(lambda: child.exits)
     assert child.exits[0] == Exit(127, "a shell says this", was_ready=False)
-    child.process.request_stop()
-    await child.ended()
+    await child.stop()
 
 
 async def test_a_process_without_room_waits_and_can_be_told_to_leave():
@@ -366,8 +361,7 @@ async def test_one_whose_start_takes_long_is_stopped_at_once(monkeypatch: pytest
     monkeypatch.setattr(LocalProcess, "start", start)
     child = Child("")
     await begun.wait()
-    child.process.request_stop()
-    await child.task
+    await child.stop()
     assert given_up.is_set()
     assert child.stages == [Stage.STARTING, Stage.ENDED]
 
@@ -408,8 +402,7 @@ async def test_one_that_tells_that_it_lives_is_not_hung_though_the_registry_does
     child.process.missed(100.0, timeout_s=0.2)
     await until(lambda: child.exits)
     assert child.exits[0].code == -signal.SIGKILL, "it has told nothing for long"
-    child.process.request_stop()
-    await child.ended()
+    await child.stop()
 
 
 async def test_one_that_has_loaded_and_waits_for_redis_is_not_late():
@@ -417,8 +410,7 @@ async def test_one_that_has_loaded_and_waits_for_redis_is_not_late():
     child = Child(f"{tells}\nfor _ in range(30): tell_alive(); time.sleep(0.1)", start_timeout_s=1.0)
     await until(lambda: child.exits)
     assert child.exits[0].code == 0, "it ended by itself"
-    child.process.request_stop()
-    await child.ended()
+    await child.stop()
 
 
 def test_every_stage_has_successors_and_an_end():
@@ -441,8 +433,7 @@ async def test_one_that_readings_of_the_registry_miss_is_hung_and_started_again(
     child.process.missed(3.0, timeout_s=1.0)
     await until(lambda: child.process.pid not in (0, first))
     assert child.exits[0].code == -signal.SIGKILL
-    child.process.request_stop()
-    await child.ended()
+    await child.stop()
 
 
 async def test_one_that_hangs_while_it_leaves_is_ended_long_before_it_would_have_to_have_left():
@@ -472,8 +463,7 @@ async def test_a_process_that_outlives_sigkill_holds_nobody_up(monkeypatch, capl
     pid = child.process.pid or child.process.parts[0].pid
     with monkeypatch.context() as patched:
         patched.setattr(process_module.os, "killpg", lambda group, number: None)
-        child.process.request_stop()
-        await child.task
+        await child.stop()
     assert child.process.stage is Stage.ENDED and not child.process.pid
     assert f"child (process {pid}) has not ended within 0.3 s of SIGKILL" in caplog.text
     assert [part.lost for part in child.process.parts] == [stays == "the process"]

@@ -1,7 +1,5 @@
 """What the predictor learns from requests."""
 
-import time
-
 import pytest
 from support_bench import Bench, FakeRequest, counted
 
@@ -9,7 +7,7 @@ from orchestrator.frontend.edge import Objectives
 from orchestrator.policy.decode_choice import RequestInfo
 from orchestrator.policy.predict.estimates import LATE_IN_A_ROW, LATEST
 from orchestrator.router.request import Overloaded
-from orchestrator.types import PrefixEvents, QueueDepth, Role, WorkerLoad
+from orchestrator.types import PrefixEvents, QueueDepth, Role
 from orchestrator.wire.messages import Prefilled, Rejected
 
 
@@ -21,14 +19,9 @@ async def prefilled_together(bench, names, seconds, tokens=1000):
         bench.say("p0", Prefilled(name, 1, seconds))
 
 
-def measured(bench, tokens_per_s):
-    load = WorkerLoad("p0", 1, 1000, 1000, 0, 0, 0, step_ms=1.0, prefill_tokens_per_s=tokens_per_s)
-    bench.fleet.take_load(load, time.monotonic())
-
-
 async def test_batched_prompts_do_not_understate_prefill_speed():
     bench = Bench()
-    measured(bench, tokens_per_s=4000.0)
+    bench.report("p0", prefill_tokens_per_s=4000.0)
     await prefilled_together(bench, "abcd", seconds=1.0)  # four of 1000 tokens in one second
     predictor = bench.router.learning.predictor
     assert predictor.prefill_s(1000) == pytest.approx(0.25)
@@ -97,7 +90,7 @@ async def test_unmeasured_worker_teaches_nothing():
     bench = Bench()
     before = bench.router.learning.predictor.prefill_s(1000)
     await prefilled_together(bench, "ab", seconds=1.0)
-    measured(bench, tokens_per_s=0.0)
+    bench.report("p0", prefill_tokens_per_s=0.0)
     await prefilled_together(bench, "cd", seconds=1.0)
     assert bench.router.learning.predictor.prefill_s(1000) == before
 

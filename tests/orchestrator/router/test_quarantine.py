@@ -20,10 +20,6 @@ class CrashBench(Bench):
         for name in ("d2", "d3"):
             self.add_worker(name, Role.DECODE)
 
-    async def ask(self, *names):
-        for name in names:
-            await self.router.submit(FakeRequest(name, prompt_tokens=10))
-
     async def crash(self, worker_id, others=0, tried=None):
         """`tried`: a suspect of another frontend; ours is found."""
         mine = [name for name in self.on(worker_id) if self.router.requests[name].suspect]
@@ -45,24 +41,10 @@ class CrashBench(Bench):
         return [name for name, _, finish in self.received() if finish is FinishReason.ERROR]
 
 
-async def all_on_one_worker(bench, *names):
-    for name in ("d1", "d2", "d3"):
-        bench.fleet.workers[name].note_connected(False)
-    await bench.ask(*names)
-    for name in ("d1", "d2", "d3"):
-        bench.fleet.workers[name].note_connected(True)
-
-
-def only(bench, worker_id):
-    """No other worker is to be had."""
-    for name in ("d1", "d2", "d3"):
-        bench.fleet.workers[name].note_connected(name == worker_id)
-
-
 async def test_a_suspect_waits_no_longer_than_others_for_a_worker():
     bench = CrashBench(placement_timeout_s=30)
-    await all_on_one_worker(bench, "a", "b", "c")
-    only(bench, "d1")
+    await bench.submit_to_d0("a", "b", "c")
+    bench.connect("d2", "d3", connected=False)
     await bench.crash("d0")
     assert len(bench.on("d1")) == 1
     bench.router.check(time.monotonic() + 31)  # the first trial has taken too long by then: d1 tries another
@@ -75,8 +57,8 @@ async def test_a_suspect_waits_no_longer_than_others_for_a_worker():
 @pytest.mark.parametrize("how", ["the fleet is paused", "this process stands still"])
 async def test_time_in_which_nothing_could_come_about_is_no_time_of_suspects(how):
     bench = CrashBench(placement_timeout_s=30)
-    await all_on_one_worker(bench, "a", "b", "c")
-    only(bench, "d1")
+    await bench.submit_to_d0("a", "b", "c")
+    bench.connect("d2", "d3", connected=False)
     await bench.crash("d0")
     tried, now, pause = bench.on("d1"), time.monotonic(), bench.fleet.pause
     if how == "the fleet is paused":
@@ -95,8 +77,8 @@ async def test_time_in_which_nothing_could_come_about_is_no_time_of_suspects(how
 
 async def test_a_defect_that_one_suspect_meets_keeps_no_other_in_quarantine(monkeypatch):
     bench = CrashBench(placement_timeout_s=30)
-    await all_on_one_worker(bench, "a", "b", "c", "d")
-    only(bench, "d1")
+    await bench.submit_to_d0("a", "b", "c", "d")
+    bench.connect("d2", "d3", connected=False)
     await bench.crash("d0")
     fail, met = bench.router._dispatch.fail, []
 
@@ -115,7 +97,7 @@ async def test_each_worker_tries_one_suspect():
     """So nobody waits for more than a share of the others; that no two meet on a worker, the worker sees to."""
     bench = CrashBench()
     names = "abcdefgh"
-    await all_on_one_worker(bench, *names)
+    await bench.submit_to_d0(*names)
     await bench.crash("d0")
     rounds = 0
     while waiting := [name for name in names if bench.router.requests[name].state is not State.DECODING]:
@@ -134,8 +116,8 @@ async def test_each_worker_tries_one_suspect():
 
 async def test_suspect_runs_alone_until_its_first_token():
     bench = CrashBench()
-    await all_on_one_worker(bench, "a", "b", "c")
-    only(bench, "d1")
+    await bench.submit_to_d0("a", "b", "c")
+    bench.connect("d2", "d3", connected=False)
     await bench.crash("d0")
     assert [bench.where(name) is not None for name in "abc"] == [True, False, False]
     bench.tokens(bench.where("a"), "a", [2], attempt=2)
@@ -151,10 +133,10 @@ async def test_suspect_runs_alone_until_its_first_token():
 
 async def test_suspect_that_crashes_alone_fails_and_others_continue():
     bench = CrashBench()
-    await all_on_one_worker(bench, "poison", "a", "b")
+    await bench.submit_to_d0("poison", "a", "b")
     await bench.crash("d0")
     second = bench.where("poison")
-    await bench.ask("new")  # whoever else is on the second worker is not to blame
+    await bench.submit("new")  # whoever else is on the second worker is not to blame
     await bench.crash(second)
     assert bench.failed() == ["poison"]
     assert bench.why("poison") == f"it crashed 2 engines, the last on {second}: a kernel failed"
@@ -169,12 +151,12 @@ async def test_suspect_that_crashes_alone_fails_and_others_continue():
 
 async def test_only_request_of_two_crashes_is_guilty():
     bench = CrashBench()
-    await all_on_one_worker(bench, "poison")
+    await bench.submit_to_d0("poison")
     bench.tokens("d0", "poison", [1])
     await bench.crash("d0")
     second = bench.where("poison")
     bench.tokens(second, "poison", [2], attempt=2)  # no longer alone
-    await bench.ask(*(f"r{number}" for number in range(9)))
+    await bench.submit(*(f"r{number}" for number in range(9)))
     bystanders = bench.on(second) - {"poison"}
     assert bystanders
     await bench.crash(second)
@@ -184,9 +166,9 @@ async def test_only_request_of_two_crashes_is_guilty():
 
 async def test_prompt_computed_elsewhere_is_no_suspect():
     bench = CrashBench()
-    for name in ("one", "two"):
-        await bench.router.submit(FakeRequest(name))
-        bench.claim(name)
+    await bench.submit("one", "two", prompt_tokens=1000)
+    bench.claim("one")
+    bench.claim("two")
     there = bench.where("one")
     two = bench.router.requests["two"]
     two.give_to(two.prefill, bench.router.requests["one"].decode)
@@ -197,13 +179,11 @@ async def test_prompt_computed_elsewhere_is_no_suspect():
 
 async def test_crashed_worker_gets_no_requests():
     bench = CrashBench()
-    await all_on_one_worker(bench, "a")
-    for name in ("d1", "d2", "d3"):
-        bench.fleet.workers[name].note_connected(False)
+    await bench.submit_to_d0("a")
+    bench.connect("d1", "d2", "d3", connected=False)
     bench.say("d0", EngineCrashed("a kernel failed"))
-    for name in ("d1", "d2", "d3"):
-        bench.fleet.workers[name].note_connected(True)
-    await bench.ask(*(f"r{number}" for number in range(8)))
+    bench.connect("d1", "d2", "d3")
+    await bench.submit(*(f"r{number}" for number in range(8)))
     await bench.settle()
     assert bench.on("d0") == set(), "though it is still in the registry"
 
@@ -211,7 +191,7 @@ async def test_crashed_worker_gets_no_requests():
 async def test_crash_costs_bystanders_no_attempt(monkeypatch):
     monkeypatch.setattr("orchestrator.router.dispatch.MAX_ATTEMPTS", 1)
     bench = CrashBench()
-    await all_on_one_worker(bench, "a", "b")
+    await bench.submit_to_d0("a", "b")
     await bench.crash("d0")
     for name in "ab":
         bench.tokens(bench.where(name), name, [1], attempt=2, finish=FinishReason.STOP)
@@ -222,8 +202,8 @@ async def test_crash_costs_bystanders_no_attempt(monkeypatch):
 
 async def test_slow_trial_does_not_block_other_suspects():
     bench = CrashBench()
-    await all_on_one_worker(bench, "slow", "a")
-    only(bench, "d1")
+    await bench.submit_to_d0("slow", "a")
+    bench.connect("d2", "d3", connected=False)
     await bench.crash("d0")
     bench.router.check(time.monotonic())
     await bench.settle()
@@ -246,7 +226,7 @@ async def test_prefill_crash_suspects_its_prompts():
 
 async def test_repeated_suspect_is_not_guilty_if_another_frontend_may_be():
     bench = CrashBench()
-    await all_on_one_worker(bench, "a")
+    await bench.submit_to_d0("a")
     for attempt in (2, 3):
         await bench.crash(bench.where("a"), others=1)
         bench.tokens(bench.where("a"), "a", [1], attempt=attempt)
@@ -257,7 +237,7 @@ async def test_repeated_suspect_is_not_guilty_if_another_frontend_may_be():
 
 async def test_suspect_of_another_frontend_clears_ours():
     bench = CrashBench()
-    await all_on_one_worker(bench, "a", "b")
+    await bench.submit_to_d0("a", "b")
     for name in "ab":
         bench.tokens("d0", name, [1])
     await bench.crash("d0", others=1, tried="theirs")
@@ -268,7 +248,7 @@ async def test_suspect_of_another_frontend_clears_ours():
 async def test_crashes_of_another_rank_are_held_against_no_request_here():
     """Ranks of a group that steps together die of each other's ends. One that met three is not tried, and goes on."""
     bench = CrashBench()
-    await bench.ask("a")
+    await bench.submit("a")
     for attempt in range(1, MAX_ATTEMPTS):
         await bench.settle()
         worker, active = bench.where("a"), bench.router.requests["a"]
@@ -280,7 +260,7 @@ async def test_crashes_of_another_rank_are_held_against_no_request_here():
 
 async def test_a_request_does_not_end_groups_forever_where_each_rank_blames_another():
     bench = CrashBench()
-    await bench.ask("a")
+    await bench.submit("a")
     for _ in range(MAX_ATTEMPTS):
         await bench.settle()
         assert bench.where("a"), "it goes on"
@@ -292,7 +272,7 @@ async def test_a_request_does_not_end_groups_forever_where_each_rank_blames_anot
 
 async def test_answering_request_continues_and_is_suspect_of_second_crash():
     bench = CrashBench()
-    await all_on_one_worker(bench, "a", "b", "new")
+    await bench.submit_to_d0("a", "b", "new")
     for name in "ab":
         bench.tokens("d0", name, [1])
     await bench.crash("d0")
@@ -303,13 +283,12 @@ async def test_answering_request_continues_and_is_suspect_of_second_crash():
     bench.tokens(bench.where("new"), "new", [1], attempt=2, finish=FinishReason.STOP)
     for name in "ab":
         bench.tokens(bench.where(name), name, [2], attempt=2)
-    for number in (1, 2, 3):
-        bench.fleet.workers[f"d{number}"].note_connected(number == 3)
+    bench.connect("d1", "d2", connected=False)
     for name in "ab":  # they meet again
         bench.say(bench.where(name), Rejected(name, 2, "draining", leaving=True))
         await bench.settle()
         bench.tokens("d3", name, [3], attempt=3)
-    bench.fleet.workers["d1"].note_connected(True)
+    bench.connect("d1")
     await bench.crash("d3")
     assert bench.failed() == []
     assert [bench.where(name) is not None for name in "ab"] == [True, False], "one after the other"
@@ -317,7 +296,7 @@ async def test_answering_request_continues_and_is_suspect_of_second_crash():
 
 async def test_sole_possible_cause_is_guilty():
     bench = CrashBench()
-    await all_on_one_worker(bench, "poison")
+    await bench.submit_to_d0("poison")
     await bench.crash("d0", others=1)
     await bench.crash(bench.where("poison"))
     assert bench.failed() == ["poison"]

@@ -8,7 +8,7 @@ from unittest.mock import AsyncMock
 
 import msgspec
 import pytest
-from support_bench import Bench, FakeCodec, FakeRequest, counted
+from support_bench import Bench, FakeCodec, FakeRequest, counted, defective
 from support_wait import DEADLINE_S, until
 
 from orchestrator.fleet.membership import mark_silent_quiet
@@ -22,7 +22,7 @@ from orchestrator.router.decider import Decider
 from orchestrator.router.dispatch import LEAVING_S, SOUND_TOKENS
 from orchestrator.router.lost import STALL_TIMEOUT_S
 from orchestrator.router.request import SUCCESSORS, Failure, Overloaded, State
-from orchestrator.types import FinishReason, JobState, Offered, PauseState, QueueDepth, Role, WorkerLoad, WorkerState
+from orchestrator.types import FinishReason, JobState, Offered, PauseState, QueueDepth, Role, WorkerState
 from orchestrator.wire.messages import (
     Abort,
     EngineCrashed,
@@ -34,10 +34,6 @@ from orchestrator.wire.messages import (
     unpack_frames,
 )
 from orchestrator.wire.sockets import Sent
-
-
-def load_of(worker_id, blocks_free=900):
-    return WorkerLoad(worker_id, 1, 1000, blocks_free, 0, 0, 0, 1.0)
 
 
 async def test_a_short_prompt_is_prefilled_where_it_decodes():
@@ -138,9 +134,9 @@ async def test_a_request_that_nobody_claims_is_refused_where_it_must_not_go_loca
 async def test_a_lost_prefill_is_done_by_another_worker_or_refused_where_it_must_not_go_local():
     bench = Bench(fallback="refuse")
     bench.add_worker("p1", Role.PREFILL)
-    for name in ("r", "s"):
-        await bench.router.submit(FakeRequest(name))
-        bench.claim(name)
+    await bench.submit("r", "s", prompt_tokens=1000)
+    bench.claim("r")
+    bench.claim("s")
     bench.lose("p0")
     await bench.settle()
     assert [job.attempt for job in bench.queue.jobs] == [1, 1, 2, 2] and len(bench.submits()) == 2
@@ -157,8 +153,7 @@ async def test_strict_pairing_without_a_decode_worker_falls_back(fallback):
     bench.add_worker("d2", Role.DECODE, pairs_within="r1")
     for name, rack in (("p1", "r1"), ("p2", "r2")):
         bench.add_worker(name, Role.PREFILL, pairs_within=rack)
-    for name in ("near", "far"):
-        await bench.router.submit(FakeRequest(name))
+    await bench.submit("near", "far", prompt_tokens=1000)
     bench.claim("near", worker="p1")
     assert bench.bound_to() == "d2"
     bench.claim("far", worker="p2")
@@ -183,15 +178,6 @@ async def test_transfers_teach_how_fast_each_kind_of_link_is():
             bench.tokens(bench.bound_to(), name, [1], finish=0)
     samples = {link: line.samples for link, line in bench.router.learning.predictor.links.lines.items()}
     assert set(samples) == {("host",), ()} and all(2 <= count <= 5 for count in samples.values())
-
-
-async def test_lost_redis_refuses_what_must_not_go_local():
-    bench = await Bench.asked(FakeRequest("r"), fallback="refuse")
-    bench.queue.depth = None
-    bench.router.lost.queue_lost()
-    await bench.settle()
-    assert bench.codec.failures["r"].rejected.reason == "queue_unavailable"
-    bench.assert_no_leaks()
 
 
 async def test_an_unheard_claim_is_not_tried_again_for_ever():
@@ -241,13 +227,18 @@ async def test_claim_timeout_prefills_locally():
     assert len(bench.submits()) == 1
 
 
-async def test_lost_redis_moves_queued_requests_to_local():
-    bench = await Bench.asked(FakeRequest("r"))
+@pytest.mark.parametrize("fallback", ["local", "refuse"])
+async def test_lost_redis_moves_queued_requests_to_local_or_refuses_them(fallback):
+    bench = await Bench.asked(FakeRequest("r"), fallback=fallback)
     bench.queue.depth = None
     bench.router.lost.queue_lost()
     await bench.settle()
-    assert bench.submits()[0][1].attempt == 2
-    assert bench.router.requests["r"].retries == ["queue_unavailable"]
+    if fallback == "local":
+        assert bench.submits()[0][1].attempt == 2
+        assert bench.router.requests["r"].retries == ["queue_unavailable"]
+    else:
+        assert bench.codec.failures["r"].rejected.reason == "queue_unavailable"
+        bench.assert_no_leaks()
 
 
 async def test_lost_prefill_workers_move_queued_requests_to_local():
@@ -295,7 +286,7 @@ async def test_a_worker_that_computes_a_prompt_and_takes_decodes_now_does_not_ge
     view = bench.fleet.workers["p0"]
     view.note_info(msgspec.structs.replace(view.info, role=Role.DECODE))
     for name in ("d0", "d1"):  # by load it would be the choice
-        bench.fleet.take_load(WorkerLoad(name, 1, 1000, 0, 50, 50, 0, 1.0), time.monotonic())
+        bench.report(name, blocks_free=0, running=50, waiting=50)
     bench.claim("r")
     assert bench.bound_to() in ("d0", "d1")
 
@@ -520,20 +511,18 @@ async def test_requests_leave_quiet_decode_worker():
 async def test_quiet_worker_gets_no_request_until_it_reports():
     bench = Bench()
     bench.fleet.workers["d0"].mark_quiet()
-    for name in "abc":
-        await bench.router.submit(FakeRequest(name, prompt_tokens=10))
+    await bench.submit("a", "b", "c")
     assert {worker for worker, _ in bench.submits()} == {"d1"}
-    bench.fleet.take_load(load_of("d0", blocks_free=1000), time.monotonic())
+    bench.report("d0", blocks_free=1000)
     assert mark_silent_quiet(bench.fleet, time.monotonic(), DEADLINE_S) == []
-    await bench.router.submit(FakeRequest("d", prompt_tokens=10))
+    await bench.submit("d")
     assert bench.bound_to() == "d0"
 
 
 @pytest.mark.parametrize("told", ["worker_lost", "worker_quiet"])
 async def test_requests_of_workers_that_go_together_are_looked_through_once(told, monkeypatch):
     bench = Bench()
-    for name in "abcd":
-        await bench.router.submit(FakeRequest(name, prompt_tokens=10))
+    await bench.submit("a", "b", "c", "d")
     assert {worker for worker, _ in bench.submits()} == {"d0", "d1"}
     bench.add_worker("d2", Role.DECODE)
     looks, theirs = [], bench.router._requests.of
@@ -552,7 +541,7 @@ async def test_requests_stay_when_all_decode_workers_are_quiet():
         bench.fleet.workers[worker_id].mark_quiet()
     for worker_id in ("d0", "d1"):
         bench.router.lost.worker_quiet(worker_id)
-    await bench.router.submit(FakeRequest("s", prompt_tokens=10))
+    await bench.submit("s")
     assert bench.router.requests["r"].attempt == 1
     assert bench.fleet.ready(Role.DECODE) == 2
 
@@ -573,8 +562,7 @@ async def test_reset_connection_restarts_its_requests():
 async def test_what_happens_to_a_worker_looks_at_its_requests_alone(event, monkeypatch):
     """A frontend may have a hundred thousand of others: to look at each takes 60 ms, for each worker of a rack."""
     bench = Bench()
-    for number in range(4):
-        await bench.router.submit(FakeRequest(f"r{number}", prompt_tokens=10))
+    await bench.submit("r0", "r1", "r2", "r3")
     requests, worker = bench.router.requests, bench.router.requests["r0"].decode_worker
     theirs = {name for name, active in requests.items() if active.decode_worker == worker}
     assert 0 < len(theirs) < len(requests)
@@ -600,12 +588,8 @@ async def test_a_defect_that_one_request_meets_keeps_no_other_with_what_is_lost(
     """Another would wait ten minutes for its next token. The defect is there also when that request is ended for it."""
     bench, names = Bench(), ("r0", "r1", "r2")
     router, now = bench.router, time.monotonic()
-    bench.fleet.workers["d1"].note_connected(False)
-    for name in names:
-        await router.submit(FakeRequest(name, prompt_tokens=10 if event in OF_A_WORKER else 1000))
-    bench.fleet.workers["d1"].note_connected(True)
-    withdraw = router._dispatch.withdraw
-    monkeypatch.setattr(router._dispatch, "withdraw", lambda active: withdraw(active) if active.id != "r1" else 1 // 0)
+    await bench.submit_to_d0(*names, prompt_tokens=10 if event in OF_A_WORKER else 1000)
+    monkeypatch.setattr(router._dispatch, "withdraw", defective(router._dispatch.withdraw, "r1"))
     if event == "engine_crashed":
         router.lost.engine_crashed("d0", EngineCrashed("it died"))
     elif event == "job_failed":
@@ -632,15 +616,9 @@ async def test_a_defect_that_one_request_meets_keeps_no_other_with_what_is_lost(
 
 
 async def test_a_request_whose_client_cannot_be_told_of_its_defect_keeps_no_other_with_a_lost_worker(monkeypatch):
-    bench, names = Bench(), ("r0", "r1", "r2")
-    bench.fleet.workers["d1"].note_connected(False)
-    for name in names:
-        await bench.router.submit(FakeRequest(name, prompt_tokens=10))
-    bench.fleet.workers["d1"].note_connected(True)
-    withdraw = bench.router._dispatch.withdraw
-    monkeypatch.setattr(
-        bench.router._dispatch, "withdraw", lambda active: withdraw(active) if active.id != "r1" else 1 // 0
-    )
+    bench = Bench()
+    await bench.submit_to_d0("r0", "r1", "r2")
+    monkeypatch.setattr(bench.router._dispatch, "withdraw", defective(bench.router._dispatch.withdraw, "r1"))
     monkeypatch.setattr(bench.codec, "failure", lambda *_: 1 // 0)
     bench.router.lost.worker_lost("d0")
     await bench.settle()
@@ -649,12 +627,8 @@ async def test_a_request_whose_client_cannot_be_told_of_its_defect_keeps_no_othe
 
 async def test_a_defect_that_one_request_meets_keeps_no_other_that_its_client_has_left(monkeypatch):
     bench, names = Bench(), ("r0", "r1", "r2")
-    for name in names:
-        await bench.router.submit(FakeRequest(name, prompt_tokens=10))
-    withdraw = bench.router._dispatch.withdraw
-    monkeypatch.setattr(
-        bench.router._dispatch, "withdraw", lambda active: withdraw(active) if active.id != "r1" else 1 // 0
-    )
+    await bench.submit(*names)
+    monkeypatch.setattr(bench.router._dispatch, "withdraw", defective(bench.router._dispatch.withdraw, "r1"))
     bench.router.abort(names)
     assert {message.request_id for _, message in bench.transport.of(Abort)} == {"r0", "r2"}
     bench.assert_no_leaks()
@@ -719,7 +693,7 @@ async def test_an_answer_that_is_complete_but_held_back_is_not_computed_again():
 async def test_late_kv_is_retried_when_there_is_room(full):
     bench = await Bench.asked(FakeRequest("r"), claimed=True)
     worker = bench.bound_to()
-    bench.fleet.take_load(load_of(worker, blocks_free=1 if full else 900), time.monotonic())
+    bench.report(worker, blocks_free=1 if full else 900)
     now = time.monotonic()
     bench.router.check(now + 10)
     assert bench.router.requests["r"].attempt == 1  # its prefill takes long
@@ -734,10 +708,10 @@ async def test_of_kv_that_is_late_it_is_known_how_long_it_takes_at_least():
     """Else the next prompts would take the same link, which is too slow for each of them, for ever."""
     bench = Bench()
     bench.lose("d1")
-    bench.fleet.take_load(load_of("d0", blocks_free=900), time.monotonic())
+    bench.report("d0")
     predictor, known_s = bench.router.learning.predictor, []
     for name in ("first", "second"):
-        await bench.router.submit(FakeRequest(name, prompt_tokens=1000))
+        await bench.submit(name, prompt_tokens=1000)
         bench.claim(name)
         bench.say("p0", Prefilled(name, 1, 0.2))
         bench.router.check(time.monotonic() + 4)
@@ -755,10 +729,10 @@ async def test_a_pair_whose_kv_is_late_or_refused_again_and_again_gets_no_more_f
     learning = bench.router.learning
     known_s = learning.predictor.transfer_s(1000)
     for worker in ("d0", "d1"):
-        bench.fleet.take_load(load_of(worker, blocks_free=900), time.monotonic())
+        bench.report(worker)
 
     async def bound(name):
-        await bench.router.submit(FakeRequest(name, prompt_tokens=1000))
+        await bench.submit(name, prompt_tokens=1000)
         bench.claim(name)
         await bench.settle()
         return bench.router.requests[name]
@@ -791,10 +765,10 @@ async def test_a_short_prompt_behind_a_long_one_that_waits_for_memory_is_not_lat
     """Its prompt would be computed once more, while prefill keeps the KV of both."""
     bench = Bench()
     bench.lose("d1")
-    for request in (FakeRequest("long", prompt_tokens=8000), FakeRequest("short", prompt_tokens=1000)):
-        await bench.router.submit(request)
-        bench.claim(request.id)
-    bench.fleet.take_load(load_of("d0", blocks_free=400), time.monotonic())
+    for name, prompt_tokens in (("long", 8000), ("short", 1000)):
+        await bench.submit(name, prompt_tokens=prompt_tokens)
+        bench.claim(name)
+    bench.report("d0", blocks_free=400)
     for request_id in ("long", "short"):
         bench.say("p0", Prefilled(request_id, 1, 0.2))
     bench.router.check(time.monotonic() + 20)
@@ -912,7 +886,7 @@ async def test_a_request_whose_workers_were_lost_may_be_asked_again(fails, statu
 async def test_an_accepted_request_waits_for_a_worker_to_come_back():
     bench = Bench()
     bench.fleet.remove("d1")
-    await bench.router.submit(FakeRequest("r", prompt_tokens=10))
+    await bench.submit("r")
     bench.lose("d0")
     assert bench.router.requests["r"].state is State.PLACING
     bench.add_worker("d0", Role.DECODE)
@@ -937,8 +911,7 @@ async def test_no_decode_worker_refuses_with_503_and_a_full_fleet_with_429(monke
     bench = Bench()
     bench.queue.depth = None
     for name in ("d0", "d1"):
-        load = WorkerLoad(name, 1, 1000, 0, running=9, waiting=1, waiting_tokens=0, step_ms=1.0)
-        bench.fleet.take_load(load, time.monotonic())
+        bench.report(name, blocks_free=0, running=9, waiting=1)
     with pytest.raises(Overloaded) as full:
         await bench.router.submit(FakeRequest("r"))
     assert full.value.status == 429 and full.value.retry_after_s > 0
@@ -955,7 +928,7 @@ async def test_no_decode_worker_refuses_with_503_and_a_full_fleet_with_429(monke
 async def test_requests_wait_while_workers_that_were_ready_a_moment_ago_start_again():
     bench = Bench()
     bench.router.check(time.monotonic())
-    await bench.router.submit(FakeRequest("accepted", prompt_tokens=10))
+    await bench.submit("accepted")
     for name in ("d0", "d1", "p0"):
         bench.lose(name)
     bench.router.check_admission()
@@ -984,10 +957,10 @@ async def test_what_a_worker_cannot_be_sent_says_nothing_of_the_worker(refused):
     bench = Bench(placement_timeout_s=0.3)
     bench.transport.refuses = {"d0": refused, "d1": refused}
     with pytest.raises(Overloaded):
-        await bench.router.submit(FakeRequest("large", prompt_tokens=10))
+        await bench.submit("large")
     assert all(view.connected for view in bench.fleet.workers.values())
     bench.transport.refuses = {}
-    await bench.router.submit(FakeRequest("r", prompt_tokens=10))
+    await bench.submit("r")
     assert bench.submits()[-1][1].request_id == "r"
 
 
@@ -1009,7 +982,7 @@ async def test_a_request_that_could_not_be_counted_is_left_nowhere(monkeypatch):
     bench = Bench()
     monkeypatch.setattr(bench.router.learning, "arrived", lambda active, block_size: 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        await bench.router.submit(FakeRequest("r", prompt_tokens=10))
+        await bench.submit("r")
     ((worker, _),) = bench.submits()
     assert bench.transport.sent[-1] == (worker, Abort("r", 1))
     bench.assert_no_leaks()
@@ -1020,7 +993,7 @@ async def test_lost_outputs_leave_no_gap(said):
     bench = await Bench.asked(FakeRequest("r", prompt_tokens=10))
     ((worker, _),) = bench.submits()
     bench.tokens(worker, "r", [7])
-    bench.fleet.take_load(load_of("d1" if worker == "d0" else "d0", blocks_free=400), time.monotonic())
+    bench.report("d1" if worker == "d0" else "d0", blocks_free=400)
     if said == "unreadable":
         bench.router.lost.outputs_lost(worker)
     else:
@@ -1063,8 +1036,7 @@ async def test_what_no_decode_worker_can_be_sent_when_it_is_claimed_is_tried_onc
 async def test_of_many_that_wait_for_a_worker_each_asks_more_seldom(monkeypatch):
     monkeypatch.setattr(dispatch, "PLACE_AGAIN_S_EACH", 0.05)
     bench = Bench()
-    for number in range(40):
-        await bench.router.submit(FakeRequest(f"r{number}", prompt_tokens=10))
+    await bench.submit(*(f"r{number}" for number in range(40)))
     asked, decide = [], Decider.decide
     monkeypatch.setattr(Decider, "decide", lambda self, active: asked.append(active.id) or decide(self, active))
     for worker_id in ("d0", "d1"):
@@ -1083,14 +1055,13 @@ async def test_how_seldom_a_request_asks_does_not_put_off_its_deadline(monkeypat
     for worker_id in ("d0", "d1"):
         bench.lose(worker_id)
     with pytest.raises(Overloaded, match="no_decode_worker"):
-        await bench.router.submit(FakeRequest("r", prompt_tokens=10))
+        await bench.submit("r")
 
 
 async def test_a_worker_that_is_not_connected_is_asked_no_more():
     bench = Bench()
     bench.transport.unreachable = {"d0"}
-    for number in range(4):
-        await bench.router.submit(FakeRequest(f"r{number}", prompt_tokens=10))
+    await bench.submit("r0", "r1", "r2", "r3")
     assert {worker for worker, _ in bench.submits()} == {"d1"} and not bench.fleet.workers["d0"].connected
 
 
@@ -1136,8 +1107,8 @@ async def test_unsent_request_is_not_counted_as_load():
     bench = Bench()
     bench.transport.unreachable = {"d0"}
     for number in range(3):
-        bench.fleet.workers["d0"].note_connected(True)
-        await bench.router.submit(FakeRequest(f"r{number}", prompt_tokens=10))
+        bench.connect("d0")
+        await bench.submit(f"r{number}")
         assert bench.fleet.workers["d0"].candidate.waiting == 0
     assert bench.fleet.workers["d1"].candidate.waiting == 3
 
@@ -1147,7 +1118,7 @@ async def test_an_adapter_is_expected_only_where_its_request_was_sent(unreachabl
     bench = Bench()
     for view in bench.fleet.workers.values():
         view.note_info(msgspec.structs.replace(view.info, adapter_slots=1))
-        bench.fleet.take_load(load_of(view.info.id), time.monotonic())
+        bench.report(view.info.id)
     await bench.router.submit(FakeRequest("r", adapter=7))
     bench.transport.unreachable = set(unreachable)
     bench.claim("r")
@@ -1194,7 +1165,7 @@ async def test_a_long_prompt_has_the_time_to_be_computed():
 async def test_time_in_which_this_process_stood_still_is_no_time_of_workers(monkeypatch):
     """What they said meanwhile lies in the sockets. A process that stands still again and again has deadlines too."""
     bench = await Bench.asked(FakeRequest("r"), claimed=True)
-    bench.fleet.take_load(load_of(bench.bound_to(), blocks_free=900), time.monotonic())
+    bench.report(bench.bound_to())
     bench.say("p0", Prefilled("r", 1, 0.2))
     clock, seen = SimpleNamespace(now=time.monotonic()), []
 
@@ -1213,14 +1184,8 @@ async def test_time_in_which_this_process_stood_still_is_no_time_of_workers(monk
 async def test_a_defect_that_one_request_meets_costs_no_other_a_token(caplog):
     bench = await Bench.asked(FakeRequest("a", prompt_tokens=10))
     bench.lose("d1" if bench.bound_to() == "d0" else "d0")
-    for name in ("b", "c"):
-        await bench.router.submit(FakeRequest(name, prompt_tokens=10))
-    began = bench.router.learning.began
-
-    def defective(active, *rest):  # in the middle of what an output brings about
-        return began(active, *rest) if active.id != "b" else 1 // 0
-
-    bench.router.learning.began = defective
+    await bench.submit("b", "c")
+    bench.router.learning.began = defective(bench.router.learning.began, "b")  # in the middle of what an output does
     step = msgspec.msgpack.encode([[name, [7], None] for name in "abc"])
     bench.say(bench.bound_to(), Outputs([1, 1, 1], 0.0), [step])
     assert bench.received() == [("b", [], FinishReason.ERROR), ("a", [7], None), ("c", [7], None)]
@@ -1230,10 +1195,7 @@ async def test_a_defect_that_one_request_meets_costs_no_other_a_token(caplog):
 async def test_a_defect_that_one_request_meets_costs_no_other_its_deadline(monkeypatch, caplog):
     bench = await Bench.asked(FakeRequest("a"), claim_timeout_s=0.05)
     await bench.router.submit(FakeRequest("b"))
-    late = bench.router.lost._claim_is_late
-    monkeypatch.setattr(
-        bench.router.lost, "_claim_is_late", lambda active, now: late(active, now) if active.id == "b" else 1 // 0
-    )
+    monkeypatch.setattr(bench.router.lost, "_claim_is_late", defective(bench.router.lost._claim_is_late, "a"))
     bench.router.check(time.monotonic() + 0.06)
     await bench.settle()
     assert bench.received() == [("a", [], FinishReason.ERROR)] and "ZeroDivisionError" in caplog.text
@@ -1249,12 +1211,8 @@ async def test_a_defect_in_what_was_held_back_fails_that_request_alone(caplog):
         bench.claim(name)
         bench.tokens(bench.bound_to(), name, [7])
     assert bench.received() == []
-    began = bench.router.learning.began
-
-    def defective(active, *rest):  # in the middle of what an output brings about
-        return began(active, *rest) if active.id == "c" else 1 // 0
-
-    bench.router.learning.began = defective
+    for name in ("a", "b"):  # in the middle of what an output does
+        bench.router.learning.began = defective(bench.router.learning.began, name)
     bench.say("p0", Prefilled("a", 1, 0.2))
     bench.router.check(time.monotonic() + 1)
     assert bench.received() == [("a", [], FinishReason.ERROR), ("b", [], FinishReason.ERROR), ("c", [7], None)]
@@ -1325,10 +1283,8 @@ async def test_a_job_that_is_computed_for_an_attempt_given_up_is_removed_before_
 async def test_burst_spreads_over_workers():
     bench = Bench()
     for name, free in (("d0", 1000), ("d1", 990)):
-        load = WorkerLoad(name, 1, 1000, free, running=0, waiting=0, waiting_tokens=0, step_ms=1.0)
-        bench.fleet.take_load(load, time.monotonic())
-    for i in range(20):
-        await bench.router.submit(FakeRequest(f"r{i}", prompt_tokens=90))
+        bench.report(name, blocks_free=free)
+    await bench.submit(*(f"r{i}" for i in range(20)), prompt_tokens=90)
     placed = [worker for worker, _ in bench.submits()]
     assert 7 <= placed.count("d1") <= 13
 
@@ -1336,7 +1292,7 @@ async def test_burst_spreads_over_workers():
 async def test_stage_times_are_learned(monkeypatch):
     bench = Bench()
     predictor = bench.router.learning.predictor
-    bench.fleet.take_load(WorkerLoad("p0", 1, 1000, 1000, 0, 0, 0, 1.0, prefill_tokens_per_s=250.0), time.monotonic())
+    bench.report("p0", blocks_free=1000, prefill_tokens_per_s=250.0)
     for i in range(8):
         await bench.router.submit(FakeRequest(f"r{i}"))
         bench.claim(f"r{i}")
@@ -1356,8 +1312,7 @@ async def test_cost_placement_avoids_slow_queue():
     assert bench.router.requests["r"].placed.reason == "cost" and bench.submits()
     bench.queue.depth = QueueDepth(0, 0, 0)
     for name in ("d0", "d1"):
-        load = WorkerLoad(name, 1, 1000, 900, running=9, waiting=0, waiting_tokens=500_000, step_ms=1.0)
-        bench.fleet.take_load(load, time.monotonic())
+        bench.report(name, running=9, waiting_tokens=500_000)
     await bench.router.submit(FakeRequest("s"))
     assert bench.router.requests["s"].placed.decision == "remote" and bench.router.requests["s"].placed.reason == "cost"
 
@@ -1388,8 +1343,7 @@ async def test_a_queued_request_is_prefilled_locally_once_that_is_sooner():
 async def test_recalled_requests_share_decode_workers():
     bench = Bench(remote_prefill_min_tokens=None)
     _transfers_are_quick(bench)
-    for number in range(5):
-        await bench.router.submit(FakeRequest(f"r{number}", 1000))
+    await bench.submit(*(f"r{number}" for number in range(5)), prompt_tokens=1000)
     bench.queue.depth = QueueDepth(5, 5000, 0)
     bench.router.check(time.monotonic())
     await bench.settle()

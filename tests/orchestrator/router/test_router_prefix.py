@@ -7,7 +7,7 @@ from support_bench import Bench, FakeRequest, counted
 from support_wait import until
 
 from orchestrator.policy.decode_choice import KVBlocks
-from orchestrator.types import Role, WorkerLoad
+from orchestrator.types import Role
 from orchestrator.wire.messages import Fetch, Lend, Prefilled, Rejected
 from orchestrator.wire.sockets import Sent
 
@@ -113,8 +113,7 @@ async def test_large_fleet_considers_workers_with_hit():
     for number in range(200):
         name = f"n{number}"
         bench.add_worker(name, Role.DECODE)
-        load = WorkerLoad(name, 1, 1000, 1000 - number, running=0, waiting=0, waiting_tokens=0, step_ms=1.0)
-        bench.fleet.take_load(load, 0.0)
+        bench.report(name, blocks_free=1000 - number)
     bench.prefixes.index.stored("n170", KEYS)
     await bench.router.submit(FakeRequest("r", keys=KEYS))
     assert bench.bound_to() == "n170" and bench.submits()[0][1].cached_tokens == 62 * 16
@@ -149,8 +148,7 @@ def bench_that_lends(held):
     bench = bench_with(held)
     for name in ("p0", "p1", "d0", "d1"):
         bench.add_worker(name, Role.PREFILL if name[0] == "p" else Role.DECODE, lends=True)
-        load = WorkerLoad(name, 1, 1000, 1000, running=0, waiting=0, waiting_tokens=0, step_ms=1.0)
-        bench.fleet.take_load(load, 0.0)
+        bench.report(name, blocks_free=1000)
     return bench
 
 
@@ -182,8 +180,7 @@ async def test_a_worker_from_which_the_asker_rests_lends_it_nothing(local):
     bench = bench_that_lends({"p0": 60, "p1": 40})
     rests_from = [bench.fleet.workers["p0"].info.kv.engine_id]
     for name in ("d0", "d1", "p1"):
-        load = WorkerLoad(name, 2, 1000, 1000, 0, 0, 0, step_ms=1.0, rests_from=rests_from)
-        bench.fleet.take_load(load, 0.0)
+        bench.report(name, blocks_free=1000, rests_from=rests_from)
     await bench.router.submit(FakeRequest("r", keys=KEYS, local_only=local))
     if local is None:
         bench.claim("r", worker="p1", cached_tokens=0)

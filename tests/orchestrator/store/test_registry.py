@@ -15,6 +15,7 @@ from support_redis import claim_head, fresh_namespace, job, worker
 from support_steering import claim_ids, order_drain, order_role, set_desired
 from support_wait import until
 
+from orchestrator.process.tasks import cancelled
 from orchestrator.store.client import RedisAway, connect
 from orchestrator.store.configuration import Phase, Rollout, Version
 from orchestrator.store.fields import Departed, Launcher, WorkerOrders, worker_from_fields, worker_to_fields
@@ -51,8 +52,7 @@ class Watcher:
         await until(seen, f"{times} times, not {self.told}")
 
     async def close(self):
-        self._task.cancel()
-        await asyncio.gather(self._task, return_exceptions=True)
+        await cancelled(self._task)
 
 
 @pytest.fixture

@@ -21,6 +21,7 @@ from support_doors import Doors
 from support_fuzz import nested
 from support_wait import DEADLINE_S, until
 
+from orchestrator.process.tasks import cancelled
 from orchestrator.types import PrefixEvents, WorkerLoad
 from orchestrator.wire import sockets
 from orchestrator.wire.addresses import AddressError, Listening
@@ -303,9 +304,7 @@ async def test_no_message_comes_twice_or_late_and_none_is_missing_without_news(d
             last = number
         assert gaps > 5, "nothing was lost: the test tears too little"
     finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancelled(*tasks)
 
 
 async def test_cut_off_host_is_noticed_and_reconnected(link, mesh):

@@ -30,8 +30,7 @@ async def test_requests_of_the_other_rank_are_no_suspects(
     for name in RANKS:
         await workers.registered(name)
     frontend, other = await workers.frontend(*ranks.values()), RANKS[cause == RANKS[0]]
-    running = frontend.new([1, 2, 3], 100_000)
-    frontend.submit_to(other, running)
+    running = frontend.submit(other, [1, 2, 3], 100_000)
     await until(lambda: running.tokens, "that the group steps")
     if how == "poison":
         frontend.submit_to(cause, frontend.new([POISON, 1, 2, 3]))

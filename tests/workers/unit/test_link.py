@@ -17,6 +17,7 @@ from support_wait import DEADLINE_S, until
 
 from orchestrator.config.settings import ConfigError, parse_config
 from orchestrator.launch.host.redis_server import EmbeddedRedis
+from orchestrator.process.tasks import cancelled
 from orchestrator.store.client import connect
 from orchestrator.store.fields import Rendezvous
 from orchestrator.store.registry import Registry
@@ -56,9 +57,7 @@ class Rank:
 
     async def dies(self) -> None:
         tasks = [task for task in (self.started, self.watched) if task is not None]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancelled(*tasks)
         await self.link.close()
 
     async def ends_because(self) -> str:

@@ -51,6 +51,15 @@ class FakeEngine:
         self.dummies += 1
 
 
+def steps_of(engine: FakeEngine) -> Any:
+    """What plans its steps, of an engine that has that."""
+    from workers.vllm_engine import steps
+
+    found = steps.steps_of(engine)
+    assert found is not None
+    return found
+
+
 def request(tokens: int, computed: int, status: str = "WAITING", remote: bool = False) -> Any:
     from vllm.v1.request import RequestStatus
 
@@ -75,8 +84,6 @@ def boards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Boa
 
 
 def test_a_long_prompt_is_cut_and_what_waits_for_kv_keeps_its_place(boards: list[Board]) -> None:
-    from workers.vllm_engine.steps import steps_of
-
     engine = FakeEngine()
     for backlogs in ((0, 0), (850, 60)):
         for board, decodes, backlog in zip(boards, (1, 20), backlogs, strict=True):
@@ -84,7 +91,7 @@ def test_a_long_prompt_is_cut_and_what_waits_for_kv_keeps_its_place(boards: list
         for board in boards:
             board.note(1, 1.0, 1)
     steps = steps_of(engine)
-    assert steps is not None and steps_of(engine) is steps
+    assert steps_of(engine) is steps
     engine.scheduler.running = [request(101, 100, "RUNNING"), request(1000, 200, "RUNNING")]
     engine.scheduler.waiting = [
         request(50, 0),
@@ -117,15 +124,12 @@ def test_a_plan_is_for_the_step_that_begins_when_its_own_has_ended_at_the_latest
     boards: list[Board], queued: int
 ) -> None:
     """An engine that schedules asynchronously begins a step before the one before it has ended."""
-    from workers.vllm_engine.steps import steps_of
-
     engine = FakeEngine()
     engine.batch_queue_size = queued
     other = Board.here(queued)
     assert other is not None
     other._rank, other._own = 1, other._rows[1]
     steps = steps_of(engine)
-    assert steps is not None
     engine.scheduler.running = [request(101, 100, "RUNNING")]
     for step in range(1, 4):
         assert [plan[0] for plan in other._plans()] == ([1, 20] if step > queued else [])
@@ -139,12 +143,9 @@ def test_where_no_place_is_free_a_prompt_may_take_as_long_as_it_likes(
     boards: list[Board], places: int, drafts: int, least: int
 ) -> None:
     """`max_num_active_seqs` may be less than `max_num_seqs`. Drafts are no sequences that wait for it."""
-    from workers.vllm_engine.steps import steps_of
-
     engine = FakeEngine()
     engine.scheduler.num_spec_tokens = drafts
     steps = steps_of(engine)
-    assert steps is not None
     engine.scheduler.running = [request(101, 100, "RUNNING"), request(1000, 100, "RUNNING")]
     engine.scheduler.max_num_active_reqs = places
     engine.scheduler.schedule(False)
@@ -155,11 +156,8 @@ def test_where_no_place_is_free_a_prompt_may_take_as_long_as_it_likes(
 
 def test_a_prompt_for_another_engine_whose_last_chunk_is_in_the_step_decodes_nothing(boards: list[Board]) -> None:
     """Else the ranks of a prefill group would compute long prompts whole beside short ones."""
-    from workers.vllm_engine.steps import steps_of
-
     engine = FakeEngine()
     steps = steps_of(engine)
-    assert steps is not None
     engine.scheduler.running = [goes_elsewhere(1000, 1000), goes_elsewhere(500, 200)]
     engine.scheduler.schedule(False)
     steps.ended(True, 1.0)
@@ -168,21 +166,16 @@ def test_a_prompt_for_another_engine_whose_last_chunk_is_in_the_step_decodes_not
 
 
 def test_without_prompts_the_limits_are_vllms(boards: list[Board]) -> None:
-    from workers.vllm_engine.steps import steps_of
-
     engine = FakeEngine()
-    assert steps_of(engine) is not None
+    steps_of(engine)
     engine.scheduler.running = [request(101, 100, "RUNNING")]
     engine.scheduler.schedule(False)
     assert engine.seen == [(LIMIT, 0)]
 
 
 def test_steps_and_dummy_batches_are_counted(boards: list[Board]) -> None:
-    from workers.vllm_engine.steps import steps_of
-
     engine = FakeEngine()
     steps = steps_of(engine)
-    assert steps is not None
     engine.scheduler.schedule(False)
     steps.ended(True, 500.0)
     boards[1].note(15, 0.5, 4)
@@ -200,12 +193,9 @@ def test_steps_and_dummy_batches_are_counted(boards: list[Board]) -> None:
 def test_the_last_step_that_was_begun_ahead_is_learned_as_long_as_it_took(boards: list[Board], begins: bool) -> None:
     """With asynchronous scheduling a turn begins a step and waits for the one before it. The turn that waits for the
     last one begins none, and a dummy batch follows; another rank may begin a step instead, and return at once."""
-    from workers.vllm_engine.steps import steps_of
-
     engine = FakeEngine()
     engine.batch_queue_size = 2
     steps, other = steps_of(engine), boards[1]
-    assert steps is not None
     other._ahead = 2
     board = steps._board
 
@@ -263,13 +253,12 @@ def details(prompts: int, prompt_tokens: int, decode: int, again: int = 0) -> An
 @pytest.fixture
 def alone(monkeypatch: pytest.MonkeyPatch) -> FakeEngine:
     """An engine that steps alone and has learned what its steps take: 10 ms, and 0.1 ms for each prompt token."""
-    from workers.vllm_engine.steps import TPOT, steps_of
+    from workers.vllm_engine.steps import TPOT
 
     monkeypatch.setenv(TPOT, "0.1")
     engine = FakeEngine()
     del engine.dp_group
     steps = steps_of(engine)
-    assert steps is not None
     for _ in range(50):
         steps.ended(True, 10.0, details(0, 0, 2))
     # Of an engine that begins steps ahead the last one ends in a turn that begins none.
@@ -306,10 +295,7 @@ def test_a_prompt_whose_last_step_is_under_way_is_none_that_decodes(alone: FakeE
 
 
 def test_an_answer_that_is_computed_again_is_no_token_that_takes_long(alone: FakeEngine) -> None:
-    from workers.vllm_engine.steps import steps_of
-
     steps, scheduler = steps_of(alone), alone.scheduler
-    assert steps is not None
     for _ in range(50):
         steps.ended(True, 110.0, details(0, 0, 2, again=1000))
     scheduler.running = [request(101, 100, "RUNNING"), goes_elsewhere(1000, 200)]
@@ -319,10 +305,7 @@ def test_an_answer_that_is_computed_again_is_no_token_that_takes_long(alone: Fak
 
 def test_a_first_prompt_that_waited_for_a_compiler_is_forgotten_by_an_engine_too(alone: FakeEngine) -> None:
     """vLLM tells tokens of prompts and requests that have them, of which one may have the first token after its KV."""
-    from workers.vllm_engine.steps import steps_of
-
     steps, scheduler, decodes = steps_of(alone), alone.scheduler, request(101, 100, "RUNNING")
-    assert steps is not None
     scheduler.running = [goes_elsewhere(9000, 200), goes_elsewhere(9000, 200), decodes]
     steps.ended(True, 60_000.0, details(1, 1001, 1))
     for _ in range(40):

@@ -13,6 +13,7 @@ from orchestrator.fleet import adapters as adapters_module
 from orchestrator.fleet.adapters import AdapterView
 from orchestrator.fleet.control_calls import CallFailed, Unanswered
 from orchestrator.frontend import edge
+from orchestrator.process.tasks import cancelled
 from orchestrator.store.client import Redis, RedisAway
 from orchestrator.store.registry import Frontend, Registry
 
@@ -84,9 +85,7 @@ class Fleet:
 async def fleet(redis: Redis) -> AsyncIterator[Fleet]:
     fleet = Fleet(redis)
     yield fleet
-    for task in fleet.tasks:
-        task.cancel()
-    await asyncio.gather(*fleet.tasks, return_exceptions=True)
+    await cancelled(*fleet.tasks)
 
 
 async def load(models: Any, name: str, path: str, inplace: bool = False) -> tuple[int, str]:

@@ -19,6 +19,7 @@ from orchestrator.launch.host import fork_servers
 from orchestrator.launch.host.fork_servers import Forkable, ForkServers
 from orchestrator.launch.host.process import LocalProcess, ProcessSpec, adopt_orphans
 from orchestrator.process.parent import started_ticks
+from orchestrator.process.tasks import cancelled
 
 TELLS = """
 import heavy, os, sys
@@ -272,8 +273,7 @@ async def test_nothing_is_left_of_a_start_that_is_given_up_while_modules_are_imp
     given_up = Run(modules, forks, "waits")
     starting = asyncio.create_task(given_up.process.start())
     await until(lambda: forks._servers)
-    starting.cancel()
-    await asyncio.gather(starting, return_exceptions=True)
+    await cancelled(starting)
     assert starting.cancelled() and not given_up.process.running
     (modules / "go").touch()
     other = Run(modules, forks, "tells", "0")

@@ -14,6 +14,7 @@ from orchestrator.config.models import namespace_of
 from orchestrator.launch.fleet_processes import StartFailed
 from orchestrator.launch.pools.model_list import ModelFollower, begin_list
 from orchestrator.process.parent import own_identity
+from orchestrator.process.tasks import cancelled
 from orchestrator.store.client import Redis
 from orchestrator.store.fields import Frontend, Launcher
 from orchestrator.store.operator.models import ListedModel, ModelList, ModelState, ModelStore, forget_namespace
@@ -101,8 +102,7 @@ class World:
         try:
             yield
         finally:
-            running.cancel()
-            await asyncio.gather(running, return_exceptions=True)
+            await cancelled(running)
 
 
 @pytest.fixture

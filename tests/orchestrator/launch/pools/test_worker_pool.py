@@ -32,6 +32,7 @@ from orchestrator.launch.machines import LocalMachine
 from orchestrator.launch.pools.worker_pool import WorkerPool
 from orchestrator.launch.registry_watch import RegistryWatch, Snapshot
 from orchestrator.process.parent import started_ticks
+from orchestrator.process.tasks import cancelled
 from orchestrator.store.client import connect
 from orchestrator.store.fields import Launcher
 from orchestrator.store.planned import Holder
@@ -130,8 +131,7 @@ async def running_pool(tmp_path: Path, prefill: int, decode: int, relay: Relay |
             await running.until_ratio(prefill, decode)
             yield running
         finally:
-            watching.cancel()
-            await asyncio.gather(watching, return_exceptions=True)
+            await cancelled(watching)
             await pool.close()
             await redis.aclose()
             await server.stop()

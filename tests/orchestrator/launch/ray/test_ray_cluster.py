@@ -18,6 +18,7 @@ from orchestrator.config.settings import Config, ConfigError, load_config, parse
 from orchestrator.launch.commands import Setup
 from orchestrator.launch.host.process import ProcessSpec
 from orchestrator.process.files import make_folder
+from orchestrator.process.tasks import cancelled
 from orchestrator.types import Role
 
 pytestmark = pytest.mark.slow  # imports Ray
@@ -359,8 +360,7 @@ async def test_unwanted_placement_group_is_removed(monkeypatch, groups):
     monkeypatch.setattr(places_module, "placement_group", slowly)
     waiting = asyncio.create_task(cluster.placed("worker-0", lambda: (Role.PREFILL, Setup(0, CONFIG, Path("c")))))
     assert await asyncio.to_thread(asked.wait, DEADLINE_S)
-    waiting.cancel()
-    await asyncio.gather(waiting, return_exceptions=True)
+    await cancelled(waiting)
     given_back = asyncio.create_task(cluster.give_back("worker-0"))
     await asyncio.sleep(0)
     answered.set()
