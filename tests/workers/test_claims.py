@@ -81,7 +81,8 @@ async def test_jobs_go_to_worker_with_their_prefix(workers: Workers) -> None:
 
 
 async def test_cached_tokens_do_not_count_against_budget(redis_server: EmbeddedRedis) -> None:
-    """500 tokens fit in no budget of 400 while another prompt is computed; 20 that are not cached do, for a whole step of 0.6 s."""
+    """500 tokens fit in no budget of 400 while another prompt is computed; 20 that are not cached do."""
+    # There is room for them while the last chunk is computed, which takes 0.6 s.
     slow = {"speed": 1.0, "prefill_us_per_token": 3000.0, "max_num_batched_tokens": 200}
     async with running_workers(redis_server, sim=slow) as workers:
         prefill, _, frontend = await workers.pair()
