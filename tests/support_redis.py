@@ -6,6 +6,7 @@ import os
 import uuid
 from collections.abc import Awaitable, Iterator
 from pathlib import Path
+from typing import Any
 
 from support_info import worker_info
 from support_servers import free_port
@@ -13,6 +14,7 @@ from support_servers import free_port
 from orchestrator.launch.host import redis_server
 from orchestrator.launch.host.redis_server import EmbeddedRedis
 from orchestrator.store.client import Redis
+from orchestrator.store.documents import Document
 from orchestrator.store.keys import Keys
 from orchestrator.store.queue import Claim, PrefillQueue
 from orchestrator.types import KVEndpoint, PrefillJob, Role, WorkerInfo
@@ -74,6 +76,11 @@ def running_server(folder: Path) -> Iterator[Server]:
         yield server
     finally:
         server.stop()
+
+
+async def lose(document: Document[Any]) -> None:
+    """As a Redis that was restarted."""
+    await document._redis.delete(document._key)
 
 
 def fresh_namespace() -> str:

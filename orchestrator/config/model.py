@@ -80,6 +80,13 @@ def name_in_fleet(name: str) -> str:
     return os.path.basename(os.path.realpath(path)) if is_path and not _REMOTE.match(name) else name
 
 
+def is_same_model(one: str, other: str) -> bool:
+    """Whether both name the same on this machine; either may be what a launcher has found by a name."""
+    if DEMO in (one, other):
+        return name_in_fleet(one) == name_in_fleet(other)
+    return os.path.realpath(_path(one)) == os.path.realpath(_path(other))
+
+
 def find_model(name: str, say: Say | None = None) -> str:
     """Like resolve_model, and checks that a Hugging Face model exists, in the local cache or on the hub.
 

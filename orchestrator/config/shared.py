@@ -9,6 +9,7 @@ import msgspec
 
 from orchestrator.config.engine_args import check_engine_args, engine_args
 from orchestrator.config.explain import shown
+from orchestrator.config.model import is_same_model
 from orchestrator.config.settings import UNKNOWN, Config, Refused, leaves, parse_config, value_at
 from orchestrator.config.simulated import simulated
 from orchestrator.types import Role
@@ -91,8 +92,9 @@ def changed(running: Mapping[str, Any], config: Config | None, tree: dict[str, A
 def changes(running: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[str]:
     """The keys that change, as `a.b: before -> after`, also those that only `up --set` gave; of variables the names."""
     for key in differing(running, new):
-        if key == "model" and new[key] == running["served_model_name"]:
-            continue  # its name, of which the launcher made the folder
+        # A launcher makes a folder of the name; on its machine, where a relative path may lead elsewhere.
+        if key == "model" and (new[key] == running["served_model_name"] or is_same_model(running[key], new[key])):
+            continue
         values = (value_at(tree, key) for tree in (running, new))
         before, after = ("(unset)" if value is UNKNOWN else repr(shown(key, value)) for value in values)
         yield key if ".env." in key else f"{key}: {before} -> {after}"

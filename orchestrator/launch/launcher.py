@@ -159,11 +159,15 @@ async def _list_models(redis: Redis, models: Mapping[str, Config], tree: Mapping
     await _until_known([Registry(redis, name) for name in namespaces], heartbeat_s)
     if SECTION in tree:
         return await begin_list(redis, fleet, tree)
-    if (listed := await store.read()) is not None and await store.is_followed(listed, has_ended):
-        names = ", ".join(listed.present)
-        raise Refused(f"namespace: under {fleet!r} runs a fleet of several models ({names}); choose another")
-    await store.delete()  # of a fleet that ran under this name before
-    return None
+    listed = await store.read()
+    if listed is None or not await store.is_followed(listed, has_ended):
+        if await store.delete(listed):  # of a fleet that ran under this name before
+            return None
+        listed = await store.read()  # a fleet of this name starts now
+    if listed is None:
+        return None
+    names = ", ".join(listed.present)
+    raise Refused(f"namespace: under {fleet!r} runs a fleet of several models ({names}); choose another")
 
 
 async def _until_known(registries: Sequence[Registry], heartbeat_s: float) -> None:

@@ -125,11 +125,12 @@ class RolloutRunner:
         rollout = await self._registry.rollout.read()
         if rollout is None:
             return
+        if alone and not rollout.under_way:
+            if not await self._registry.rollout.delete(rollout):
+                await self.begin(alone=False)  # somebody has begun another
+            return
         if rollout.under_way:
             log.warning("going on with the %s; `orchestrator rollout --abort` goes back", rollout.name)
-        elif alone:
-            await self._registry.rollout.delete()
-            return
         if not rollout.settled.config:
             return  # what was restarted runs what its own file says
         if not rollout.under_way:

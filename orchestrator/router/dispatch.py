@@ -50,6 +50,7 @@ PLACE_AGAIN_INTERVAL_S, PLACE_AGAIN_S_EACH = 0.1, 4e-4
 MAX_ATTEMPTS = 4  # after which a request fails
 SOUND_TOKENS = 1024  # an attempt that has made so many was none of a request that fails everywhere
 LEAVING_S = 0.1  # pause before a worker that gave the same request back twice is asked again
+_DEFECT = Failure("it met a defect")
 
 
 class Dispatch:
@@ -292,7 +293,7 @@ class Dispatch:
     def end(self, active: ActiveRequest, state: State, failure: Failure | None = None) -> None:
         """End a request. `failure`: what its client is told. Raises IllegalTransition."""
         if failure is not None:
-            self.batches.put_nowait(Batch([self._codec.failure(active.parsed, failure)], time.monotonic()))
+            self._tell(active, failure)
         active.move(state)
         self._requests.remove(active)
         self._prefixes.expected.settled(active.id)
@@ -301,6 +302,17 @@ class Dispatch:
         except Exception:  # its client gets its end all the same
             log.exception("request %s ended as %s, and was not counted", active.parsed.label, state.value)
         self.clear_suspect(active)
+
+    def _tell(self, active: ActiveRequest, failure: Failure) -> None:
+        """Send its client the reason, or that there was a defect where the reason meets one."""
+        for told in (failure, _DEFECT):
+            try:
+                output = self._codec.failure(active.parsed, told)
+            except Exception:  # the request ends all the same, or what it has reserved would stay
+                log.exception("request %s: its client cannot be told that %s", active.parsed.label, told.why)
+            else:
+                self.batches.put_nowait(Batch([output], time.monotonic()))
+                return
 
     @contextlib.contextmanager
     def guarding(self, active: ActiveRequest) -> Iterator[None]:
@@ -317,7 +329,7 @@ class Dispatch:
         self._metrics.dropped.labels("error").inc()
         log.exception("request %s met a defect", request_id)
         if active is not None and not active.ended:
-            for step in (self.withdraw, partial(self.fail, failure=Failure("it met a defect"))):
+            for step in (self.withdraw, partial(self.fail, failure=_DEFECT)):
                 try:
                     step(active)
                 except Exception:

@@ -67,25 +67,29 @@ class Document(Generic[T]):
 
     async def change(self, seen: T | None, wanted: T, by_operator: bool = False) -> bool:
         """Replace what was `seen`. False if another process has changed it meanwhile. `by_operator`: see `answered`."""
-        value, found = self._last
-        # Another release may have written other bytes for the same.
-        was = found if seen == value else b"" if seen is None else msgspec.json.encode(seen)
-        return await self._replace(was, wanted, by_operator)
+        return await self._replace(self._bytes_of(seen), msgspec.json.encode(wanted), by_operator)
 
     async def put_back(self, known: T) -> bool:
         """After Redis has lost it. What another release wrote there stays, though it cannot be read here."""
-        return await self._replace(b"", known)
+        return await self._replace(b"", msgspec.json.encode(known))
 
-    async def _replace(self, was: bytes, wanted: T, by_operator: bool = False) -> bool:
-        what = self._keys.prefix, "write_document", self._name, was, msgspec.json.encode(wanted)
+    async def delete(self, seen: T | None) -> bool:
+        """Remove what was `seen`, of a fleet that has ended, so that the next one starts with its own. False if another
+        process has changed it meanwhile."""
+        was = self._bytes_of(seen)
+        return not was or await self._replace(was, b"")
+
+    def _bytes_of(self, seen: T | None) -> bytes:
+        """As Redis has it. Another release may have written other bytes for the same."""
+        value, found = self._last
+        return found if seen == value else b"" if seen is None else msgspec.json.encode(seen)
+
+    async def _replace(self, was: bytes, wanted: bytes, by_operator: bool = False) -> bool:
+        what = self._keys.prefix, "write_document", self._name, was, wanted
         if by_operator:
             return bool(await answered(self._redis, *what))
         prefix, verb, *args = what
         return bool(await self._redis.call(REGISTRY, verb, prefix, *args))
-
-    async def delete(self) -> None:
-        """That of a fleet that has ended, so that the next one starts with its own."""
-        await self._redis.execute_command("DEL", self._key)
 
     async def changes(self) -> AsyncGenerator[None, None]:
         """Yields when it may have been changed. Never ends, never raises."""

@@ -82,7 +82,8 @@ async def test_jobs_go_to_worker_with_their_prefix(workers: Workers) -> None:
 
 async def test_cached_tokens_do_not_count_against_budget(redis_server: EmbeddedRedis) -> None:
     """500 tokens fit in no budget of 400 while another prompt is computed; 20 that are not cached do."""
-    slow = {"speed": 1.0, "prefill_us_per_token": 400.0, "max_num_batched_tokens": 200}
+    # There is room for them while the last chunk is computed, which takes 0.6 s.
+    slow = {"speed": 1.0, "prefill_us_per_token": 3000.0, "max_num_batched_tokens": 200}
     async with running_workers(redis_server, sim=slow) as workers:
         prefill, _, frontend = await workers.pair()
         first, second = frontend.new([1, *range(799)]), frontend.new([2, *range(499)])
@@ -231,10 +232,11 @@ async def test_the_next_job_is_claimed_before_a_long_one_has_ended(
     """As its chunks are computed there is room, which is used at once: an engine without claims would idle."""
     for name in ("WAIT_S", "LEFT_WAIT_S", "MEMORY_WAIT_S"):
         monkeypatch.setattr(f"workers.claims.{name}", 30.0)
-    slow = {"speed": 1.0, "prefill_us_per_token": 400.0, "max_num_batched_tokens": 200}
+    # There is room while the last chunk is computed, which takes a second.
+    slow = {"speed": 1.0, "prefill_us_per_token": 5000.0, "max_num_batched_tokens": 200}
     async with running_workers(redis_server, sim=slow) as workers:
         _, _, frontend = await workers.pair(**slow)
-        long, fits = frontend.new([*range(3000)]), frontend.new(PROMPT[:150])
+        long, fits = frontend.new([*range(600)]), frontend.new(PROMPT[:150])
         await frontend.claimed(long)
         await frontend.claimed(fits)
         assert not long.got(Prefilled)

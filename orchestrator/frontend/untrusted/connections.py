@@ -255,7 +255,7 @@ class BoundedHttp(HttpToolsProtocol):
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self._running = cycle
-        super()._start_asgi_task(cycle, app)
+        super()._start_asgi_task(cycle, _Unframed(app, cycle) if cycle.scope["http_version"] == "1.0" else app)
 
     def data_received(self, data: bytes) -> None:
         self._unfinished += len(data)
@@ -291,6 +291,25 @@ class BoundedHttp(HttpToolsProtocol):
     def on_message_complete(self) -> None:
         super().on_message_complete()
         self._unfinished = 0
+
+
+class _Unframed:
+    """The ASGI app of a client of HTTP/1.0, which knows no chunks (RFC 9112, 6.1): an answer without a length ends with
+    its connection. uvicorn would send it in chunks."""
+
+    def __init__(self, app: Any, cycle: RequestResponseCycle) -> None:
+        self._app, self._cycle, self._has_length = app, cycle, True
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        async def answer(message: Any) -> None:
+            if message["type"] == "http.response.start":
+                self._has_length = any(name.lower() == b"content-length" for name, _ in message["headers"])
+                self._cycle.chunked_encoding = None if self._has_length else False
+            elif not self._has_length:
+                self._cycle.expected_content_length = len(message.get("body", b""))
+            await send(message)
+
+        await self._app(scope, receive, answer)
 
 
 class _TooMany:

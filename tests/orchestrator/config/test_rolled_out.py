@@ -1,5 +1,6 @@
 """What a rollout may change: the new file against what runs."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -50,6 +51,24 @@ def test_rollout_shows_changes_without_secrets():
         "ratio.mode: 'off' -> 'auto'",
     ]
     assert list(changes(running.config, changed(running.config, started, with_(ratio={"mode": "off"})))) == []
+
+
+def test_another_name_of_the_same_model_is_no_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Clients know the model by a name of its own."""
+    monkeypatch.setattr("orchestrator.config.model._demo_name", lambda: "Small-1")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "link").symlink_to(tmp_path / "Small-1")
+    file = FILE | {"served_model_name": "mine"}
+
+    def told(found: str, named: str) -> list[str]:
+        started = resolve(parse_config(file), found, "redis://h:1", 8123)
+        return list(changes(shared(started), changed(shared(started), started, file | {"model": named})))
+
+    folder = str(tmp_path / "Small-1")
+    for found, named in ((folder, "demo"), ("demo", folder), (folder, "./Small-1"), (folder, "link"), ("a/b", "a/b")):
+        assert told(found, named) == []
+    for found, named in (("/models/Large", "demo"), (folder, "/other/Small-1"), ("a/b", "a/c")):
+        assert told(found, named) == [f"model: {found!r} -> {named!r}"]
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
-from support_redis import fresh_namespace
+from support_redis import fresh_namespace, lose
 from support_wait import until
 
 from orchestrator.fleet import adapters
@@ -194,7 +194,7 @@ async def test_frontends_put_back_a_list_that_redis_has_lost(fleet: Fleet, monke
     first, second = await fleet.join("f1"), await fleet.join("f2")
     await first.load(X, replacing=False)
     for load in (lambda: second.load(Y, replacing=False), lambda: asyncio.sleep(0)):
-        await fleet.registry.adapters.delete()
+        await lose(fleet.registry.adapters)
         await load()  # at once: before anybody has noticed
         await until(fleet.registry.adapters.read, "the list is back")
     assert await fleet.registry.adapters.read() == first.known
@@ -213,7 +213,7 @@ async def test_a_list_that_is_made_again_is_newer_than_the_one_that_was_lost(fle
     first = await fleet.join("f1")
     await first.load(X, replacing=False)
     await fleet.stop("f1")
-    await fleet.registry.adapters.delete()
+    await lose(fleet.registry.adapters)
     later = await fleet.join("f2")
     await fleet.registry.leave_frontend("f1")
     await later.load(Y, replacing=False)

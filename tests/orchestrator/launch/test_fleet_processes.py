@@ -4,7 +4,7 @@ import asyncio
 import logging
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,6 +25,7 @@ from orchestrator.launch.fleet_processes import FleetProcesses, StartFailed, Sta
 from orchestrator.launch.host.process import LocalProcess, ProcessGroup, ProcessSpec
 from orchestrator.launch.machines import LocalMachine
 from orchestrator.launch.pools.frontend_pool import FrontendPool
+from orchestrator.launch.pools.model_list import begin_list
 from orchestrator.launch.pools.worker_pool import WorkerPool
 from orchestrator.launch.registry_watch import Snapshot
 from orchestrator.launch.rollout import cannot_start
@@ -253,6 +254,26 @@ async def test_the_list_of_a_fleet_that_runs_is_no_other_files_to_delete(redis: 
     await of_model.refresh_launcher(f"{BY_HAND}other/2/1", Launcher({"mine": Role.DECODE}), 60)  # no launcher
     await launcher._list_models(redis, {"": config}, {})
     assert await store.read() is None
+
+
+async def test_of_two_launchers_that_start_at_once_none_deletes_what_the_other_has_begun(redis, monkeypatch):
+    """Both find the list of a fleet that has ended."""
+    config, _ = named(redis)
+    store = ModelStore(redis, config.namespace)
+    assert await store.change(None, ModelList(1, {"old": ListedModel({"model": "demo"})}))
+    is_followed = ModelStore.is_followed
+
+    async def begun_meanwhile(self: ModelStore, listed: ModelList, has_ended: Callable[[str], bool]) -> bool:
+        found = await is_followed(self, listed, has_ended)
+        monkeypatch.undo()
+        await begin_list(redis, config.namespace, {"models": {"a": {"model": "demo"}}})
+        return found
+
+    monkeypatch.setattr(ModelStore, "is_followed", begun_meanwhile)
+    with pytest.raises(Refused, match=r"runs a fleet of several models \(a\)"):
+        await launcher._list_models(redis, {"": config}, {})
+    listed = await store.read()
+    assert listed is not None and list(listed.models) == ["a"]
 
 
 async def test_the_list_of_a_fleet_that_comes_back_to_redis_is_no_other_files_to_delete(redis: Redis, monkeypatch):

@@ -5,11 +5,11 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import AsyncMock
+from unittest.mock import AsyncMock, Mock
 
 import msgspec
 import pytest
-from support_redis import fresh_namespace, worker
+from support_redis import fresh_namespace, lose, worker
 
 from orchestrator.config.settings import Config, ConfigError, parse_config
 from orchestrator.config.shared import shared
@@ -262,6 +262,19 @@ async def test_unrestarted_worker_rolls_back(leader: Leader):
     assert (await phase(leader))[0] is Phase.UNDONE
 
 
+async def test_a_launcher_that_starts_alone_deletes_no_rollout_that_was_begun_since_it_looked(leader: Leader):
+    document = leader.registry.rollout
+    seen = await document.read()
+    assert seen is not None
+    ended, later = seen.to(Phase.DONE), Rollout(seen.new, Version(2, seen.new.config))
+    assert await document.change(seen, ended)
+    read, leader.rolling._registry.rollout = AsyncMock(side_effect=[ended, later]), Mock(wraps=document)
+    leader.rolling._registry.rollout.read = read
+    await document.change(ended, later)
+    await leader.rolling.begin(alone=True)
+    assert await document.read() == later and leader.rolling.version == later.settled
+
+
 # ---- a restart: a rollout to what runs ---------------------------------------------------------------------------
 
 
@@ -269,7 +282,7 @@ async def test_unrestarted_worker_rolls_back(leader: Leader):
 async def restarted(leader: Leader) -> Leader:
     """Both workers are this launcher's, nothing was rolled out, and a restart of them is ordered."""
     rollout, units = leader.registry.rollout, await leader.registry.workers()
-    await rollout.delete()
+    await lose(rollout)
     leader.workers.setup = msgspec.structs.replace(leader.workers.setup, generation=0)
     as_started = Version(0, {})
     ordered = Rollout(as_started, as_started, restart={name: info.process for name, info in units.items()})

@@ -624,7 +624,28 @@ async def test_a_request_whose_client_cannot_be_told_of_its_defect_keeps_no_othe
     monkeypatch.setattr(bench.codec, "failure", lambda *_: 1 // 0)
     bench.router.lost.worker_lost("d0")
     await bench.settle()
-    assert {name: active.attempt for name, active in bench.router.requests.items()} == {"r0": 2, "r1": 1, "r2": 2}
+    assert {name: active.attempt for name, active in bench.router.requests.items()} == {"r0": 2, "r2": 2}
+
+
+@pytest.mark.parametrize("told", ["of a defect", "nothing"])
+async def test_a_request_ends_though_its_client_cannot_be_told_why(told, monkeypatch):
+    """Its client may wait on, with what the request holds."""
+    bench = Bench()
+    await bench.submit_to_d0("r0", "r1")
+    tell = bench.codec.failure
+
+    def failure(parsed, why):
+        if told == "nothing" or why.why != "it met a defect":
+            raise ValueError(why)
+        return tell(parsed, why)
+
+    monkeypatch.setattr(bench.codec, "failure", failure)
+    bench.say("d0", Rejected("r0", 1, "no such parameter", final=True))
+    assert bench.router.requests.keys() == {"r1"}
+    assert ("r0" in bench.codec.failures) is (told == "of a defect")
+    bench.tokens("d0", "r1", [1], finish=1)
+    await bench.settle()
+    bench.assert_no_leaks()
 
 
 async def test_a_defect_that_one_request_meets_keeps_no_other_that_its_client_has_left(monkeypatch):

@@ -30,8 +30,9 @@ async def test_of_two_who_have_seen_the_same_one_changes_it(document: Document[W
     assert await document.read() == Words(["a", "b"])
     await document.write(Words(["c"]))
     assert await document.read() == Words(["c"])
-    await document.delete()
-    assert await document.read() is None
+    assert not await document.delete(Words(["a", "b"])), "its author has not seen c"
+    assert await document.delete(Words(["c"])) and await document.read() is None
+    assert await document.delete(None)
 
 
 @pytest.mark.parametrize("odd", [b"{", b"\xff", b'{"words": 1}', b"[]", b'{"new": ' + b"[" * 100_000])
@@ -49,7 +50,7 @@ async def test_what_is_put_back_replaces_nothing(document: Document[Words], redi
     """A launcher of an older release cannot read what a newer one wrote."""
     await redis.set(document._key, b'{"words": 1}')
     assert await document.read() is None and not await document.put_back(Words(["a"]))
-    await document.delete()
+    assert await document.delete(None), "of the next fleet, though it cannot be read"
     assert await document.put_back(Words(["a"])) and await document.read() == Words(["a"])
 
 

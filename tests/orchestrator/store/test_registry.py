@@ -196,7 +196,7 @@ async def test_rollout_changes_by_compare_and_set(registry):
     assert await rollout.change(first, back)
     assert not await rollout.change(first, first.to(Phase.DONE))
     assert (await rollout.read()).target == Version(0, {"a": 1}) and back.why == "it cannot start"
-    await rollout.delete()
+    assert await rollout.delete(await rollout.read())
     assert await rollout.read() is None
 
 

@@ -80,6 +80,13 @@ local function note(prefix, ...)
   redis.call('EXPIRE', prefix .. 'noted', KEPT_S)
 end
 
+-- The same, of a member. What a worker that was started by hand holds its id by (`BY_HAND` of store/planned.py) is none: the
+-- worker itself is one.
+local function note_member(prefix, event, kind, id, ...)
+  if kind == 'launcher' and string.find(id, '^by%-hand:') then return end
+  note(prefix, 'type', event, 'kind', kind, 'id', id, ...)
+end
+
 -- The desired ratio as prefill, decode, by, set_at and why; nil where none is set that can be read.
 local function desired_now(prefix)
   local found = redis.pcall('HMGET', desired_key(prefix), 'prefill', 'decode', 'set_by', 'set_at', 'why')

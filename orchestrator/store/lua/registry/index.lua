@@ -85,7 +85,7 @@ local function live(prefix, kind)
     redis.call('SREM', index_key(prefix, kind), id)
     gone(prefix, kind, id)
     publish(prefix)
-    note(prefix, 'type', 'lost', 'kind', kind, 'id', id, 'why', 'silent')
+    note_member(prefix, 'lost', kind, id, 'why', 'silent')
   end
   return ids
 end

@@ -24,7 +24,7 @@ local function put_member(keys, args)
   local since, changed = nil, false
   local was = known and redis.call('HGET', key, 'role')
   if joining then
-    if known then note(prefix, 'type', 'lost', 'kind', kind, 'id', id, 'why', 'another process took its place') end
+    if known then note_member(prefix, 'lost', kind, id, 'why', 'another process took its place') end
     redis.call('DEL', key)
   elseif known then
     since = redis.call('HGET', key, 'since')
@@ -51,13 +51,13 @@ local function put_member(keys, args)
   if fresh then
     redis.call('SET', typed(prefix .. 'begun', 'string'), SECONDS:format(clock()), 'NX', 'EX', INDEX_S)
     publish(prefix)
-    if joining or new then note(prefix, 'type', 'joined', 'kind', kind, 'id', id, 'role', mine.role or '') end
+    if joining or new then note_member(prefix, 'joined', kind, id, 'role', mine.role or '') end
   elseif changed then
     publish(prefix)
     local unit = string.match(mine.ranks or '', '^[^,]+')
     if unit then redis.call('PUBLISH', prefix .. 'orders:' .. unit, '') end -- the other ranks may wait for this
     if was and mine.role and was ~= mine.role then
-      note(prefix, 'type', 'flipped', 'kind', kind, 'id', id, 'from', was, 'to', mine.role)
+      note_member(prefix, 'flipped', kind, id, 'from', was, 'to', mine.role)
     end
   end
 
@@ -147,7 +147,7 @@ local function remove_member(keys, args)
   if removed > 0 then
     gone(prefix, kind, id)
     publish(prefix)
-    note(prefix, 'type', 'left', 'kind', kind, 'id', id)
+    note_member(prefix, 'left', kind, id)
     if is_empty(prefix) then redis.call('DEL', prefix .. 'begun') end -- nobody is to come back
   end
   return removed

@@ -93,13 +93,17 @@ end
 
 -- ---- documents ---------------------------------------------------------------------------------------------------
 
--- args: the name of a document (store/documents.py), what it is believed to be ('' for none), and what it becomes. Returns 1,
+-- args: the name of a document (store/documents.py), what it is believed to be, and what it becomes, '' for none. Returns 1,
 -- or 0 when it is another by now.
 local function write_document(keys, args)
   local prefix, name = keys[1], args[1]
   local key = typed(prefix .. name, 'string')
   if (redis.call('GET', key) or '') ~= args[2] then return 0 end
-  redis.call('SET', key, args[3], 'EX', KEPT_S)
+  if args[3] == '' then
+    redis.call('DEL', key)
+  else
+    redis.call('SET', key, args[3], 'EX', KEPT_S)
+  end
   redis.call('PUBLISH', key .. '_changed', '')
   if name == 'rollout' then
     bump(prefix) -- who is to restart follows from it

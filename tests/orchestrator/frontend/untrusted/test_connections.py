@@ -123,6 +123,28 @@ async def test_request_within_limits_is_served() -> None:
             assert await reader.readexactly(len(length)) == length
 
 
+@pytest.mark.parametrize(("head", "framed"), [(b"HTTP/1.0", False), (b"HTTP/1.1\r\nconnection: close", True)])
+async def test_an_answer_without_a_length_has_no_chunks_for_http_1_0(head: bytes, framed: bool) -> None:
+    async def streams(scope: dict[str, Any], receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        for said in (b"a", b"", b"bc"):
+            await send({"type": "http.response.body", "body": said, "more_body": True})
+        await send({"type": "http.response.body"})
+
+    async with asyncio.timeout(DEADLINE_S), connected(streams) as (reader, writer):
+        await send(writer, b"GET / " + head + b"\r\nhost: h\r\n\r\n")
+        told, _, said = (await reader.read()).partition(b"\r\n\r\n")
+    assert told.startswith(b"HTTP/1.1 200") and b"connection: close" in told
+    assert (b"chunked" in told, said) == ((True, b"1\r\na\r\n2\r\nbc\r\n0\r\n\r\n") if framed else (False, b"abc"))
+
+
+async def test_an_answer_with_a_length_has_it_for_http_1_0_too() -> None:
+    async with asyncio.timeout(DEADLINE_S), connected() as (reader, writer):
+        await send(writer, HEAD.replace(b"1.1", b"1.0") + b"content-length: 1\r\n\r\na")
+        told, _, said = (await reader.read()).partition(b"\r\n\r\n")
+    assert b"content-length: 1" in told and b"chunked" not in told and said == b"1"
+
+
 UPGRADE = b"host: h\r\nconnection: upgrade\r\nupgrade: websocket\r\n"
 
 

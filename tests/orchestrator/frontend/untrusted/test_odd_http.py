@@ -107,6 +107,7 @@ HALF_CLOSED = ("plain", "close", "close, a stream", "HEAD /health")  # asked aga
 # What a frontend answers otherwise, and why.
 MEANT = {
     "gzip body": "it says what is wrong with the body; vLLM's server takes no compressed ones either",
+    "HTTP/1.0, a stream": "it ends with the connection; vLLM's server sends chunks, which HTTP/1.0 has not",
     "websocket of a POST": "it is refused; vLLM's server says nothing and keeps the connection",
 }
 Answer = tuple[list[bytes], bytes, bool]

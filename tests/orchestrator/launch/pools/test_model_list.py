@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from support_redis import fresh_namespace
+from support_redis import fresh_namespace, lose
 from support_wait import until
 
 from orchestrator.config.models import namespace_of
@@ -138,7 +138,7 @@ async def test_workers_wait_for_frontends_that_redis_has_lost(world: World, monk
     async with world.launcher():
         await world.change("b", ListedModel({}, ModelState.REMOVING))
         await until(lambda: "b: no frontends" in world.seen)
-        await world.store.delete()
+        await lose(world.store)
         await world.registry("b").leave_frontend("f")
         await asyncio.sleep(0.3)
         await world.frontend("b")
@@ -196,7 +196,7 @@ async def test_a_launcher_that_joins_takes_the_list_over_and_one_that_is_alone_w
 async def test_a_list_that_redis_has_lost_is_put_back(world: World) -> None:
     async with world.launcher():
         known = await world.store.read()
-        await world.store.delete()
+        await lose(world.store)
         deadline = asyncio.get_running_loop().time() + 60
         while await world.store.read() != known:
             assert asyncio.get_running_loop().time() < deadline
@@ -238,7 +238,7 @@ async def test_a_list_that_another_launcher_has_begun_meanwhile_ends_no_model_he
             known = await world.store.read()
             assert known is not None
             if lost:
-                await world.store.delete()
+                await lose(world.store)
             assert list((await begin_list(world.redis, world.fleet, other)).models) == ["c", "b"]
 
             async def joined(known: ModelList = known) -> bool:

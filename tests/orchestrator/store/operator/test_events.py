@@ -4,7 +4,9 @@ import msgspec
 from support_redis import fresh_namespace, keys_of, worker
 from support_steering import set_desired
 
+from orchestrator.store.fields import Launcher
 from orchestrator.store.operator.events import EventLog
+from orchestrator.store.planned import BY_HAND
 from orchestrator.store.registry import Registry
 from orchestrator.types import Role
 
@@ -38,6 +40,18 @@ async def test_a_worker_that_falls_silent_is_lost(redis):
     await redis.delete(registry.keys.worker("w1"))  # as when its time is over
     assert await registry.workers() == {}
     assert await told(log) == [("joined", "w1"), ("lost", "w1")]
+
+
+async def test_what_a_worker_by_hand_holds_its_id_by_is_no_launcher_that_comes_and_goes(redis):
+    namespace = fresh_namespace()
+    registry, log = Registry(redis, namespace), EventLog(redis, namespace)
+    for holder in (f"{BY_HAND}h/1/1", f"{BY_HAND}h/2/1", "h/3/1"):
+        await registry.refresh_launcher(holder, Launcher({"w1": Role.DECODE}), 60.0)
+    assert await registry.claim_id(f"{BY_HAND}h/4/1", Role.DECODE, 60.0, "w2")
+    await registry.leave_launcher(f"{BY_HAND}h/1/1")
+    await redis.delete(f"{registry.keys.prefix}launcher:{BY_HAND}h/2/1")  # as when its time is over
+    assert len(await registry.launchers()) == 2
+    assert await told(log) == [("joined", "h/3/1")]
 
 
 async def test_readers_continue_and_stream_is_bounded(redis):
