@@ -3,27 +3,24 @@
 from __future__ import annotations
 
 import html
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+
+import plotly.graph_objects as plotly
+from plotly.offline import get_plotlyjs
 
 from orchestrator.simulator.real.drive import Run
 from orchestrator.simulator.real.figures import Figures, Ratio
 
-_WIDTH, _HEIGHT, _LEFT, _BOTTOM = 560, 260, 56, 34  # pixels
 _COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
-_DASH = 3  # pixels; longer dashes when the colours begin anew
+_LEAST_S = 1e-4  # on a logarithmic axis
 _POINTS = 200  # of one curve, at most
 _STYLE = """
-:root { color-scheme: light dark; --line: #8888; --text: #222; --back: #fff }
-@media (prefers-color-scheme: dark) { :root { --text: #ddd; --back: #16181c } }
-body { font: 15px/1.5 system-ui, sans-serif; color: var(--text); background: var(--back); max-width: 75rem;
-  margin: 2rem auto; padding: 0 1rem }
+body { font: 15px/1.5 system-ui, sans-serif; color: #222; background: #fff; max-width: 75rem; margin: 2rem auto;
+  padding: 0 1rem }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; display: block; overflow-x: auto }
-td, th { padding: .25rem .7rem; border-bottom: 1px solid var(--line); text-align: right; white-space: nowrap }
+td, th { padding: .25rem .7rem; border-bottom: 1px solid #8888; text-align: right; white-space: nowrap }
 td:first-child, th:first-child { text-align: left }
-figure { display: inline-block; margin: 1rem 1rem 0 0 }
 h1 { overflow-wrap: anywhere }
-svg { max-width: 100%; height: auto; overflow: visible } svg text { fill: var(--text); font-size: 12px }
 .warning { border-left: 4px solid #d55e00; padding-left: .7rem }
 """
 
@@ -50,11 +47,11 @@ def page(title: str, rows: Sequence[Sequence[str]], runs: Sequence[tuple[Run, Fi
     parts = [
         f"<!doctype html><html lang=en><meta charset=utf-8><title>{html.escape(title)}</title>",
         "<meta name=viewport content='width=device-width, initial-scale=1'>",
-        f"<style>{_STYLE}</style><h1>{html.escape(title)}</h1>",
+        f"<style>{_STYLE}</style><script>{get_plotlyjs()}</script><h1>{html.escape(title)}</h1>",
         *(_warning(name, figures) for name, _, figures in named if figures.client_was_the_bottleneck),
         _table(list(zip(*rows, strict=True))),
         *(["<h2>First server over second, in turns</h2>", _table(ratio_rows(compared))] if compared else []),
-        *(f"<figure>{chart}</figure>" for chart in charts),
+        *charts,
         "</html>",
     ]
     return "\n".join(parts)
@@ -100,40 +97,11 @@ def _thinned(points: Points) -> Points:
 
 
 def _chart(title: str, unit: str, curves: Sequence[tuple[str, Points]], log_x: bool = False) -> str:
-    """A chart as SVG. A logarithmic axis begins at the smallest value, but at most four decades below the largest."""
-    points = [point for _, curve in curves for point in curve]
-    if not points:
-        return f"<figcaption>{html.escape(title)}: nothing was answered</figcaption>"
-    high = max(max(x for x, _ in points), 1e-6)
-    low = min(max(min(x for x, _ in points), high / 1e4), high / 2) if log_x else 0.0
-    top = max(y for _, y in points) or 1.0
-    x_at, y_at = _scale(low, high, _LEFT, _WIDTH - 10, log_x), _scale(0.0, top, _HEIGHT - _BOTTOM, 10, False)
-    parts = [f"<svg viewBox='0 0 {_WIDTH} {_HEIGHT + 16 * len(curves)}' width={_WIDTH} role=img>"]
-    for tick in _ticks(low, high, log_x):
-        parts.append(f"<text x={x_at(tick):.0f} y={_HEIGHT - 16} text-anchor=middle>{tick:.3g}</text>")
-    for tick in (0.0, top / 2, top):
-        y = y_at(tick)
-        parts.append(f"<text x={_LEFT - 6} y={y + 4:.0f} text-anchor=end>{tick:.3g}</text>")
-        parts.append(f"<path d='M{_LEFT} {y:.1f}H{_WIDTH - 10}' stroke='var(--line)' fill=none />")
+    chart = plotly.Figure(layout={"title": title, "template": "plotly_white", "height": 420, "showlegend": True})
+    chart.update_xaxes(title=unit, type="log" if log_x else "linear")
     for number, (name, curve) in enumerate(curves):
-        colour, y = _COLOURS[number % len(_COLOURS)], _HEIGHT + 16 * number + 4
-        dashes = f"stroke-dasharray='{_DASH * (number // len(_COLOURS))}'"  # none of 0
-        line = " ".join(f"{x_at(max(x, low)):.1f},{y_at(value):.1f}" for x, value in curve)
-        parts.append(f"<polyline points='{line}' fill=none stroke='{colour}' stroke-width=1.6 {dashes} />")
-        parts.append(f"<path d='M{_LEFT - 8} {y - 4}h20' stroke='{colour}' stroke-width=4 {dashes} />")
-        parts.append(f"<text x={_LEFT + 16} y={y}>{html.escape(name)}</text>")
-    parts.append(f"<text x={_WIDTH - 10} y={_HEIGHT - 2} text-anchor=end>{html.escape(unit)}</text></svg>")
-    return f"<figcaption>{html.escape(title)}</figcaption>" + "".join(parts)
-
-
-def _scale(low: float, high: float, start: float, end: float, log: bool) -> Callable[[float], float]:
-    if log:
-        low, high = math.log(low), math.log(high)
-    return lambda value: start + ((math.log(value) if log else value) - low) / (high - low) * (end - start)
-
-
-def _ticks(low: float, high: float, log: bool) -> list[float]:
-    if not log:
-        return [high * n / 4 for n in range(5)]
-    powers = range(math.ceil(math.log10(low)), math.floor(math.log10(high)) + 1)
-    return [10.0**power for power in powers] or [low, high]
+        again, colour = divmod(number, len(_COLOURS))
+        dash = f"{3 * again}px" if again else "solid"  # where the colours begin anew
+        xs, ys = [max(x, _LEAST_S) if log_x else x for x, _ in curve], [y for _, y in curve]
+        chart.add_scatter(x=xs, y=ys, name=html.escape(name), line={"color": _COLOURS[colour], "dash": dash})
+    return str(chart.to_html(full_html=False, include_plotlyjs=False))

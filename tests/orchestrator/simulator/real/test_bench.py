@@ -166,7 +166,7 @@ def test_the_command_compares_two_servers_and_saves_what_it_saw(servers, tmp_pat
     assert [run["url"] + "/" for run in saved["runs"]] == [slow.url, fast.url] * 2
     ratio = next(ratio for ratio in saved["ratios"] if ratio["name"] == "TTFT P50")
     assert ratio["least"] > 1
-    assert (tmp_path / "b.html").read_text().count("<polyline") == 12
+    assert (tmp_path / "b.html").read_text().count('"dash":"solid"') == 12
     prompts = [tuple(prompt[:8]) for server in servers for prompt in server.prompts if len(prompt) == 20]
     assert len(set(prompts)) == len(prompts) == 32, "no prompt was asked twice"
 
@@ -213,9 +213,10 @@ def test_each_curve_of_the_page_can_be_told_from_the_others():
     run = made([0.1], rate=2.0)
     runs = [(run, figures(run, 1.0, 1.0))] * 3
     shown = page("t", [["server"], ["u"]], runs, [])
-    assert all(shown.count(f">{name}<") == 3 for name in ("u 2/s", "u 2/s, turn 2", "u 2/s, turn 3"))
+    names = ("u 2\\u002fs", "u 2\\u002fs, turn 2", "u 2\\u002fs, turn 3")
+    assert all(shown.count(f'"name":"{name}"') == 3 for name in names)
     curves = [(f"c{n}", [(1.0, 0.5), (2.0, 1.0)]) for n in range(14)]
-    lines = re.findall(r"<polyline [^>]*stroke='(\S+)' stroke-width=1.6 (\S+)", _chart("t", "s", curves))
+    lines = re.findall(r'"line":\{"color":"(\S+?)","dash":"(\S+?)"\}', _chart("t", "s", curves))
     assert len(set(lines)) == 14
 
 
