@@ -154,9 +154,26 @@ def carried(links: int, traffic: Traffic, ttft_slo_s: float) -> float:
     return links * max_utilization(1, kv, ttft_slo_s) * traffic.prefill_s / kv.prefill_s
 
 
+def in_time_without_queue(traffic: Traffic, decode: int, slo: SLOConfig) -> float:
+    """As `headroom` below 1 for `decode` workers alone, but nothing is held back: the longest prompts, too, delay what
+    decodes beside them. 1 where 99% are in time."""
+    mean_s, deviation_s = tpot_spread(traffic, 1.0, 0.0, decode)
+    if math.isinf(mean_s):
+        return 0.0
+    margin = (slo.tpot_s - mean_s) / max(deviation_s, 1e-9)
+    return min(1.0, _NORMAL.cdf(margin) / _NORMAL.cdf(Z_99))
+
+
 def tpot_s(traffic: Traffic, factor: float, taken: float, decode: int) -> float:
-    """The 99th percentile of TPOT (s) at `factor` times the arriving rate; infinite if decode workers cannot keep up.
-    A `factor` below 1 is the share of the arriving requests that are served, those with the shortest prompts.
+    """The 99th percentile of TPOT (s); the arguments are those of `tpot_spread`."""
+    mean_s, deviation_s = tpot_spread(traffic, factor, taken, decode)
+    return mean_s + Z_99 * deviation_s
+
+
+def tpot_spread(traffic: Traffic, factor: float, taken: float, decode: int) -> tuple[float, float]:
+    """TPOT at `factor` times the arriving rate, its mean and standard deviation (s); the mean is infinite if decode
+    workers cannot keep up. A `factor` below 1 is the share of the arriving requests that are served, those with the
+    shortest prompts.
 
     `taken` is the prefill work that prefill workers do, in workers. Decode workers do the rest, which takes a share of
     their time and stops their sequences for one whole prompt at a time. A request is delayed by a Poisson number of
@@ -172,18 +189,18 @@ def tpot_s(traffic: Traffic, factor: float, taken: float, decode: int) -> float:
     tokens_per_s = factor * traffic.requests_per_s * traffic.output_tokens / decode
     left = 1 - overflow - traffic.step_s_per_sequence * tokens_per_s
     if left <= 0:
-        return math.inf
+        return math.inf, 0.0
     # Little: sequences = tokens_per_s * TPOT, and TPOT = (step_s + step_s_per_sequence * sequences) / (1 - overflow).
     mean_s = traffic.step_s / left
     # Sequences come and go at random, so their number is about Poisson.
     sequences = tokens_per_s * mean_s
     if sequences + Z_99 * math.sqrt(sequences) > traffic.max_sequences:
-        return math.inf
+        return math.inf, 0.0
     if overflow <= 0:
-        return mean_s
+        return mean_s, 0.0
     second_moment = shortest(left_share, traffic) * arriving / decode * traffic.local_s2
     variance = second_moment * traffic.output_tokens * mean_s / (left * left)
-    return mean_s + Z_99 * math.sqrt(variance) / max(1.0, traffic.output_tokens)
+    return mean_s, math.sqrt(variance) / max(1.0, traffic.output_tokens)
 
 
 def shortest(share: float, traffic: Traffic) -> float:

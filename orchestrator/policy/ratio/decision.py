@@ -13,7 +13,14 @@ import msgspec
 
 from orchestrator.config.settings import RatioConfig, SLOConfig
 from orchestrator.policy.predict.predictor import Z_95
-from orchestrator.policy.ratio.attainment import Split, Traffic, headroom, multiple, scale_prefill_times
+from orchestrator.policy.ratio.attainment import (
+    Split,
+    Traffic,
+    headroom,
+    in_time_without_queue,
+    multiple,
+    scale_prefill_times,
+)
 from orchestrator.policy.ratio.caches import Caches, caches_of, traffic_after
 from orchestrator.policy.ratio.load import (
     INTERVAL_S,
@@ -48,7 +55,6 @@ NEARLY_IDLE = 0.25
 # since a model of 99th percentiles tells no smaller share; and if that is less than the third, bear more load as well.
 GAIN, OVERLOADED_GAIN, SURE_GAIN = 0.02, 0.01, 0.1
 BACK_GAIN = 0.05  # and by this one to take a change back within `COOL_DOWN_S`
-NEVER_S = 1e6  # a TPOT objective that every request meets
 # A move to prefill must be better even if the prefill work is this many standard errors off; a move to decode, one. The
 # last prefill worker also needs so much to go: without it a long prompt delays all that decode.
 SURE_STANDARD_ERRORS = 2.0
@@ -268,8 +274,8 @@ def _best_prefill(
     if current.prefill > 0 and headroom(scale_prefill_times(arriving, 0.0), 0, total, slo) >= 1:
         all_decode = traffic_after(arriving, caches, current, -current.prefill)
         all_decode = msgspec.structs.replace(all_decode, max_sequences=math.inf)
-        if headroom(all_decode, 0, total, msgspec.structs.replace(slo, tpot_s=NEVER_S)) < 1:
-            gains[0] = 0.0  # it cannot compute all prompts, and without a queue to hold some back all would be late
+        if (in_time := in_time_without_queue(all_decode, total, slo)) < 1:
+            gains[0] = min(gains.get(0, 0.0), in_time / max(1e-9, min(1.0, now)))  # no queue holds long prompts back
     if last_stays and current.prefill > 0 and gains.get(0, 0.0) < (1 + SURE_GAIN) * gains.get(unit, 0.0):
         gains[0] = 0.0  # only in a queue long prompts wait: in the next burst they would slow all that decode
     if overloaded and gains.get(0, 1.0) < 1:

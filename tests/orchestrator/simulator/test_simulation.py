@@ -280,6 +280,14 @@ def quiet(seconds: float, seed: int) -> list[Arrival]:
     return arrivals
 
 
+def test_the_last_prefill_worker_stays_where_nothing_else_holds_back_long_prompts():
+    """Without it more could be in time, if the longest documents did not come."""
+    profile, slo = load_profile(PROFILES / "h100-llama-8b.json"), SLOConfig(ttft_s=1.0, tpot_s=0.05)
+    settings = Settings(prefill=1, decode=1, profile=profile, stack=stack("ours"), slo=slo)
+    sim = Simulation(settings, at_rate(synthetic("documents", 2100, seed=1), 14.0)).run()
+    assert sim.ratio.decisions == [] and report(sim, warm_up=0.25).attained > 0.8
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_nearly_idle_fleet_keeps_its_split(seed):
     """Its steps take nearly the objective by themselves, so that the model sees little headroom in any split."""

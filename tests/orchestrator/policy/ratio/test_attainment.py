@@ -14,6 +14,7 @@ from orchestrator.policy.ratio.attainment import (
     after_moves,
     carried,
     headroom,
+    in_time_without_queue,
     max_utilization,
     scale_prefill_times,
     shortest,
@@ -70,6 +71,16 @@ def test_sequence_count_varies_above_its_mean():
     for most, bears_it in ((16, False), (18, True)):
         fits = msgspec.structs.replace(steady, max_sequences=most)
         assert (tpot_s(fits, 1.0, taken=1.0, decode=1) < math.inf) == bears_it
+
+
+@pytest.mark.parametrize(("requests_per_s", "in_time"), [(55.0, 1.0), (60.0, 0.91), (68.0, 0.51), (90.0, 0.0)])
+def test_without_a_queue_long_prompts_delay_what_decodes_beside_them(requests_per_s, in_time):
+    """By those that would be in time if the longest prompts were held back, no prefill worker is better than two."""
+    some_long = of_prompts(0.04, 20 * 0.04**2, step_s=0.0084, step_s_per_sequence=0.00012, output_tokens=480.0)
+    tailed = msgspec.structs.replace(some_long, requests_per_s=requests_per_s, max_sequences=math.inf)
+    assert in_time_without_queue(tailed, 8, SLO) == pytest.approx(in_time, abs=0.01)
+    if requests_per_s == 68.0:
+        assert bears(tailed, 0, 8) > bears(tailed, 2, 6) > 0.98
 
 
 def test_workers_keep_caches_when_they_move():

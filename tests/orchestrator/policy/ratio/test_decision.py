@@ -202,7 +202,7 @@ def test_prefill_workers_keep_caches_when_they_change_role():
 
 def test_zero_prefill_requires_capacity_for_all_prompts():
     """Without prefill workers no queue holds prompts back. If the answers overload the fleet a queue does not help."""
-    for requests, left in ((600, 0), (950, 0), (3000, 1)):
+    for requests, left in ((600, 0), (950, 1), (3000, 1)):
         agents = offering(requests, 15_000, 80, local_tokens=1200)
         assert decide(agents, agents, max_step=8).after.prefill == left
     stories = offering(2000, 50, 1000)
@@ -303,8 +303,8 @@ INTERACTIVE = SLOConfig(ttft_s=0.3, tpot_s=0.05)
 
 @pytest.mark.parametrize(
     ("chats", "answers", "documents", "tokens"),
-    [(250, 1200, 150, 1500), (300, 800, 150, 1500)],
-    ids=["96 instead of 94% in time", "a headroom of 1.18 instead of 1.14"],
+    [(280, 1200, 100, 1500), (300, 800, 150, 1500)],
+    ids=["all instead of 99% in time", "a headroom of 1.18 instead of 1.12"],
 )
 def test_last_prefill_worker_stays_for_long_prompts_that_may_wait(chats, answers, documents, tokens):
     """Nothing else holds them back in a burst. Where no prompt may wait for longer than others it goes."""
