@@ -304,6 +304,7 @@ class _Unframed:
         async def answer(message: Any) -> None:
             if message["type"] == "http.response.start":
                 self._has_length = any(name.lower() == b"content-length" for name, _ in message["headers"])
+                # As if the app had named a length. Each part then has just the bytes that uvicorn expects to be left.
                 self._cycle.chunked_encoding = None if self._has_length else False
             elif not self._has_length:
                 self._cycle.expected_content_length = len(message.get("body", b""))

@@ -155,13 +155,14 @@ def carried(links: int, traffic: Traffic, ttft_slo_s: float) -> float:
 
 
 def in_time_without_queue(traffic: Traffic, decode: int, slo: SLOConfig) -> float:
-    """As `headroom` below 1 for `decode` workers alone, but nothing is held back: the longest prompts, too, delay what
-    decodes beside them. 1 where 99% are in time."""
+    """The share of the arriving requests that meet the TPOT objective on `decode` workers without prefill workers, over
+    0.99; at most 1. There no queue holds the longest prompts back, as `headroom` below 1 takes it: they delay what
+    decodes beside them."""
     mean_s, deviation_s = tpot_spread(traffic, 1.0, 0.0, decode)
     if math.isinf(mean_s):
         return 0.0
-    margin = (slo.tpot_s - mean_s) / max(deviation_s, 1e-9)
-    return min(1.0, _NORMAL.cdf(margin) / _NORMAL.cdf(Z_99))
+    deviations = (slo.tpot_s - mean_s) / max(deviation_s, 1e-9)
+    return min(1.0, _NORMAL.cdf(deviations) / _NORMAL.cdf(Z_99))
 
 
 def tpot_s(traffic: Traffic, factor: float, taken: float, decode: int) -> float:
